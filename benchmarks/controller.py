@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ class Bench:
         self.session, self.rounds, self.captures = Session(decoder), timed_rounds(decoder), time_captures(decoder)
         self.session.force_acceptance([0.5])
         self.decoder, self.prompts = decoder, random_prompts(batch, CONTEXT)
-        self.sampling = [SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=row) for row in range(batch)]
+        self.seeds = count()
 
     def run(
         self, seconds: float, probability: float, speculate: bool = True, shape: SpecConfig | None = None, rounds: int = 1
@@ -102,7 +103,9 @@ class Bench:
         set_acceptance(self.decoder, probability)
         done, spent, found = 0, 0.0, defaultdict[str, list[float]](list)
         while spent < seconds or done < rounds:
-            work = Work(self.session, self.prompts, self.sampling, speculate)
+            # What is accepted follows from seed and position: equal seeds would give each run the same luck.
+            sampling = [SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=next(self.seeds)) for _ in self.prompts]
+            work = Work(self.session, self.prompts, sampling, speculate)
             with fixed_shape(self.decoder, shape) if shape else nullcontext(), work.running() as requests:
                 torch.cuda.synchronize()
                 start = end = time.perf_counter()

@@ -108,11 +108,8 @@ def trials(rows: list[int], sweeps: bool) -> list[Trial]:
 
 
 def candidates(own: ExpertTiles, T: int) -> Iterator[ExpertTiles]:
-    if T <= 6:
-        for (block_o, warps), splits in itertools.product(((32, 2), (64, 4)), (1, 2, 4)):
-            yield ExpertTiles(8, block_o, warps, 3, 2, splits)
-        return
-    for (block_o, warps), unroll in (((64, 4), 2), ((128, 4), 1)):
+    forms = ((32, 2), (64, 4)) if T <= 6 else ((64, 4), (128, 4))
+    for (block_o, warps), unroll in itertools.product(forms, (1, 2)):
         yield ExpertTiles(own.block_t, block_o, warps, 3, unroll)
 
 

@@ -47,11 +47,7 @@ def start(pair: str, one_by_one: bool) -> dict[str, Any]:
     if pair == "8b":
         from round_8b import make_decoder, random_pair, random_prompts
 
-        from specdec.loading.load import KERNELS
-        from specdec.ops.compiling.prepare import prepare
-
         STARTUP.lap(APART[0])
-        prepare(KERNELS)  # as loading does
         torch.zeros(1, device="cuda").sum().item()
         STARTUP.lap("CUDA")
         model, head = random_pair(4096, torch.device("cuda", 0))

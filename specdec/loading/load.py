@@ -17,12 +17,9 @@ from specdec.loading.threads import allowed_threads, threads_for, use_threads
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
-from specdec.ops.compiling.prepare import prepare
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.startup import STARTUP
-
-KERNELS = ("specdec.attention.kernels.triton_backend", "specdec.ops.products.linear_hopper")  # which import most of the others
 
 
 def load_pair(
@@ -43,8 +40,6 @@ def load_pair(
     chosen = choose_target(folder, options.backend, options.quantize)
     settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
     device, dtype = settings.device, settings.dtype
-    if device.type == "cuda":
-        prepare(KERNELS)
     max_positions = settings.max_seq_len + settings.lookahead
     model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs), group)
     set_threads(model, settings)

@@ -27,14 +27,13 @@ class FirstPasses:
         self._prompts, self._rounds, self._spec = prompts, rounds, spec
         self._rehearsals: Rehearsals | None = None
         self._expected: dict[RunRound, Callable[[], None]] = {}  # a round that is being compiled, and how to wait for it
-        self._is_over = False
 
     def before_chunk(self, state: BatchState, chunk: RunChunk) -> None:
         """Compiles what the first chunk needs, and begins with the round that is expected after it.
 
         state: the batch, of as many rows as that round will have.
         """
-        if self._is_over or self._rehearsals is not None or chunk.needs.grammar:
+        if self._rehearsals is not None or chunk.needs.grammar:
             return
         self._rehearsals = Rehearsals(state.lens_B.device)
         wait = self._rehearsals.rehearse(lambda: self._prompts.rehearse(chunk))
@@ -46,20 +45,18 @@ class FirstPasses:
         wait()
         STARTUP.lap("kernels of the first prefill")
 
-    def before_round(self, state: BatchState, step: RunRound) -> None:
-        """Waits until what the first round needs is compiled."""
-        if self._is_over or step.needs.grammar:
-            return
+    def before_round(self, state: BatchState, step: RunRound) -> bool:
+        """Waits until what the first round needs is compiled.  Returns whether that was all there is to do."""
+        if step.needs.grammar:
+            return False
         step = replace(step, timed=False)
         if step not in self._expected:
             self._begin(state, step).begin()
         self._expected[step]()
         STARTUP.lap("kernels of the first round")
-        self._is_over = True
-        if self._rehearsals is not None:
-            self._rehearsals.close()
-            self._rehearsals = None
-        self._expected.clear()
+        assert self._rehearsals is not None
+        self._rehearsals.close()
+        return True
 
     def _begin(self, state: BatchState, step: RunRound) -> Rehearsals:
         if self._rehearsals is None:

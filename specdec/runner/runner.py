@@ -180,8 +180,8 @@ class DeviceRunner:
 
     def _launch_round(self, step: RunRound) -> Round:
         state = self._rows(step.rows, step.shared)
-        if self._first is not None:
-            self._first.before_round(state, step)
+        if self._first is not None and self._first.before_round(state, step):
+            self._first = None
         return self.rounds.run(state, step)
 
     def _try(self, step: Try) -> Pending:

@@ -30,6 +30,7 @@ BRANCHING, MOST_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the 
 MOST = 0.999  # no probability is taken to be higher
 # How slowly `branching` is forgotten, in observations and in rounds at least, and what the assumption is worth.
 BRANCHING_MEMORY, BRANCHING_ROUNDS, BRANCHING_WEIGHT = 1000.0, 250.0, 10.0
+CHECK_WEIGHT = 20.0  # accepted tokens that the assumption is worth that a tree accepts what its levels promise
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Acceptance:
         self._since = 0  # observations since the last of them
         self.branching = Branching()
         self._own = dict[SpecConfig, Branching]()
+        self._kept = dict[SpecConfig | None, tuple[float, float]]()  # what trees accepted and promised; None: all of them
         self._widths = dict[SpecConfig, float]()
 
     def of_chain(self, levels: int, known: int | None = None) -> list[float]:
@@ -111,23 +113,34 @@ class Acceptance:
         shapes: None is a round of no levels.  runs: the shape that runs; what its rounds do not tell is taken to be as good as
         it may well be, so that other shapes are tried.  None: everything is taken as it is expected to be.
         """
-        chain, found = self.of_chain(len(self.reached), runs.max_steps if runs else None), list[float]()
-        doubts_trees = runs is not None and runs.topk == 1
+        chain, total, reach = self.of_chain(len(self.reached), runs.max_steps if runs else None), 1.0, 1.0
+        of_chains = [total]
+        for probability in chain:
+            reach *= probability
+            total += reach
+            of_chains.append(total)
+        doubts = runs is not None and runs.topk == 1
+        found = list[float]()
         for shape in shapes:
-            total, reach = 1.0, 1.0
-            for probability in self._shifted(chain[: shape.max_steps], shape, doubts_trees) if shape else ():
-                reach *= probability
-                total += reach
-            found.append(total)
+            if shape is None or shape.topk == 1:
+                found.append(of_chains[shape.max_steps if shape else 0])
+            else:
+                more = self._expected(shape, chain[: shape.max_steps], doubts) - 1
+                found.append(1 + self._honest(shape, doubts) * more)
         return found
 
-    def observe(self, shape: SpecConfig, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None) -> None:
-        """Records how many draft tokens each row that speculates accepted in a verified round.
+    def observe(
+        self, shape: SpecConfig, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None, rounds: int = 1
+    ) -> None:
+        """Records how many draft tokens each row that speculates accepted, in so many verified rounds with trees of a shape.
 
         best: for each row, how many tokens of the drafter's first choices were accepted, and how many the tree had: what a
         chain would have drafted.  None for a chain.
         """
-        fade = math.exp(-len(accepted) / max(MEMORY, MEMORY_ROUNDS * len(accepted)))
+        rows = len(accepted) / rounds
+        fade = math.exp(-len(accepted) / max(MEMORY, MEMORY_ROUNDS * rows))
+        if shape.topk > 1:
+            self._check(shape, accepted)
         if best is None:
             best = [(a, shape.max_steps) for a in accepted]
         levels = len(self.reached)
@@ -148,22 +161,50 @@ class Acceptance:
             self._sums.accepted[level] += taken
             reached = taken
         self._since += len(accepted)
-        if self._since >= max(BLOCK, 2 * len(accepted)):
+        if self._since >= max(BLOCK, 2 * rows):
             self._since = 0
             self._drop_what_is_over()
             self._marks.append(self._copied())
-        self._age(len(accepted))
+        self._age(len(accepted), rows)
         if shape.topk > 1 and (x := self._width(shape)):
             own = self._own.setdefault(shape, Branching(self.branching.value))
             chain = self.of_chain(levels)
             for each in (own, self.branching):
                 each.learn(x, chain, refused[:levels], rescued)
 
-    def _age(self, observations: int) -> None:
-        """What is known of trees grows old, whatever runs."""
-        slow = math.exp(-observations / max(BRANCHING_MEMORY, BRANCHING_ROUNDS * observations))
+    def _age(self, observations: int, rows: float) -> None:
+        """What is known of trees grows old, whatever runs.  rows: that speculate in a round."""
+        slow = math.exp(-observations / max(BRANCHING_MEMORY, BRANCHING_ROUNDS * rows))
         for each in (self.branching, *self._own.values()):
             each.information = max(BRANCHING_WEIGHT, each.information * slow)
+        for name, (got, promised) in self._kept.items():
+            self._kept[name] = got * slow, promised * slow
+
+    def _check(self, shape: SpecConfig, accepted: Sequence[int]) -> None:
+        """Records what rounds with a tree accepted, beside what they were expected to."""
+        promised = len(accepted) * (self._expected(shape, self.of_chain(shape.max_steps)) - 1)
+        for name in (shape, None):
+            got, before = self._kept.get(name, (0.0, 0.0))
+            self._kept[name] = got + sum(accepted), before + promised
+
+    def _honest(self, shape: SpecConfig, doubts: bool) -> float:
+        """How many times what its levels promise a tree accepts.  Paths that end early for want of nodes are those that the
+        drafter trusts least, so levels look better than they are.  doubts: whether that is known too long to be sure.
+        """
+        of_all, promised_by_all = self._kept.get(None, (0.0, 0.0))
+        usual = (of_all + CHECK_WEIGHT) / (promised_by_all + CHECK_WEIGHT)
+        if doubts:
+            usual = max(1.0, usual)
+        got, promised = self._kept.get(shape, (0.0, 0.0))
+        return (got + CHECK_WEIGHT * usual) / (promised + CHECK_WEIGHT)
+
+    def _expected(self, shape: SpecConfig, chain: Sequence[float], doubts: bool = False) -> float:
+        """Tokens of a round by its levels alone, the bonus token included."""
+        total = reach = 1.0
+        for probability in self._shifted(chain, shape, doubts):
+            reach *= probability
+            total += reach
+        return total
 
     def _copied(self) -> Sums:
         return Sums(list(self._sums.reached), list(self._sums.accepted))

@@ -55,7 +55,8 @@ def refuse_values(raw: dict[str, Any], where: str) -> None:
     if (scheme := raw.get("quantization_config")) is not None:
         raise ValueError(
             f"{where}: quantization_config must be absent: specdec's own modules read weights of 8 or 4 bits, not "
-            f"transformers' code; got {scheme!r}; nearest: the same model's checkpoint in bfloat16"
+            f"transformers' code; got {scheme!r}; nearest: backend='auto', where specdec has a module of its own for the "
+            "model, or its checkpoint in bfloat16"
         )
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         if (act := text(raw, key, where)) is not None and act not in ACT2FN:

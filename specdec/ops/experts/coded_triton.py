@@ -28,8 +28,9 @@ from torch import Tensor
 
 from specdec.ops.experts.codes import scales_form
 from specdec.ops.experts.convert_triton import LARGE, convert_4, convert_8, enlarged
+from specdec.ops.experts.tiles import MOST_READ
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_triton import ARRIVALS, _prefetch, arrivals_of
+from specdec.ops.products.linear_triton import _prefetch
 from specdec.ops.products.stacked_triton import rows_of_expert
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from specdec.ops.experts.codes import StackedCodes
     from specdec.ops.experts.tiles import ExpertTiles
 
+READ = 16, 128, MOST_READ  # pairs that programs read, padded: few sizes, for each of which the kernel is compiled
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
 
@@ -50,15 +52,13 @@ def coded_experts_kernel(
     chosen,  # [P] int64: each pair's expert; if SORTED the numbers of pairs, sorted by expert
     counts,  # [E] int32, if SORTED
     y,  # [P, O]
-    partials,  # [tiles * programs of a tile, SPLITS, BLOCK_O, BLOCK_T] float32
-    arrivals,  # [ARRIVALS] int32, zero before and after
     pairs, stride_x,
     O: tl.constexpr, I: tl.constexpr, J: tl.constexpr, G: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_O)
     HALF: tl.constexpr = BLOCK_O // 2
@@ -89,7 +89,7 @@ def coded_experts_kernel(
     row_O = tl.where(works, expert, 0).to(tl.int64) * ROWS + row_O
     codes_O = codes + row_O * J
     if READS_EARLY:
-        ahead = tl.program_id(2) * (J // SPLITS) + tl.arange(0, AHEAD // 128) * 64
+        ahead = tl.arange(0, AHEAD // 128) * 64
         _prefetch(codes_O[:, None] + ahead[None, :], ((r >= 0) & works)[:, None] & (ahead < J)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -97,48 +97,23 @@ def coded_experts_kernel(
         x_T = x + (pair_T // CHOSEN if GATED else pair_T).to(tl.int64) * stride_x
         acc_OT = _product(
             x_T, ok_T, codes_O, scales + row_O * G, zeros + row_O * G, I,
-            KIND, GROUP, SCALES, HAS_ZEROS, ASM, GATED, BLOCK_T, BLOCK_O, SPLITS, UNROLL, STAGES,
+            KIND, GROUP, SCALES, HAS_ZEROS, ASM, GATED, BLOCK_T, BLOCK_O, UNROLL, STAGES,
         )  # fmt: skip
-        if SPLITS == 1:
-            _finish(acc_OT, bias, row_O, y, pair_T, ok_T, O, KIND, HAS_BIAS, GATED, ALPHA, LIMIT, ASM, BLOCK_T, BLOCK_O)
-        else:  # the program of this tile that arrives last sums all partial results, in a fixed order
-            SIZE: tl.constexpr = BLOCK_O * BLOCK_T
-            tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            cell_OT = r[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-            mine = partials + tile * (SPLITS * SIZE)
-            tl.store(mine + tl.program_id(2) * SIZE + cell_OT, acc_OT)
-            tl.debug_barrier()  # all of this program's stores before its arrival
-            if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
-                tl.store(arrivals + tile, 0)
-                acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-                for n in tl.static_range(SPLITS):
-                    acc_OT += tl.load(mine + n * SIZE + cell_OT, cache_modifier=".cg")  # from L2, as linear_kernel does
-                _finish(acc_OT, bias, row_O, y, pair_T, ok_T, O, KIND, HAS_BIAS, GATED, ALPHA, LIMIT, ASM, BLOCK_T, BLOCK_O)
-
-
-@triton.jit
-def _finish(
-    acc_OT, bias, row_O, y, pair_T, ok_T, O: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
-):  # fmt: skip
-    """Adds the bias, multiplies by the gate if there is one, rounds once and stores."""
-    HALF: tl.constexpr = BLOCK_O // 2
-    if HAS_BIAS:
-        acc_OT += tl.load(bias + row_O).to(tl.float32)[:, None]
-    y_T = y + pair_T.to(tl.int64) * O
-    if GATED:
-        gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
-        if LIMIT > 0:
-            gate_FT = tl.minimum(gate_FT, LIMIT)
-            up_FT = tl.minimum(tl.maximum(up_FT, -LIMIT), LIMIT) + 1
-        out_FT = gate_FT / (1 + tl.exp(-ALPHA * gate_FT)) * up_FT
-        if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, whose codes are alike, need not
-            out_FT *= LARGE
-        out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        tl.store(y_T[None, :] + out_F[:, None], out_FT.to(y.dtype.element_ty), mask=(out_F < O)[:, None] & ok_T[None, :])
-    else:
-        out_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-        tl.store(y_T[None, :] + out_O[:, None], acc_OT.to(y.dtype.element_ty), mask=(out_O < O)[:, None] & ok_T[None, :])
+        if HAS_BIAS:
+            acc_OT += tl.load(bias + row_O).to(tl.float32)[:, None]
+        y_T = y + pair_T.to(tl.int64) * O
+        if GATED:
+            gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
+            if LIMIT > 0:
+                gate_FT = tl.minimum(gate_FT, LIMIT)
+                up_FT = tl.minimum(tl.maximum(up_FT, -LIMIT), LIMIT) + 1
+            out_FT = gate_FT / (1 + tl.exp(-ALPHA * gate_FT)) * up_FT
+            if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, whose codes are alike, need not
+                out_FT *= LARGE
+            out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
+            tl.store(y_T[None, :] + out_F[:, None], out_FT.to(y.dtype.element_ty), mask=(out_F < O)[:, None] & ok_T[None, :])
+        else:
+            tl.store(y_T[None, :] + out_O[:, None], acc_OT.to(y.dtype.element_ty), mask=(out_O < O)[:, None] & ok_T[None, :])
 
 
 @triton.jit
@@ -161,10 +136,9 @@ def _pairs_of_program(chosen, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_T: tl.con
 def _product(
     x_T, ok_T, codes_O, scales_O, zeros_O, I: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    ENLARGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[O, T] float32: rows of a matrix times rows of x, or this program's split of their columns.
+    """[O, T] float32: rows of a matrix times rows of x.
 
     ENLARGES: whether x is still to be multiplied by LARGE, where it must be; else it was.
     SCALES: as `scales_form` names them.  They are read a step ahead, because the loop's pipeline holds only what is multiplied.
@@ -177,10 +151,8 @@ def _product(
     j = tl.arange(0, WORDS)
     i = j if FOUR else j // 32 * 64 + j % 32
     acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-    PER_SPLIT: tl.constexpr = (STEPS + SPLITS * UNROLL - 1) // (SPLITS * UNROLL) * UNROLL
-    low = tl.program_id(2) * PER_SPLIT
-    next_O = _scale(scales_O, tl.minimum(low, STEPS - 1) * 128, I, GROUP, SCALES)
-    for first in tl.range(low, tl.minimum(low + PER_SPLIT, STEPS), UNROLL, num_stages=STAGES):
+    next_O = _scale(scales_O, 0, I, GROUP, SCALES)
+    for first in tl.range(0, STEPS, UNROLL, num_stages=STAGES):
         for n in tl.static_range(UNROLL):
             step = first + n
             now_O = next_O
@@ -299,27 +271,22 @@ def launch_coded_experts(
     P, rows, I = chosen_P.shape[0], weight.rows, weight.columns
     O = rows // 2 if gate else rows
     assert x.stride(1) == 1 and x.shape[1] == I and chosen_P.is_contiguous() and P
+    assert counts_E is not None or P <= MOST_READ
     assert bias_EO is None or (bias_EO.shape == (weight.matrices, rows) and bias_EO.is_contiguous())
     y_PO = x.new_empty(P, O)
     scales = weight.scales_RG.view(torch.int32) if weight.has_powers else weight.scales_RG
     programs = P if counts_E is None else min(P, weight.matrices) + P // tiles.block_t  # the most tiles of rows there can be
-    num_tiles = triton.cdiv(O, tiles.block_o // 2 if gate else tiles.block_o)
-    splits = tiles.splits if num_tiles * programs <= ARRIVALS else 1
-    partials = arrivals = y_PO
-    if splits > 1:
-        size = num_tiles * programs, splits, tiles.block_o, tiles.block_t
-        partials, arrivals = x.new_empty(size, dtype=torch.float32), arrivals_of(x.device)
-    coded_experts_kernel[(num_tiles, programs, splits)](
+    coded_experts_kernel[(triton.cdiv(O, tiles.block_o // 2 if gate else tiles.block_o), programs)](
         x, weight.codes_RJ.view(torch.int16), scales, scales if weight.zeros_RG is None else weight.zeros_RG,
         x if bias_EO is None else bias_EO, chosen_P, chosen_P if counts_E is None else counts_E, y_PO,
-        partials, arrivals, P, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
+        P, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
         EXPERTS=weight.matrices, PADDED_EXPERTS=triton.next_power_of_2(weight.matrices),
-        PADDED_PAIRS=max(16, triton.next_power_of_2(P)) if counts_E is None else 16, SORTED=counts_E is not None,
-        ALONE=counts_E is None and P == chosen,
+        PADDED_PAIRS=next((size for size in READ if counts_E is None and P <= size), READ[0]),
+        SORTED=counts_E is not None, ALONE=counts_E is None and P == chosen,
         KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
         HAS_ZEROS=weight.zeros_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
-        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, SPLITS=splits, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
+        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PO

@@ -1,5 +1,7 @@
 """The tiles of products with experts' weights in 8 or 4 bits, chosen by shapes alone.  Knows no tensor and no model.
 
+They were measured on an H200: benchmarks/README.md, "Experts in 8 and 4 bits".
+
 Shapes: P pairs of a token and an expert, E experts.
 """
 
@@ -16,7 +18,7 @@ class ExpertTiles(NamedTuple):
     """What one program works on.
 
     block_t: pairs (padded).  block_o: rows of a matrix.  warps, stages: Triton's.  unroll: steps of 128 columns between two
-        looks at the pipeline.  splits: programs that share a tile's columns, where there are few tiles.
+        looks at the pipeline.
     """
 
     block_t: int
@@ -24,7 +26,6 @@ class ExpertTiles(NamedTuple):
     warps: int
     stages: int
     unroll: int = 1
-    splits: int = 1
 
 
 @cache
@@ -34,6 +35,6 @@ def expert_tiles(pairs: int, experts: int) -> ExpertTiles:
     block_t = min(64, max(8, 1 << (each // 2).bit_length()))
     if block_t > 16:
         return ExpertTiles(block_t, 64, 4, 3)
-    if pairs > FEW:
-        return ExpertTiles(block_t, 128, 4, 3, unroll=2)
-    return ExpertTiles(block_t, 32, 2, 3, unroll=2, splits=2)
+    if block_t > 8:
+        return ExpertTiles(block_t, 128, 4, 3)
+    return ExpertTiles(8, 128, 4, 3, unroll=2) if pairs > FEW else ExpertTiles(8, 32, 2, 3, unroll=2)

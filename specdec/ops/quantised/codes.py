@@ -77,8 +77,11 @@ def values(kind: Kind, codes: Tensor) -> Tensor:
     if kind == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
     if kind == "e2m1":
-        magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-        return torch.cat((magnitudes, -magnitudes))[codes.int()]
+        code = codes.int()  # no table: a captured graph could not copy one from the host
+        exponent, fraction = code >> 1 & 3, code & 1
+        quarters = torch.where(exponent == 0, fraction << 1, (fraction + 2) << exponent)
+        magnitudes = quarters.float() / 4
+        return torch.where(code < 8, magnitudes, -magnitudes)
     return codes.float() - OFFSETS[kind]
 
 

@@ -89,8 +89,8 @@ def test_drafts_that_are_never_right_any_more_are_given_up_soon(tau: float) -> N
     """One row, so that a round tells little.  Keeps out: old acceptance that outweighs a run of refusals for long."""
     made = machine((1,))
     made.run(1, 300, Text.of(tau))
-    made.run(1, 60, Text(0.0))
-    assert set(made.shapes[-10:]) == {None}
+    made.run(1, 80, Text(0.0))
+    assert made.shapes[-10:].count(None) >= 9, "one may be a look"
 
 
 def test_a_shape_that_is_new_does_not_change_what_others_cost() -> None:
@@ -272,6 +272,19 @@ def test_what_a_tree_accepts_tells_of_chains() -> None:
         chain, wide = acceptance.accept_lengths([SpecConfig(5, 1), tree])
         assert chain == pytest.approx(text.accept_length(SpecConfig(5, 1)), rel=0.08)
         assert wide == pytest.approx(text.accept_length(tree), rel=0.08)
+
+
+def test_a_tree_is_worth_what_it_emits() -> None:
+    """A drafter that is sure in one half of the rounds and not in the other, where the path of its first choices ends early for
+    want of nodes.  Keeps out: the levels of sure rounds taken for those of all, which makes the deepest tree look best."""
+    rng, tree, acceptance, emitted = random.Random(0), SpecConfig(7, 4, 16), Acceptance(10), 0
+    for number in range(1000):
+        is_sure = rng.random() < 0.5
+        length, level = (7, 0.95) if is_sure else (2, 0.5)
+        a = next((depth for depth in range(length) if rng.random() > level), length)
+        acceptance.observe(tree, [a], [(a, length)])
+        emitted += a + 1 if number >= 500 else 0
+    assert acceptance.accept_lengths([tree])[0] == pytest.approx(emitted / 500, rel=0.06)
 
 
 def test_a_level_that_was_not_asked_for_is_not_counted_as_refused() -> None:

@@ -23,7 +23,7 @@ from specdec.models.experts import coded_experts
 pytestmark = pytest.mark.gpu
 
 PROMPTS = ragged_prompts(40, 5, seed=11)
-SAMPLING = [SamplingParams(max_tokens=n) for n in (24, 9, 16, 1, 20)]
+SAMPLING = [SamplingParams(max_tokens=n) for n in (24, 9, 16, 2, 20)]
 MODES: list[GraphMode] = [
     mode for mode in ("round", "step", False) if str(mode) in os.environ.get("GRAPHS", "round,step,False")
 ]  # type: ignore[misc]

@@ -27,6 +27,10 @@ CHOSEN: dict[str, list[str]] = {
     "tiled_linear_kernel": [
         "tests/ops/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
     ],
+    "coded_experts_kernel": [
+        "tests/ops/experts/test_coded_experts.py::test_a_mixture_equals_its_definition[mxfp4-read]",
+        "tests/ops/experts/test_coded_experts.py::test_a_mixture_equals_its_definition[int4 zeros-sorted]",
+    ],
     "experts_linear_kernel": ["tests/ops/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
     "each_linear_kernel": ["tests/ops/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
