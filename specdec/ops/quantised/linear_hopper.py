@@ -9,7 +9,8 @@ multiply float32 sums.  So nothing is rounded before the end.
 - Scales for groups of columns, and zeros, lie in shared memory before the wait too, since no kernel writes them.  A group's sum
   is multiplied by its scale.
 
-This module knows no model's shapes and chooses no tiles.
+Up to 16 rows each warp multiplies alone: latency counts, and warps may take different columns of a step.  From 17 on four warps
+multiply together.  This module knows no model's shapes and chooses no tiles.
 
 Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.  J words of a
 row of codes, G groups of a row.
@@ -18,7 +19,7 @@ row of codes, G groups of a row.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -38,7 +39,7 @@ from specdec.ops.products.linear_hopper import (
 )
 from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
 from specdec.ops.quantised.codes import codes_a_word
-from specdec.ops.quantised.parts_hopper import complete, keep, numbers_of, scales_of_rows, whole_row
+from specdec.ops.quantised.parts_hopper import columns_of, complete, keep, numbers_of, piece_of, scales_of_rows, whole_row
 from specdec.ops.quantised.tiles import CHUNK, kept_groups
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ def quantised_sliced_kernel(
     slot = 0
     phase = 0
     for k in range(steps):
-        columns = _columns(x_places, (k if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right)
+        columns = columns_of(x_places, (k if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right)
         _barrier()  # all warps have read the stage that is filled again
         more = k + STAGES < steps
         mbarrier.expect(full.index(slot), BYTES, pred=more)
@@ -286,7 +287,7 @@ def quantised_sliced_kernel(
             if HAS_ZEROS:
                 if n % (RUN // 64) == 0:
                     zero = zero_smem.index(k * HELD + n * 64 // RUN).load(gl.SliceLayout(2, left))
-            numbers = numbers_of(_piece(codes, n, A_WORD, left), zero, layout, KIND, HAS_ZEROS, 64)
+            numbers = numbers_of(piece_of(codes, n, A_WORD, left), zero, layout, KIND, HAS_ZEROS, 64)
             if GROUP > 0:  # short chains of products, which the tensor cores work at side by side
                 part = mma_v2(numbers, columns[n], gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout))
                 acc += part * scale_smem.index(k * HELD + n * 64 // RUN).load(gl.SliceLayout(2, layout))[:, :, None]
@@ -301,40 +302,6 @@ def quantised_sliced_kernel(
         total, out, row_scale, bias, y, partials, arrivals, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS, HAS_BIAS,
         num_warps,
     )  # fmt: skip
-
-
-@gluon.jit
-def _columns(
-    places, first, A_WORD: gl.constexpr, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr, right: gl.constexpr
-):  # fmt: skip
-    """A step's x, 64 columns a piece, in registers; if it is one row, it stands in for all N."""
-    pieces: Any = ()
-    for n in gl.static_range(A_WORD):
-        if ONE:
-            row = places.index(first + n).load(gl.SliceLayout(2, right))
-            piece = gl.expand_dims(row, 2).broadcast_to([SLICES, 64, N])
-        else:
-            piece = places.index(first + n).permute((0, 2, 1)).load(right)
-        pieces = pieces + (piece,)
-    return pieces
-
-
-@gluon.jit
-def _piece(codes, n: gl.constexpr, A_WORD: gl.constexpr, left: gl.constexpr):
-    """The words of 64 columns, of a slice's pairs of words."""
-    part = _part(codes, n // (A_WORD // 2))
-    if A_WORD == 4:
-        part = _part(part, n % 2)
-    words = gl.join(part.to(gl.int16), (part >> 16).to(gl.int16))
-    return gl.convert_layout(gl.reshape(words, [codes.shape[0], codes.shape[1], 64 // A_WORD]), left, assert_trivial=True)
-
-
-@gluon.jit
-def _part(codes, n: gl.constexpr):
-    """The first or second half of the last dim."""
-    halves = gl.reshape(codes, [codes.shape[0], codes.shape[1], 2, codes.shape[2] // 2])
-    first, second = gl.split(gl.permute(halves, (0, 1, 3, 2)))
-    return first if n == 0 else second
 
 
 def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: HopperTiles) -> Tensor:

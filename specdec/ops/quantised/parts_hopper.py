@@ -27,8 +27,8 @@ def whole_row(
     smem = gl.allocate_shared_memory(gl.bfloat16, [TIMES, AT_ONCE], line)
     for n in gl.static_range(TIMES):
         p = n * AT_ONCE + gl.arange(0, AT_ONCE, gl.BlockedLayout([8], [32], [num_warps], [0]))
-        slice = (low + p // (SLICES * SLICE)) * SLICES + p // 64 % SLICES
-        column = slice * SLICE + p // (64 * SLICES) % A_WORD * 64 + p % 64
+        at = (low + p // (SLICES * SLICE)) * SLICES + p // 64 % SLICES
+        column = at * SLICE + p // (64 * SLICES) % A_WORD * 64 + p % 64
         async_copy.async_copy_global_to_shared(smem.index(n), x + column, mask=column < I, cache_modifier=".cg")
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -104,6 +104,45 @@ def keep(
         ok = (group < G)[:, None] & (row_O < PARTS * O)[None, :]
         value = gl.load(of_groups + row_O.to(gl.int64)[None, :] * G + group[:, None], mask=ok, other=0)
         chunks.index(c).store(value.to(gl.float32))
+
+
+@gluon.jit
+def columns_of(
+    places, first, A_WORD: gl.constexpr, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr, right: gl.constexpr
+):  # fmt: skip
+    """A step's x, 64 columns a piece, in registers; if it is one row, it stands in for all N."""
+    one, two = _columns(places, first, SLICES, N, ONE, right), _columns(places, first + 1, SLICES, N, ONE, right)
+    if A_WORD == 2:
+        return one, two
+    else:
+        return one, two, _columns(places, first + 2, SLICES, N, ONE, right), _columns(places, first + 3, SLICES, N, ONE, right)
+
+
+@gluon.jit
+def _columns(places, n, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr, right: gl.constexpr):
+    if ONE:
+        row = places.index(n).load(gl.SliceLayout(2, right))
+        return gl.expand_dims(row, 2).broadcast_to([SLICES, 64, N])
+    else:
+        return places.index(n).permute((0, 2, 1)).load(right)
+
+
+@gluon.jit
+def piece_of(codes, n: gl.constexpr, A_WORD: gl.constexpr, left: gl.constexpr):
+    """The words of 64 columns, of a slice's pairs of words."""
+    part = _part(codes, n // (A_WORD // 2))
+    if A_WORD == 4:
+        part = _part(part, n % 2)
+    words = gl.join(part.to(gl.int16), (part >> 16).to(gl.int16))
+    return gl.convert_layout(gl.reshape(words, [codes.shape[0], codes.shape[1], 64 // A_WORD]), left, assert_trivial=True)
+
+
+@gluon.jit
+def _part(codes, n: gl.constexpr):
+    """The first or second half of the last dim."""
+    halves = gl.reshape(codes, [codes.shape[0], codes.shape[1], 2, codes.shape[2] // 2])
+    first, second = gl.split(gl.permute(halves, (0, 1, 3, 2)))
+    return first if n == 0 else second
 
 
 @gluon.jit

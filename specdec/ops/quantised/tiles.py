@@ -1,7 +1,7 @@
 """The tiles of products with weights of 8 or 4 bits, chosen by shapes alone.
 
-Those of up to 16 rows were measured on an H200, for one row: benchmarks/README.md, "Weights in 8 and 4 bits".  Of those for
-more rows, wide 8-bit weights' alone were.  This module knows no tensor and no model.
+All were measured on an H200, for some numbers of rows: benchmarks/README.md, "Weights in 8 and 4 bits".  This module knows no
+tensor and no model.
 
 Shapes: T rows, I in, O out.
 """
