@@ -80,6 +80,7 @@ def choices(tree: DraftTree, seed_B: Tensor, options: dict[str, Any], second_at:
 def p_values(tree: DraftTree, tokens_BN: Tensor, options: dict[str, Any]) -> tuple[float, float]:
     """Of the first emitted token, and of the second after each first one that was accepted."""
     state = BatchState.empty(len(tokens_BN), 1, page_size=1, device=tokens_BN.device)
+    state.active_B.fill_(1)
     state.speculates_B.fill_(1)
     done, _ = accept(tree, tokens_BN, state)
     tokens_BE, accepted_B = done.tokens_BE.cpu(), done.accepted_B.cpu()
