@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from toolkit import tokenizers
+from toolkit.checkpoints import tokenizers
 from toolkit.checkpoints.tokenizers import CHARACTERS, SPECIALS
 from toolkit.models import Zoo, save_target
 from transformers import PreTrainedTokenizerFast
