@@ -30,6 +30,7 @@ from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED, describe
+from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
 from specdec.ops.tuned.here import look
 from specdec.options import EngineOptions, setting_of, usable_cpus
@@ -104,6 +105,8 @@ def run_doctor(console: Console) -> None:
 
 def tiles_line(device: torch.device) -> str:
     """Which tiles the products on that GPU take, and why."""
+    if not has_pdl(device):
+        return "none: cuBLAS computes products on GPUs older than compute capability 9.0"
     kind, (table, why) = match_of(device).why, look(device)
     if table is not None:
         return f"{table.about}; for other products {kind}"

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from specdec.ops.compiling.rehearsal import is_rehearsed
+
 
 class PhaseClock:
     """enabled: whether to measure.  seconds, calls: sums by the phase's name since the last `clear`."""
@@ -29,8 +31,8 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to the phase's sum; does nothing while the clock is not enabled."""
-        if not self.enabled:
+        """Adds the time of the block to the phase's sum; does nothing while the clock is not enabled, or in a rehearsal."""
+        if not self.enabled or is_rehearsed():
             yield
             return
         self._wait()

@@ -95,8 +95,8 @@ def train_head(
     begun: dict[str, Any] = {**vars(run), **made_of, "aux_layers": layers}
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
-    loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
-    with fast_products():
+    with fast_products():  # the target's states too, so that they are the same whether they are kept or not
+        loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
         progress = fit(
             schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head, target)
         )

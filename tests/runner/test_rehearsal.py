@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import suppress
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -125,6 +128,41 @@ def test_compilations_wait_until_all_passes_were_rehearsed() -> None:
         assert isinstance(futures[1].exception(timeout=20), OSError) and futures[0].result(timeout=20) is None
     assert ran == [1]
     rehearsals.close()
+
+
+@pytest.mark.parametrize("ends", ["fails", "is dropped", "is interrupted"])
+def test_launches_compile_what_nothing_came_of(ends: str) -> None:
+    """Keeps out: a failure ahead of a launch that every later launch gets again, and launches that wait for ever because a
+    compilation was dropped, or because Ctrl-C kept it from beginning."""
+    tried, free = list[int](), threading.Event()
+
+    def compiles() -> str:
+        tried.append(1)
+        if ends == "fails" and len(tried) == 1:
+            raise OSError("no space left on device")
+        return "kernel"
+
+    def run() -> None:
+        kernels.append(rehearsals._compilers.submit("a", compiles, lambda kernel: None))
+        if ends == "is interrupted":
+            raise KeyboardInterrupt
+
+    with patch("torch.cuda.set_device"), patch.object(rehearsal, "_loaded", lambda kernel: kernel):
+        rehearsals, kernels = rehearsal.Rehearsals(torch.device("cpu")), list[Any]()
+        if ends == "is dropped":
+            for _ in range(rehearsals._pool._max_workers):
+                rehearsals.submit(free.wait)
+        with suppress(KeyboardInterrupt):
+            rehearsals.rehearse(run)
+            rehearsals.begin()
+        if ends == "fails":
+            assert kernels[0].result(ignore_errors=True) is None
+        rehearsals.close()
+        free.set()
+        launched = Thread(target=kernels[0].result, daemon=True)
+        launched.start()
+        launched.join(20)
+    assert not launched.is_alive() and kernels[0].result() == "kernel" and len(tried) == (2 if ends == "fails" else 1)
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ class Controller:
             return first
         if not book.knows_enough() or book.rounds % JUDGE_EVERY:
             return []
+        self._learn()
         rates = self.rates(size, share, self.all, book.best)
         best = max(rates, key=lambda shape: rates[shape])
         if best in ready:
@@ -166,6 +167,7 @@ class Controller:
         if unmeasured := self._unmeasured(book, usable):
             return unmeasured[0]
         if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
+            self._learn()
             book.judged, book.rates = (share, usable), self.rates(size, share, usable, book.best)
             best, most = max(book.rates.items(), key=lambda item: item[1])
             is_better = book.best not in book.rates or most >= (1 + GAIN) * book.rates[book.best]
@@ -176,7 +178,6 @@ class Controller:
 
     def rates(self, size: Size, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
         """Tokens a second and row: as expected, or where a shape runs, what others may well reach of which less is known."""
-        self._learn()
         costs, lengths = self._book(size).costs, self.acceptance.accept_lengths(shapes, runs)
         found = dict[Shape, float]()
         for shape, length in zip(shapes, lengths, strict=True):
@@ -185,7 +186,7 @@ class Controller:
         return found
 
     def reason(self, size: Size, share: float = 1.0) -> str:
-        """What runs at that size, and why."""
+        """What runs at that size, and why.  Any thread may ask, so nothing is learned here."""
         book = self.books.get(size)
         if book is None or not book.costs.is_known(book.best):
             return f"{size}: nothing was measured yet"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
+from specdec.ops.experts.codes import power_of_two
 from specdec.ops.quantised.codes import Kind, quantise, unpack
 
 ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
@@ -306,12 +307,6 @@ def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:
     group = group if group and weight_OI.shape[1] % group == 0 else 0
     found = quantise(weight_OI, kind, group)
     return CodedRows(kind, unpack(kind, found.codes_OJ, found.columns), found.scales_OG, None, group)
-
-
-def power_of_two(exponents: Tensor) -> Tensor:
-    """2^(byte - 127) in float32; NaN for 255, which stands for it."""
-    scales = torch.exp2(exponents.double() - 127).float()
-    return torch.where(exponents == 255, torch.nan, scales)
 
 
 def _integers(bits: int) -> Kind:

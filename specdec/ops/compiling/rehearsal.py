@@ -5,7 +5,8 @@ rehearsed, launches hand their kernels to a pool of threads and return, and torc
 be rehearsed on memory that holds anything, and leaves no trace.  The function must not depend on values of the device: what a
 CUDA graph may hold can be rehearsed, too.
 
-A compilation that fails here is forgotten, and so is a rehearsal: the launch itself then compiles, and gives the error.
+A compilation that fails here, or that nobody began, is forgotten, and so is a rehearsal: the launch itself then compiles, and
+gives the error.
 
 This module knows no kernel and no model.
 """
@@ -56,6 +57,7 @@ class Rehearsals:
         count = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(count, "specdec-compile", lambda: torch.cuda.set_device(device))
         self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._begun: list[Future[Any]] = []
         self._compilers = _compilers(self)
 
     def rehearse(self, run: Callable[[], object]) -> Callable[[], None]:
@@ -70,6 +72,9 @@ class Rehearsals:
                 run()
         except Exception:  # of any kind: run() fails again where it counts, if it does
             pass
+        except BaseException:  # an interrupt: launches wait for what was seen
+            self.begin()
+            raise
 
         def wait() -> None:
             for future in needed.values():
@@ -87,11 +92,14 @@ class Rehearsals:
         """Begins with all compilations that wait."""
         for future, function in self._waiting:
             self._pool.submit(_fill, future, function)
+            self._begun.append(future)
         self._waiting = []
 
     def close(self) -> None:
-        """Drops what still waits for a thread."""
+        """Drops what still waits for a thread: a launch that needs it compiles it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for future in self._begun:
+            future.cancel()
 
 
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
@@ -104,6 +112,8 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
 
 
 def _fill(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except BaseException as error:  # whoever waits for the future gets it
@@ -111,17 +121,37 @@ def _fill(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 def _compilers(executor: Rehearsals) -> Any:
-    """Triton's own mode of compiling in other threads, but for two things: nobody waits at its end, and kernels get loaded."""
+    """Triton's own mode of compiling in other threads, but nobody waits at its end, kernels get loaded, and launches compile
+    what nothing came of: Triton would keep the failure for them, or have them wait for ever.
+    """
     from triton import AsyncCompileMode
+    from triton.runtime._async_compile import FutureKernel
+
+    class Compiled(FutureKernel):
+        def __init__(self, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], future: Future[Any]) -> None:
+            super().__init__(finalize_fn, future)
+            self.compile_fn = compile_fn
+
+        def result(self, ignore_errors: bool = False) -> Any:
+            try:
+                return super().result()
+            except Exception:  # of any kind: the launch has its own
+                if ignore_errors:
+                    return None
+            kernel = self.compile_fn()
+            self.finalize_compile(kernel)
+            self.kernel = kernel
+            return kernel
 
     class Compilers(AsyncCompileMode):
         needed: dict[str, Any]  # what the rehearsal has launched
 
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-            future = super().submit(key, lambda: _loaded(compile_fn()), finalize_fn)
-            self.raw_futures.clear()  # those that Triton would wait for
-            self.needed[key] = future
-            return future
+            if key not in self.future_kernels:
+                future = executor.submit(lambda: _loaded(compile_fn()))
+                self.future_kernels[key] = Compiled(compile_fn, finalize_fn, future)
+            self.needed[key] = self.future_kernels[key]
+            return self.future_kernels[key]
 
     return Compilers(executor, ignore_errors=True)
 

@@ -20,8 +20,8 @@ def _sums(a, b, out, N: tl.constexpr):
 
 @pytest.mark.skipif(HAS_GPU, reason="kernels are compiled for the GPU")
 def test_launches_leave_the_language_as_it_was() -> None:
-    """Keeps out: kernels that can't be compiled, or run otherwise, after another one ran in the same process; a helper that is
-    not interpreted; sums that do not wrap."""
+    """Keeps out: kernels that can't be compiled, or run otherwise, after another one ran in the same process; a function
+    that a kernel calls and that is not interpreted; sums that do not wrap."""
     before = tl.load, tl.sum, tl.tensor.__add__, tl.math.exp
     a, b = (torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in ([2**31 - 1, 2], [1, 3]))
     for _ in range(2):

@@ -19,6 +19,7 @@ from specdec.ops.experts.codes import (
     chosen_of,
     dequantise_stack,
     pack_steps,
+    scales_form,
     steps_of,
     unpack_steps,
 )
@@ -188,7 +189,8 @@ def test_a_gate_holds_its_limits() -> None:
 
 
 def test_what_the_kernel_can_not_read() -> None:
-    """On a CPU, and of scales in other groups: the numbers are computed there."""
+    """Keeps out: scales of other groups than the kernel reads, such as nvfp4's of 16 columns, and launches on a CPU."""
+    assert not any(scales_form(kind, group) for kind, group in (("e2m1", 16), ("e4m3", 64), ("int8", 32), ("int4", 16)))
     x = torch.ones(1, 128)
     assert not runs_on_codes(x, experts_of(FORMS["int4"], 2, 128, 128))
     assert expert_tiles(8, 128).block_t == 8 and expert_tiles(4096, 32).block_t == 64

@@ -1,6 +1,6 @@
 """Triton's interpreter without the work that it does again and again: the same results in a third of the time.
 
-It looks through all names of `triton.language` at every launch, and at every call of a kernel's helper; it computes whether
+It looks through all names of `triton.language` at every launch, and at every call inside a kernel; it computes whether
 sums of integers overflow, only to drop the answer; and it makes a table of types for every value.  This module knows the
 interpreter of the pinned version; a version without these functions is left as it is.
 """
