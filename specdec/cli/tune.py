@@ -72,8 +72,9 @@ def tunable_gpu(name: str) -> torch.device:
 
     from specdec.loading.resolve import resolve_device
     from specdec.ops.launch import has_pdl, has_triton
+    from specdec.options import EngineOptions
 
-    device = resolve_device(name)
+    device = resolve_device(EngineOptions(device=name).device)
     if device.type != "cuda":
         raise ValueError(f"specdec tune measures a GPU, got device {device}; nearest thing that works: a machine with one")
     if not has_triton() or not has_pdl(device):

@@ -30,7 +30,7 @@ def train_prompts(decoder: SpecDecoder, documents: Sequence[Document], count: in
     usable = [
         (ids, document.messages is None)
         for document in documents
-        if (ids := opening_ids(decoder.tokenizer, document, run.width // 2))
+        if (ids := opening_ids(decoder.tokenizer, document, run.width // 2, run.longest_prompt))
     ]
     if not usable:
         raise ValueError(
@@ -48,10 +48,10 @@ def eval_prompts(decoder: SpecDecoder, held: Sequence[Document], train: Sequence
     They are as long as prompts may be, and none begins a training document: what the target writes after a prompt of the
     training is what the head has learnt by heart.  ValueError if there is none.
     """
-    known = [opening_ids(decoder.tokenizer, document, run.width // 2) for document in train]
+    known = [opening_ids(decoder.tokenizer, document, run.width // 2, run.longest_prompt) for document in train]
     found: list[list[int]] = []
     for document in held:
-        ids = opening_ids(decoder.tokenizer, document, run.width // 2)
+        ids = opening_ids(decoder.tokenizer, document, run.width // 2, run.longest_prompt)
         prompt = ids if document.messages is not None else ids[: run.longest_prompt]
         if prompt and len(found) < run.eval_prompts and not any(other[: len(prompt)] == prompt for other in known):
             found.append(prompt)

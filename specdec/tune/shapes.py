@@ -69,10 +69,12 @@ def checkpoint_products(target: str | Path, draft: str | Path | None, dtype: tor
             f"specdec tune measures products with ordinary numbers, but {folder} is stored as {chosen.config.quantization}; "
             "nearest thing that works: the checkpoint that it was made from"
         )
+    if draft is not None and draft != MTP and is_name(draft):
+        raise ValueError(f"draft={str(draft)!r} has no products to measure; nearest thing that works: leave --draft out")
     models: list[nn.Module] = [empty_target(chosen)]
     if draft == MTP:
         models.append(empty_mtp(open_mtp(folder, chosen.config).spec))
-    elif draft is not None and not is_name(draft):
+    elif draft is not None:
         models.append(empty_head(open_head(head_folder(draft), chosen.config)[2].spec))
     kept = dtype or getattr(torch, chosen.config.dtype or "bfloat16")
     return list(dict.fromkeys(product for model in models for product in products_of(model, kept)))

@@ -51,6 +51,11 @@ WRONG = [  # flags, what the line names
     ([str(draft_folder()), "--target", str(target_folder()), "--spec", "auto,4,16"], "--spec"),
     ([str(draft_folder()), "--target", str(target_folder()), "--longest-prompt", "9"], "--eval-text"),
     (
+        [str(draft_folder()), "--target", str(target_folder()), "--max-tokens", "1"],
+        "nearest setting that works: --max-tokens 2",
+    ),
+    ([str(draft_folder()), "--target", str(target_folder()), "--spec", "5,4,16", "--spec", "5,4"], "each shape once"),
+    (
         [str(draft_folder()), "--target", str(target_folder()), "--max-tokens", "499"],
         "nearest setting that works: --max-tokens",
     ),

@@ -42,7 +42,14 @@ def run(args: argparse.Namespace) -> int:
     check_files({"--json": args.json} if args.json else {})
     options = EngineOptions(**{name: getattr(args, name) for name in USED})
     SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are none
+    if args.max_tokens < 2:
+        raise ValueError(
+            "--max-tokens must be >= 2, since the first token comes from the prefill and no round would run, got "
+            f"{args.max_tokens}; nearest setting that works: --max-tokens 2"
+        )
     specs = tuple(args.spec or DEFAULT_SPECS)
+    if twice := [spec.label for spec in dict.fromkeys(specs) if specs.count(spec) > 1]:
+        raise ValueError(f"--spec must name each shape once, got {', '.join(twice)} more than once")
     from specdec.progress import show_progress
     from specdec.train.offline.run import check_head, eval_head
 
@@ -91,7 +98,8 @@ def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> lis
             f"--max-tokens must be at most {most}, which leaves room for the longest prompt and {more} tokens after the end, "
             f"got {args.max_tokens}; nearest setting that works: --max-tokens {most}"
             if most > 0
-            else f"a prompt leaves no room for an output: the target reads {most + more + max(map(len, prompts))} tokens"
+            else f"a prompt of {max(map(len, prompts))} tokens leaves no room for an output: the target reads "
+            f"{most + more + max(map(len, prompts))} tokens; nearest thing that works: shorter prompts (--longest-prompt)"
         )
     return prompts
 

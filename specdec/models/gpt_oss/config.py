@@ -58,6 +58,9 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
             raise ValueError(f"{where}: {key} must be a multiple of {MX_BLOCK}, the columns of a scale in mxfp4, got {size}")
     if chosen > count:
         raise ValueError(f"{where}: num_experts_per_tok must be at most num_local_experts {count}, got {chosen}")
+    for key, other, size in (("num_experts", "num_local_experts", count), ("experts_per_token", "num_experts_per_tok", chosen)):
+        if raw.get(key, size) != size:
+            raise ValueError(f"{where}: {key} must be {other} {size}, or left out, got {raw[key]!r}")
     rope = {**mapping(raw, "rope_scaling", where), **mapping(raw, "rope_parameters", where)}
     if not rope or (rope.get("rope_theta") is None and raw.get("rope_theta") is None):
         raise ValueError(f"{where} lacks rope_theta, or rope_parameters (rope_scaling), without which positions mean nothing")

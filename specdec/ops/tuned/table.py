@@ -136,7 +136,7 @@ def read(path: Path, origin: Origin) -> tuple[TunedTable | None, str]:
         if why := origin.differs(made):
             return None, why
         return TunedTable(made, dict(map(_product_of, data["products"]))), ""
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except OSError as error:
         return None, f"it can't be read: {error.strerror}"

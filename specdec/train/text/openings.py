@@ -14,15 +14,16 @@ from specdec.train.text.heldout import drop_alike
 
 LEAST = 4  # tokens of a text that can open one
 CHAT_MOST = 1024  # tokens of a chat that is asked offline
+CHARACTERS = 32  # of a text are read for each token that is needed: more than a token has
 
 
-def opening_ids(tokenizer: Tokenizer, document: Document, room: int) -> list[int]:
+def opening_ids(tokenizer: Tokenizer, document: Document, room: int, longest: int) -> list[int]:
     """A document's tokens, from its beginning; of a chat those before its first answer.  Empty if it can't be a prompt.
 
-    room: the most tokens of a chat, which is not cut.
+    room: the most tokens of a chat, which is not cut.  longest: how many tokens of a text are needed.
     """
     if document.messages is None:
-        ids = tokenizer.encode(document.text[:2000])
+        ids = tokenizer.encode(document.text[: max(2000, CHARACTERS * longest)])
         return ids if len(ids) >= LEAST else []
     answer = next((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), None)
     asked = document.messages[:answer]
@@ -43,7 +44,7 @@ def openings_of(tokenizer: Tokenizer, paths: Sequence[str | Path], longest: int,
     documents = drop_alike([document for path in paths for document in read_documents(path)[0]], [])
     found = []
     for document in documents:
-        if ids := opening_ids(tokenizer, document, CHAT_MOST):
+        if ids := opening_ids(tokenizer, document, CHAT_MOST, longest):
             found.append(ids if document.messages is not None else ids[:longest])
     if not found or len(found) < (count or 1):
         raise ValueError(f"eval_text: expected {count or 1} documents of {LEAST} tokens or more, got {len(found)}")
