@@ -42,7 +42,7 @@ def test_whole_passes_are_rehearsed() -> None:
         def noted() -> None:
             try:
                 run()
-            except BaseException as error:
+            except BaseException as error:  # of any kind: the test ends with it, since a rehearsal would drop it
                 failures.append(error)
                 raise
 

@@ -164,6 +164,6 @@ def test_wrong_values_are_refused_or_load(loads: dict[str, tuple[Path, Load]], t
                 # Of weights that do not fit, the tensor is named; of what transformers refuses, transformers with its reason.
                 named = any(part in message for part in (*key, "tensor", "the code of", "transformers does not accept it: "))
                 assert named, f"{what}: {message}"
-            except Exception as error:
+            except Exception as error:  # any other kind is a traceback for the user: the failure names the value
                 pytest.fail(f"{what}: {type(error).__name__}: {error}")
     assert min(counts.values()) > (0 if name == "gemma3n" else 20), counts
