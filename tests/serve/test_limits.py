@@ -15,6 +15,7 @@ from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import SpecDecoder
 from specdec.engine.pages.pool import PagePool
+from specdec.serve import run
 from specdec.serve.options import ServeOptions
 
 PATH = "/v1/completions"
@@ -118,8 +119,8 @@ def test_a_body_that_ends_early(served: Served) -> None:
 def test_a_full_queue_says_so(pair: SpecDecoder) -> None:
     """Keeps out: a queue without an end, a 429 that does not say when to come back, and a queue that stays full."""
     with Served(pair, max_queue=1) as served:  # 4 run, 1 waits
-        with held(served, n=3), held(served, n=2):
-            wait_until(lambda: served.door.decoder.totals.waiting == 1, "four choices run and one waits")
+        with Driver(pair).rounds_by_hand() as let_run, held(served, n=3), held(served, n=2):
+            wait_until(lambda: let_run.release() or served.door.decoder.totals.waiting == 1, "four choices run and one waits")
             answer = served.post(PATH, GOOD)
             error = error_of(answer, 429)
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
@@ -178,8 +179,9 @@ def test_a_chat_that_names_no_length_fits_a_small_pool(chatty: SpecDecoder, monk
 # ---- the engine ----
 
 
-def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder) -> None:
+def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a server that looks healthy while every request fails, so that nobody restarts it."""
+    monkeypatch.setattr(run, "FAILED_SECONDS", 600)  # until everything has been asked, however busy the machine is
     with SpecDecoder(chatty.model, chatty.head, chatty.settings, chatty.tokenizer) as decoder, Served(decoder) as served:
         assert served.get("/health").json() == {"status": "ok"} and served.get("/ready").json() == {"status": "ready"}
         with Driver(decoder).fail_every_step(RuntimeError("the GPU is gone")):
@@ -191,4 +193,5 @@ def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder) -> None:
         assert error["code"] == "engine_failed" and "the GPU is gone" in error["message"]
         assert served.get("/health").status_code == 503 and "the GPU is gone" in served.get("/health").text
         assert error_of(served.get("/ready"), 503)["code"] == error_of(served.post(PATH, GOOD), 503)["code"] == "engine_failed"
+        monkeypatch.setattr(run, "FAILED_SECONDS", 0)
         wait_until(lambda: not served.is_running, "the server ends, so that whoever supervises it starts a new one")
