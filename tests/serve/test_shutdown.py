@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 from toolkit.driver import Driver
-from toolkit.serving.server import Served, error_of, wait_until
+from toolkit.serving.server import PATIENCE, Served, error_of, wait_until
 
 from specdec import SpecDecoder
 from specdec.serve import run
@@ -71,10 +71,12 @@ def test_a_signal_lets_streams_finish(tmp_path: Path) -> None:
         stream = client.completions.create(stream=True, n=4, **LONG, **MORE)
         chunks = [next(stream)]
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503, "the server says that it is not ready")
-        refused = httpx.post(url + PATH, json=LONG)
+        wait_until(
+            lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 503, "the server says that it is not ready"
+        )
+        refused = httpx.post(url + PATH, json=LONG, timeout=PATIENCE)
         assert error_of(refused, 503)["code"] == "shutting_down" and refused.headers["retry-after"] == "1"
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
         (tmp_path / "held").unlink()
         chunks += list(stream)
         reasons = [chunk.choices[0].finish_reason for chunk in chunks]
@@ -91,7 +93,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         stream = client.completions.create(stream=True, **LONG, **MORE)
         next(stream)
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503, "the first signal has arrived")
+        wait_until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 503, "the first signal has arrived")
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 128 + signal.SIGTERM
 
