@@ -77,7 +77,7 @@ def test_closing_ends_what_runs_and_what_waits(make: Callable[[], SpecDecoder]) 
         assert wait_for(lambda: len(driver.waiting) == 12)
         closing = threading.Thread(target=decoder.close)
         closing.start()
-        assert wait_for(lambda: decoder.owner.is_closed)  # the round that is held now is the last one
+        assert wait_for(lambda: driver.is_closed)  # the round that is held now is the last one
         let_run.release(3)
         for thread in (closing, *threads):
             thread.join(timeout=120)
