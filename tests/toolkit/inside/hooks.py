@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from specdec import SpecDecoder
 from specdec.batch.packed import ChunkShape
 from specdec.config import SpecConfig
 from specdec.engine.request import Request
@@ -30,7 +29,6 @@ PHASES = {  # what can be made to fail: the object of the engine that does it, a
 class Hooks:
     """Faults and hooks of one engine, whose parts `Driver` knows."""
 
-    decoder: SpecDecoder
     _scheduler: Any
     _runner: Any
     _workers: Any
@@ -38,11 +36,6 @@ class Hooks:
     @property
     def running(self) -> list[Request]:
         raise NotImplementedError
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no request is taken any more; a step may still be under way."""
-        return self.decoder.owner.is_closed
 
     @contextmanager
     def rounds_by_hand(self) -> Iterator[threading.Semaphore]:

@@ -22,7 +22,7 @@ from specdec.serve.options import ServeOptions
 from specdec.serve.run import Server, listen
 
 PATIENCE = 120.0  # seconds after which a test gives up on what must happen at once
-# Clients are made with `verify=False`: reading all certificates of the system takes longer than the request, which is plain HTTP.
+# Clients are made with `verify=False`: reading the system's certificates takes longer than a request, which is plain HTTP.
 
 
 def wait_until(happened: Callable[[], Any], what: str) -> None:
