@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray import serve
 
+from specdec.engine.loop import Engine
 from specdec.serve.replicas import application, replica
-from specdec.steps import RunRound
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ray_serve.py"
 APPLICATION = "tested"
@@ -67,15 +67,14 @@ def slowed(file: Path) -> type[replica.Replica]:
     class Slowed(replica.Replica):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            runner: Any = self.decoder.decoder.engine.runner
-            run = runner.run
+            step = Engine.step
 
-            def run_slowly(step: Any) -> Any:
-                if isinstance(step, RunRound) and file.exists():
+            def slow_step(engine: Engine[Any]) -> None:
+                if engine.running and file.exists():
                     time.sleep(ROUND_SECONDS)
-                return run(step)
+                step(engine)
 
-            runner.run = run_slowly
+            Engine.step = slow_step  # type: ignore[method-assign]
 
     return Slowed
 
