@@ -1,10 +1,12 @@
-"""`python benchmarks`: it lists the scripts, runs each by its name, and refuses names that it does not know."""
+"""`python benchmarks`: it lists the scripts and runs each by its name; the rooms' pages name all scripts and results."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -92,3 +94,38 @@ def test_an_unknown_name_is_refused(asked: str, near: str, capsys: pytest.Captur
     assert door.main([asked]) == 2
     told = capsys.readouterr()
     assert told.out == "" and f"no script is called {asked!r}; the nearest is {near!r};" in told.err
+
+
+def faults_of_page(room: Path) -> list[str]:
+    """What the room's README leaves out, and results that it names without having them."""
+    page = (room / "README.md").read_text()
+    held = {file.name for file in (room / "results").iterdir()}
+    rows = [cell for line in page.splitlines() if line.startswith("| `") for cell in line.split("|")[1:2]]
+    named = {name for cell in rows for name in re.findall(r"`([\w.]+\.json)`", cell)}
+    scripts = [name for name in door.scripts(room.name) if not re.search(f"`(python benchmarks )?{name}[ `]", page)]
+    return sorted([*(f"{name}: no row" for name in held - named), *(f"{name}: no file" for name in named - held), *scripts])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_it_has(room: str) -> None:
+    """Keeps out: a published number without the way to make it again, and a script of which nobody says what came of it."""
+    assert faults_of_page(BENCHMARKS / room) == []
+    assert f"]({room}/README.md)" in (BENCHMARKS / "README.md").read_text()
+
+
+def test_a_gap_in_a_page_is_seen(tmp_path: Path) -> None:
+    """Keeps out: a comparison that takes any mention of a file for the row that says how to make it again."""
+    (tmp_path / "serving" / "results").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "serving" / "results" / f"{name}.json").touch()
+    rows = "| `a.json`, `c.json` | `python benchmarks serving.serve_load --out FILE` | H200 |\nOf `b.json`: `serve_soak.py`."
+    (tmp_path / "serving" / "README.md").write_text(rows)
+    assert faults_of_page(tmp_path / "serving") == ["b.json: no row", "c.json: no file", "serving.serve_soak"]
+
+
+def test_commands_of_benchmarks_are_known() -> None:
+    """Keeps out: a page or a comment that tells its readers to run a script which was moved."""
+    pages = [file for ending in ("md", "py") for file in BENCHMARKS.rglob(f"*.{ending}")]
+    pages += [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    named = {name for file in pages for name in re.findall(r"python benchmarks ([a-z][\w./]*)", file.read_text())}
+    assert named == set(SCRIPTS)
