@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,36 @@ def test_a_script_runs_by_its_name() -> None:
     assert refused.returncode == 2 and "python benchmarks rounds.start: error: argument --only" in refused.stderr
 
 
+SPAWNS = """'''Runs a function in another process.'''
+
+import multiprocessing
+import sys
+
+from shared import double
+
+
+def named(number: int) -> tuple[str, int]:
+    return __name__, double(number)
+
+
+def main() -> int:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(named, [int(sys.argv[1])]))
+    return 3
+"""
+
+
+def test_functions_of_a_script_run_in_spawned_processes(tmp_path: Path) -> None:
+    """Keeps out: processes of clients and ranks that can't import the script that started them; a lost exit code."""
+    (tmp_path / "room").mkdir()
+    shutil.copy(BENCHMARKS / "__main__.py", tmp_path)
+    files = {"shared.py": "def double(x):\n    return 2 * x\n", "room/__init__.py": "", "room/spawns.py": SPAWNS}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run([sys.executable, "-P", tmp_path, "room.spawns", "4"], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[('room.spawns', 8)]\n", 3), done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_all_scripts_are_listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that nobody finds, and a line that says nothing."""
@@ -99,7 +130,7 @@ def test_an_unknown_name_is_refused(asked: str, near: str, capsys: pytest.Captur
 def faults_of_page(room: Path) -> list[str]:
     """What the room's README leaves out, and results that it names without having them."""
     page = (room / "README.md").read_text()
-    held = {file.name for file in (room / "results").iterdir()}
+    held = {file.name for file in room.glob("results/*")}
     rows = [cell for line in page.splitlines() if line.startswith("| `") for cell in line.split("|")[1:2]]
     named = {name for cell in rows for name in re.findall(r"`([\w.]+\.json)`", cell)}
     scripts = [name for name in door.scripts(room.name) if not re.search(f"`(python benchmarks )?{name}[ `]", page)]
