@@ -155,6 +155,7 @@ class SpecDecoder:
             self.owner.close()
             if self._parts is not None:
                 self._finalizer.detach()
+                self._parts.engine.runner.close()
                 self._parts = None
                 self.owner.release()
                 try:
