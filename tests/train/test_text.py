@@ -12,7 +12,7 @@ import torch
 
 from specdec.models.config import RopeConfig, parse_rope
 from specdec.train.__main__ import SPLITS, main
-from specdec.train.folder import check_same, fingerprint, prepare_out
+from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out
 from specdec.train.heads.safeailab import rope_keys
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.text import documents
@@ -110,7 +110,11 @@ def test_what_a_run_must_not_overwrite(tmp_path: Path) -> None:
     prepare_out(out, True, False)
     assert (out / "checkpoint.pt").exists()
     prepare_out(out, False, True)
+    assert (out / "checkpoint.pt").exists(), "text that can't be used ends the run only after this"
+    forget_run(out)
     assert not (out / "checkpoint.pt").exists()
+    with pytest.raises(ValueError, match="--out ."):
+        prepare_out("", False, False)
     with pytest.raises(ValueError, match="got the file"):
         prepare_out(target / "config.json", False, False)
 
