@@ -289,7 +289,7 @@ class SpecDecoder:
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
             check_source(ids, name, self.settings.longest_source(self.model.config))
             ids, source_ids = list(encoder.start_ids), ids
-        check_length(ids, sampling, name, self.settings.max_seq_len)
+        check_length(ids, sampling, name, self.settings.max_seq_len, self.model.config.max_position)
         bad_words = check_tokens(sampling, self.tokenizer, vocab_size)
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)

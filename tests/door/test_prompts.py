@@ -115,7 +115,7 @@ def test_a_tokenizer_that_says_nothing_is_named(tmp_path: Path) -> None:
         ("{{ messages[0].name.first }}", "the chat template of .* fails on prompt: UndefinedError: .* no attribute 'name'"),
         ("{{ 1 // 0 }}", "the chat template of .* fails on prompt: ZeroDivisionError"),
         ("{{ '' }}", "prompt is empty: expected at least one token"),
-        (None, "prompt holds chat messages, but this tokenizer has no chat template"),
+        (None, "prompt holds chat messages, but the tokenizer in .* has no chat template: neither chat_template.jinja nor"),
     ],
 )
 def test_a_chat_template_that_fails_says_so(tmp_path: Path, template: str | None, match: str) -> None:

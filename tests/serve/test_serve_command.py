@@ -136,7 +136,7 @@ def test_a_missing_extra_is_one_line(
         (["--port", "70000"], "port must be in [0, 65535], got 70000; nearest setting that works: port=65535"),
         (["--max-queue", "-1"], "max_queue must be in [0, 1048576]"),
         (["--max-tokens-cap", "0"], "max_tokens_cap must be >= 1"),
-        (["--grace-seconds", "soon"], "invalid int value: 'soon'"),
+        (["--grace-seconds", "soon"], "expected a whole number, got 'soon'"),
         (["--host", ""], "expected a name, got an empty value"),
         (["--host", "two words"], "host must be printable ASCII"),
         (["--host", "192.0.2.1", "--port", "0"], "can't listen on 192.0.2.1 port 0"),

@@ -154,6 +154,8 @@ def _compilers(executor: Rehearsals) -> Any:
     from triton.runtime._async_compile import FutureKernel
 
     class Compiled(FutureKernel):
+        kernel: Any  # None until it is compiled
+
         def __init__(self, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], future: Future[Any]) -> None:
             super().__init__(finalize_fn, future)
             self.compile_fn = compile_fn
