@@ -306,7 +306,7 @@ class SpecDecoder:
 def check_one_prompt(prompt: Any) -> None:
     """TypeError for a list of prompts."""
     if not is_one_prompt(prompt):
-        got = f"{prompt!r} of type {type(prompt).__name__}"[:400]
+        got = " ".join(f"{prompt!r} of type {type(prompt).__name__}".split())[:400]
         raise TypeError(
             f"prompt must be one string, one list of token ids or one list of chat messages, got {got}; "
             "nearest thing that works for several prompts: generate"

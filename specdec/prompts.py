@@ -36,6 +36,8 @@ class Tokenizer:
                 self._inner = AutoTokenizer.from_pretrained(folder, config=_short_config(folder))
             except Exception as error:  # of any kind: transformers checks little of what the files hold
                 raise ValueError(_broken_file(folder, error)) from error
+            # A text that is too long is refused; transformers would warn of it, besides, in words about other code.
+            getattr(self._inner, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""

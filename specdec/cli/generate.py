@@ -100,7 +100,13 @@ def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
 def _read_prompt(argument: str | None) -> str:
     if argument is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed before the start
         raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
-    prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
+    try:
+        prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
+        prompt.encode()  # bytes that are no UTF-8 come as halves of surrogate pairs, or as an error, by the locale
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ValueError(
+            f"PROMPT is not UTF-8 text from character {error.start} on; nearest thing that works: iconv -t UTF-8"
+        ) from None
     if not prompt:
         raise ValueError("PROMPT is empty: expected text")
     return prompt

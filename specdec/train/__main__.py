@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from specdec.train.settings import HeadRun, TargetRun, meaning_of
 
@@ -26,10 +26,14 @@ AUX_LAYERS = "target layers, counted from 0, whose outputs are the head's featur
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a flag must be spelled out: another one may begin alike tomorrow."""
+    """argparse, but what is wrong is one line, and a flag must be spelled out: another one may begin alike tomorrow."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -108,6 +108,7 @@ def test_help_is_quick(tmp_path):
         (["generate", "--target", "a", "--spec", "5,4,16", "hi"], "--spec would do nothing without --draft"),
         (["generate", "--target", "/no/such/model", "hi"], "expected an existing model folder or a hub id"),
         (["generate", "--target", "a", ""], "PROMPT is empty"),
+        (["generate", "--target", "a", "caf\udce9"], "PROMPT is not UTF-8 text from character 3 on"),
     ],
 )
 def test_a_wrong_word_is_one_line(capsys, argv, said):
