@@ -76,22 +76,18 @@ def train_head(
     Returns the progress at the end.  ValueError for text, settings or files that can't work; it comes before any text is
     written.
     """
-    resolve_device(EngineOptions(device=device).device)
-    if threads is not None:
-        require_int("threads", threads, 1, usable_cpus())
-    config = choose_target(resolve_folder(target, "target")).config
-    layers = _check(run, config, str(target), aux_layers)
+    _check_machine(device, threads)
+    layers = _check(run, choose_target(resolve_folder(target, "target")).config, str(target), aux_layers)
     folder = prepare_out(out, resume, overwrite, keep=[target])
     corpus = load_corpus(texts, run.held_out, split, eval_texts)
     torch.manual_seed(run.seed)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
-    prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
+    prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
     notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
-    print("\n".join([*notes, _memory(run, decoder.model, len(layers))]), flush=True)
+    print("\n".join([*notes, _memory(run, model, len(layers))]), flush=True)
     set_training_threads(decoder.settings.device, threads)
     if overwrite:
         forget_run(folder)
-    model = decoder.model
     made_of = {
         "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
         "text": text_fingerprint(document.text for document in corpus.train),
@@ -111,6 +107,13 @@ def train_head(
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
+
+
+def _check_machine(device: str, threads: int | None) -> None:
+    """ValueError if the device is not there, or the machine has fewer threads: before any file is read."""
+    resolve_device(EngineOptions(device=device).device)
+    if threads is not None:
+        require_int("threads", threads, 1, usable_cpus())
 
 
 def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def _check_whole(run: HeadRun | TargetRun, names: tuple[str, ...], least: int) -
         if type(value) is not int or value < least:
             raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}; nearest: {least}")
         if value > MOST:
-            raise ValueError(f"{name}: expected a whole number of at most {MOST}, got {value!r}; nearest: {MOST}")
+            raise ValueError(f"{name}: expected a whole number of at most {MOST}, got {value!r}")
 
 
 def _check_optimizer(run: HeadRun | TargetRun) -> None:
@@ -107,22 +107,16 @@ class HeadRun:
         _check_whole(self, ("num_steps", "layers", "anchors", "markov_rank"), least=1)
         _check_whole(self, ("steps", "batch", "eval_every", "eval_prompts"), least=1)
         _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
-        _check_whole(
-            self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width", "keep_states", "seed"), least=0
-        )
+        _check_whole(self, ("longest_prompt",), least=4)
+        _check_whole(self, ("width",), least=5 + max(spec.lookahead for spec in MEASURED))
+        _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "keep_states", "seed"), least=0)
         _check_optimizer(self)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")
         most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
-        if most < 4:
-            raise ValueError(
-                f"width: expected at least {self.width - most + 4}, got {self.width}; nearest: {self.width - most + 4}"
-            )
-        if not 4 <= self.longest_prompt <= most:
-            nearest = min(max(4, self.longest_prompt), most)
-            raise ValueError(
-                f"longest_prompt: expected 4 .. {most} for width {self.width}, got {self.longest_prompt}; nearest: {nearest}"
-            )
+        if self.longest_prompt > most:
+            expected = f"longest_prompt: expected 4 .. {most} for width {self.width}"
+            raise ValueError(f"{expected}, got {self.longest_prompt}; nearest: {most}")
         least = max(spec.topk for spec in MEASURED)
         if self.draft_vocab_size and self.draft_vocab_size < least:
             raise ValueError(f"draft_vocab_size: expected 0 (the target's) or at least {least}, got {self.draft_vocab_size}")

@@ -24,7 +24,6 @@ from specdec.loading.build import can_rehearse
 from specdec.ops.compiling import rehearsal
 from specdec.ops.compiling.rehearsal import MOST_THREADS, Nothing, _threads, is_rehearsed
 from specdec.ops.index import predecessors
-from specdec.runner.first_passes import FirstPasses
 from specdec.steps import Needs
 
 FUNCTIONS = {
@@ -215,9 +214,7 @@ def test_a_closed_decoder_drops_what_waits(zoo: Zoo) -> None:
     with patch.object(rehearsal, "_compilers", lambda pool: MagicMock()), patch("torch.cuda.set_device"):
         rehearsals = rehearsal.Rehearsals(torch.device("cpu"))
         with SpecDecoder.from_pretrained(zoo.target("llama"), max_seq_len=64) as decoder:
-            runner = decoder.engine.runner
-            runner._first = FirstPasses(runner.prompts, runner.rounds, None)
-            runner._first._rehearsals = rehearsals
+            Driver(decoder).expect_round(rehearsals)
             future = rehearsals.submit(lambda: ran.append(1))
     assert future.cancelled() and not ran
 
