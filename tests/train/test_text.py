@@ -62,8 +62,12 @@ def test_chats(tmp_path: Path) -> None:
     assert read_documents(path)[0] == [Document("hi\nhello", wanted)] * 2
 
 
-@pytest.mark.parametrize("line", ['{"txt": "a"}', "[1]", "{", '{"messages": [{"role": "user"}]}', '{"conversations": [1]}'])
+NO_DOCUMENTS = ['{"txt": "a"}', "[1]", "{", '{"messages": [{"role": "user"}]}', '{"conversations": [1]}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("line", [*NO_DOCUMENTS, r'{"text": "\ud800"}'], ids=lambda line: line[:20])
 def test_lines_that_are_no_documents(tmp_path: Path, line: str) -> None:
+    """Keeps out: errors of a parser or a tokenizer that name neither the file nor the line."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + line)
     with pytest.raises(ValueError, match=r"text: .*line 2"):
