@@ -177,7 +177,7 @@ class Checkpoint:
         name = names[0]
         more = f" ({len(names)} tensors do)" if len(names) > 1 else ""
         is_rounded = name in self and self._stored[name].kind != "integers"  # integers may stand for NaN
-        if is_rounded and bool(self._stored[name].read().isfinite().all()):
+        if is_rounded and bool(self._stored[name].read().double().isfinite().all()):  # 8-bit floats have no isfinite
             raise ValueError(
                 f"{self.file(name)}: tensor {name!r} holds numbers too large for the dtype asked for{more}; nearest setting "
                 "that works: dtype='bfloat16'"
