@@ -26,7 +26,8 @@ from specdec.draft.mtp.tensors import stored_tensors
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
-from specdec.models.checkpoints.loader import DTYPES, open_target
+from specdec.models.checkpoints.frame import open_target
+from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target

@@ -6,7 +6,6 @@ Reads configs and says why; a choice that nobody asked for by name has its reaso
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +14,18 @@ import torch
 
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.config_values import NotComputedHere, text
-from specdec.models.checkpoints.loader import build, load_target, with_generation_eos
+from specdec.models.checkpoints.frame import Family, empty, load_family
+from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_llama, with_generation_eos
 from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
-from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
-from specdec.models.diffllama.config import DIFFLLAMA, parse_diffllama
-from specdec.models.gpt_oss.config import GPT_OSS, is_coded, parse_gpt_oss
+from specdec.models.deepseek.config import DEEPSEEK
+from specdec.models.diffllama.config import DIFFLLAMA
+from specdec.models.gpt_oss.config import GPT_OSS, is_coded
 from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
 from specdec.parallel.group import ALONE, Group
-from specdec.parallel.shard import Shard
+from specdec.parallel.shard import WHOLE, Shard
 
 BACKENDS = ("auto", "native", "transformers")
 
@@ -40,14 +40,6 @@ class TargetChoice(NamedTuple):
     reason: str
     config: ModelConfig
     refusal: NotComputedHere | None = None
-
-
-class _Native(NamedTuple):
-    """One of our own modules: how it reads a config.json's object, loads a folder, and is made without weights."""
-
-    parse: Callable[[dict[str, Any], str], ModelConfig]
-    load: Callable[..., Target]
-    make: Callable[[Any, int], Target]
 
 
 def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -> TargetChoice:
@@ -84,7 +76,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     raw = read_target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
-    native = _native(family) if family not in GPT_OSS or is_coded(raw) else None
+    native = family_of(family) if family not in GPT_OSS or is_coded(raw) else None
     if backend == "transformers":
         return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
     if native is None:
@@ -134,11 +126,18 @@ def load_chosen(
             if choice.refusal is None:
                 raise
             raise ValueError(f"{error}; backend='auto' took transformers, since {choice.reason}") from error
-    native = _native(choice.config.family)
-    assert native is not None
-    model = native.load(folder, choice.config, max_positions, device, dtype, Shard(group.rank, group.size))
+    model = load_target(folder, choice.config, max_positions, device, dtype, Shard(group.rank, group.size))
     join(model, group)
     return model
+
+
+def load_target(
+    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
+) -> CausalLM:
+    """A target of our own modules, or one rank's share of it.  See `load_family`."""
+    family = family_of(config.family)
+    assert family is not None, config.family
+    return load_family(family, folder, config, max_positions, device, dtype, shard)
 
 
 def empty_target(choice: TargetChoice) -> Target:
@@ -146,33 +145,31 @@ def empty_target(choice: TargetChoice) -> Target:
 
     ValueError for a target through transformers' code, which is made as it is loaded.
     """
-    native = None if choice.backend == "transformers" else _native(choice.config.family)
+    native = None if choice.backend == "transformers" else family_of(choice.config.family)
     if native is None:
         raise ValueError(
             f"only targets of specdec's own modules can be looked at without their weights, and transformers' code computes "
             f"this one ({choice.reason}); nearest thing that works: a target of {', '.join(FAMILIES)}"
         )
-    return build(lambda: native.make(choice.config, 1), torch.device("meta"), torch.float32)
+    return empty(native, choice.config)
 
 
-def _native(family: Any) -> _Native | None:
-    if family in FAMILIES:
-        return _Native(parse_config, load_target, CausalLM)
-    if family in DEEPSEEK:
-        from specdec.models.deepseek.loader import load_deepseek
-        from specdec.models.deepseek.modules import DeepseekLM
+def family_of(name: Any) -> Family | None:
+    """How targets of that model_type are read, made and filled by our own modules; None: there are none for it."""
+    if name in FAMILIES:
+        return Family(parse_config, CausalLM, expect_llama, LLAMA_PARTS)
+    if name in DEEPSEEK:
+        from specdec.models.deepseek.loader import FAMILY as deepseek
 
-        return _Native(parse_deepseek, load_deepseek, DeepseekLM)
-    if family in DIFFLLAMA:
-        from specdec.models.diffllama.loader import load_diffllama
-        from specdec.models.diffllama.modules import DiffLlamaLM
+        return deepseek
+    if name in DIFFLLAMA:
+        from specdec.models.diffllama.loader import FAMILY as diffllama
 
-        return _Native(parse_diffllama, load_diffllama, DiffLlamaLM)
-    if family in GPT_OSS:
-        from specdec.models.gpt_oss.loader import load_gpt_oss
-        from specdec.models.gpt_oss.modules import GptOssLM
+        return diffllama
+    if name in GPT_OSS:
+        from specdec.models.gpt_oss.loader import FAMILY as gpt_oss
 
-        return _Native(parse_gpt_oss, load_gpt_oss, GptOssLM)
+        return gpt_oss
     return None
 
 

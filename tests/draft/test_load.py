@@ -18,7 +18,8 @@ from specdec.draft.eagle.head import EagleHead
 from specdec.draft.formats.body import default_aux_layers
 from specdec.draft.formats.open import HowToRead
 from specdec.draft.load import load_head
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import load_target
 from specdec.ops.topk import with_offsets
 
 Tensors = dict[str, Tensor]

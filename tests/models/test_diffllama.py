@@ -22,16 +22,16 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.models.config import read_json
 from specdec.models.diffllama.config import parse_diffllama
-from specdec.models.diffllama.loader import load_diffllama
 from specdec.models.diffllama.modules import DiffLlamaLM
 from specdec.models.kv import make_cache
+from specdec.models.registry import load_target
 
 CPU = torch.device("cpu")
 NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffLlamaLM:
-    return load_diffllama(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
+    return load_target(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
 def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256, last: bool = False) -> Tensor:

@@ -22,9 +22,10 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan
 from specdec.models.causal_lm import CausalLM, TargetOutput
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import parse_rope
 from specdec.models.layers import Rotary
+from specdec.models.registry import load_target
 
 LENGTHS = [50, 1, 17]  # beyond the 32 positions that the llama3 scaling calls its original ones
 

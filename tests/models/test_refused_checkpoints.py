@@ -368,5 +368,5 @@ def test_layers_are_counted_in_the_checkpoint(tmp_path: Path) -> None:
 def test_sizes_are_compared_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: modules built for sizes that fit in memory here, and would not on another machine."""
     folder = change_config(save_target(tmp_path, "llama"), intermediate_size=64)
-    monkeypatch.setattr("specdec.models.checkpoints.loader.build", lambda *args: pytest.fail("modules were built"))
+    monkeypatch.setattr("specdec.models.checkpoints.frame.build", lambda *args: pytest.fail("modules were built"))
     refused(lambda: load(folder), "gate_proj.weight", "(64, 32), got (48, 32)", "by intermediate_size and hidden_size")

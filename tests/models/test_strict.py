@@ -17,8 +17,9 @@ from torch import Tensor
 from specdec import SpecDecoder
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import parse_config
+from specdec.models.registry import load_target
 
 Tensors = dict[str, Tensor]
 

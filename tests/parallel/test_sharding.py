@@ -16,7 +16,7 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
-from specdec.models.registry import _native, choose_target
+from specdec.models.registry import choose_target, load_target
 from specdec.models.sharding import join, misfit, share_of
 from specdec.models.target import TargetOutput
 from specdec.parallel.shard import WHOLE, Shard
@@ -37,12 +37,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Zoo], 
 
 
 def load(folder: Path, shard: Shard = WHOLE) -> CausalLM:
-    config = choose_target(folder, "native").config
-    native = _native(config.family)
-    assert native is not None
-    model = native.load(folder, config, 64, torch.device("cpu"), torch.float32, shard)
-    assert isinstance(model, CausalLM)
-    return model
+    return load_target(folder, choose_target(folder, "native").config, 64, torch.device("cpu"), torch.float32, shard)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerI
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
-from specdec.models.checkpoints.loader import open_target
+from specdec.models.checkpoints.frame import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding

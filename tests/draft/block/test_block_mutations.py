@@ -24,7 +24,8 @@ from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import load_target
 from specdec.models.target import Target
 
 CPU = torch.device("cpu")

@@ -21,7 +21,8 @@ from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import load_target
 from specdec.train.heads.speculators import Verifier, config_of, tensors_of
 
 CPU, F64 = torch.device("cpu"), torch.float64

@@ -21,7 +21,8 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
 from specdec.loading.plan import plan_memory
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import load_target
 from specdec.models.schemes.config import ROUNDED, Quantization, Rule
 from specdec.options import EngineOptions
 

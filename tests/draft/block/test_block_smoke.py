@@ -21,7 +21,8 @@ from specdec.draft.block.smoke import BlockLook, logits_of, of_block
 from specdec.draft.load import load_head
 from specdec.draft.smoke import Seen, variant
 from specdec.loading.drafters import TEXT
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import load_target
 from specdec.prompts import Tokenizer
 
 CPU = torch.device("cpu")

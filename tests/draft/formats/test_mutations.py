@@ -25,7 +25,8 @@ from specdec.draft.formats.reading import Reading
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.load import build_head
 from specdec.loading.drafters import TEXT
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import load_target
 from specdec.models.target import Target
 from specdec.prompts import Tokenizer
 

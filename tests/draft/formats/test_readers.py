@@ -24,8 +24,9 @@ from specdec.attention.kinds import LayerKind
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import RopeConfig
+from specdec.models.registry import load_target
 
 CPU, F64 = torch.device("cpu"), torch.float64
 FULL = dict(draft_vocab=40)

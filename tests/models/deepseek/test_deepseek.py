@@ -26,10 +26,10 @@ from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
-from specdec.models.deepseek.loader import load_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
 from specdec.models.kv import make_cache
+from specdec.models.registry import load_target
 from specdec.models.yarn import YarnRope
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> DeepseekZoo:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
-    return load_deepseek(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
+    return load_target(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
 def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:

@@ -19,9 +19,8 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.loading.plan import plan_memory
 from specdec.models.gpt_oss.config import parse_gpt_oss
-from specdec.models.gpt_oss.loader import load_gpt_oss
 from specdec.models.gpt_oss.modules import BiasedExperts, GptOssLM
-from specdec.models.registry import choose_target
+from specdec.models.registry import choose_target, load_target
 from specdec.models.schemes.config import parse_quantization
 from specdec.models.sharding import share_of
 from specdec.models.yarn import YarnRope
@@ -38,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def load(folder: Path, shard: Shard = WHOLE) -> GptOssLM:
-    return load_gpt_oss(folder, choose_target(folder).config, 64, CPU, torch.float32, shard)
+    return load_target(folder, choose_target(folder).config, 64, CPU, torch.float32, shard)
 
 
 def outputs(folder: Path, head: Path | None = None, **settings: Any) -> list[Any]:
