@@ -69,7 +69,7 @@ def load_mtp(
         if name in checkpoint:
             _expect_copy(checkpoint, name, of_target, target.config)
     checkpoint.leave_all_but(tuple(f"{prefix}." for prefix in spec.prefixes))
-    checkpoint.ignore("rotary_emb.inv_freq")
+    checkpoint.ignore_endings("rotary_emb.inv_freq")
     checkpoint.finish()
     head.borrow(target)
     join(head, target.group)

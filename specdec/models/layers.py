@@ -108,9 +108,12 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
         super().__init__()
-        table = rotary_table(inverse_frequencies(rope, head_dim), max_positions)
-        if isinstance(rope, YarnRope):
-            table *= rope.amplitude
+        if torch.get_default_device().type == "meta":  # torch would import its compiler to compute no number
+            table = torch.empty(max_positions, 2, head_dim)
+        else:
+            table = rotary_table(inverse_frequencies(rope, head_dim), max_positions)
+            if isinstance(rope, YarnRope):
+                table *= rope.amplitude
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 

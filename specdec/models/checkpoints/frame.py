@@ -51,7 +51,7 @@ def load_family(
     config: the whole model's.  shard: this rank's share of it.
     """
     checkpoint = open_target(folder, config)
-    expect_sizes(checkpoint, family, config)
+    check_tensors(checkpoint, family, config)
     own, late = share_of(config, shard), config.quantization is not None
     model = build(lambda: family.make(own, max_positions), device, dtype, late)
     fill_target(model, checkpoint, family.parts)
@@ -66,11 +66,18 @@ def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-def expect_sizes(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
-    """ValueError if the config's sizes are not those of the tensors: keeps an absurd size from taking time and memory."""
-    checkpoint.expect_layers("model.layers", config.num_layers)
-    checkpoint.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
-    family.expect(checkpoint, config)
+def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
+    """ValueError for all that headers show to be wrong: a tensor that is missing, left over, or of another shape or dtype.
+
+    A few sizes are compared first, so that no absurd one makes a module.  Then the target is filled as it will be, but without
+    numbers, in no memory.  config: the whole model's.
+    """
+    headers = checkpoint.headers()
+    headers.expect_layers("model.layers", config.num_layers)
+    headers.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
+    family.expect(headers, config)
+    fill_target(empty(family, config), headers, family.parts)
+    headers.finish()
 
 
 def empty(family: Family, config: ModelConfig) -> CausalLM:
@@ -88,10 +95,10 @@ def fill_target(model: CausalLM, checkpoint: Checkpoint, parts: Parts) -> None:
         fill_linear(model.lm_head, checkpoint, "lm_head")
     elif "lm_head.weight" in checkpoint:
         head = checkpoint.take("lm_head.weight", tuple(model.embed_tokens.weight.shape))
-        if not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
+        if checkpoint.has_numbers and not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
             raise ValueError(
                 f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them; "
                 "expected tie_word_embeddings false"
             )
-    checkpoint.ignore("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
+    checkpoint.ignore_endings("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
     checkpoint.leave(mtp_prefixes(model.config))

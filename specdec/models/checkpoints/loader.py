@@ -84,9 +84,10 @@ def copy_(target: Tensor, checkpoint: Checkpoint, name: str, arrange: Arrange | 
 def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
     """Copies what this rank holds of one tensor.  See `copy_`."""
     whole = checkpoint.take(name, stored.shape)
-    with torch.no_grad():
-        stored.tensor.copy_(stored.run(whole if arrange is None else arrange(whole)))
-    checkpoint.landed(name, stored.tensor)
+    if checkpoint.has_numbers:
+        with torch.no_grad():
+            stored.tensor.copy_(stored.run(whole if arrange is None else arrange(whole)))
+        checkpoint.landed(name, stored.tensor)
 
 
 def fill_linear(
@@ -131,7 +132,8 @@ def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Forma
 def _fill_codes(
     linear: Linear, checkpoint: Checkpoint, part: str, name: str, format: Format, arrange: Arrange | None
 ) -> None:  # fmt: skip
-    rows = format.read(checkpoint, name, linear.shape(part), linear.device)
+    if (rows := format.read(checkpoint, name, linear.shape(part), linear.device)) is None:
+        return
     try:
         linear.fill(part, rows if arrange is None else rows.arranged(arrange))
     except ValueError as error:
@@ -144,7 +146,9 @@ def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arr
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
-    numbers = format.read(checkpoint, name, linear.shape(), stored.tensor.device).numbers(stored.tensor.dtype)
+    if (rows := format.read(checkpoint, name, linear.shape(), stored.tensor.device)) is None:
+        return
+    numbers = rows.numbers(stored.tensor.dtype)
     with torch.no_grad():
         stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
 
@@ -159,8 +163,10 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
             for ending, stored in stack.tensors(index, part).items():
                 copy_run(stored, checkpoint, f"{name}.{ending}")
             continue
+        if (rows := format.read(checkpoint, name, stack.shape(part), stack.device)) is None:
+            continue
         try:
-            stack.fill(index, part, format.read(checkpoint, name, stack.shape(part), stack.device))
+            stack.fill(index, part, rows)
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
