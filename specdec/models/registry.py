@@ -6,6 +6,8 @@ Reads configs and says why; a choice that nobody asked for by name has its reaso
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
-from specdec.models.checkpoints.frame import Family, empty, load_family
+from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
 from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_llama, with_generation_eos
 from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
@@ -25,7 +28,7 @@ from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
 from specdec.parallel.group import ALONE, Group
-from specdec.parallel.shard import WHOLE, Shard
+from specdec.parallel.shard import Shard
 
 BACKENDS = ("auto", "native", "transformers")
 
@@ -103,6 +106,32 @@ def refuse_ranks(choice: TargetChoice, size: int) -> None:
         )
 
 
+def check_chosen(choice: TargetChoice, folder: Path) -> Checkpoint:
+    """The target's tensors, none of them taken.  ValueError for what headers alone show to be wrong."""
+    checkpoint = open_target(folder, choice.config)
+    if choice.backend == "transformers":
+        from specdec.models.transformers_backend.target import check_headers
+
+        with _refused_natively(choice):
+            check_headers(checkpoint, choice.config)
+        return checkpoint
+    family = family_of(choice.config.family)
+    assert family is not None
+    check_tensors(checkpoint, family, choice.config)
+    return checkpoint
+
+
+@contextmanager
+def _refused_natively(choice: TargetChoice) -> Iterator[None]:
+    """Inside, a ValueError says too why transformers stands in for our own module, if it does."""
+    try:
+        yield
+    except ValueError as error:
+        if choice.refusal is None:
+            raise
+        raise ValueError(f"{error}; backend='auto' took transformers, since {choice.reason}") from error
+
+
 def load_chosen(
     choice: TargetChoice,
     folder: Path,
@@ -111,33 +140,25 @@ def load_chosen(
     dtype: torch.dtype,
     cuda_graphs: bool,
     group: Group = ALONE,
+    checked: Checkpoint | None = None,
 ) -> Target:
     """The folder's model with its weights, or with this rank's share of them.
 
     cuda_graphs: whether passes are to be captured; ValueError if they can't be.  group: the ranks that hold the model together.
+    checked: what `check_chosen` gave; None: the folder is checked here.
     """
+    checkpoint = checked or check_chosen(choice, folder)
     if choice.backend == "transformers":
         refuse_ranks(choice, group.size)
         from specdec.models.transformers_backend.target import load_transformers_target
 
-        try:
-            return load_transformers_target(folder, choice.config, device, dtype, cuda_graphs)
-        except ValueError as error:
-            if choice.refusal is None:
-                raise
-            raise ValueError(f"{error}; backend='auto' took transformers, since {choice.reason}") from error
-    model = load_target(folder, choice.config, max_positions, device, dtype, Shard(group.rank, group.size))
+        with _refused_natively(choice):
+            return load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)
+    family, shard = family_of(choice.config.family), Shard(group.rank, group.size)
+    assert family is not None
+    model = load_family(family, checkpoint, choice.config, max_positions, device, dtype, shard)
     join(model, group)
     return model
-
-
-def load_target(
-    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
-) -> CausalLM:
-    """A target of our own modules, or one rank's share of it.  See `load_family`."""
-    family = family_of(config.family)
-    assert family is not None, config.family
-    return load_family(family, folder, config, max_positions, device, dtype, shard)
 
 
 def empty_target(choice: TargetChoice) -> Target:

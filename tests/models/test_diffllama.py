@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
 from toolkit.prompts import packed_prompts
@@ -24,7 +25,6 @@ from specdec.models.config import read_json
 from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.diffllama.modules import DiffLlamaLM
 from specdec.models.kv import make_cache
-from specdec.models.registry import load_target
 
 CPU = torch.device("cpu")
 NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from toolkit.attention.segments import ragged_causal_segment
+from toolkit.checkpoints.load import load_target
 from toolkit.models import LLAMA3_ROPE, Zoo
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
@@ -25,7 +26,6 @@ from specdec.models.causal_lm import CausalLM, TargetOutput
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import parse_rope
 from specdec.models.layers import Rotary
-from specdec.models.registry import load_target
 
 LENGTHS = [50, 1, 17]  # beyond the 32 positions that the llama3 scaling calls its original ones
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.models import Zoo, save_target
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import parse_config
-from specdec.models.registry import load_target
 
 Tensors = dict[str, Tensor]
 

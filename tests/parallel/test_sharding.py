@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import DeepseekZoo, SparseZoo
 from toolkit.models import Zoo, save_target
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
@@ -16,7 +17,7 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
-from specdec.models.registry import choose_target, load_target
+from specdec.models.registry import choose_target
 from specdec.models.sharding import join, misfit, share_of
 from specdec.models.target import TargetOutput
 from specdec.parallel.shard import WHOLE, Shard

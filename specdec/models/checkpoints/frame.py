@@ -39,19 +39,17 @@ class Family(NamedTuple):
 
 def load_family(
     family: Family,
-    folder: Path,
+    checkpoint: Checkpoint,
     config: ModelConfig,
     max_positions: int,
     device: torch.device,
     dtype: torch.dtype,
     shard: Shard = WHOLE,
 ) -> CausalLM:
-    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
+    """A target with its weights.  ValueError names what only numbers show to be wrong.
 
-    config: the whole model's.  shard: this rank's share of it.
+    checkpoint: the target's tensors, after `check_tensors`.  config: the whole model's.  shard: this rank's share of it.
     """
-    checkpoint = open_target(folder, config)
-    check_tensors(checkpoint, family, config)
     own, late = share_of(config, shard), config.quantization is not None
     model = build(lambda: family.make(own, max_positions), device, dtype, late)
     fill_target(model, checkpoint, family.parts)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.load import load_target
 from toolkit.heads import writers
 from toolkit.heads.block_parts import BlockOptions, random_block_parts
 from toolkit.heads.block_writers import BLOCK_WRITERS
@@ -26,7 +27,6 @@ from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import RopeConfig
-from specdec.models.registry import load_target
 
 CPU, F64 = torch.device("cpu"), torch.float64
 FULL = dict(draft_vocab=40)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
@@ -29,7 +30,6 @@ from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
 from specdec.models.kv import make_cache
-from specdec.models.registry import load_target
 from specdec.models.yarn import YarnRope
 
 CPU = torch.device("cpu")

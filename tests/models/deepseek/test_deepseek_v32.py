@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import MARGIN, SPARSES, TOPK, SparseZoo, least_margin, save_sparse
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
@@ -31,7 +32,6 @@ from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.kv import key_operations, kv_read_bytes, make_cache, most_read
-from specdec.models.registry import load_target
 
 CPU = torch.device("cpu")
 PROMPTS = ragged_prompts(40, 5, seed=3)
