@@ -92,10 +92,12 @@ def load_pair(
     """
     require_spec(spec)
     STARTUP.lap("imports")
-    folder, chosen, checked, settings, load_drafter, _ = check_pair(target, draft, spec, options)
-    device, dtype = settings.device, settings.dtype
+    pair = check_pair(target, draft, spec, options)
+    folder, settings, load_drafter = pair.folder, pair.settings, pair.load
+    device, dtype, graphs = settings.device, settings.dtype, bool(settings.cuda_graphs)
     max_positions = settings.max_seq_len + settings.lookahead
-    model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs), group, checked)
+    model = load_chosen(pair.chosen, folder, max_positions, device, dtype, graphs, group, pair.checkpoint)
+    del pair  # the target's files are closed before the drafter's weights are read
     set_threads(model, settings)
     STARTUP.lap("target")
     head = None if load_drafter is None else load_drafter(model, max_positions, device, dtype)

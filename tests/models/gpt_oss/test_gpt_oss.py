@@ -173,9 +173,7 @@ def test_broken_configs_are_refused(folders: tuple[Path, Path], tmp_path: Path, 
         load(tmp_path)
 
 
-def test_codes_without_scheme_are_told(
-    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_without_scheme_are_told(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By loading and by `plan`.  Keeps out: "8 tensors are missing", for experts that lie there under other names."""
     raw = json.loads((folders[0] / "config.json").read_text())
     del raw["quantization_config"]
