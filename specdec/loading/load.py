@@ -61,8 +61,9 @@ def check_pair(target: str | Path, draft: str | Path | None, spec: SpecConfig | 
     chosen = choose_target(folder, options.backend, options.quantize)
     refuse_ranks(chosen, options.tensor_parallel_size)
     settings = resolve_settings(options, spec if load else None, chosen.config, chosen.backend, chosen.reason)
+    checkpoint = check_chosen(chosen, folder)
     drafter = open_drafter(draft, options, chosen.config, folder)
-    pair = CheckedPair(folder, chosen, check_chosen(chosen, folder), settings, load, drafter)
+    pair = CheckedPair(folder, chosen, checkpoint, settings, load, drafter)
     for config in pair.configs:
         share_of(config, Shard(0, options.tensor_parallel_size))
     if drafter is None:
