@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from specdec.checks import nearest_name
 from specdec.draft.drafter import DraftModel
-from specdec.draft.formats.open import HowToRead, open_head
-from specdec.draft.load import load_head
+from specdec.draft.formats.open import HowToRead, OpenHead, open_head
+from specdec.draft.load import empty_head, load_head
 from specdec.draft.mtp.layouts import FAMILIES
-from specdec.draft.mtp.load import load_mtp, open_mtp
+from specdec.draft.mtp.load import OpenMtp, empty_mtp, load_mtp, open_mtp
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
@@ -68,15 +69,36 @@ def find_drafter(draft: str | Path | None, options: EngineOptions, target_folder
     return lambda target, max_positions, device, dtype: load_head(folder, target, max_positions, device, dtype, how)
 
 
-def head_config(
+class OpenDrafter(NamedTuple):
+    """A drafter that is understood and checked against its target, and of which no weight was read.
+
+    model: it without its weights: which trees it grows, and how far it writes.  files: what its tensors are; None: it has none.
+    """
+
+    model: DraftModel
+    files: OpenHead | OpenMtp | None = None
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        """Of what keeps keys and values in the target's pages."""
+        if self.files is None:
+            return ()
+        return ((self.files.spec if isinstance(self.files, OpenMtp) else self.files.reading.spec).model,)
+
+
+def open_drafter(
     draft: str | Path | None, options: EngineOptions, target: ModelConfig, target_folder: Path
-) -> ModelConfig | None:
-    """The config of the head that `find_drafter` would load, from headers alone; None for a drafter without a checkpoint."""
-    if draft == MTP:
-        return open_mtp(target_folder, target).spec.model
-    if draft is None or is_name(draft):
+) -> OpenDrafter | None:
+    """What can be known of the drafter that `find_drafter` would load, by its config and headers; None for no drafter."""
+    if draft is None:
         return None
-    return open_head(head_folder(draft), target, _how(options)).reading.spec.model
+    if draft == MTP:
+        mtp = open_mtp(target_folder, target)
+        return OpenDrafter(empty_mtp(mtp.spec), mtp)
+    if is_name(draft):
+        return OpenDrafter(WITHOUT_CHECKPOINT[str(draft)](target.vocab_size))
+    head = open_head(head_folder(draft), target, _how(options))
+    return OpenDrafter(empty_head(head.reading.spec), head)
 
 
 def _how(options: EngineOptions) -> HowToRead:

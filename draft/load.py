@@ -79,7 +79,8 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     if reading.copies:
         _share_copies(head, target, files.folder)
     head.d2t_V = _offsets(spec.draft_ids, target.embed_tokens.weight.device)
-    for name in ("rotary_emb.inv_freq", *reading.beside):
+    checkpoint.ignore_endings("rotary_emb.inv_freq")
+    for name in reading.beside:
         checkpoint.ignore(name)
     checkpoint.finish()
     join(head, target.group)

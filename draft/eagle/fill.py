@@ -24,6 +24,6 @@ def fill_eagle3(head: Eagle3Head, names: Names, checkpoint: Checkpoint) -> None:
     fill_attention(head.self_attn, checkpoint, f"{names.first}.self_attn")
     fill_mlp(head.mlp, checkpoint, f"{names.first}.mlp")
     for layer, name in zip(head.layers, names.layers, strict=True):
-        fill_layer(layer, checkpoint, name, names.input_norm)
+        fill_layer(layer, checkpoint, name, input_norm=names.input_norm)
     fill_norm(head.norm, checkpoint, "norm")
     fill_linear(head.fc, checkpoint, "fc")

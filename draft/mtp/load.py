@@ -8,7 +8,6 @@ stay so; the join alone is computed into ordinary numbers.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,19 +18,15 @@ from specdec.draft.mtp.layouts import read_mtp
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.mtp.tensors import check_tensors, copies
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, fill_attention, fill_mlp, fill_norm, fill_numbers
+from specdec.models.checkpoints.loader import LLAMA_PARTS, build, fill_layer, fill_norm, fill_numbers
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.loader import fill_experts, fill_latent_layer
-from specdec.models.deepseek.modules import DeepseekLayer
-from specdec.models.experts import MixtureOfExperts
-from specdec.models.layers import MLP, SelfAttention
+from specdec.models.deepseek.loader import PARTS
 from specdec.models.registry import choose_target
 from specdec.models.schemes.config import Quantization, Rule
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
-from specdec.ops.rope import by_halves
 
 
 class OpenMtp(NamedTuple):
@@ -74,7 +69,7 @@ def load_mtp(
         if name in checkpoint:
             _expect_copy(checkpoint, name, of_target, target.config)
     checkpoint.leave_all_but(tuple(f"{prefix}." for prefix in spec.prefixes))
-    checkpoint.ignore("rotary_emb.inv_freq")
+    checkpoint.ignore_endings("rotary_emb.inv_freq")
     checkpoint.finish()
     head.borrow(target)
     join(head, target.group)
@@ -94,26 +89,12 @@ def own_scheme(of_target: Quantization | None, spec: MtpSpec) -> Quantization | 
 
 
 def _fill(layer: MtpLayer, checkpoint: Checkpoint, prefix: str, spec: MtpSpec) -> None:
-    names, block = spec.names, layer.block
+    names = spec.names
     for norm, name in ((layer.embed_norm, names.embed_norm), (layer.hidden_norm, names.hidden_norm), (layer.norm, names.norm)):
         fill_norm(norm, checkpoint, f"{prefix}.{name}")
     halves = (lambda rows: rows.roll(rows.shape[1] // 2, dims=1)) if spec.rules.hidden_first else None
     fill_numbers(layer.join, checkpoint, f"{prefix}.{names.join}", halves)
-    if isinstance(block, DeepseekLayer):
-        assert isinstance(spec.model, DeepseekConfig)
-        fill_latent_layer(block, checkpoint, prefix, spec.model)
-        return
-    rope, attention, mlp = spec.model.rope, block.get_submodule("self_attn"), block.get_submodule("mlp")
-    turned = partial(by_halves, head_dim=spec.model.head_dim, rotated=rope.rotated) if rope.rotated else None
-    assert isinstance(attention, SelfAttention)
-    fill_norm(block.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
-    fill_norm(block.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
-    fill_attention(attention, checkpoint, f"{prefix}.self_attn", turned)
-    if isinstance(mlp, MLP):
-        fill_mlp(mlp, checkpoint, f"{prefix}.mlp")
-    else:
-        assert isinstance(mlp, MixtureOfExperts)
-        fill_experts(mlp, checkpoint, f"{prefix}.mlp")
+    fill_layer(layer.block, checkpoint, prefix, {**PARTS, **LLAMA_PARTS})
 
 
 def _expect_copy(checkpoint: Checkpoint, name: str, of_target: str, target: ModelConfig) -> None:

@@ -1,25 +1,86 @@
-"""Loads both models from their folders onto their device.
+"""Finds both models in their folders, refuses what can't run before a weight is read, and loads them onto their device.
 
-Before the weights are read, resolve.py decides what the options mean on this machine and for these models.  Afterwards build.py
-makes an engine of the models.
+`check_pair` refuses by names, options, configs and the headers of files.  `specdec plan` and the process that starts ranks ask
+it too, so that none of them accepts what another refuses.  What only weights tell (numbers that are not finite, a head that is
+not the target's) is found as they are loaded.  resolve.py decides what the options mean on this machine and for these models;
+build.py makes an engine of the models.
 """
 
 from __future__ import annotations
 
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.kinds import find_drafter
+from specdec.draft.kinds import Load, OpenDrafter, find_drafter, open_drafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, use_threads
-from specdec.models.checkpoints.checkpoint import resolve_folder
-from specdec.models.registry import choose_target, load_chosen
+from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
+from specdec.models.config import ModelConfig
+from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
+from specdec.models.sharding import share_of
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
+from specdec.parallel.shard import Shard
 from specdec.startup import STARTUP
+
+
+class CheckedPair(NamedTuple):
+    """A pair that was found and understood, and of which no weight was read.
+
+    folder, chosen, checkpoint: the target's, and its tensors.
+    settings: what the options mean for this pair.
+    load, drafter: what loads the drafter, and what is known of it; None without one.
+    """
+
+    folder: Path
+    chosen: TargetChoice
+    checkpoint: Checkpoint
+    settings: EngineSettings
+    load: Load | None = None
+    drafter: OpenDrafter | None = None
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        """Of all that keeps keys and values in the target's pages, the target first."""
+        return (self.chosen.config, *(self.drafter.configs if self.drafter else ()))
+
+
+def check_pair(target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions) -> CheckedPair:
+    """TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
+
+    target, draft: as of `load_pair`.  spec: not used without a drafter.
+    """
+    if draft is not None or spec is not None:
+        require_spec(spec)
+    folder = resolve_folder(target, "target")
+    load = find_drafter(draft, options, folder)
+    chosen = choose_target(folder, options.backend, options.quantize)
+    refuse_ranks(chosen, options.tensor_parallel_size)
+    settings = resolve_settings(options, spec if load else None, chosen.config, chosen.backend, chosen.reason)
+    checkpoint = check_chosen(chosen, folder)
+    drafter = open_drafter(draft, options, chosen.config, folder)
+    pair = CheckedPair(folder, chosen, checkpoint, settings, load, drafter)
+    for config in pair.configs:
+        share_of(config, Shard(0, options.tensor_parallel_size))
+    if drafter is None:
+        return pair
+    assert settings.spec is not None
+    drafter.model.shapes(settings.spec)
+    settings = replace(settings, attention_backend=choose_attention(settings, *pair.configs))
+    return pair._replace(settings=settings.with_drafter(drafter.model))
+
+
+def require_spec(spec: SpecConfig | None) -> None:
+    """TypeError for anything else."""
+    if not isinstance(spec, SpecConfig):
+        raise TypeError(
+            f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}; nearest setting that works: "
+            f"spec=SpecConfig({', '.join(map(repr, astuple(SpecConfig())))})"
+        )
 
 
 def load_pair(
@@ -35,30 +96,17 @@ def load_pair(
     """
     require_spec(spec)
     STARTUP.lap("imports")
-    folder = resolve_folder(target, "target")
-    load_drafter = find_drafter(draft, options, folder)
-    chosen = choose_target(folder, options.backend, options.quantize)
-    settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
-    device, dtype = settings.device, settings.dtype
+    pair = check_pair(target, draft, spec, options)
+    folder, settings, load_drafter = pair.folder, pair.settings, pair.load
+    device, dtype, graphs = settings.device, settings.dtype, bool(settings.cuda_graphs)
     max_positions = settings.max_seq_len + settings.lookahead
-    model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs), group)
+    model = load_chosen(pair.chosen, folder, max_positions, device, dtype, graphs, group, pair.checkpoint)
+    del pair  # the target's files are closed before the drafter's weights are read
     set_threads(model, settings)
     STARTUP.lap("target")
     head = None if load_drafter is None else load_drafter(model, max_positions, device, dtype)
-    if head is not None:
-        choice = choose_attention(settings, chosen.config, *head.needs.models)
-        settings = replace(settings, attention_backend=choice).with_drafter(head)
     STARTUP.lap("draft")
     return model, head, settings, folder
-
-
-def require_spec(spec: SpecConfig) -> None:
-    """TypeError for anything else."""
-    if not isinstance(spec, SpecConfig):
-        raise TypeError(
-            f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}; nearest setting that works: "
-            f"spec=SpecConfig({', '.join(map(repr, astuple(SpecConfig())))})"
-        )
 
 
 def set_threads(model: Target, settings: EngineSettings) -> None:

@@ -5,6 +5,7 @@ no room for its share says what would have.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,17 +13,15 @@ import torch
 
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.kinds import head_config, is_name
-from specdec.loading.load import load_pair, require_spec
-from specdec.loading.resolve import EngineSettings, resolve_settings
+from specdec.draft.kinds import is_name
+from specdec.loading.load import check_pair, load_pair, require_spec
+from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
-from specdec.models.registry import choose_target, refuse_ranks
-from specdec.models.sharding import misfit, share_of
+from specdec.models.sharding import misfit
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
-from specdec.parallel.shard import Shard
 
 MOST_RANKS = 64
 WEIGHTS_SHARE = 0.9  # of a GPU's memory: the weights must leave room for keys, values and activations
@@ -39,26 +38,16 @@ class WantedPair(NamedTuple):
 
     def check(self, size: int) -> None:
         require_spec(self.spec)
-        configs = self._configs()
-        for config in configs:
-            share_of(config, Shard(0, size))
-        resolve_settings(self.options, None if self.draft is None else self.spec, configs[0])
+        check_pair(self.target, self.draft, self.spec, replace(self.options, tensor_parallel_size=size))
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         try:
             return load_pair(self.target, self.draft, self.spec, options, group)
         except torch.OutOfMemoryError as error:
             folders = [folder for folder in (self.target, self.draft) if folder is not None and not is_name(folder)]
+            configs = check_pair(self.target, self.draft, self.spec, self.options).configs
             whole = sum(weights_bytes(resolve_folder(folder, "folder")) for folder in folders)
-            raise RuntimeError(no_room(whole, group, torch.device(options.device), self._configs())) from error
-
-    def _configs(self) -> list[ModelConfig]:
-        """Of the target, and of the head if there is one.  ValueError if ranks can't share such a target."""
-        folder = resolve_folder(self.target, "target")
-        chosen = choose_target(folder, self.options.backend, self.options.quantize)
-        refuse_ranks(chosen, self.options.tensor_parallel_size)
-        head = head_config(self.draft, self.options, chosen.config, folder)
-        return [chosen.config] if head is None else [chosen.config, head]
+            raise RuntimeError(no_room(whole, group, torch.device(options.device), configs)) from error
 
 
 def weights_bytes(folder: Path) -> int:

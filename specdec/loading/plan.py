@@ -17,19 +17,15 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.formats.open import open_head
-from specdec.draft.formats.spec import BlockSpec
-from specdec.draft.kinds import MTP, WITHOUT_CHECKPOINT, head_folder, is_name
-from specdec.draft.load import empty_head
-from specdec.draft.mtp.load import empty_mtp, open_mtp
+from specdec.draft.mtp.load import OpenMtp
 from specdec.draft.mtp.tensors import stored_tensors
+from specdec.loading.load import CheckedPair, check_pair
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
-from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
-from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
-from specdec.models.checkpoints.loader import DTYPES, open_target
+from specdec.loading.resolve import CHUNK_COST, EngineSettings
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.registry import choose_target
 from specdec.models.schemes.formats import Format
 from specdec.models.schemes.size import matrix_size
 from specdec.options import EngineOptions
@@ -50,7 +46,7 @@ TOGETHER = (
 class Models(NamedTuple):
     """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
 
-    features: how many numbers of each token the drafter reads of the target.  block: of a head of one pass.
+    features: how many numbers of each token the drafter reads of the target.
     page_bytes: what the drafter keeps of each page besides keys and values.
     scratch: how many numbers the largest matrix of the target has that is stored as codes: prompts compute them; 0: none is.
     """
@@ -58,7 +54,6 @@ class Models(NamedTuple):
     configs: tuple[ModelConfig, ...]
     weights: tuple[int, ...]
     features: int = 0
-    block: BlockSpec | None = None
     page_bytes: int = 0
     scratch: int = 0
 
@@ -95,13 +90,11 @@ def plan_memory(
     spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
     checkpoint's own.  ValueError as when the pair is loaded.
     """
-    chosen = choose_target(resolve_folder(target, "target"), options.backend, options.quantize)
-    dtype = DTYPES.get(chosen.config.dtype or "", torch.bfloat16) if options.dtype == "auto" else options.dtype
-    options = replace(options, device="cpu", dtype=dtype, attention="auto", prefix_caching=False)
-    settings = resolve_settings(options, spec, chosen.config, chosen.backend, chosen.reason)
-    models = _models(resolve_folder(target, "target"), chosen.config, draft, settings)
-    if models.block is not None and settings.spec is not None:
-        settings = replace(settings, draft_slots=models.block.slots(settings.spec))
+    pair = check_pair(target, draft, spec, replace(options, device="cpu", attention="auto", prefix_caching=False))
+    config, settings = pair.chosen.config, pair.settings
+    if options.dtype == "auto":  # on a GPU
+        settings = replace(settings, dtype=DTYPES.get(config.dtype or "", torch.bfloat16))
+    models = _models(pair, settings)
 
     def at(context: int, batch: int) -> dict[str, int]:
         return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))
@@ -116,7 +109,7 @@ def plan_memory(
         at(context, batch),
         tuple(sum(_page_bytes([config], settings)) // options.page_size for config in models.configs),
         memory,
-        largest(lambda n: fits(n, batch), chosen.config.max_position),
+        largest(lambda n: fits(n, batch), config.max_position),
         largest(lambda n: fits(context, n), MOST_BATCH),
     )
 
@@ -164,32 +157,26 @@ def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tup
     return kv_page_bytes(configs, settings, layer_groups(configs, settings))
 
 
-def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
-    own, mtp = open_target(folder, config), mtp_prefixes(config)
+def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
+    own, config, drafter = pair.checkpoint, pair.chosen.config, pair.drafter
+    mtp = mtp_prefixes(config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
-    weights, scratch = [tensor_bytes(own, settings.dtype, without)], scratch_numbers(own, without)
-    alone = Models((config,), tuple(weights), scratch=scratch)
-    if draft is None:
-        return alone
-    assert settings.spec is not None
-    if draft == MTP:
-        checkpoint, spec = open_mtp(folder, config)
-        empty_mtp(spec).shapes(settings.spec)
-        weights.append(
-            tensor_bytes(checkpoint, settings.dtype, set(checkpoint.names()) - set(stored_tensors(checkpoint, spec)))
-        )
+    weights, scratch = tensor_bytes(own, settings.dtype, without), scratch_numbers(own, without)
+    if drafter is None or drafter.files is None:  # one without files keeps a few bytes of each token, and reads no weights
+        return Models(pair.configs, (weights,), scratch=scratch)
+    if isinstance(drafter.files, OpenMtp):
+        checkpoint, spec = drafter.files
+        without = set(checkpoint.names()) - set(stored_tensors(checkpoint, spec))
+        features = spec.model.hidden_size
         kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
-        return Models((config, spec.model), tuple(weights), spec.model.hidden_size, page_bytes=kept, scratch=scratch)
-    if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights
-        WITHOUT_CHECKPOINT[str(draft)](config.vocab_size).shapes(settings.spec)
-        return alone
-    files, _, reading = open_head(head_folder(draft), config)
-    head, without = reading.spec, {"d2t", "t2d", *reading.beside}
-    without |= set() if head.own_embeddings else {"embed_tokens.weight"}
-    without |= set() if head.own_lm_head else {"lm_head.weight"}
-    empty_head(head).shapes(settings.spec)
-    weights.append(tensor_bytes(files.checkpoint, settings.dtype, without))
-    return Models((config, head.model), tuple(weights), head.feature_size, head.block, scratch=scratch)
+    else:
+        checkpoint, head, kept = drafter.files.files.checkpoint, drafter.files.reading.spec, 0
+        without = {"d2t", "t2d", *drafter.files.reading.beside}
+        without |= set() if head.own_embeddings else {"embed_tokens.weight"}
+        without |= set() if head.own_lm_head else {"lm_head.weight"}
+        features = head.feature_size
+    drafted = tensor_bytes(checkpoint, settings.dtype, without)
+    return Models(pair.configs, (weights, drafted), features, page_bytes=kept, scratch=scratch)
 
 
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:

@@ -108,9 +108,12 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
         super().__init__()
-        table = rotary_table(inverse_frequencies(rope, head_dim), max_positions)
-        if isinstance(rope, YarnRope):
-            table *= rope.amplitude
+        if torch.get_default_device().type == "meta":  # torch would import its compiler to compute no number
+            table = torch.empty(max_positions, 2, head_dim)
+        else:
+            table = rotary_table(inverse_frequencies(rope, head_dim), max_positions)
+            if isinstance(rope, YarnRope):
+                table *= rope.amplitude
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 
@@ -131,7 +134,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.rotated = config.head_dim, config.rope.rotated
         self.qkv_proj = projection(config, in_features, self.num_kv_heads)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None

@@ -6,7 +6,8 @@ Reads configs and says why; a choice that nobody asked for by name has its reaso
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
-from specdec.models.checkpoints.loader import build, load_target, with_generation_eos
+from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
+from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_llama, with_generation_eos
 from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
-from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
-from specdec.models.diffllama.config import DIFFLLAMA, parse_diffllama
-from specdec.models.gpt_oss.config import GPT_OSS, is_coded, parse_gpt_oss
+from specdec.models.deepseek.config import DEEPSEEK
+from specdec.models.diffllama.config import DIFFLLAMA
+from specdec.models.gpt_oss.config import GPT_OSS, is_coded
 from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
@@ -40,14 +43,6 @@ class TargetChoice(NamedTuple):
     reason: str
     config: ModelConfig
     refusal: NotComputedHere | None = None
-
-
-class _Native(NamedTuple):
-    """One of our own modules: how it reads a config.json's object, loads a folder, and is made without weights."""
-
-    parse: Callable[[dict[str, Any], str], ModelConfig]
-    load: Callable[..., Target]
-    make: Callable[[Any, int], Target]
 
 
 def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -> TargetChoice:
@@ -84,7 +79,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     raw = read_target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
-    native = _native(family) if family not in GPT_OSS or is_coded(raw) else None
+    native = family_of(family) if family not in GPT_OSS or is_coded(raw) else None
     if backend == "transformers":
         return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
     if native is None:
@@ -111,6 +106,32 @@ def refuse_ranks(choice: TargetChoice, size: int) -> None:
         )
 
 
+def check_chosen(choice: TargetChoice, folder: Path) -> Checkpoint:
+    """The target's tensors, none of them taken.  ValueError for what headers alone show to be wrong."""
+    checkpoint = open_target(folder, choice.config)
+    if choice.backend == "transformers":
+        from specdec.models.transformers_backend.target import check_headers
+
+        with _refused_natively(choice):
+            check_headers(checkpoint, choice.config)
+        return checkpoint
+    family = family_of(choice.config.family)
+    assert family is not None
+    check_tensors(checkpoint, family, choice.config)
+    return checkpoint
+
+
+@contextmanager
+def _refused_natively(choice: TargetChoice) -> Iterator[None]:
+    """Inside, a ValueError says too why transformers stands in for our own module, if it does."""
+    try:
+        yield
+    except ValueError as error:
+        if choice.refusal is None:
+            raise
+        raise ValueError(f"{error}; backend='auto' took transformers, since {choice.reason}") from error
+
+
 def load_chosen(
     choice: TargetChoice,
     folder: Path,
@@ -119,24 +140,23 @@ def load_chosen(
     dtype: torch.dtype,
     cuda_graphs: bool,
     group: Group = ALONE,
+    checked: Checkpoint | None = None,
 ) -> Target:
     """The folder's model with its weights, or with this rank's share of them.
 
     cuda_graphs: whether passes are to be captured; ValueError if they can't be.  group: the ranks that hold the model together.
+    checked: what `check_chosen` gave; None: the folder is checked here.
     """
+    checkpoint = checked or check_chosen(choice, folder)
     if choice.backend == "transformers":
         refuse_ranks(choice, group.size)
         from specdec.models.transformers_backend.target import load_transformers_target
 
-        try:
-            return load_transformers_target(folder, choice.config, device, dtype, cuda_graphs)
-        except ValueError as error:
-            if choice.refusal is None:
-                raise
-            raise ValueError(f"{error}; backend='auto' took transformers, since {choice.reason}") from error
-    native = _native(choice.config.family)
-    assert native is not None
-    model = native.load(folder, choice.config, max_positions, device, dtype, Shard(group.rank, group.size))
+        with _refused_natively(choice):
+            return load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)
+    family, shard = family_of(choice.config.family), Shard(group.rank, group.size)
+    assert family is not None
+    model = load_family(family, checkpoint, choice.config, max_positions, device, dtype, shard)
     join(model, group)
     return model
 
@@ -146,33 +166,31 @@ def empty_target(choice: TargetChoice) -> Target:
 
     ValueError for a target through transformers' code, which is made as it is loaded.
     """
-    native = None if choice.backend == "transformers" else _native(choice.config.family)
+    native = None if choice.backend == "transformers" else family_of(choice.config.family)
     if native is None:
         raise ValueError(
             f"only targets of specdec's own modules can be looked at without their weights, and transformers' code computes "
             f"this one ({choice.reason}); nearest thing that works: a target of {', '.join(FAMILIES)}"
         )
-    return build(lambda: native.make(choice.config, 1), torch.device("meta"), torch.float32)
+    return empty(native, choice.config)
 
 
-def _native(family: Any) -> _Native | None:
-    if family in FAMILIES:
-        return _Native(parse_config, load_target, CausalLM)
-    if family in DEEPSEEK:
-        from specdec.models.deepseek.loader import load_deepseek
-        from specdec.models.deepseek.modules import DeepseekLM
+def family_of(name: Any) -> Family | None:
+    """How targets of that model_type are read, made and filled by our own modules; None: there are none for it."""
+    if name in FAMILIES:
+        return Family(parse_config, CausalLM, expect_llama, LLAMA_PARTS)
+    if name in DEEPSEEK:
+        from specdec.models.deepseek.loader import FAMILY as deepseek
 
-        return _Native(parse_deepseek, load_deepseek, DeepseekLM)
-    if family in DIFFLLAMA:
-        from specdec.models.diffllama.loader import load_diffllama
-        from specdec.models.diffllama.modules import DiffLlamaLM
+        return deepseek
+    if name in DIFFLLAMA:
+        from specdec.models.diffllama.loader import FAMILY as diffllama
 
-        return _Native(parse_diffllama, load_diffllama, DiffLlamaLM)
-    if family in GPT_OSS:
-        from specdec.models.gpt_oss.loader import load_gpt_oss
-        from specdec.models.gpt_oss.modules import GptOssLM
+        return diffllama
+    if name in GPT_OSS:
+        from specdec.models.gpt_oss.loader import FAMILY as gpt_oss
 
-        return _Native(parse_gpt_oss, load_gpt_oss, GptOssLM)
+        return gpt_oss
     return None
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from toolkit.models import save_target
 
 from specdec import SpecConfig, SpecDecoder, cli, shipped
 from specdec.cli.plan import _bytes
@@ -81,6 +87,27 @@ def test_wrong_input(flags: list[str], named: str, capsys: pytest.CaptureFixture
     assert cli.main(["plan", "--target", str(TARGET), *flags]) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.down_proj.weight"), "'model.layers.1.mlp.down_proj.weight' is missing"),
+        (lambda t: t.update(odd=torch.ones(2)), "1 tensors are not part of this architecture: odd"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(33)}), "must have shape (32,), got (33,)"),
+    ],
+)
+def test_nothing_fits_that_is_not_loaded(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keeps out: "it fits", of a folder that loading refuses by its headers."""
+    tensors = load_file(save_target(tmp_path, "llama") / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert cli.main(["plan", "--target", str(tmp_path), "--gpu-memory", "1GB"]) == 2
+    assert named in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape(named)):
+        SpecDecoder.from_pretrained(tmp_path, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose memory is taken")

@@ -43,7 +43,7 @@ class AlibiLlama(CausalLM):
 
 @pytest.fixture()
 def with_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse, load = registry.parse_config, registry.load_target
+    parse, load = registry.parse_config, registry.load_family
 
     def loaded(*args: Any) -> CausalLM:
         model = load(*args)
@@ -51,7 +51,7 @@ def with_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
         return model
 
     monkeypatch.setattr(registry, "parse_config", lambda *args: replace(parse(*args), layer_kinds=KINDS))
-    monkeypatch.setattr(registry, "load_target", loaded)
+    monkeypatch.setattr(registry, "load_family", loaded)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
 from toolkit.prompts import packed_prompts
@@ -22,7 +23,6 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.models.config import read_json
 from specdec.models.diffllama.config import parse_diffllama
-from specdec.models.diffllama.loader import load_diffllama
 from specdec.models.diffllama.modules import DiffLlamaLM
 from specdec.models.kv import make_cache
 
@@ -31,7 +31,7 @@ NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffLlamaLM:
-    return load_diffllama(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
+    return load_target(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
 def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256, last: bool = False) -> Tensor:

@@ -371,5 +371,22 @@ def test_layers_are_counted_in_the_checkpoint(tmp_path: Path) -> None:
 def test_sizes_are_compared_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: modules built for sizes that fit in memory here, and would not on another machine."""
     folder = change_config(save_target(tmp_path, "llama"), intermediate_size=64)
-    monkeypatch.setattr("specdec.models.checkpoints.loader.build", lambda *args: pytest.fail("modules were built"))
+    monkeypatch.setattr("specdec.models.checkpoints.frame.build", lambda *args: pytest.fail("modules were built"))
     refused(lambda: load(folder), "gate_proj.weight", "(64, 32), got (48, 32)", "by intermediate_size and hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("model.layers.3.mlp.down_proj.weight"), "'model.layers.3.mlp.down_proj.weight' is missing"),
+        (lambda t: t.update(odd=torch.ones(2)), "1 tensors are not part of this architecture: odd"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32).int()}), "'model.norm.weight' must hold floating-point"),
+    ],
+)
+def test_headers_are_checked_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Any], says: str
+) -> None:
+    """Keeps out: minutes of reading before an error that names and shapes had shown at once."""
+    folder = change_weights(save_target(tmp_path, "llama"), change)
+    monkeypatch.setattr("specdec.models.checkpoints.files.StoredTensor.read", property(lambda _: pytest.fail("was read")))
+    refused(lambda: load(folder), says)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.models import Zoo, save_target
 from torch import Tensor
 
 from specdec import SpecDecoder
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import parse_config
 
 Tensors = dict[str, Tensor]

@@ -22,6 +22,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading import pair, ranks
 from specdec.loading.pair import WantedPair, no_room
 from specdec.loading.ranks import Ranks, start_ranks
+from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 from specdec.parallel import processes
 from specdec.parallel.group import Group
@@ -265,4 +266,5 @@ def test_a_rank_without_room_says_what_would_have(zoo: Zoo, monkeypatch: pytest.
     wanted = WantedPair(zoo.target("qwen3"), None, SPEC, EngineOptions(device="cpu", tensor_parallel_size=2))
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 has no room .*hold 100.0 GiB.*tensor_parallel_size=4, or"):
         wanted.load(Second(), wanted.options)
-    assert "nearest setting that works: a smaller model" in no_room(10 << 40, Second(), torch.device("cpu"), wanted._configs())
+    configs = [choose_target(zoo.target("qwen3")).config]
+    assert "nearest setting that works: a smaller model" in no_room(10 << 40, Second(), torch.device("cpu"), configs)

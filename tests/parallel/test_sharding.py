@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import DeepseekZoo, SparseZoo
 from toolkit.models import Zoo, save_target
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
@@ -16,7 +17,7 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
-from specdec.models.registry import _native, choose_target
+from specdec.models.registry import choose_target
 from specdec.models.sharding import join, misfit, share_of
 from specdec.models.target import TargetOutput
 from specdec.parallel.shard import WHOLE, Shard
@@ -37,12 +38,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Zoo], 
 
 
 def load(folder: Path, shard: Shard = WHOLE) -> CausalLM:
-    config = choose_target(folder, "native").config
-    native = _native(config.family)
-    assert native is not None
-    model = native.load(folder, config, 64, torch.device("cpu"), torch.float32, shard)
-    assert isinstance(model, CausalLM)
-    return model
+    return load_target(folder, choose_target(folder, "native").config, 64, torch.device("cpu"), torch.float32, shard)
 
 
 @torch.no_grad()

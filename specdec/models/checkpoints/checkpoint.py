@@ -5,6 +5,7 @@ Knows files and names, not architectures; see `loader.py` for what a target take
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -59,13 +60,25 @@ class Checkpoint:
 
     pickles: whether the weights may come from a pickle where there is no safetensors file.
     quantization: how its matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
+    has_numbers: whether tensors that are taken have numbers.  Those of `headers` have none, and lie on torch's meta device.
     """
+
+    has_numbers = True
 
     def __init__(self, folder: Path, pickles: bool = True, quantization: Quantization | None = None) -> None:
         self.folder, self.quantization = folder, quantization
         self._stored = stored_tensors(folder, pickles)
         self._untaken = set(self._stored)
         self._finite = FiniteCheck()
+
+    def headers(self) -> Checkpoint:
+        """The same tensors, none of them taken, without their numbers: only headers are read.
+
+        What is filled from it shows all that names, shapes and dtypes show, and takes neither memory nor the time to read.
+        """
+        same = copy.copy(self)
+        same.has_numbers, same._untaken = False, set(self._stored)
+        return same
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -147,12 +160,17 @@ class Checkpoint:
             raise self.refuse(name, f"must hold {dtype}, got {got}")
         return self._take(name, shape, "floating-point numbers")
 
-    def landed(self, name: str, copy: Tensor) -> None:
+    def landed(self, name: str, kept: Tensor) -> None:
         """Says where the tensor's values are now: `finish` refuses them if they are not finite there."""
-        self._finite.see(name, copy)
+        if self.has_numbers:
+            self._finite.see(name, kept)
 
-    def ignore(self, suffix: str) -> None:
-        """Declares tensors with that ending as known and harmless."""
+    def ignore(self, name: str) -> None:
+        """Declares a tensor as known and harmless, if there is one of that name."""
+        self._untaken.discard(name)
+
+    def ignore_endings(self, suffix: str) -> None:
+        """The same of all tensors whose names end so."""
         self._untaken = {name for name in self._untaken if not name.endswith(suffix)}
 
     def leave(self, prefixes: tuple[str, ...]) -> None:
@@ -168,7 +186,8 @@ class Checkpoint:
         if self._untaken:
             names = sorted(self._untaken)
             raise ValueError(f"{self.folder}: {len(names)} tensors are not part of this architecture: {', '.join(names[:8])}")
-        self.refuse_not_finite()
+        if self.has_numbers:
+            self.refuse_not_finite()
 
     def refuse_not_finite(self) -> None:
         """ValueError if a tensor that landed holds NaN or an infinity.  Waits for the device, once."""
@@ -177,7 +196,7 @@ class Checkpoint:
         name = names[0]
         more = f" ({len(names)} tensors do)" if len(names) > 1 else ""
         is_rounded = name in self and self._stored[name].kind != "integers"  # integers may stand for NaN
-        if is_rounded and bool(self._stored[name].read().isfinite().all()):
+        if is_rounded and bool(self._stored[name].read().double().isfinite().all()):  # 8-bit floats have no isfinite
             raise ValueError(
                 f"{self.file(name)}: tensor {name!r} holds numbers too large for the dtype asked for{more}; nearest setting "
                 "that works: dtype='bfloat16'"
@@ -202,4 +221,5 @@ class Checkpoint:
         if shape is not None:
             self.expect(name, shape)
         self._untaken.discard(name)
-        return self._stored[name].read()
+        stored = self._stored[name]
+        return stored.read() if self.has_numbers else stored.without_numbers()

@@ -17,6 +17,11 @@ from torch import Tensor
 from specdec.models.checkpoints.config_values import mapping, one_line
 from specdec.models.config import read_json
 
+_DTYPES = {  # of safetensors' names, that of a tensor that torch makes of one
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _LAYOUTS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # safetensors before pickles
 
 
@@ -34,6 +39,12 @@ class StoredTensor(NamedTuple):
         if name.startswith(("f", "bf")):  # F32, BF16, F8_E4M3, float32, bfloat16
             return "floating-point numbers"
         return "complex numbers" if name.startswith("c") else "integers"  # I64, U8, BOOL, int64, uint8, bool
+
+    def without_numbers(self) -> Tensor:
+        """What `read` returns, but on torch's meta device, by the header alone; of dtypes that are rare it is read."""
+        name = self.dtype()
+        dtype = _DTYPES.get(name) or getattr(torch, name, None)
+        return self.read().to("meta") if dtype is None else torch.empty(self.shape(), dtype=dtype, device="meta")
 
 
 def stored_tensors(folder: Path, pickles: bool = True) -> dict[str, StoredTensor]:

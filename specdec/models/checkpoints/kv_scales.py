@@ -46,9 +46,9 @@ def kv_scales(model: nn.Module) -> list[Tensor | None]:
 
 def _scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> Tensor:
     scale = checkpoint.take(name).float().flatten()
-    if scale.numel() not in (1, num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ValueError(
-            f"{checkpoint.folder}: {name} must be one positive number, or one for each of {num_kv_heads} kv heads; "
-            f"got {scale.numel()} numbers, the least of which is {scale.min() if scale.numel() else None}"
-        )
+    wanted = f"{checkpoint.folder}: {name} must be one positive number, or one for each of {num_kv_heads} kv heads"
+    if scale.numel() not in (1, num_kv_heads):
+        raise ValueError(f"{wanted}; got {scale.numel()} numbers")
+    if checkpoint.has_numbers and not bool((scale.isfinite() & (scale > 0)).all()):
+        raise ValueError(f"{wanted}; got {scale.numel()} numbers, the least of which is {scale.min()}")
     return scale.expand(num_kv_heads)

@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from specdec.models.causal_lm import CausalLM, DecoderLayer
+from specdec.models.causal_lm import PreNormLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES, token_ids
 from specdec.models.checkpoints.kv_scales import take_kv_scale
-from specdec.models.checkpoints.mtp_names import mtp_prefixes
-from specdec.models.checkpoints.swapped import refuse_head_tensors
 from specdec.models.config import ModelConfig, parse_config, read_json, read_target_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
 from specdec.models.schemes.config import describe
 from specdec.models.schemes.formats import Format, RoundToNearest
-from specdec.models.sharding import share_of
-from specdec.parallel.shard import WHOLE, Shard
+from specdec.ops.rope import by_halves
 
 M = TypeVar("M", bound=nn.Module)
 Arrange = Callable[[Tensor], Tensor]
+Parts = Mapping[type[nn.Module], Callable[[Any, Checkpoint, str], None]]  # how each kind of module is filled, below a prefix
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -59,62 +58,19 @@ def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype, late:
     return module.to(dtype).eval().requires_grad_(False)
 
 
-def load_target(
-    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
-) -> CausalLM:
-    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
-
-    config: the whole model's.  shard: this rank's share of it.
-    """
-    checkpoint = open_target(folder, config)
-    expect_sizes(checkpoint, config)
-    late = config.quantization is not None
-    model = build(lambda: CausalLM(share_of(config, shard), max_positions), device, dtype, late)
-    for index, layer in enumerate(model.layers):
-        fill_layer(layer, checkpoint, f"model.layers.{index}")
-    fill_ends(model, checkpoint)
-    checkpoint.leave(mtp_prefixes(config))
-    checkpoint.finish()
-    return model
+def expect_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """ValueError if a config's sizes are not those of the first layer's attention, by the headers."""
+    attention, D, H = "model.layers.0.self_attn", config.head_dim, config.hidden_size
+    q_shape, k_shape = (config.num_heads * D, H), (config.num_kv_heads * D, H)
+    checkpoint.expect_matrix(f"{attention}.q_proj", q_shape, "num_attention_heads, head_dim and hidden_size")
+    checkpoint.expect_matrix(f"{attention}.k_proj", k_shape, "num_key_value_heads, head_dim and hidden_size")
 
 
-def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
-    """The folder's tensors, stored as the config says.  ValueError if they are a draft head's."""
-    checkpoint = Checkpoint(folder, quantization=config.quantization)
-    refuse_head_tensors(checkpoint.names(), folder)
-    return checkpoint
-
-
-def expect_sizes(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """ValueError if the config's sizes are not those of the tensors: keeps an absurd size from taking time and memory."""
-    checkpoint.expect_layers("model.layers", config.num_layers)
-    checkpoint.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
-    expect_layer_sizes(checkpoint, "model.layers.0", config, config.hidden_size)
-
-
-def expect_layer_sizes(checkpoint: Checkpoint, prefix: str, config: ModelConfig, in_features: int) -> None:
-    """The same for one decoder layer.  in_features: what its attention reads."""
-    q_shape, k_shape = ((heads * config.head_dim, in_features) for heads in (config.num_heads, config.num_kv_heads))
-    checkpoint.expect_matrix(f"{prefix}.self_attn.q_proj", q_shape, "num_attention_heads, head_dim and hidden_size")
-    checkpoint.expect_matrix(f"{prefix}.self_attn.k_proj", k_shape, "num_key_value_heads, head_dim and hidden_size")
+def expect_llama(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """The same of a layer of the Llama family, its MLP included."""
+    expect_attention(checkpoint, config)
     mlp_shape = (config.intermediate_size, config.hidden_size)
-    checkpoint.expect_matrix(f"{prefix}.mlp.gate_proj", mlp_shape, "intermediate_size and hidden_size")
-
-
-def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
-    """All but the layers."""
-    copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
-    copy_(model.norm.weight, checkpoint, "model.norm.weight")
-    if not model.config.tie_embeddings:
-        fill_linear(model.lm_head, checkpoint, "lm_head")
-    elif "lm_head.weight" in checkpoint:
-        head = checkpoint.take("lm_head.weight", tuple(model.embed_tokens.weight.shape))
-        if not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
-            raise ValueError(
-                f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them; "
-                "expected tie_word_embeddings false"
-            )
-    checkpoint.ignore("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
+    checkpoint.expect_matrix("model.layers.0.mlp.gate_proj", mlp_shape, "intermediate_size and hidden_size")
 
 
 def copy_(target: Tensor, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
@@ -128,9 +84,10 @@ def copy_(target: Tensor, checkpoint: Checkpoint, name: str, arrange: Arrange | 
 def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
     """Copies what this rank holds of one tensor.  See `copy_`."""
     whole = checkpoint.take(name, stored.shape)
-    with torch.no_grad():
-        stored.tensor.copy_(stored.run(whole if arrange is None else arrange(whole)))
-    checkpoint.landed(name, stored.tensor)
+    if checkpoint.has_numbers:
+        with torch.no_grad():
+            stored.tensor.copy_(stored.run(whole if arrange is None else arrange(whole)))
+        checkpoint.landed(name, stored.tensor)
 
 
 def fill_linear(
@@ -175,7 +132,8 @@ def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Forma
 def _fill_codes(
     linear: Linear, checkpoint: Checkpoint, part: str, name: str, format: Format, arrange: Arrange | None
 ) -> None:  # fmt: skip
-    rows = format.read(checkpoint, name, linear.shape(part), linear.device)
+    if (rows := format.read(checkpoint, name, linear.shape(part), linear.device)) is None:
+        return
     try:
         linear.fill(part, rows if arrange is None else rows.arranged(arrange))
     except ValueError as error:
@@ -188,7 +146,9 @@ def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arr
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
-    numbers = format.read(checkpoint, name, linear.shape(), stored.tensor.device).numbers(stored.tensor.dtype)
+    if (rows := format.read(checkpoint, name, linear.shape(), stored.tensor.device)) is None:
+        return
+    numbers = rows.numbers(stored.tensor.dtype)
     with torch.no_grad():
         stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
 
@@ -203,8 +163,10 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
             for ending, stored in stack.tensors(index, part).items():
                 copy_run(stored, checkpoint, f"{name}.{ending}")
             continue
+        if (rows := format.read(checkpoint, name, stack.shape(part), stack.device)) is None:
+            continue
         try:
-            stack.fill(index, part, format.read(checkpoint, name, stack.shape(part), stack.device))
+            stack.fill(index, part, rows)
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
@@ -214,26 +176,17 @@ def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arr
     fill_linear(linear, checkpoint, {part: f"{prefix}.{part}" for part in linear.parts.sizes}, arrange)
 
 
-def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str, input_norm: str = "input_layernorm") -> None:
-    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor.  input_norm: what it is called."""
-    assert isinstance(layer, DecoderLayer)
-    if isinstance(layer.input_layernorm, RMSNorm):
-        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.{input_norm}")
-    fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
-    fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn")
-    fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")
-
-
 def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
     copy_(norm.weight, checkpoint, f"{prefix}.weight")
 
 
-def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str, turned: Arrange | None = None) -> None:
+def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
     """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any.
 
-    Attention that reads another layer's keys and values has queries only.
-    turned: brings the rows of queries and keys into our order, which their rotation needs.
+    Attention that reads another layer's keys and values has queries only.  Where a part of each head is rotated, rows of
+    queries and keys are brought into our order.
     """
+    turned = partial(by_halves, head_dim=attention.head_dim, rotated=attention.rotated) if attention.rotated else None
     if not attention.shares_kv:
         (start, whole), D = attention.qkv_proj.rows_of("k_proj"), attention.head_dim
         own = slice(start // D, start // D + attention.num_kv_heads)
@@ -257,3 +210,22 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
 def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:
     fill_parts(mlp.gate_up_proj, checkpoint, prefix)
     fill_linear(mlp.down_proj, checkpoint, f"{prefix}.down_proj")
+
+
+LLAMA_PARTS: Parts = {SelfAttention: fill_attention, MLP: fill_mlp}  # the kinds of the Llama family, and of EAGLE heads
+
+
+def fill_layer(
+    layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS, input_norm: str = "input_layernorm"
+) -> None:
+    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor.
+
+    parts: how its attention and its MLP are filled.  input_norm: what the checkpoint calls that norm.
+    """
+    assert isinstance(layer, PreNormLayer)
+    if isinstance(layer.input_layernorm, RMSNorm):
+        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.{input_norm}")
+    fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
+    for name, part in (("self_attn", layer.self_attn), ("mlp", layer.mlp)):
+        fill = next(fill for kind, fill in parts.items() if isinstance(part, kind))
+        fill(part, checkpoint, f"{prefix}.{name}")

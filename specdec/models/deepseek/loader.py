@@ -1,65 +1,25 @@
-"""Fills DeepSeek targets from Hugging Face tensor names, strictly.  Knows names and fusing; files are `checkpoint.py`'s."""
+"""What DeepSeek and GLM-5 targets have of their own in checkpoints: latents, indexers, experts.  Knows names and fusing."""
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import (
-    Arrange,
-    build,
-    copy_,
-    fill_ends,
-    fill_linear,
-    fill_mlp,
-    fill_norm,
-    fill_numbers,
-    fill_stack,
-    open_target,
-)
-from specdec.models.checkpoints.mtp_names import mtp_prefixes
-from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLayer, DeepseekLM, LatentAttention
+from specdec.models.checkpoints.frame import Family
+from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_linear, fill_mlp, fill_norm, fill_numbers, fill_stack
+from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
+from specdec.models.deepseek.modules import DeepseekLM, LatentAttention
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP
-from specdec.models.sharding import share_of
-from specdec.parallel.shard import WHOLE, Shard
 
 
-def load_deepseek(
-    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
-) -> DeepseekLM:
-    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
-
-    config: the whole model's.  shard: this rank's share of it.
-    """
-    assert isinstance(config, DeepseekConfig)
-    checkpoint = open_target(folder, config)
-    _expect_sizes(checkpoint, config)
-    late = config.quantization is not None
-    model = build(lambda: DeepseekLM(cast(DeepseekConfig, share_of(config, shard)), max_positions), device, dtype, late)
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, DeepseekLayer)
-        fill_latent_layer(layer, checkpoint, f"model.layers.{index}", config)
-    fill_ends(model, checkpoint)
-    checkpoint.leave(mtp_prefixes(config))
-    checkpoint.finish()
-    return model
-
-
-def _expect_sizes(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
-    """ValueError if the config's sizes are not those of the tensors: keeps an absurd size from taking time and memory."""
+def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
     H, C, hidden, query_dim = config.num_heads, config.rank, config.hidden_size, config.nope_dim + config.head_dim
     expect, matrix = checkpoint.expect, checkpoint.expect_matrix
     attention, mlp = "model.layers.0.self_attn", f"model.layers.{config.first_dense}.mlp"
-    checkpoint.expect_layers("model.layers", config.num_layers)
-    expect("model.embed_tokens.weight", (config.vocab_size, hidden), "vocab_size and hidden_size")
     queries = "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank"
     if config.q_rank is None:
         matrix(f"{attention}.q_proj", (H * query_dim, hidden), queries)
@@ -84,28 +44,16 @@ def _expect_sizes(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
         matrix(f"{mlp}.shared_experts.gate_proj", shared, "n_shared_experts and moe_intermediate_size")
 
 
-def fill_latent_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
-    """One decoder layer.  config: the whole model's."""
-    fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
-    fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
-    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
-    assert isinstance(attention, LatentAttention) and isinstance(mlp, MLP | MixtureOfExperts)
-    _fill_attention(attention, checkpoint, f"{prefix}.self_attn", config)
-    if isinstance(mlp, MLP):
-        fill_mlp(mlp, checkpoint, f"{prefix}.mlp")
-    else:
-        fill_experts(mlp, checkpoint, f"{prefix}.mlp")
-
-
-def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
+def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str) -> None:
     """Queries (or what they come from), the latent and the indexer's part in one weight; rotated pairs as halves of a head.
 
     What expands latents is kept as ordinary numbers: it is multiplied head by head.
     """
-    rotated, norm = config.head_dim if config.interleaved else 0, attention.k_norm
-    queries = partial(halved, heads=config.num_heads, rotated=rotated)
+    config, sizes, norm = attention.config, attention.in_proj.parts.sizes, attention.k_norm
+    rotated = config.head_dim if config.interleaved else 0
+    queries = partial(halved, size=attention.query_dim, rotated=rotated)
     names = {"q": f"{prefix}.q_proj", "latent": f"{prefix}.kv_a_proj_with_mqa"}
-    arrange: dict[str, Arrange] = {"q": queries, "latent": partial(halved, heads=1, rotated=rotated)}
+    arrange: dict[str, Arrange] = {"q": queries, "latent": partial(halved, size=sizes["latent"], rotated=rotated)}
     without_bias = {"q"}  # transformers gives q_proj and the indexer none
     q_b_names, q_b_arrange = {"q": f"{prefix}.q_b_proj"}, {"q": queries}
     if attention.q_b_proj is not None:
@@ -116,13 +64,14 @@ def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: 
     if norm is not None:
         index = config.indexer
         assert index is not None and attention.q_b_proj is not None
-        turned = partial(halved, rotated=config.head_dim if index.interleaved else 0, first=True)
+        index_rotated = config.head_dim if index.interleaved else 0
+        turned = partial(halved, size=index.head_dim, rotated=index_rotated, first=True)
         names |= {"index_key": f"{prefix}.indexer.wk", "index_weights": f"{prefix}.indexer.weights_proj"}
-        arrange["index_key"] = partial(turned, heads=1)
+        arrange["index_key"] = turned
         without_bias |= {"index_key", "index_weights"}
-        q_b_names["index_q"], q_b_arrange["index_q"] = f"{prefix}.indexer.wq_b", partial(turned, heads=index.heads)
+        q_b_names["index_q"], q_b_arrange["index_q"] = f"{prefix}.indexer.wq_b", turned
         for name, vector in norm.named_parameters():
-            copy_(vector, checkpoint, f"{prefix}.indexer.k_norm.{name}", partial(turned, heads=1))
+            copy_(vector, checkpoint, f"{prefix}.indexer.k_norm.{name}", turned)
     fill_linear(attention.in_proj, checkpoint, names, arrange, without_bias)
     if attention.q_b_proj is not None:
         fill_linear(attention.q_b_proj, checkpoint, q_b_names, q_b_arrange)
@@ -131,20 +80,21 @@ def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: 
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
 
 
-def halved(rows: Tensor, heads: int, rotated: int, first: bool = False) -> Tensor:
-    """Rows of heads (of a weight or a bias), whose last `rotated` rows (first: the first ones) are rotated in pairs that lie
-    side by side: there the pairs' first members move before their second ones.  Queries and keys alike, so that their products
-    stay as they are.
+def halved(rows: Tensor, size: int, rotated: int, first: bool = False) -> Tensor:
+    """Rows of heads of that size (of a weight or a bias) with other pairs for rotation.
+
+    The last `rotated` rows of a head (first: the first ones) are rotated in pairs that lie side by side: there the pairs' first
+    members move before their second ones.  Queries and keys alike, so that their products stay as they are.
     """
     if not rotated:
         return rows
-    by_head, R = rows.unflatten(0, (heads, -1)), rotated
+    by_head, R = rows.unflatten(0, (-1, size)), rotated
     turned, rest = (by_head[:, :R], by_head[:, R:]) if first else (by_head[:, -R:], by_head[:, :-R])
     turned = turned.unflatten(1, (R // 2, 2)).transpose(1, 2).flatten(1, 2)
     return torch.cat((turned, rest) if first else (rest, turned), dim=1).flatten(0, 1)
 
 
-def fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
+def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
     """Each expert's gate above its up in one weight.  The router's correction stays float32 in any dtype."""
     copy_(moe.gate.weight, checkpoint, f"{prefix}.gate.weight")
     if moe.gate.config.gate == "sigmoid":
@@ -155,3 +105,7 @@ def fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> 
     for stack in (moe.gate_up_proj, moe.down_proj):
         fill_stack(stack, checkpoint, f"{prefix}.experts")
     fill_mlp(moe.shared_experts, checkpoint, f"{prefix}.shared_experts")
+
+
+PARTS: Parts = {LatentAttention: _fill_attention, MixtureOfExperts: _fill_experts, MLP: fill_mlp}
+FAMILY = Family(parse_deepseek, DeepseekLM, _expect, PARTS)

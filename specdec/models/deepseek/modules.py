@@ -50,12 +50,13 @@ class LatentAttention(nn.Module):
     indexer, in_proj also yields, after the latent, the indexer's key and the weights of its heads, and q_b_proj, after the
     heads' queries, the indexer's queries.
     kv_b_proj: expands a latent to each head's keys (first N rows of a head) and values (last V rows).
+    config: this rank's share of the model's.
     """
 
     def __init__(self, config: DeepseekConfig, layer: int) -> None:
         super().__init__()
         H, C, R, N, V = config.num_heads, config.rank, config.head_dim, config.nope_dim, config.value_dim
-        self.scoring = Scoring(scale=config.scale)
+        self.config, self.scoring = config, Scoring(scale=config.scale)
         self.query_dim, self.queries, self.sparse = N + R, H * (N + R), config.indexer
         own = config.indexer if config.indexer is not None and config.indexer.has_own(layer) else None
         J, I = (own.heads, own.head_dim) if own else (0, 0)

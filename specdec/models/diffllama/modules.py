@@ -35,7 +35,8 @@ class DifferentialAttention(nn.Module):
         self.qkv_proj = projection(config, config.hidden_size, self.num_kv_heads)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32))
-        self.scale, self.eps = 1 - lambda_init(layer), config.rms_norm_eps
+        self.lambda_init = lambda_init(layer)
+        self.scale, self.eps = 1 - self.lambda_init, config.rms_norm_eps
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""

@@ -55,7 +55,7 @@ class BiasedExperts(nn.Module):
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
         E, H, width = config.count, config.hidden_size, config.intermediate_size
-        self.gate = config.gate
+        self.gate, self.shard = config.gate, config.shard
         self.router = BiasedRouter(config)
         self.gate_up_proj = LinearStack(E, H, {"gate_proj": width, "up_proj": width}, config.shard, "column")
         self.down_proj = LinearStack(E, width, {"down_proj": H}, config.shard, "row")

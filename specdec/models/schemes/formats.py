@@ -25,13 +25,18 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word ho
 
 
 class Source(Protocol):
-    """The checkpoint, as formats read it.  Every tensor taken is of that shape, or ValueError is raised, and counts as read."""
+    """The checkpoint, as formats read it.  Every tensor taken is of that shape, or ValueError is raised, and counts as read.
+
+    has_numbers: whether tensors that are taken have numbers, or only show that names, shapes and dtypes are right.
+    """
+
+    has_numbers: bool
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor: ...
     def take_codes(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor: ...
     def take_integers(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
     def landed(self, name: str, copy: Tensor) -> None: ...
-    def ignore(self, suffix: str) -> None: ...
+    def ignore(self, name: str) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def refuse(self, name: str, problem: str) -> ValueError: ...
     def __contains__(self, name: str) -> bool: ...
@@ -50,8 +55,11 @@ class Format(Protocol):
     @property
     def may_end(self) -> tuple[str, ...]: ...
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
-        """The matrix of that name and shape, on the device.  ValueError if a tensor is missing or of another shape."""
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
+        """The matrix of that name and shape, on the device; None if the source has no numbers.
+
+        ValueError if a tensor is missing or of another shape.
+        """
         ...
 
     def has(self, source: Source, name: str) -> bool:
@@ -79,21 +87,22 @@ class Fp8:
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.{self.scale}" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         O, I = shape
         numbers = source.take_codes(f"{name}.weight", shape, "F8_E4M3").to(device)
         source.landed(f"{name}.weight", numbers)
         _ignore(source, name, self.may_end)
-        scale_name, group = f"{name}.{self.scale}", 0
+        scale_name, (rows, group) = f"{name}.{self.scale}", self.block if self.per == "block" else (1, 0)
+        shapes: dict[str, list[tuple[int, ...]]] = {
+            "block": [(-(-O // rows), -(-I // (group or 1)))], "channel": [(O, 1), (O,)], "tensor": [(), (1,), (1, 1)]
+        }  # fmt: skip
+        found = _scale(source, scale_name, _one_of(source, scale_name, *shapes[self.per]), device)
+        if not source.has_numbers:
+            return None
         if self.per == "block":
-            rows, group = self.block
-            grid = (-(-O // rows), -(-I // group))
-            scales_OG = _scale(source, scale_name, grid, device).repeat_interleave(rows, dim=0)[:O]
-        elif self.per == "channel":
-            scales_OG = _scale(source, scale_name, _one_of(source, scale_name, (O, 1), (O,)), device).view(O, 1)
+            scales_OG = found.repeat_interleave(rows, dim=0)[:O]
         else:
-            found = _scale(source, scale_name, _one_of(source, scale_name, (), (1,), (1, 1)), device)
-            scales_OG = found.view(1, 1).expand(O, 1)
+            scales_OG = found.view(O, 1) if self.per == "channel" else found.view(1, 1).expand(O, 1)
         return CodedRows("e4m3", numbers.view(torch.uint8), scales_OG, None, group)
 
 
@@ -114,7 +123,7 @@ class PackedInts:
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.weight_packed" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         (O, I), a_word = shape, 32 // self.bits
         if f"{name}.weight_g_idx" in source:
             raise source.refuse(
@@ -122,15 +131,17 @@ class PackedInts:
             )
         _check_groups(source, f"{name}.weight_packed", I, self.group)
         words = source.take_integers(f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
-        said = source.take_integers(f"{name}.weight_shape", (2,)).tolist()
-        if said != [O, I]:
-            raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
+        shape_2 = source.take_integers(f"{name}.weight_shape", (2,))
         G = I // (self.group or I)
         scales_OG = _scale(source, f"{name}.weight_scale", (O, G), device)
-        zeros_OG = None
+        packed = None
         if not self.symmetric:
             packed = source.take_integers(f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
-            zeros_OG = _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
+        if not source.has_numbers:
+            return None
+        if (said := shape_2.tolist()) != [O, I]:
+            raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
+        zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
         return CodedRows(_integers(self.bits), _fields(words, self.bits)[:, :I], scales_OG, zeros_OG, self.group)
 
 
@@ -146,7 +157,7 @@ class Awq:
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         O, I = shape
         group = self.group or I
         _check_groups(source, f"{name}.qweight", I, group)
@@ -155,6 +166,8 @@ class Awq:
         words_IO8 = source.take_integers(f"{name}.qweight", (I, O // 8)).to(device)
         zeros_GO8 = source.take_integers(f"{name}.qzeros", (I // group, O // 8)).to(device)
         scales_GO = _scale(source, f"{name}.scales", (I // group, O), device)
+        if not source.has_numbers:
+            return None
         codes_IO, zeros_GO = (
             _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_IO8, zeros_GO8)
         )
@@ -180,7 +193,7 @@ class Gptq:
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         (O, I), a_word, group = shape, 32 // self.bits, self.group or shape[1]
         _check_groups(source, f"{name}.qweight", I, group)
         if O % a_word or I % a_word:
@@ -188,13 +201,14 @@ class Gptq:
         words = source.take_integers(f"{name}.qweight", (I // a_word, O)).to(device)
         zeros = source.take_integers(f"{name}.qzeros", (I // group, O // a_word)).to(device)
         scales_GO = _scale(source, f"{name}.scales", (I // group, O), device)
-        if f"{name}.g_idx" in source:
-            order_I = source.take_integers(f"{name}.g_idx", (I,))
-            if not torch.equal(order_I, (torch.arange(I) // group).to(order_I.dtype)):
-                raise source.refuse(
-                    f"{name}.g_idx", "gives columns to groups out of order (desc_act, act order), which can't be computed; "
-                    "nearest thing that works: a checkpoint made with desc_act false"
-                )  # fmt: skip
+        order_I = source.take_integers(f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
+        if not source.has_numbers:
+            return None
+        if order_I is not None and not torch.equal(order_I, (torch.arange(I) // group).to(order_I.dtype)):
+            raise source.refuse(
+                f"{name}.g_idx", "gives columns to groups out of order (desc_act, act order), which can't be computed; "
+                "nearest thing that works: a checkpoint made with desc_act false"
+            )  # fmt: skip
         zeros_OG = None
         if not self.symmetric:
             zeros_OG = _relative(((_fields(zeros, self.bits).int() + self.added) % (1 << self.bits)).T, self.bits)
@@ -228,22 +242,27 @@ class Fp4:
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.weight_scale" in source and (not self.whole or f"{name}.{self.whole}" in source)
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         O, I = shape
         _check_groups(source, f"{name}.{self.weight}", I, self.group)
         for ending in ("pre_quant_scale",):
             if f"{name}.{ending}" in source:
                 raise source.refuse(f"{name}.{ending}", "scales activations, which can't be computed")
         packed = source.take_integers(f"{name}.{self.weight}", (O, I // 2)).to(device)
-        codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        scale_name, grid = f"{name}.weight_scale", (O, I // self.group)
-        if not self.whole:
-            scales_OG = power_of_two(source.take_integers(scale_name, grid).to(device))
+        scale_name, whole_name, grid = f"{name}.weight_scale", f"{name}.{self.whole}", (O, I // self.group)
+        _ignore(source, name, self.may_end)
+        if self.whole:
+            scales = source.take_codes(scale_name, grid, "F8_E4M3").to(device)
+            of_all = _scale(source, whole_name, _one_of(source, whole_name, (), (1,)), device)
         else:
-            _ignore(source, name, self.may_end)
-            scales_OG = source.take_codes(scale_name, grid, "F8_E4M3").to(device).float()
-            of_all = _scale(source, f"{name}.{self.whole}", _one_of(source, f"{name}.{self.whole}", (), (1,)), device).float()
-            scales_OG = scales_OG / of_all if self.divides else scales_OG * of_all
+            scales, of_all = source.take_integers(scale_name, grid).to(device), torch.empty(0)
+        if not source.has_numbers:
+            return None
+        codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        if not self.whole:
+            scales_OG = power_of_two(scales)
+        else:
+            scales_OG = scales.float() / of_all.float() if self.divides else scales.float() * of_all.float()
         source.landed(scale_name, scales_OG)
         return CodedRows("e2m1", codes_OI, scales_OG, None, self.group)
 
@@ -263,21 +282,23 @@ class ExpertBlocks:
     def has(self, source: Source, name: str) -> bool:
         return f"{name}_blocks" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         """The rows of all experts, one expert's after another's."""
         rows, columns = shape
         parts = list(self.matrices(source, name, (rows // self.experts, columns), device))
+        if not parts:
+            return None
         scales_OG = torch.cat([part.scales_PG for part in parts])
         return parts[0]._replace(codes_PI=torch.cat([part.codes_PI for part in parts]), scales_PG=scales_OG)
 
     def matrices(
         self, source: Source, name: str, shape: tuple[int, int], device: torch.device
     ) -> Iterator[CodedRows]:  # fmt: skip
-        """Each expert's matrix, of that shape."""
+        """Each expert's matrix, of that shape; none if the source has no numbers."""
         (O, I), E = shape, self.experts
         blocks = _bytes(source, f"{name}_blocks", (E, O, I // MX_BLOCK, MX_BLOCK // 2))
         exponents = _bytes(source, f"{name}_scales", (E, O, I // MX_BLOCK))
-        for packed, own in zip(blocks, exponents):
+        for packed, own in zip(blocks, exponents) if source.has_numbers else ():
             packed, scales_OG = packed.to(device).flatten(1), power_of_two(own.to(device))
             source.landed(f"{name}_scales", scales_OG)
             yield CodedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_OG, None, MX_BLOCK)
@@ -296,10 +317,10 @@ class RoundToNearest:
     def has(self, source: Source, name: str) -> bool:
         return True
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         weight_OI = source.take(f"{name}.weight", shape).to(device)
         source.landed(f"{name}.weight", weight_OI)
-        return rounded(weight_OI, self.kind, self.group)
+        return None if not source.has_numbers else rounded(weight_OI, self.kind, self.group)
 
 
 def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:

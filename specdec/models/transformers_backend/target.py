@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerI
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
-from specdec.models.checkpoints.loader import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
+from specdec.models.gpt_oss.config import GPT_OSS
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
@@ -153,11 +152,14 @@ class _CountedTokens:
 
 
 def load_transformers_target(
-    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
+    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
 ) -> TransformersTarget:
-    """The folder's model.  ValueError names tensors missing, left over or of another shape, and what can't run here."""
-    checkpoint, hf_config = open_target(folder, config), load_hf_config(folder)
-    expect_sizes(checkpoint, hf_config)
+    """The model of a folder.  ValueError names tensors missing, left over or of another shape, and what can't run here.
+
+    checkpoint: its tensors, after `check_headers`.
+    """
+    folder = checkpoint.folder
+    hf_config = load_hf_config(folder)
     try:
         with _no_progress_bar(), _no_report():
             model, report = auto_class(hf_config).from_pretrained(
@@ -186,6 +188,21 @@ def target_class(config: ModelConfig) -> type[TransformersTarget]:
     from specdec.models.transformers_backend.encoder_decoder import EncoderDecoderTarget
 
     return EncoderDecoderTarget
+
+
+def check_headers(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """ValueError for what headers alone show to be wrong.
+
+    Which tensors are missing or left over, transformers says as it loads them: it renames some, and fuses others.
+    """
+    coded = [name for name in checkpoint.names() if name.endswith("_proj_blocks")]
+    if config.family in GPT_OSS and coded:
+        raise ValueError(
+            f"{checkpoint.folder}: {len(coded)} tensors hold experts in mxfp4 ({coded[0]}, ...), but config.json does not say "
+            'so; nearest setting that works: "quantization_config": {"quant_method": "mxfp4"} in config.json, which gpt-oss\'s '
+            "own checkpoints have"
+        )
+    expect_sizes(checkpoint, load_hf_config(checkpoint.folder))
 
 
 def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:

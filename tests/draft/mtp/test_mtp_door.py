@@ -17,7 +17,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.loading.doctor import drafter_rows
 from specdec.loading.plan import plan_memory, scratch_numbers
-from specdec.models.checkpoints.loader import open_target
+from specdec.models.checkpoints.frame import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen

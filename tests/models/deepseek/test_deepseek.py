@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
@@ -26,7 +27,6 @@ from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
-from specdec.models.deepseek.loader import load_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
 from specdec.models.kv import make_cache
@@ -41,7 +41,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> DeepseekZoo:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
-    return load_deepseek(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
+    return load_target(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
 def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import MARGIN, SPARSES, TOPK, SparseZoo, least_margin, save_sparse
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
@@ -29,7 +30,6 @@ from specdec.attention.sparse import inputs as sparse_inputs
 from specdec.loading.build import doubling_context
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
-from specdec.models.deepseek.loader import load_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.kv import key_operations, kv_read_bytes, make_cache, most_read
 
@@ -43,7 +43,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> SparseZoo:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
-    return load_deepseek(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
+    return load_target(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
 def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256, P: int = 5, backend: Backend | None = None) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gpt_oss import SCHEME, save_gpt_oss
+from toolkit.checkpoints.load import load_target
 from toolkit.families import assert_greedy, eager
 from toolkit.models import save_eagle3
 from torch import Tensor
@@ -19,7 +20,6 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.loading.plan import plan_memory
 from specdec.models.gpt_oss.config import parse_gpt_oss
-from specdec.models.gpt_oss.loader import load_gpt_oss
 from specdec.models.gpt_oss.modules import BiasedExperts, GptOssLM
 from specdec.models.registry import choose_target
 from specdec.models.schemes.config import parse_quantization
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def load(folder: Path, shard: Shard = WHOLE) -> GptOssLM:
-    return load_gpt_oss(folder, choose_target(folder).config, 64, CPU, torch.float32, shard)
+    return load_target(folder, choose_target(folder).config, 64, CPU, torch.float32, shard)
 
 
 def outputs(folder: Path, head: Path | None = None, **settings: Any) -> list[Any]:
@@ -171,6 +171,22 @@ def test_broken_configs_are_refused(folders: tuple[Path, Path], tmp_path: Path, 
     (tmp_path / "model.safetensors").symlink_to(folders[0] / "model.safetensors")
     with pytest.raises(ValueError, match=says):
         load(tmp_path)
+
+
+def test_codes_without_scheme_are_told(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By loading and by `plan`.  Keeps out: "8 tensors are missing", for experts that lie there under other names."""
+    raw = json.loads((folders[0] / "config.json").read_text())
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(folders[0] / "model.safetensors")
+    says = "8 tensors hold experts in mxfp4 (model.layers.0.mlp.experts.down_proj_blocks, ...), but config.json does not say so"
+    with pytest.raises(ValueError) as info:
+        outputs(tmp_path)
+    assert says in str(info.value) and '"quantization_config": {"quant_method": "mxfp4"} in config.json' in str(info.value)
+    assert main(["plan", "--target", str(tmp_path), "--gpu-memory", "1GB"]) == 2
+    assert says in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
+    load(tmp_path)
 
 
 def test_what_does_not_fit_the_scheme_is_refused(folders: tuple[Path, Path]) -> None:

@@ -8,7 +8,7 @@ from toolkit.models import save_target
 from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 
 from specdec.loading.plan import tensor_bytes
-from specdec.models.checkpoints.loader import open_target
+from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target

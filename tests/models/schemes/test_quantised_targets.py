@@ -130,6 +130,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: None}, {}, f"tensor '{Q}.weight_scale' is missing"),
     ("fp8 channel", {f"{Q}.weight": lambda t: t.float()}, {}, f"tensor '{Q}.weight' must hold F8_E4M3, got F32"),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: t * torch.nan}, {}, "holds NaN or infinity"),
+    ("fp8 channel", {f"{Q}.weight": lambda t: (t.float() * torch.nan).to(t.dtype)}, {}, f"'{Q}.weight' holds NaN or infinity"),
     ("fp8 channel", {"lm_head.weight": lambda t: t.to(torch.float8_e4m3fn)}, {}, "holds floats of 8 bits"),
     ("fp8 channel", {f"{Q}.odd": torch.ones(1)}, {}, "not part of this architecture: .*q_proj.odd"),
     ("fp8 channel", {}, {"transform_config": {"a": 1}}, "transform_config must be absent or empty"),

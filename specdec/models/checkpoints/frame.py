@@ -1,0 +1,102 @@
+"""The frame in which a target of any family is loaded: opened, held against its config, and filled layer by layer.
+
+A family says what is its own (`Family`).  Every tensor of the folder is used, or is an error; every rank fills its share.
+This file knows how checkpoints of all families call embeddings, layers, norms and the head, and no kind of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import Parts, build, copy_, fill_layer, fill_linear, fill_norm
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.checkpoints.swapped import refuse_head_tensors
+from specdec.models.config import ModelConfig
+from specdec.models.sharding import share_of
+from specdec.parallel.shard import WHOLE, Shard
+
+
+class Family(NamedTuple):
+    """What targets of a family have of their own.  Configs are those of `parse`.
+
+    parse: from a config.json's object and the file's name, for errors.
+    make: the module of a config (a rank's share of it) and the most positions.
+    expect: holds the config's sizes of layers against the checkpoint's headers.  The number of layers was held before.
+    parts: how the kinds of attention and MLP in its layers are filled.
+    """
+
+    parse: Callable[[dict[str, Any], str], ModelConfig]
+    make: Callable[[Any, int], CausalLM]
+    expect: Callable[[Checkpoint, Any], None]
+    parts: Parts
+
+
+def load_family(
+    family: Family,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    max_positions: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: Shard = WHOLE,
+) -> CausalLM:
+    """A target with its weights.  ValueError names what only numbers show to be wrong.
+
+    checkpoint: the target's tensors, after `check_tensors`.  config: the whole model's.  shard: this rank's share of it.
+    """
+    own, late = share_of(config, shard), config.quantization is not None
+    model = build(lambda: family.make(own, max_positions), device, dtype, late)
+    fill_target(model, checkpoint, family.parts)
+    checkpoint.finish()
+    return model
+
+
+def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
+    """The folder's tensors, stored as the config says.  ValueError if they are a draft head's."""
+    checkpoint = Checkpoint(folder, quantization=config.quantization)
+    refuse_head_tensors(checkpoint.names(), folder)
+    return checkpoint
+
+
+def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
+    """ValueError for all that headers show to be wrong: a tensor that is missing, left over, or of another shape or dtype.
+
+    A few sizes are compared first, so that no absurd one makes a module.  Then the target is filled as it will be, but without
+    numbers, in no memory.  config: the whole model's.
+    """
+    headers = checkpoint.headers()
+    headers.expect_layers("model.layers", config.num_layers)
+    headers.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
+    family.expect(headers, config)
+    fill_target(empty(family, config), headers, family.parts)
+    headers.finish()
+
+
+def empty(family: Family, config: ModelConfig) -> CausalLM:
+    """A target without weights, on torch's meta device: what can be asked of it before anything is loaded."""
+    return build(lambda: family.make(config, 1), torch.device("meta"), torch.float32)
+
+
+def fill_target(model: CausalLM, checkpoint: Checkpoint, parts: Parts) -> None:
+    """All of a target, but for MTP layers, which a drafter may load."""
+    for index, layer in enumerate(model.layers):
+        fill_layer(layer, checkpoint, f"model.layers.{index}", parts)
+    copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
+    fill_norm(model.norm, checkpoint, "model.norm")
+    if not model.config.tie_embeddings:
+        fill_linear(model.lm_head, checkpoint, "lm_head")
+    elif "lm_head.weight" in checkpoint:
+        head = checkpoint.take("lm_head.weight", tuple(model.embed_tokens.weight.shape))
+        if checkpoint.has_numbers and not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
+            raise ValueError(
+                f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them; "
+                "expected tie_word_embeddings false"
+            )
+    checkpoint.ignore_endings("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
+    checkpoint.leave(mtp_prefixes(model.config))

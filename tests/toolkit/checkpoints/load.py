@@ -1,0 +1,20 @@
+"""A target of specdec's own modules without an engine around it, or one rank's share of it."""
+
+from pathlib import Path
+
+import torch
+
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.frame import load_family
+from specdec.models.config import ModelConfig
+from specdec.models.registry import TargetChoice, check_chosen, family_of
+from specdec.parallel.shard import WHOLE, Shard
+
+
+def load_target(
+    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
+) -> CausalLM:
+    """As `load_chosen` loads it for a group of ranks."""
+    checkpoint, family = check_chosen(TargetChoice("native", "asked for by name", config), folder), family_of(config.family)
+    assert family is not None
+    return load_family(family, checkpoint, config, max_positions, device, dtype, shard)
