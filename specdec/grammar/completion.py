@@ -102,8 +102,8 @@ class Completion:
                 self._add(node, only)
 
     def _add_few(self) -> None:
-        """Adds all tokens that may follow a node where they are few, beginning at the root; to a chain the first of them."""
-        for node in self._leaves(with_children=not self.is_chain):
+        """Adds all tokens that may follow, where they are few, after each node without a child; in a chain the first of them."""
+        for node in self._leaves():
             self._go(self._path(node))
             for token in _few(self.matcher.mask()):
                 if self._room and token not in self._held[node]:
@@ -111,11 +111,11 @@ class Completion:
                     if self.is_chain:
                         break
 
-    def _leaves(self, with_children: bool = False) -> Iterator[int]:
-        """The nodes after which there may be one more, as long as there is room; those that are added meanwhile too."""
+    def _leaves(self) -> Iterator[int]:
+        """The nodes without a child after which one may stand, as long as there is room; those that are added meanwhile too."""
         node = 0
         while node < len(self.tokens) and self._room:
-            if self._depths[node] < self.most_depth and not self._ends[node] and (with_children or not self._held[node]):
+            if self._depths[node] < self.most_depth and not self._ends[node] and not self._held[node]:
                 yield node
             node += 1
 

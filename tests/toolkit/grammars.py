@@ -6,8 +6,10 @@ Shapes: X words of a mask.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models
 
 from specdec.config import GrammarKind
 from specdec.grammar.library import Grammars
@@ -51,3 +53,20 @@ def mask_after(grammars: Grammars, kind: GrammarKind, tokens: list[int]) -> np.n
 
 def first_id(text: str) -> int:
     return int(byte_tokenizer(300).encode(text, add_special_tokens=False)[0])
+
+
+def letters_json(vocab_size: int) -> str:
+    """A tokenizer whose tokens are letters and digits, for targets of a small vocabulary; the last id ends a text."""
+    symbols = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEF"[: vocab_size - 1]
+    inner = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, []))
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["</s>"])
+    return str(inner.to_str())
+
+
+def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens from the root, without it, to each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
