@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
-from os.path import commonprefix
 
 import numpy as np
 
@@ -68,10 +67,9 @@ class Completion:
         kept = {0: 0}
         fits = [False] * len(self._drafts)
         self._look_after(0, children, fits)
-        for node in range(1, len(self._drafts)):
-            above = self._above[node]
+        for node, token in enumerate(self._drafts):
             if fits[node]:
-                kept[node] = self._add(kept[above], self._drafts[node], self._drafts[node] in self.matcher.ends)
+                kept[node] = self._add(kept[self._above[node]], token, token in self.matcher.ends)
 
     def _look_after(self, node: int, children: list[list[int]], fits: list[bool]) -> None:
         """Says of each draft after a node whether it keeps the grammar.  The library's matcher stands at the node."""
@@ -102,7 +100,7 @@ class Completion:
                 self._add(node, only)
 
     def _add_few(self) -> None:
-        """Adds all tokens that may follow, where they are few, after each node without a child; in a chain the first of them."""
+        """Adds all tokens that may follow a node without a child, where they are few; to a chain the first of them."""
         for node in self._leaves():
             self._go(self._path(node))
             for token in _few(self.matcher.mask()):
@@ -154,7 +152,8 @@ class Completion:
 
     def _go(self, path: list[int]) -> None:
         """Moves the library's matcher to the end of a path."""
-        shared = len(commonprefix([self._at, path]))
+        pairs = zip(self._at, path, strict=False)
+        shared = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(self._at), len(path)))
         if len(self._at) > shared:
             self.matcher.back(len(self._at) - shared)
         ahead = path[shared:]

@@ -43,8 +43,8 @@ def load(zoo: Zoo, root: Path, target: str, draft: str, spec: SpecConfig) -> Spe
 
 @pytest.mark.parametrize(("target", "draft", "shape"), KINDS, ids=str)
 def test_no_broken_draft_is_read(zoo: Zoo, tmp_path: Path, target: str, draft: str, shape: Any) -> None:
-    """Three requests with a grammar and one without, greedy and with a seed.  Keeps out: a kind of drafter whose trees go past the
-    grammar; a row that gets another row's tree; a free row whose tree is changed."""
+    """Three requests with a grammar and one without, greedy and with a seed.  Keeps out: a kind of drafter whose trees go
+    past the grammar; a row that gets another row's tree; a free row whose tree is changed."""
     decoder = load(zoo, tmp_path, target, draft, SpecConfig(*shape))
     held = SamplingParams(max_tokens=12, regex=RULE, stop_token_ids=[EOS])
     params = [
