@@ -1,9 +1,9 @@
 """The rows whose texts obey a grammar: where each text stands, and the masks with which a pass chooses its tokens.
 
-Masks are made on the host.  A round's trees come to the host in one copy through pinned memory; those whose drafts break a
-grammar are completed, and written back before the target reads them.  The masks of all nodes are made while it does, and go back
-in one copy before tokens are chosen.  What a round emits comes in a copy of its own, which is read before the next round's trees
-are completed.  All ranks of a model do the same with the same tokens.
+Masks are made on the host.  A round's trees come to the host in one copy through pinned memory; those with drafts that break a
+grammar are completed, and written back before the target reads them.  The masks of all nodes are made while it does, and go
+back in one copy before tokens are chosen.  What a round emits comes in a copy of its own, which is read before the next round's
+trees are completed.  All ranks of a model do the same with the same tokens.
 
 Shapes: B rows of a pass, N nodes, G of the rows that have a grammar, X words of a mask.
 """

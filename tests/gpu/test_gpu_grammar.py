@@ -67,8 +67,8 @@ def test_float32_ids_equal_the_cpu_s(spec: SpecConfig, cuda_graphs: GraphMode, e
 
 @pytest.mark.parametrize("spec", [SpecConfig(5, 4, 16), SpecConfig(5, 1, 6), SpecConfig(7, 8, 32)], ids=str)
 def test_graphs_read_completed_trees(spec: SpecConfig) -> None:
-    """Keeps out: a completed tree that is written after a captured pass has read the drafted one, or where no graph reads it; a
-    draft of a row without a grammar that is overwritten.  Accepted drafts are then fewer than a CPU's, and the text is the same."""
+    """Keeps out: a completed tree that is written after a captured pass has read the drafted one, or where no graph reads it;
+    drafts of a row without a grammar that are overwritten.  Fewer drafts are accepted then, and the text is the same."""
     accepted = {}
     for device, cuda_graphs in (("cpu", False), ("cuda", False), ("cuda", "step"), ("cuda", "round")):
         decoder = load(device, spec=spec, cuda_graphs=cuda_graphs, max_batch_size=4)

@@ -185,8 +185,8 @@ def test_a_word_of_spaces_is_banned(decoder: SpecDecoder) -> None:
 def test_a_limit_that_drafts_reach_ends_no_text(
     decoder: SpecDecoder, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library fails at some drafts, while trees are completed and while masks are made.  Keeps out: a request that fails for
-    that; drafts that are accepted without a mask; other rows that stop drafting; a row that stops in the next request too."""
+    """The library fails at some drafts, while trees are completed or masks are made.  Keeps out: a request that fails for that;
+    drafts that are accepted without a mask; other rows that stop drafting; a row that stops in the next request too."""
     calls, back = iter(range(10**9)), Matcher.back
 
     def fails(matcher: Matcher, tokens: int = 1) -> None:
