@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from toolkit.grammars import EOS, RULES, STOP, V, allowed, mask_after, paths_of, tokenizer_json
+from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, mask_after, paths_of, tokenizer_json
 
 from specdec.config import GrammarKind
 from specdec.grammar.completion import FEW, Completion

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, grammar_from
+from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id, mask_after, tokenizer_json
 from toolkit.checkpoints.tokenizers import byte_tokenizer, sentencepiece_tokenizer
-from toolkit.grammars import EOS, RULES, STOP, V, allowed, first_id, mask_after, tokenizer_json
 
 from specdec.config import GrammarKind
 from specdec.grammar.completion import Completion

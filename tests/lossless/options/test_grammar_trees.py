@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toolkit.checkpoints.grammars import allowed, letters_json, paths_of
 from toolkit.driver import Driver
-from toolkit.grammars import allowed, letters_json, paths_of
 from toolkit.heads.block_zoo import HEADS  # noqa: F401  makes heads of one pass known to the Zoo
 from toolkit.models import Zoo
 from toolkit.mtp_layers.targets import MtpZoo
