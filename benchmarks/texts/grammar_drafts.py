@@ -23,11 +23,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from texts.grammar_texts import random_schema
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, Stats, shipped
 from specdec.grammar import completion
 from specdec.grammar.completion import Completion
+from texts.grammar_texts import random_schema
 
 SHAPES = (SpecConfig(5, 1, 6), SpecConfig(5, 4, 16), SpecConfig(7, 8, 32))
 EXPRESSIONS = (

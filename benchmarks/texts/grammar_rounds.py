@@ -5,8 +5,8 @@
 tokenizer.json: of at most 128,256 ids.  The texts are arrays of objects that never end: rows write strings, numbers and keys.
 "phases" is a batch without a grammar whose rounds run phase by phase, as those with a grammar do.  Every line is a round's wall
 time through the engine, as in rounds/round_8b.py; "trees" is the time from when the draft is enqueued until the host has
-completed the trees, the device's draft included; "masks" is the time that the host takes to make a round's masks and enqueue their copy,
-while the device runs the target.
+completed the trees, the device's draft included; "masks" is the time that the host takes to make a round's masks and enqueue
+their copy, while the device runs the target.
 """
 
 from __future__ import annotations
