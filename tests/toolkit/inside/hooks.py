@@ -18,6 +18,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.engine.request import Request
 from specdec.grammar.library import Grammars
+from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.runner import prompts as prompt_runner
 from specdec.runner.first_passes import FirstPasses
 from specdec.runner.readback import Ticket
@@ -85,6 +86,11 @@ class Hooks:
 
         with patch.object(victim, name, raising):
             yield
+
+    def expect_round(self, rehearsals: Rehearsals) -> None:
+        """From now on the decoder has rehearsed for a round that is to come."""
+        first = self._runner._first = FirstPasses(self._runner.prompts, self._runner.rounds, None)
+        first._rehearsals = rehearsals
 
     def rehearse(self, prompt: list[int], needs: Needs, spec: SpecConfig, rows: int) -> list[Tensor]:
         """Rehearses a chunk and a round as if they were the first.  Returns the tensors that a rehearsal changed."""
