@@ -59,7 +59,7 @@ def test_no_broken_draft_is_read(zoo: Zoo, tmp_path: Path, target: str, draft: s
     with driver.watch_trees() as trees:
         outputs = decoder.generate(prompts, params)
     assert [out.token_ids for out in outputs] == plain
-    rule, broken = Grammar("regex", RULE, (EOS,)), 0
+    rule, broken, added = Grammar("regex", RULE, (EOS,)), 0, 0
 
     @cache
     def may_follow(text: tuple[int, ...]) -> list[int]:
@@ -76,6 +76,10 @@ def test_no_broken_draft_is_read(zoo: Zoo, tmp_path: Path, target: str, draft: s
         kept = [path for path in drafted if keeps(tree.text, path)]
         real = [path for path in read if keeps(tree.text, path)]
         assert read[: len(real)] == real and real[: len(kept)] == kept, "drafts that keep the grammar, others that do, padding"
-        broken += len(drafted) - len(kept)
-    assert trees and broken
+        last = real[-1] if shape[1] == 1 else ()
+        assert not any(keeps(tree.text, (*last, token)) for token in tree.tokens[len(real) :]), (
+            "padding is banned where it begins"
+        )
+        broken, added = broken + len(drafted) - len(kept), added + len(real) - len(kept)
+    assert trees and broken and added
     driver.assert_nothing_leaked()
