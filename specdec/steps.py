@@ -23,7 +23,8 @@ class Needs(NamedTuple):
 
     sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, which sort the logits.  min_p: min-p.
     bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
-    grammar: Entry.grammar.  The host makes masks while the target reads the tree, so such a round runs phase by phase.
+    grammar: Entry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a round
+        runs phase by phase.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
     processed: log-probabilities after the options.
     """

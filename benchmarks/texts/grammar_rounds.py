@@ -4,8 +4,9 @@
 
 tokenizer.json: of at most 128,256 ids.  The texts are arrays of objects that never end: rows write strings, numbers and keys.
 "phases" is a batch without a grammar whose rounds run phase by phase, as those with a grammar do.  Every line is a round's wall
-time through the engine, as in rounds/round_8b.py; "masks" is the host's time for making a round's masks and enqueueing their
-copy, "waits" its time for waiting for the trees, both of which pass while the device runs the target.
+time through the engine, as in rounds/round_8b.py; "trees" is the time from when the draft is enqueued until the host has
+completed the trees, the device's draft included; "masks" is the time that the host takes to make a round's masks and enqueue
+their copy, while the device runs the target.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ SETTLE = 16  # rounds before those that count: kernels compile, graphs are captu
 
 
 class Clock:
-    """Adds up what the host does for masks, and how long it waits for trees."""
+    """Adds up what the host does for masks, and how long it takes until trees are complete."""
 
     def __init__(self, rows: Any) -> None:
-        self.rounds, self.masks, self.waits = 0, 0.0, 0.0
-        send, of_round = rows._send, rows.of_round
+        self.rounds, self.masks, self.trees = 0, 0.0, 0.0
+        send, complete = rows._send, rows.complete
 
         def timed_send(*args: Any) -> Any:
             start = time.perf_counter()
@@ -58,21 +59,21 @@ class Clock:
             finally:
                 self.masks += time.perf_counter() - start
 
-        def timed_round(*args: Any) -> Any:
-            start, before = time.perf_counter(), self.masks
+        def timed_trees(*args: Any) -> Any:
+            start = time.perf_counter()
             try:
-                return of_round(*args)
+                return complete(*args)
             finally:
                 self.rounds += 1
-                self.waits += time.perf_counter() - start - (self.masks - before)
+                self.trees += time.perf_counter() - start
 
-        rows._send, rows.of_round = timed_send, timed_round  # type: ignore[method-assign]
+        rows._send, rows.complete = timed_send, timed_trees  # type: ignore[method-assign]
 
     def read(self) -> dict[str, float]:
         """Milliseconds a round since the last call."""
         rounds = max(1, self.rounds)
-        found = {"masks_ms": 1e3 * self.masks / rounds, "waits_ms": 1e3 * self.waits / rounds}
-        self.rounds, self.masks, self.waits = 0, 0.0, 0.0
+        found = {"masks_ms": 1e3 * self.masks / rounds, "trees_ms": 1e3 * self.trees / rounds}
+        self.rounds, self.masks, self.trees = 0, 0.0, 0.0
         return found
 
 
@@ -126,7 +127,7 @@ def main() -> None:
             continue
         for line in lines_of(case, pair, tokenizer, args.rounds):
             lines.append(line)
-            host = f"masks {line['masks_ms']:.3f} ms, waits {line['waits_ms']:.3f} ms" if "masks_ms" in line else ""
+            host = f"trees {line['trees_ms']:.3f} ms, masks {line['masks_ms']:.3f} ms" if "masks_ms" in line else ""
             print(f"{case.name:>16} {line['grammar']:<10} {line['ms']:7.3f} ms  {host}", flush=True)
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),

@@ -49,8 +49,18 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of a text.  grammar: one that passed `check`."""
-        compiled = self._compile(grammar.kind, grammar.text)
-        return Matcher(compiled.deep_copy, grammar.ends, self._vocab_size)
+        return self._matcher(self._compile(grammar.kind, grammar.text), grammar.kind, grammar.text, grammar.ends)
+
+    def _matcher(self, compiled: Any, kind: GrammarKind, text: str, ends: Sequence[int]) -> Matcher:
+        """Copies of a compiled grammar share what the library learns of it, and what counts towards its limits."""
+
+        def renew() -> Any:
+            with self._lock:
+                if self._compiled.get((kind, text)) is compiled:
+                    del self._compiled[kind, text]  # a copy of it has failed, and so would all others
+            return self._build(kind, text)
+
+        return Matcher(compiled.deep_copy, renew, ends, self._vocab_size)
 
     def left_after(self, grammar: Grammar, tokens: Sequence[int]) -> tuple[list[int], str]:
         """The tokens that a grammar allows after others, and what the library said if it failed there."""
@@ -70,6 +80,25 @@ class Grammars:
         return compiled
 
     def _new(self, kind: GrammarKind, text: str) -> Any:
+        """`_build`, after a look at whether any text obeys."""
+        compiled = self._build(kind, text)
+        if compiled.is_error():
+            reason = " ".join(compiled.get_error().split())
+            raise ValueError(f"{kind} can't be used: {reason}; expected what llguidance supports")
+        # The library finds that a grammar has no text, or is too large for it, only when it is asked for tokens.
+        copy = compiled.deep_copy  # for renewal too: nothing else has looked at it yet
+        left, reason = _left(Matcher(copy, copy, self._eos_ids, self._vocab_size), (), self._vocab_size)
+        goes_on = [token for token in left if token not in self._eos_ids][:1]
+        if goes_on:
+            left, reason = _left(Matcher(copy, copy, self._eos_ids, self._vocab_size), goes_on, self._vocab_size)
+        if not left:
+            raise ValueError(
+                f"{kind} can't be used: no text begins in the way it asks for, or it is too large; llguidance says: {reason}"
+            )
+        return compiled
+
+    def _build(self, kind: GrammarKind, text: str) -> Any:
+        """The library's matcher at the beginning of a text, which shares nothing with others."""
         from llguidance import LLMatcher, LLParserLimits, grammar_from
 
         try:
@@ -80,20 +109,7 @@ class Grammars:
         except ValueError as error:
             raise ValueError(f"{kind} can't be read: {error}") from None
         limits = LLParserLimits(verbose_errors=False)
-        compiled = LLMatcher(self._read_tokenizer(kind), source, log_level=0, limits=limits)
-        if compiled.is_error():
-            reason = " ".join(compiled.get_error().split())
-            raise ValueError(f"{kind} can't be used: {reason}; expected what llguidance supports")
-        # The library finds that a grammar has no text, or is too large for it, only when it is asked for tokens.
-        left, reason = _left(Matcher(compiled.deep_copy, self._eos_ids, self._vocab_size), (), self._vocab_size)
-        goes_on = [token for token in left if token not in self._eos_ids][:1]
-        if goes_on:
-            left, reason = _left(Matcher(compiled.deep_copy, self._eos_ids, self._vocab_size), goes_on, self._vocab_size)
-        if not left:
-            raise ValueError(
-                f"{kind} can't be used: no text begins in the way it asks for, or it is too large; llguidance says: {reason}"
-            )
-        return compiled
+        return LLMatcher(self._read_tokenizer(kind), source, log_level=0, limits=limits)
 
     def _read_tokenizer(self, kind: GrammarKind) -> Any:
         """The library's own form of the tokenizer, which takes about a second for 100,000 tokens."""

@@ -1,8 +1,9 @@
 """The rows whose texts obey a grammar: where each text stands, and the masks with which a pass chooses its tokens.
 
-Masks are made on the host.  A round's tree comes to the host in one copy through pinned memory, and the masks of all nodes are
-made while the target reads the tree; they go back in one copy before tokens are chosen.  What a round emits comes in a copy of
-its own, which is read before the next round's masks are made.  All ranks of a model do the same with the same tokens.
+Masks are made on the host.  A round's trees come to the host in one copy through pinned memory; those with drafts that break a
+grammar are completed, and written back before the target reads them.  The masks of all nodes are made while it does, and go
+back in one copy before tokens are chosen.  What a round emits comes in a copy of its own, which is read before the next round's
+trees are completed.  All ranks of a model do the same with the same tokens.
 
 Shapes: B rows of a pass, N nodes, G of the rows that have a grammar, X words of a mask.
 """
@@ -12,16 +13,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from specdec.batch.masks import BitMasks
 from specdec.batch.tree import DraftTree
+from specdec.grammar.completion import Completion
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.runner.readback import Readback, Ticket
 from specdec.steps import Entry, LeaveRows, PromptPart
+
+HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # tokens and parents of trees, by row
 
 
 @dataclass
@@ -108,19 +112,44 @@ class GrammarRows:
 
     # ---- masks ----
 
-    def read(self, tree: DraftTree) -> Ticket | None:
-        """Enqueues the copy of the trees to the host.  None: a tree that is only a root needs none."""
-        return None if tree.num_nodes == 1 else self._readback.start(torch.stack((tree.tokens_BN, tree.parents_BN)))
-
-    def of_round(self, rows: int, nodes: int, trees: Ticket | None) -> BitMasks:
-        """The masks of a round's nodes.  trees: what `read` gave."""
+    def complete(self, tree: DraftTree) -> HostTrees:
+        """Takes drafts that break a grammar out of the trees on the device, and waits for that: see completion.py."""
+        if tree.num_nodes == 1:
+            return {}
+        ticket = self._readback.start(torch.stack((tree.tokens_BN, tree.parents_BN)))
         self._take()
-        tokens_BN, parents_BN = ([()] * rows,) * 2 if trees is None else trees.read()
-        texts = [
-            (place, row.matcher, tokens_BN[place] if row.speculates else (), parents_BN[place] if row.speculates else ())
-            for place, row in self._running(rows)
-        ]
+        tokens_BN, parents_BN = ticket.read()
+        trees, changed = HostTrees(), []
+        for place, row in self._running(len(tokens_BN)):
+            if not row.speculates or row.matcher.is_over or row.matcher.is_stuck:
+                continue
+            drafted = tokens_BN[place], parents_BN[place]
+            trees[place] = Completion(row.matcher, *drafted, tree.max_depth, tree.is_chain).run()
+            if trees[place] != drafted:
+                changed.append([place, *trees[place][0], *trees[place][1]])
+        if changed:
+            self._write(tree, changed)
+        return trees
+
+    def _write(self, tree: DraftTree, changed: list[list[int]]) -> None:
+        """Changes trees on the device.  changed: each one's place, tokens and parents."""
+        device, N = self._readback.device, tree.num_nodes
+        values_GX = torch.tensor(changed, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        tree.tokens_BN.index_copy_(0, values_GX[:, 0], values_GX[:, 1 : N + 1])
+        if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
+            tree.parents_BN.index_copy_(0, values_GX[:, 0], values_GX[:, N + 1 :])
+
+    def of_round(self, rows: int, nodes: int, trees: HostTrees) -> BitMasks:
+        """The masks of a round's nodes.  trees: what `complete` gave."""
+        self._take()
+        texts = [(place, row.matcher, *trees.get(place, ((), ()))) for place, row in self._running(rows)]
         return self._send(rows, nodes, texts)
+
+    def end_drafts(self, rows: int) -> list[int]:
+        """The rows in whose drafts the library has newly reached a limit: none may be accepted in them any more."""
+        ended = [place for place, row in self._running(rows) if row.speculates and row.matcher.is_alone]
+        self.stop_drafting(ended)
+        return ended
 
     def of_chunk(self, places: int, parts: Sequence[PromptPart]) -> BitMasks:
         """The masks of the first tokens of a chunk's prompts.  places: how many parts the chunk has, with padding."""

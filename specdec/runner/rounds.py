@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from specdec.batch.state import BatchState
@@ -131,24 +132,32 @@ class RoundRunner:
     ) -> R:
         """Verifies trees: after(result).  changed: the tensors that this and `after` change.
 
-        Where a row has a grammar, the host makes masks while the device runs the target over the trees.
+        Where a row has a grammar, drafts that break it leave the trees before the target reads them, and the host makes masks
+        while the device runs the target.
         """
         verifier = self.workers.verifier
         if not needs.grammar:
             return run(key, lambda: after(verifier.verify(state, tree, needs, with_features)), changed)
-        trees = self.grammars.read(tree)
+        trees = self.grammars.complete(tree)
 
         def read() -> TreePass:
             return run(("read", *key), lambda: verifier.read_tree(state, tree, with_features), [])
 
         done = read()
         masks = self.grammars.of_round(state.rows, tree.num_nodes, trees)
+        self._end_drafts(state.rows)
 
         def choose() -> R:
             return after(verifier.choose(state, tree, needs, done, with_features, masks))
 
         # A warm-up moves the accepted path's keys and values, so the tree is read again after it.
         return self.phase_graphs.run(("choose", *key), choose, changed, before=read)
+
+    def _end_drafts(self, rows: int) -> None:
+        """Lets rows go on plainly in which drafts have become too much for the library of grammars."""
+        if ended := self.grammars.end_drafts(rows):
+            device = self.workers.state.lens_B.device
+            self.workers.stop_drafting(torch.tensor(ended, pin_memory=device.type == "cuda").to(device, non_blocking=True))
 
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
         drafter, key = self.workers.need_drafter(), (state.shape, spec, needs)

@@ -5,58 +5,27 @@ Shapes: N nodes, X words of a mask.
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLParserLimits, grammar_from
+from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id, mask_after, tokenizer_json
 from toolkit.checkpoints.tokenizers import byte_tokenizer, sentencepiece_tokenizer
 
 from specdec.config import GrammarKind
+from specdec.grammar.completion import Completion
 from specdec.grammar.library import MOST_KEPT, Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
-
-V, EOS, STOP = 384, 300, 301  # the tokenizer has fewer ids than the model, whose matrices are padded
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 4}, "n": {"type": "integer"}, "kind": {"enum": ["a", "bc"]}},
-        "required": ["name", "n", "kind"],
-        "additionalProperties": False,
-    }
-)
-RULES: dict[GrammarKind, str] = {
-    "json_schema": SCHEMA,
-    "regex": "(ab|cd[0-9]{1,3}é)+",
-    "grammar": 'start: item ("," item)*\nitem: "(" start ")" | /[a-c]+/',
-}
-
-
-def tokenizer_json() -> str:
-    tokenizer = byte_tokenizer(300)
-    tokenizer.add_special_tokens({"eos_token": "</s>", "pad_token": "<stop>"})
-    assert tokenizer.convert_tokens_to_ids(["</s>", "<stop>"]) == [EOS, STOP]
-    return tokenizer.backend_tokenizer.to_str()
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(tokenizer_json, V, [EOS])
-
-
-def allowed(mask_X: np.ndarray) -> list[int]:
-    return np.nonzero(np.unpackbits(mask_X.view(np.uint8), bitorder="little"))[0].tolist()
-
-
-def mask_after(grammars: Grammars, kind: GrammarKind, tokens: list[int]) -> np.ndarray:
-    """The mask after the whole text, of a matcher that has seen nothing else."""
-    matcher, mask = grammars.matcher(Grammar(kind, RULES[kind], (STOP, EOS))), np.zeros((1, V // 32), np.int32)
-    matcher.take(tokens)
-    matcher.fill(mask)
-    return mask[0]
 
 
 @pytest.mark.parametrize("kind", list(RULES))
@@ -147,7 +116,7 @@ class Fragile:
         return 0 if self.is_dead else self.inner.try_consume_tokens(tokens)
 
     def rollback(self, tokens: int) -> bool:
-        return not self.is_dead and self.inner.rollback(tokens)
+        return not self.is_error() and self.inner.rollback(tokens)
 
     def is_error(self) -> bool:
         self.is_dead = self.is_dead or self.last == self.token
@@ -157,36 +126,107 @@ class Fragile:
         return getattr(self.inner, name)
 
 
-def test_a_limit_in_one_branch_leaves_the_others(grammars: Grammars) -> None:
+def test_a_limit_in_a_draft_leaves_the_text(grammars: Grammars) -> None:
     """Keeps out: a draft that nobody accepts, and that makes the request fail."""
     compiled, (a, b, comma) = grammars._compile("grammar", RULES["grammar"]), (first_id(text) for text in "ab,")
-    matcher, masks_NX = Matcher(lambda: Fragile(compiled.deep_copy(), b), (EOS,), V), np.zeros((6, V // 32), np.int32)
+
+    def start() -> Any:
+        return Fragile(compiled.deep_copy(), b)
+
+    matcher, masks_NX = Matcher(start, start, (EOS,), V), np.zeros((4, V // 32), np.int32)
     matcher.take([a])
-    matcher.fill(masks_NX, [a, a, b, b, comma, a], [0, 0, 0, 1, 0, 4])
-    for node, path in enumerate(([], [a], None, None, [comma], [comma, a])):
-        want = np.zeros(V // 32, np.int32) if path is None else mask_after(grammars, "grammar", [a, *path])
-        assert (masks_NX[node] | mask_of(STOP) == want | mask_of(STOP)).all(), node
+    matcher.fill(masks_NX, [a, a, b, b], [0, 0, 0, 1])
+    assert matcher.is_alone and not matcher.is_stuck and (masks_NX[1:] == -1).all()
+    for text in ([a], [a, comma]):
+        want = mask_after(grammars, "grammar", text)
+        matcher.fill(masks_NX, [0, b, b, b], [0, 0, 1, 2])
+        assert (masks_NX[0] | mask_of(STOP) == want | mask_of(STOP)).all() and (masks_NX[1:] == -1).all()
+        matcher.take([comma])
+    matcher = Matcher(start, start, (EOS,), V)
+    matcher.take([a])
+    tokens, parents = Completion(matcher, [a, b, a, comma], [0, 0, 1, 1], 2, False).run()
+    assert matcher.is_alone and (tokens, parents) == ([a] * 4, [0, 0, 1, 1]), "nothing that can be accepted"
 
 
 def test_a_text_at_which_the_library_fails_goes_nowhere(grammars: Grammars) -> None:
-    """Keeps out: free text after a limit that the library reaches, in a text and in a tree."""
-    token, rule = first_id("a"), Grammar("regex", "x|a{1000000}", (EOS,))
-    plain, tree = grammars.matcher(rule), grammars.matcher(rule)
-    one_NX, two_NX = np.ones((1, V // 32), np.int32), np.ones((2, V // 32), np.int32)
+    """Keeps out: free text after a limit that the library reaches; a failure in one text that reaches others of its grammar."""
+    token, end, rule = first_id("a"), first_id("x"), Grammar("regex", "x|a{1000000}", (EOS,))
+    plain, tree, other = (grammars.matcher(rule) for _ in range(3))
+    one_NX, three_NX = np.ones((1, V // 32), np.int32), np.ones((3, V // 32), np.int32)
     for matcher in (plain, tree):
         matcher.fill(one_NX)
-        matcher.take([token])
-    plain.fill(one_NX)
-    plain.take([token])
-    plain.fill(one_NX)
-    tree.fill(two_NX, [0, token], [0, 0])
-    assert plain.is_stuck and "too many expressions" in plain.reason
-    assert not one_NX.any() and not two_NX[1].any()
+    tree.fill(three_NX, [0, token, token], [0, 0, 1])
+    assert tree.is_alone and {token, end} <= {*allowed(three_NX[0])}, "a draft alone has failed"
+    for _ in range(2):
+        plain.take([token])
+        plain.fill(one_NX)
+    assert plain.is_stuck and "too many expressions" in plain.reason and not one_NX.any()
+    for matcher in (other, grammars.matcher(rule)):
+        matcher.fill(one_NX)
+        assert {token, end} <= {*allowed(one_NX[0])}
+        matcher.take([end])
+        matcher.fill(one_NX)
+        assert allowed(one_NX[0]) == [EOS]
     assert grammars.left_after(rule, [token, token]) == ([], plain.reason)
 
 
-def first_id(text: str) -> int:
-    return int(byte_tokenizer(300).encode(text, add_special_tokens=False)[0])
+@pytest.mark.parametrize("limit", ["step_lexer_fuel", "max_lexer_states"])
+def test_no_draft_fails_a_text_that_plain_decoding_finishes(grammars: Grammars, limit: str) -> None:
+    """Random texts near the library's limits, with random drafts around them, against matchers that see the texts alone."""
+    grammars.check("regex", "a")
+    draw, texts, alone = random.Random(0), 0, 0
+    for most, rule in itertools.product(
+        (40, 80, 130, 220), (r"((ab){1,40}|(ac){1,40})+x", "([a-c]{1,12}d){1,40}", "a{99}|(b|ab){3,90}c")
+    ):
+
+        def build(most: int = most, rule: str = rule) -> Any:
+            limits = LLParserLimits(verbose_errors=False, **{limit: most})
+            return LLMatcher(grammars._tokenizer, grammar_from("regex", rule), log_level=0, limits=limits)
+
+        for _ in range(4):
+            text, allowed_at = plain_text(draw, Matcher(build, build, (EOS,), V))
+            matcher = Matcher(build().deep_copy, build, (EOS,), V)
+            follow(draw, matcher, text, allowed_at)
+            texts, alone = texts + len(text) // 6, alone + matcher.is_alone
+    assert texts and alone, "texts that go on, and drafts that reach a limit"
+
+
+def plain_text(draw: random.Random, matcher: Matcher) -> tuple[list[int], list[list[int]]]:
+    """A random text until a limit, of at most 16 tokens, and what is allowed at each place."""
+    text, allowed_at, mask_1X = list[int](), list[list[int]](), np.zeros((1, V // 32), np.int32)
+    while len(text) < 16 and not matcher.is_over:
+        matcher.fill(mask_1X)
+        if not mask_1X.any():
+            break
+        allowed_at.append(allowed(mask_1X[0]))
+        text.append(draw.choice([token for token in allowed_at[-1] if token != EOS] or [EOS]))
+        matcher.take(text[-1:])
+    return text, allowed_at
+
+
+def follow(draw: random.Random, matcher: Matcher, text: list[int], allowed_at: list[list[int]]) -> None:
+    """Leads a matcher along a text as rounds do, with trees in which it is one path, and asserts that it can be written."""
+    at, masks_NX = 0, np.zeros((6, V // 32), np.int32)
+    while at < len(text):
+        ahead = text[at : at + draw.randrange(3)]
+        tokens, parents = [0, *ahead], [0, *range(len(ahead))]
+        while len(tokens) < 6:
+            above, token = draw.randrange(len(tokens)), draw.choice(allowed_at[min(at + 1, len(text) - 1)])
+            if (above, token) not in zip(parents[1:], tokens[1:], strict=True):
+                tokens, parents = [*tokens, token], [*parents, above]
+        if not matcher.is_alone:
+            tokens, parents = Completion(matcher, tokens, parents, 5, False).run()
+        matcher.fill(masks_NX, tokens, parents)
+        node, start = 0, at
+        while True:
+            want = text[at]
+            assert want in allowed(masks_NX[node]), (text[:at], matcher.reason)
+            at, next_ = at + 1, [i for i in range(1, 6) if parents[i] == node and tokens[i] == want]
+            if matcher.is_alone or not next_ or at == len(text):
+                break
+            node = next_[0]
+        matcher.take(text[start:at])
+        assert not matcher.is_stuck or at == len(text)
 
 
 def mask_of(token: int) -> np.ndarray:

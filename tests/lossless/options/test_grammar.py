@@ -19,6 +19,7 @@ from toolkit.driver import Driver
 from transformers import AutoModelForCausalLM
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder
+from specdec.grammar.matcher import LimitError, Matcher
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.steps import Grammar
 
@@ -179,3 +180,25 @@ def test_a_word_of_spaces_is_banned(decoder: SpecDecoder) -> None:
         [PROMPTS[1]] * 2, [SamplingParams(regex="a b"), SamplingParams(regex="a[ ]?b", bad_words=[" "])]
     )
     assert len(space) == 1 and with_.text == "a b" and without.text == "ab"
+
+
+def test_a_limit_that_drafts_reach_ends_no_text(
+    decoder: SpecDecoder, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library fails at some drafts, while trees are completed or masks are made.  Keeps out: a request that fails for that;
+    drafts that are accepted without a mask; other rows that stop drafting; a row that stops in the next request too."""
+    calls, back = iter(range(10**9)), Matcher.back
+
+    def fails(matcher: Matcher, tokens: int = 1) -> None:
+        if next(calls) in (15, 40):
+            raise LimitError
+        back(matcher, tokens)
+
+    whole = [out.stats.accepted for out in decoder.generate(PROMPTS[:3], PARAMS[:3])]
+    with monkeypatch.context() as patch:
+        patch.setattr(Matcher, "back", fails)
+        outputs = decoder.generate(PROMPTS[:3], PARAMS[:3])
+    assert [out.token_ids for out in outputs] == plain[:3]
+    accepted = [out.stats.accepted for out in outputs]
+    assert sum(accepted) < sum(whole) and accepted[1] == whole[1]
+    assert decoder.generate(PROMPTS[0], PARAMS[0])[0].stats.accepted == whole[0]

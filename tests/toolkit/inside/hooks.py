@@ -6,15 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from specdec import SpecDecoder
 from specdec.batch.packed import ChunkShape
+from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.engine.request import Request
+from specdec.grammar.library import Grammars
 from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.runner import prompts as prompt_runner
 from specdec.runner.first_passes import FirstPasses
@@ -27,9 +30,21 @@ PHASES = {  # what can be made to fail: the object of the engine that does it, a
 }  # fmt: skip
 
 
+class GrammarTree(NamedTuple):
+    """A tree after a text: what the drafter proposed, and what the target has read."""
+
+    text: list[int]
+    drafts: list[int]
+    drafts_above: list[int]
+    tokens: list[int]
+    parents: list[int]
+    max_depth: int
+
+
 class Hooks:
     """Faults and hooks of one engine, whose parts `Driver` knows."""
 
+    decoder: SpecDecoder
     _scheduler: Any
     _runner: Any
     _workers: Any
@@ -167,6 +182,33 @@ class Hooks:
 
         runner.run = replay
         return seen
+
+    def use_grammars(self, grammars: Grammars) -> None:
+        """Gives a decoder without a tokenizer grammars over one of their own."""
+        self.decoder.grammars = self._runner.grammars.grammars = grammars
+
+    @contextmanager
+    def watch_trees(self) -> Iterator[list[GrammarTree]]:
+        """A list that grows, inside the block, with each tree of a row with a grammar that the target reads."""
+        seen: list[GrammarTree] = []
+        drafted: list[tuple[int, list[int], list[list[int]]]] = []
+        grammars, verifier = self._runner.grammars, self._workers.verifier
+        complete, read_tree = grammars.complete, verifier.read_tree
+
+        def completed(tree: DraftTree) -> Any:
+            before = torch.stack((tree.tokens_BN, tree.parents_BN), 1).tolist()
+            trees = complete(tree)
+            drafted[:] = [(row, list(grammars._rows[row].matcher._tokens), before[row]) for row in trees]
+            return trees
+
+        def read(state: Any, tree: DraftTree, *rest: Any) -> Any:
+            now = torch.stack((tree.tokens_BN, tree.parents_BN), 1).tolist()
+            seen.extend(GrammarTree(text, *before, *now[row], tree.max_depth) for row, text, before in drafted)
+            drafted.clear()
+            return read_tree(state, tree, *rest)
+
+        with patch.object(grammars, "complete", completed), patch.object(verifier, "read_tree", read):
+            yield seen
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> bool:

@@ -1,0 +1,129 @@
+"""Completed draft trees against brute force: what stays, what takes the places of broken drafts, and what is padding.
+
+Shapes: N nodes, X words of a mask.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, mask_after, paths_of, tokenizer_json
+
+from specdec.config import GrammarKind
+from specdec.grammar.completion import FEW, Completion
+from specdec.grammar.library import Grammars
+from specdec.grammar.matcher import Matcher
+from specdec.steps import Grammar
+
+N, DEEPEST = 12, 4
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(tokenizer_json, V, [EOS])
+
+
+class Masks:
+    """The tokens that a grammar allows after paths, each found by a matcher that has seen nothing else."""
+
+    def __init__(self, grammars: Grammars, kind: GrammarKind, text: list[int]) -> None:
+        self.grammars, self.kind, self.text = grammars, kind, text
+        self.known: dict[tuple[int, ...], list[int]] = {}
+
+    def after(self, path: Sequence[int]) -> list[int]:
+        if tuple(path) not in self.known:
+            self.known[tuple(path)] = allowed(mask_after(self.grammars, self.kind, [*self.text, *path]))
+        return self.known[tuple(path)]
+
+
+def keeps(masks: Masks, path: tuple[int, ...]) -> bool:
+    """Whether each token of a path is allowed after those before it, and none comes after the end."""
+    return all(path[i] in masks.after(path[:i]) and not {EOS, STOP} & {*path[:i]} for i in range(len(path)))
+
+
+def random_tree(draw: random.Random, masks: Masks, root: int, is_chain: bool) -> tuple[list[int], list[int]]:
+    """Of distinct siblings; most tokens keep the grammar, others may be any ids."""
+    nodes = DEEPEST + 1 if is_chain else N
+    tokens, parents = [root], [0]
+    while len(tokens) < nodes:
+        paths = paths_of(tokens, parents)
+        above = len(tokens) - 1 if is_chain else draw.choice([i for i, path in enumerate(paths) if len(path) < DEEPEST])
+        fitting = masks.after(paths[above]) if keeps(masks, paths[above]) else range(V)
+        token = draw.choice(fitting) if draw.random() < 0.7 else draw.choice([-1, V + 5, EOS, *range(V)])
+        if (*paths[above], token) not in paths:
+            tokens, parents = [*tokens, token], [*parents, above]
+    return tokens, parents
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+@pytest.mark.parametrize("kind", list(RULES))
+def test_the_target_reads_no_broken_draft(grammars: Grammars, kind: GrammarKind, is_chain: bool) -> None:
+    """Keeps out: a draft that breaks the grammar and takes a place; one that keeps it and is lost; a place left to padding
+    where the grammar says what may stand there; padding that could be accepted; equal siblings; a matcher that has moved."""
+    draw, matcher, text = random.Random(2), grammars.matcher(Grammar(kind, RULES[kind], (STOP, EOS))), list[int]()
+    padded = added = 0
+    for _ in range(14):
+        masks = Masks(grammars, kind, text)
+        drafts, above = random_tree(draw, masks, text[-1] if text else 0, is_chain)
+        tokens, parents = Completion(matcher, drafts, above, DEEPEST, is_chain).run()
+        assert len(tokens) == len(parents) == len(drafts) and tokens[0] == drafts[0]
+        assert all(0 <= parent < node for node, parent in enumerate(parents) if node) and {*tokens[1:]} <= {*range(V)}
+        paths = paths_of(tokens, parents)
+        real = [path for path in paths if keeps(masks, path)]
+        kept = [path for path in paths_of(drafts, above) if keeps(masks, path)]
+        assert paths[: len(real)] == real and real[: len(kept)] == kept, "drafts in their order, then others, then padding"
+        assert len(set(real)) == len(real) and max(map(len, real)) <= DEEPEST
+        for node in range(len(real), len(paths)):
+            assert parents[node] == (node - 1 if is_chain else 0)
+        if is_chain:
+            assert parents == above
+        if len(real) < len(paths):
+            open_ = [path for path in (real[-1:] if is_chain else real) if len(path) < DEEPEST and not {EOS, STOP} & {*path}]
+            childless = [path for path in open_ if not any(path == child[:-1] for child in real[1:])]
+            assert not any(len(masks.after(path)) <= FEW for path in childless)
+        padded, added = padded + len(paths) - len(real), added + len(real) - len(kept)
+        mask_1X = np.zeros((1, V // 32), np.int32)
+        matcher.fill(mask_1X)
+        assert allowed(mask_1X[0]) == masks.after(()) and not matcher.is_alone
+        token = draw.choice([t for t in masks.after(()) if t not in (EOS, STOP)] or [EOS])
+        matcher.take([token])
+        text.append(token)
+        if token == EOS:
+            break
+    assert added and (padded or kind != "json_schema")
+
+
+def test_forced_tokens_come_first(grammars: Grammars) -> None:
+    """Keeps out: the names of a schema's keys left to a drafter that does not know them."""
+    rule, run, mask_1X = Grammar("regex", "the name of the dog", (EOS,)), list[int](), np.zeros((1, V // 32), np.int32)
+    while len(run) < DEEPEST:
+        matcher = grammars.matcher(rule)
+        matcher.take(run)
+        matcher.fill(mask_1X)
+        run += allowed(mask_1X[0])
+    assert len(run) == DEEPEST, "one token a place"
+    wrong = [token for token in range(V) if token not in run][:DEEPEST]
+    tokens, parents = Completion(grammars.matcher(rule), [7, *wrong], [0, 0, 0, 0, 0], DEEPEST, False).run()
+    assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
+
+
+def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
+    """Keeps out: a search without end for a token that a grammar bans, and equal siblings."""
+
+    class Free:
+        """A library whose grammar allows all there is, and forces nothing."""
+
+        def __getattr__(self, name: str) -> object:
+            say = {"compute_ff_tokens": [], "validate_tokens": 0, "rollback": True}
+            return (lambda tokens: len(tokens)) if name == "try_consume_tokens" else (lambda *_: say.get(name, False))
+
+        def unsafe_compute_mask_ptr(self, place: int, size: int) -> None:
+            ctypes.memset(place, 255, size)
+
+    matcher = Matcher(Free, Free, (EOS,), V)
+    assert Completion(matcher, [1, 5, 6, 7], [0, 0, 0, 0], 2, False).run() == ([1, 0, 1, 2], [0, 0, 0, 0])
+    assert Completion(matcher, [1, 5, 6], [0, 0, 1], 2, True).run() == ([1, 5, 0], [0, 0, 1])
