@@ -101,3 +101,11 @@ def test_exported_heads_are_read_back(zoo: Zoo, tmp_path: Path, case: int) -> No
     assert replace(read.reading.spec, model=replace(read.reading.spec.model, dtype="float32")) == opened.reading.spec
     same = build_head(read, target, 64, CPU, torch.float32).state_dict()
     assert all(torch.equal(tensor, same[name]) for name, tensor in head.state_dict().items())
+
+
+def test_the_deepest_proposal_says_how_far_a_head_was_trained(tmp_path: Path) -> None:
+    """Keeps out: a warning of too many levels at a number that another proposal of the config is meant for."""
+    raw, tensors = BLOCK_WRITERS["speculators"](random_block_parts(BlockOptions(**PEAGLE, size=4)))
+    raw["speculators_config"]["proposal_methods"] += [{"proposal_type": "greedy", "speculative_tokens": n} for n in (7, 2)]
+    block = open_head(save(tmp_path, (raw, tensors)), None).reading.spec.block
+    assert block is not None and block.size == 7
