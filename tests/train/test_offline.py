@@ -7,6 +7,7 @@ one, rounds that go on after the end of a text.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,23 @@ def test_random_heads_are_counted_as_they_are_served(zoo: Zoo, name: str) -> Non
     options = EngineOptions(device="cpu", dtype="float32", max_batch_size=3)
     for shape, found in zip(shapes, eval_head(str(head), target, prompts, shapes, 12, options), strict=True):
         assert found == served(zoo.decoder("llama", name, shape, max_batch_size=3), prompts, 12)
+
+
+def test_a_text_is_counted_up_to_its_end(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: rounds after the token that ends a text, and a last round that is not counted."""
+    prompts, head, options = (
+        ragged_prompts(40, 3)[1:2],
+        zoo.head("llama", "eagle3"),
+        EngineOptions(device="cpu", dtype="float32"),
+    )
+    whole = zoo.decoder("llama", "eagle3", SHAPES[0]).generate(prompts, SamplingParams(max_tokens=12))[0].token_ids
+    target = Path(shutil.copytree(zoo.target("llama"), tmp_path / "target"))
+    end = next(token for token in whole[3:] if token not in whole[:3])
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (found,) = eval_head(str(head), target, prompts, SHAPES[:1], 12, options)
+    with SpecDecoder.from_pretrained(target, head, SHAPES[0], options=options) as decoder:
+        (out,) = decoder.generate(prompts, SamplingParams(max_tokens=12))
+    assert found == out.stats and out.finish_reason == "eos" and 3 < len(out.token_ids) < 12
 
 
 WRONG = [  # flags, what the line names
