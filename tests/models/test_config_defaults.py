@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from toolkit.deepseek import DEEPSEEKS, save_deepseek
 from toolkit.families import eager
 from toolkit.models import save_target
 from transformers import LlamaConfig
@@ -99,10 +100,11 @@ def test_yarn_s_tables_are_those_of_transformers(more: dict[str, Any], head_dim:
     torch.testing.assert_close(got_sin[:, 0] * sign, sin[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "diffllama"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "diffllama", "v3"])
 def test_every_norm_has_the_config_s_epsilon(tmp_path: Path, name: str) -> None:
-    """Keeps out: a norm, that of heads or the last one, with an epsilon of its own.  Elsewhere all are 1e-6: nothing shows."""
-    folder, ids = save_target(tmp_path, name, rms_norm_eps=0.5), torch.arange(9)
+    """Keeps out: a norm, that of heads or the last one, with an epsilon of its own; those of latents have one."""
+    save = save_deepseek if name in DEEPSEEKS else save_target
+    folder, ids = save(tmp_path, name, rms_norm_eps=0.5), torch.arange(9)
     model = load_chosen(choose_target(folder), folder, 16, torch.device("cpu"), torch.float32, False)
     with torch.inference_mode():
         hidden_TH = model(ids, ids, DenseAttention(model.config.layer_kinds)).hidden_TH

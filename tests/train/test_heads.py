@@ -17,6 +17,7 @@ from specdec.draft.load import load_head
 from specdec.models.layers import HeadsRMSNorm
 from specdec.shipped import draft_folder, target_folder
 from specdec.train import head as training
+from specdec.train.block_loss import _choose
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
 from specdec.train.selftext import write_rows
@@ -81,6 +82,18 @@ def test_a_saved_head_over_blocks_is_the_head(kind: str, pair: SpecDecoder, tmp_
     own, read = head.state_dict(), again.state_dict()
     for name in own.keys() | read.keys():
         assert torch.equal(own[name].bfloat16(), read[name].bfloat16()), name
+
+
+def test_a_block_begins_where_a_token_comes_before_and_after() -> None:
+    """Keeps out: anchors of padding or of a row's last token, which teach nothing and take the place of others."""
+    rows = torch.tensor([[*ROW, -1, -1], [5, 6, 7, *[-1] * 11], [5, 6, *[-1] * 12]])
+    for seed in range(20):
+        chosen_BA, exists_BA = _choose(rows, 4, torch.Generator().manual_seed(seed))
+        assert exists_BA.sum(1).tolist() == [4, 1, 0]
+        for row, chosen, exists in zip(rows.tolist(), chosen_BA.tolist(), exists_BA.tolist(), strict=True):
+            anchors = [anchor for anchor, real in zip(chosen, exists) if real]
+            assert anchors == sorted(set(anchors)) and all(row[anchor - 1] >= 0 <= row[anchor + 1] for anchor in anchors)
+            assert min(anchors, default=1) >= 1
 
 
 def test_heads_of_a_norm_stay_alike(pair: SpecDecoder) -> None:

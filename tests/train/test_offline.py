@@ -11,14 +11,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from toolkit.heads.block_zoo import HEADS
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli import main
+from specdec.draft.eagle.head import EagleHead
+from specdec.draft.load import load_head
 from specdec.generation import Stats
+from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.train.offline.branches import Branches
 from specdec.train.offline.run import eval_head
 
 SHAPES = (SpecConfig(4, 3, 12), SpecConfig(3, 1, 4))
@@ -61,6 +66,23 @@ def test_a_text_is_counted_up_to_its_end(zoo: Zoo, tmp_path: Path) -> None:
     with SpecDecoder.from_pretrained(target, head, SHAPES[0], options=options) as decoder:
         (out,) = decoder.generate(prompts, SamplingParams(max_tokens=12))
     assert found == out.stats and out.finish_reason == "eos" and 3 < len(out.token_ids) < 12
+
+
+@torch.inference_mode()
+def test_a_window_hides_what_lies_before_it(zoo: Zoo) -> None:
+    """Keeps out: branches that read the whole text, which a head with a window never sees when it is served."""
+    where, cpu = zoo.target("llama"), torch.device("cpu")
+    target = load_target(where, read_target_config(where), 64, cpu, torch.float32)
+    head = load_head(zoo.head("llama", "eagle3-window"), target, 64, cpu, torch.float32)
+    assert isinstance(head, EagleHead)
+    (window,) = {kind.window for kind in head.config.model.layer_kinds}
+    assert window is not None and window < 12
+    generator = torch.Generator().manual_seed(0)
+    ids_T, features_TF = torch.randint(40, (40,), generator=generator), torch.randn(40, head.feature_size, generator=generator)
+    others, places_P = (ids_T.clone(), features_TF.clone()), torch.arange(20, 39)
+    others[0][:8], others[1][:8] = 3, -features_TF[:8]
+    trees = [Branches(head, *text).trees(places_P, SHAPES[0]).tokens_BN for text in ((ids_T, features_TF), others)]
+    assert torch.equal(*trees)
 
 
 WRONG = [  # flags, what the line names
