@@ -22,6 +22,7 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.engine.needs import RowChoice, union
+from specdec.limits import MAX_BAD_WORD_TOKENS
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Needs
@@ -114,6 +115,23 @@ def test_every_node_has_the_logits_of_its_own_text(seed: int, is_tree: bool) -> 
     for size in (2, 6, 8):  # 8 ranks: the last one has no token
         assert torch.equal(torch.cat(on_ranks(size, batch.edited), dim=1), batch.edited(ALONE))  # type: ignore[arg-type]
     assert not torch.equal(batch.logits_RV == want, torch.ones_like(want, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("in_prompt", range(MAX_BAD_WORD_TOKENS))
+def test_a_bad_word_may_be_as_long_as_it_may(in_prompt: int) -> None:
+    """Keeps out: a word of the most tokens whose first ones are the prompt's, and forgotten as the row enters or later."""
+    word = [token % 7 for token in range(MAX_BAD_WORD_TOKENS)]
+    prompt, output = [8, *word[:in_prompt]], word[in_prompt:-1]
+    choice = RowChoice.of(SamplingParams(bad_words=[word]), 0, prompt, [word])
+    assert choice.rules is not None
+    tables = TokenTables.neutral(1, V, "cpu")
+    tables.enter(0, choice.rules, 0)
+    for token in output:
+        tables.record(torch.tensor([[token]]), torch.tensor([1]), 0)
+    sampling = RowSampling.of([choice.options], "cpu")._replace(tables=tables)
+    before_1 = torch.tensor([len(prompt) + len(output) - 1])
+    (edited_V,) = edited_logits(torch.zeros(1, V), sampling, before_1, choice.needs, Vocabulary.of(V, ALONE), None)
+    assert [token for token in range(V) if edited_V[token] == -torch.inf] == [word[-1]]
 
 
 def test_a_moved_row_takes_its_rules_along() -> None:

@@ -123,6 +123,14 @@ def test_default_layers_and_the_target_s_rope(zoo: Zoo, tmp_path: Path) -> None:
                 open_head(folder, target)
 
 
+def test_ids_that_could_be_offsets_are_not_taken_for_them(tmp_path: Path) -> None:
+    """Keeps out: a d2t of absolute ids that, added to the draft's ids, stay in the vocabulary, where no t2d tells."""
+    config, tensors = writers.modelopt(random_parts(Options(draft_vocab=20)))
+    assert "t2d" not in tensors
+    with pytest.raises(ValueError, match="d2t must hold offsets .* got ascending numbers, which are absolute ids"):
+        open_head(writers.save(tmp_path, (config, {**tensors, "d2t": torch.arange(20)})), None)
+
+
 def test_without_a_target(tmp_path: Path) -> None:
     """Keeps out: `inspect` that needs a target to say what a folder holds."""
     for name, write in writers.WRITERS.items():
