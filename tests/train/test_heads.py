@@ -17,7 +17,7 @@ from specdec.draft.load import load_head
 from specdec.models.layers import HeadsRMSNorm
 from specdec.shipped import draft_folder, target_folder
 from specdec.train import head as training
-from specdec.train.block_loss import _choose
+from specdec.train.block_loss import Drafted, _choose, _losses
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
 from specdec.train.selftext import write_rows
@@ -82,6 +82,22 @@ def test_a_saved_head_over_blocks_is_the_head(kind: str, pair: SpecDecoder, tmp_
     own, read = head.state_dict(), again.state_dict()
     for name in own.keys() | read.keys():
         assert torch.equal(own[name].bfloat16(), read[name].bfloat16()), name
+
+
+def test_an_estimate_learns_from_the_drafts_and_not_they_from_it() -> None:
+    """Keeps out: drafts that are pulled to where the estimate of their acceptance is right."""
+    generator = torch.Generator().manual_seed(0)
+    logits, estimate = torch.randn(1, 2, 3, 5, generator=generator), torch.randn(1, 2, 3, generator=generator)
+    teacher = torch.randn(1, 2, 3, 5, generator=generator).softmax(-1)
+    logits.requires_grad_(), estimate.requires_grad_()
+    none = torch.zeros(1, 2, 3, dtype=torch.int64)
+    _losses(Drafted(logits, teacher, none, none.bool(), estimate)).sum().backward()
+    got, of_estimate = logits.grad, estimate.grad
+    overlap = torch.minimum(logits.softmax(-1), teacher).sum()
+    entropy = -(teacher * logits.log_softmax(-1)).sum()
+    (want,) = torch.autograd.grad(0.1 * entropy - 0.9 * overlap, logits)
+    assert got is not None and of_estimate is not None and of_estimate.abs().min() > 0
+    torch.testing.assert_close(got, want)
 
 
 def test_a_block_begins_where_a_token_comes_before_and_after() -> None:

@@ -218,13 +218,14 @@ def test_a_disturbed_measurement_is_outlived() -> None:
 
 
 def test_looks_lose_no_more_than_their_share() -> None:
-    """Keeps out: an account that can be overdrawn.  Every round but the best one is a look, with drafts worth nothing."""
+    """Keeps out: an account that can be overdrawn, or that looks do not empty, and a share that never falls to the least one.
+    Every round but the best one is a look, with drafts worth nothing."""
     made = machine((32,))
     made.run(32, 300, Text(0.0))
     shapes, start = len(made.shapes), made.seconds
     made.run(32, 2000, Text(0.0))
     lost = sum(cost(32, shape) - cost(32, None) for shape in made.shapes[shapes:] if shape is not None)
-    assert 0 < lost < LOOKING[0] * (made.seconds - start)
+    assert 0 < lost < LOOKING[1] * (made.seconds - start)
 
 
 def test_looks_wait_for_the_drafter_to_catch_up_and_for_captures() -> None:
