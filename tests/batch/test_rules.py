@@ -25,7 +25,7 @@ from specdec.engine.needs import RowChoice, union
 from specdec.limits import MAX_BAD_WORD_TOKENS
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Needs
+from specdec.steps import Grammar, Needs
 
 V, EOS = 11, 9
 OPTIONS = {
@@ -148,6 +148,15 @@ def test_a_moved_row_takes_its_rules_along() -> None:
     state.enter_rows(torch.tensor([0]), torch.zeros(1, 1, 1), entered, torch.ones(1))
     for neutral, new in zip(TokenTables.neutral(1, V, "cpu").tensors(), state.tables.tensors(), strict=True):
         assert torch.equal(new[0], neutral[0]) and not torch.equal(new[1], neutral[0])
+
+
+def test_what_ends_a_text_ends_that_of_a_grammar() -> None:
+    """Keeps out: a stop id that a grammar bans where its text is complete, so that the text never ends there."""
+    for ignore_eos, ends in ((False, (2, EOS)), (True, (2,))):
+        params = SamplingParams(min_tokens=3, stop_token_ids=[2], ignore_eos=ignore_eos)
+        assert (rules := RowChoice.of(params, 0, [1], (), [EOS]).rules) is not None and rules.ends == ends
+    choice = RowChoice.of(SamplingParams(regex="a", stop_token_ids=[2]), 0, [1], (), [EOS])
+    assert choice.grammar == Grammar("regex", "a", (2, EOS)) and choice.needs == Needs(grammar=True)
 
 
 def test_needs_compose_and_stay_few() -> None:

@@ -123,6 +123,14 @@ def test_default_layers_and_the_target_s_rope(zoo: Zoo, tmp_path: Path) -> None:
                 open_head(folder, target)
 
 
+def test_layer_ids_at_the_top_are_read(tmp_path: Path) -> None:
+    """Keeps out: the default layers for a head whose config names others beside its sizes, as older ones do."""
+    config, tensors = writers.safeailab(random_parts(Options(own_embeddings=True)))
+    key = "eagle_aux_hidden_state_layer_ids"
+    config[key] = config.pop("eagle_config")[key]
+    assert open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec.aux_layers == (0, 1, 2)
+
+
 def test_ids_that_could_be_offsets_are_not_taken_for_them(tmp_path: Path) -> None:
     """Keeps out: a d2t of absolute ids that, added to the draft's ids, stay in the vocabulary, where no t2d tells."""
     config, tensors = writers.modelopt(random_parts(Options(draft_vocab=20)))
