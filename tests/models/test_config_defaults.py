@@ -14,7 +14,7 @@ import torch
 import transformers
 from toolkit.deepseek import DEEPSEEKS, save_deepseek
 from toolkit.families import eager
-from toolkit.models import save_target
+from toolkit.models import COMMON, FAMILIES, save_target
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -65,6 +65,16 @@ def test_a_key_that_is_left_out_means_transformers_default(name: str) -> None:
         differs = [each.name for each in dataclasses.fields(got) if getattr(got, each.name) != getattr(whole, each.name)]
         assert not set(differs) - set(CAUTIOUS), (key, differs)
     assert read > 5
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_an_attention_bias_is_where_transformers_has_it(name: str) -> None:
+    """Keeps out: a family whose class knows no bias of the output projection, of which one is then asked for."""
+    config_class, model_class, own = FAMILIES[name]
+    config = config_class(**{**COMMON, **own, "attention_bias": True, "num_hidden_layers": 1, "layer_types": None})
+    with torch.device("meta"):
+        theirs = model_class(config).model.layers[0].self_attn
+    assert parse_config(config.to_diff_dict(), "here").o_bias == (theirs.o_proj.bias is not None)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}

@@ -93,6 +93,15 @@ def test_drafts_that_are_never_right_any_more_are_given_up_soon(tau: float) -> N
     assert made.shapes[-10:].count(None) >= 9, "one may be a look"
 
 
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_drafts_that_become_right_are_found_by_a_look(rows: int) -> None:
+    """Keeps out: thousands of rounds whose drafts were worth nothing, which outweigh what a look shows of another text."""
+    made = machine((rows,))
+    made.run(rows, 1500, Text(0.0))
+    made.run(rows, 150, Text.of(4.5))
+    assert None not in made.shapes[-20:]
+
+
 def test_a_shape_that_is_new_does_not_change_what_others_cost() -> None:
     """Keeps out: the luck of a shape's first rounds, which raised the costs of all others for good."""
     rng, costs, shapes = random.Random(0), Costs(first_counts=True), SHAPES[:6]
