@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from specdec.shipped import draft_folder, target_folder
 from specdec.train import head as training
 from specdec.train.block_loss import Drafted, _choose, _losses
 from specdec.train.heads.files import save
-from specdec.train.heads.fresh import new_head
+from specdec.train.heads.fresh import new_head, spec_of
 from specdec.train.selftext import write_rows
 from specdec.train.settings import HeadRun
 from specdec.train.states import Seen, read_rows
@@ -110,6 +111,15 @@ def test_a_block_begins_where_a_token_comes_before_and_after() -> None:
             anchors = [anchor for anchor, real in zip(chosen, exists) if real]
             assert anchors == sorted(set(anchors)) and all(row[anchor - 1] >= 0 <= row[anchor + 1] for anchor in anchors)
             assert min(anchors, default=1) >= 1
+
+
+def test_unknown_tokens_of_a_block_are_read_as_an_end(pair: SpecDecoder) -> None:
+    """Keeps out: a mask that texts hold too, so that a row of a block can't tell what is known."""
+    config = replace(pair.model.config, eos_ids=(7, 9))
+    for kind, size in (("p-eagle", 5), ("dflash", 6), ("dspark", 5)):
+        for eos_ids, mask in (((7, 9), 7), ((), config.vocab_size - 1)):
+            block = spec_of(replace(config, eos_ids=eos_ids), (1, 2), 300, HeadRun(kind=kind)).block
+            assert block is not None and (block.mask_id, block.size) == (mask, size)
 
 
 def test_heads_of_a_norm_stay_alike(pair: SpecDecoder) -> None:

@@ -131,6 +131,14 @@ def test_layer_ids_at_the_top_are_read(tmp_path: Path) -> None:
     assert open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec.aux_layers == (0, 1, 2)
 
 
+def test_both_tensors_must_name_the_same_ids(tmp_path: Path) -> None:
+    """Keeps out: a head whose d2t and t2d are of two vocabularies, of which one is then taken without a word."""
+    config, tensors = writers.specforge(random_parts(Options(own_embeddings=True)))
+    tensors = {**tensors, "t2d": tensors["t2d"].roll(1)}
+    with pytest.raises(ValueError, match="t2d does not mark the 26 target ids"):
+        open_head(writers.save(tmp_path, (config, tensors)), None)
+
+
 def test_ids_that_could_be_offsets_are_not_taken_for_them(tmp_path: Path) -> None:
     """Keeps out: a d2t of absolute ids that, added to the draft's ids, stay in the vocabulary, where no t2d tells."""
     config, tensors = writers.modelopt(random_parts(Options(draft_vocab=20)))
