@@ -112,6 +112,15 @@ def test_a_shape_that_is_new_does_not_change_what_others_cost() -> None:
         assert costs.of(shape) == pytest.approx(1.05 * cost(8, shape), rel=0.03)
 
 
+def test_a_chain_that_never_ran_is_told_by_its_neighbours() -> None:
+    """Keeps out: a line through shapes that are far away, and a tree whose nodes cost nothing."""
+    costs = Costs(first_counts=True)
+    for shape, seconds in ((None, 4.0), (SpecConfig(2, 1), 5.0), (SpecConfig(10, 1), 29.0), (SpecConfig(2, 4, 13), 6.0)):
+        costs.tried(shape, seconds)
+    assert [costs.of(SpecConfig(levels, 1)) for levels in (1, 3, 4, 9)] == pytest.approx([4.5, 5.5, 6.0, 26.0])
+    assert costs.of(SpecConfig(2, 4, 8)) == pytest.approx(5.5) and costs.of(SpecConfig(3, 4, 14)) == pytest.approx(6.5)
+
+
 def test_costs_follow_the_length_of_texts() -> None:
     """Keeps out: shapes that were measured over short texts, compared with one that runs over long ones."""
     rng, costs, (short, long) = random.Random(1), Costs(first_counts=True), SHAPES[:2]
