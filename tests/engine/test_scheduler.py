@@ -284,6 +284,17 @@ def test_a_chunk_computes_what_prompts_that_end_need() -> None:
     assert len(chunks) > 2
 
 
+def test_the_drafter_reads_chunks_in_which_any_prompt_speculates() -> None:
+    """Keeps out: a prompt that the drafter does not know because one that needs no drafter came in the same chunk."""
+    for speculates in ((True, False), (False, True), (False, False)):
+        engine = engine_of(2, ChunkBudget(16, 16, 16))
+        engine.submit([new_request([5] * 6, 2, speculate=each) for each in speculates])
+        while not engine.is_idle:
+            engine.step()
+        chunks = [step for step in engine.runner.steps if isinstance(step, RunChunk)]
+        assert [(len(chunk.parts), chunk.drafted) for chunk in chunks] == [(2, any(speculates))]
+
+
 def test_pages_are_kept_as_launches_in_flight_leave_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a copy of a ring's page that was whole when its text ended, and that a round under way writes to."""
     engine, reached, lengths = engine_of(1, ChunkBudget(16, 16, 16)), list[int](), list[int]()

@@ -112,6 +112,16 @@ def test_a_shape_that_is_new_does_not_change_what_others_cost() -> None:
         assert costs.of(shape) == pytest.approx(1.05 * cost(8, shape), rel=0.03)
 
 
+def test_a_round_that_compiles_tells_no_cost() -> None:
+    """Keeps out: seconds of a compiler that are taken for those of a shape, and a trial that is thrown away like them."""
+    costs, tried, shape = Costs(first_counts=False), Costs(first_counts=False), SpecConfig(3, 1)
+    costs.observe(shape, 30.0)
+    assert not costs.is_known(shape) and costs.runs(shape) == 1
+    costs.observe(shape, 2.0)
+    tried.tried(shape, 1.5)
+    assert (costs.of(shape), tried.of(shape)) == (2.0, 1.5)
+
+
 def test_a_chain_that_never_ran_is_told_by_its_neighbours() -> None:
     """Keeps out: a line through shapes that are far away, and a tree whose nodes cost nothing."""
     costs = Costs(first_counts=True)
