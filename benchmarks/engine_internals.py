@@ -1,4 +1,4 @@
-"""What the experiments of this folder change or read inside a running engine, which no user can.
+"""What the experiments of these rooms change or read inside a running engine, which no user can.
 
 This is the only script here that touches the engine's parts.  It knows nothing of what is measured.
 """

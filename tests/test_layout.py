@@ -39,7 +39,7 @@ OPTIONAL = (
     "prometheus_client",
     "ray",
 )
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER = 400, 60, 150, 12
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER, MAX_RESULTS = 400, 60, 150, 12, 24
 DRIVER = "tests/toolkit/driver.py"
 INTERNALS = {"engine", "owner", "_request", "_start"}  # of a decoder
 
@@ -118,10 +118,11 @@ def oversized(root: Path) -> list[str]:
 
 
 def crowded(root: Path) -> list[str]:
-    """Folders of product code or tests with too many modules; __init__.py does not count."""
-    files = [*package_files(root), *(root / "tests").rglob("*.py")]
-    counts = Counter(p.parent for p in files if p.stem != "__init__")
-    return [f"{f.relative_to(root)}: {n} files, at most {MAX_FOLDER}" for f, n in sorted(counts.items()) if n > MAX_FOLDER]
+    """Folders with too many modules, of which __init__.py does not count, or with too many results of benchmarks."""
+    files = [*package_files(root), *(root / "tests").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]
+    held = {MAX_FOLDER: [p for p in files if p.stem != "__init__"], MAX_RESULTS: [*(root / "benchmarks").rglob("*.json")]}
+    counts = [(folder, n, most) for most, paths in held.items() for folder, n in Counter(p.parent for p in paths).items()]
+    return [f"{f.relative_to(root)}: {n} files, at most {most}" for f, n, most in sorted(counts) if n > most]
 
 
 def entangled(root: Path) -> list[str]:
@@ -313,10 +314,12 @@ def test_no_folder_is_crowded():
 
 
 def test_a_crowded_folder_is_seen(tmp_path):
-    """Keeps out: a count that forgets nested folders or tests, or that counts __init__.py."""
+    """Keeps out: a count that forgets nested folders, tests or benchmarks, or that counts __init__.py."""
     twelve = {f"attention/kernels/{n}.py": "" for n in range(12)} | {"attention/kernels/__init__.py": ""}
-    plant(tmp_path, twelve | {f"tests/door/test_{n}.py": "" for n in range(13)})
-    assert crowded(tmp_path) == ["tests/door: 13 files, at most 12"]
+    many = {f"benchmarks/a/{n}.py": "" for n in range(13)} | {f"benchmarks/a/results/{n}.json": "" for n in range(25)}
+    plant(tmp_path, twelve | many | {f"tests/door/test_{n}.py": "" for n in range(13)})
+    modules = [f"{folder}: 13 files, at most 12" for folder in ("benchmarks/a", "tests/door")]
+    assert crowded(tmp_path) == [modules[0], "benchmarks/a/results: 25 files, at most 24", modules[1]]
 
 
 def test_tests_stand_alone():

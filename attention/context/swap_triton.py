@@ -30,7 +30,7 @@ from specdec.parallel.symmetric.messages_triton import (
     unpack,
 )  # fmt: skip
 
-MOST_TURNS = 2  # that a program swaps in a row.  With six, three launches took less.  (Measured: benchmarks/README.md)
+MOST_TURNS = 2  # that a program swaps in a row.  With six, three launches took less.  (Measured: benchmarks/layers/README.md)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ PAGE, RANK, WIDTH = 64, 512, 576  # P, C and L
 ROW_HEADS = (64, 128)  # the numbers of heads of which the library has kernels over rows of slots
 MULTIPLES = {False: 128, True: 64}  # of slots in a row, over latents in 16 bits and in 8
 # The kernel over rows in 16 bits is one for prompts: it does not divide a query's keys over the GPU.  Fewer rows are left to
-# our kernel.  Measured: benchmarks/README.md, "FlashMLA".
+# our kernel.  Measured: benchmarks/latent/README.md, "FlashMLA".
 LEAST_ROWS = 33
 MOST_QUERIES = 2048  # of a call over pages: its float32 scratch takes about 512 MB for so many queries of 128 heads
 

@@ -1,7 +1,7 @@
 """Where a flash-attn library reads a prefix faster than specdec's kernel, decided by shapes that the host knows.
 
-Each rule holds for the kind of GPU on which it was measured, with heads of 128 (benchmarks/README.md, "Why the tiles and rules
-are what they are").  On other GPUs, and for other heads, `auto` takes no library.  This module imports no library.
+Each rule holds for the kind of GPU on which it was measured, with heads of 128 (benchmarks/layers/README.md, "Why the tiles and
+rules are what they are").  On other GPUs, and for other heads, `auto` takes no library.  This module imports no library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tile sizes of the paged kernel, and the number of splits of a row's keys, chosen by shapes alone.
 
-The choices were measured: benchmarks/README.md, "Why the tiles and rules are what they are".  This module knows no tensors.
-Shapes: D head dim.
+The choices were measured: benchmarks/layers/README.md, "Why the tiles and rules are what they are".  This module knows no
+tensors.  Shapes: D head dim.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear_into
 from specdec.parallel.group import ALONE, Group
 
-# Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".  Prompts in captured
-# graphs must not pass it (`most_captured_cost`): the host decides into how many chunks the cached part of a row is cut, and a
-# graph would freeze that number.
+# Threshold in queries a row, measured: benchmarks/latent/README.md, "Why the tiles and rules are what they are".  Prompts in
+# captured graphs must not pass it (`most_captured_cost`): the host decides into how many chunks the cached part of a row is
+# cut, and a graph would freeze that number.
 EXPAND_ABOVE = 512
 EXPANDED_TOKENS = 4096  # cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16
 

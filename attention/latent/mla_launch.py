@@ -29,8 +29,8 @@ from specdec.attention.sparse.rows_launch import attend_rows, takes_rows
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
-# Rows of at most SHORT keys are split down to SHORT_LEAST keys.  Measured: benchmarks/README.md, "Why the tiles and rules are
-# what they are".
+# Rows of at most SHORT keys are split down to SHORT_LEAST keys.  Measured: benchmarks/latent/README.md, "Why the tiles and
+# rules are what they are".
 SHORT, SHORT_LEAST = 4096, 64
 
 
@@ -160,7 +160,7 @@ def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> i
     """The number of splits that takes the least time by a simple model, counted in the time of one block of 64 keys.
 
     In the model a program's start and end take three blocks, the merge's launch takes one, and writing and reading one state of
-    a tile takes 1 / 40.  (Measured: benchmarks/README.md, "Why the tiles and rules are what they are".)
+    a tile takes 1 / 40.  (Measured: benchmarks/latent/README.md, "Why the tiles and rules are what they are".)
     num_tiles: tiles of all rows.
     max_keys: the table's capacity in keys; only the device knows the rows' lengths.  A short row uses the first few splits.
     least: the fewest keys of a split.
@@ -185,7 +185,7 @@ def latent_tiles(
     local: whether queries have first keys.
     scaled: whether the cache holds 8-bit codes with scales.
     generation: the major number of the GPU's compute capability; 0 without a GPU.
-    Measured at DeepSeek's dims: benchmarks/README.md, "Why the tiles and rules are what they are".
+    Measured at DeepSeek's dims: benchmarks/latent/README.md, "Why the tiles and rules are what they are".
     """
     wanted = max(16, triton.next_power_of_2(packed))
     if scaled and generation in (9, 10):  # codes are converted on the way into shared memory, which feeds only such tiles

@@ -27,7 +27,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import use_kernels
 
-# Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".
+# Threshold in queries a row, measured: benchmarks/latent/README.md, "Why the tiles and rules are what they are".
 UPCONVERT_FROM = 32
 WORKSPACE_TOKENS = 65536  # with DeepSeek's dims they take 75 MB in bf16; a single row may be longer
 PAGE = 64  # tokens of a workspace's page: what the kernels load fastest

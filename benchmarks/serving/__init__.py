@@ -1,1 +1,1 @@
-"""Parts of `serve_load.py`: the work, the clients' processes, the HTTP door in a thread, what is computed of times."""
+"""The HTTP door under load, and the parts with which its clients are run."""

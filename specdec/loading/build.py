@@ -45,8 +45,9 @@ from specdec.verify.verifier import TargetVerifier
 DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead
 CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow host, warm-up included
 # A threshold for the keys that a round need not read again if rows read common pages together, (rows - 1) * tokens.  Below it
-# rows read alone, because reading together costs one or two more launches in each layer.  Measured: benchmarks/README.md,
-# shared prefixes.  On a CPU reading together gains nothing, because one dense product over all rows' keys serves all rows.
+# rows read alone, because reading together costs one or two more launches in each layer.  Measured:
+# benchmarks/caches/README.md, "Shared prefixes".  On a CPU reading together gains nothing, because one dense product over all
+# rows' keys serves all rows.
 LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
 MOST_PACKED = 64  # a threshold for queries x heads of a row that read each key; above it reading together gains nothing
 # Both decide whether a chunk is captured: the seconds that a slow host needs to launch a layer, and how many products of two

@@ -27,7 +27,7 @@ from specdec.options import EngineOptions
 from specdec.runner.prompts import LARGEST_STEP
 
 # The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
-# benchmarks/README.md, prompts in chunks.
+# benchmarks/rounds/README.md, "Prompts in chunks".
 CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 
 

@@ -6,8 +6,8 @@ one in the model's own, and at each place the two sets of logits differ, by an a
 far these amounts lie apart among the leading tokens is the noise of that place.  Rounding explains a token if its logit lies no
 further below the best than FACTOR times the noise of its place, or the text's median noise where that is larger.
 
-FACTOR comes from benchmarks/near_ties.py, which measures how far below the best the tokens of right texts lie, in units of this
-noise: about 1 at most where nothing of the next paragraph plays a part.
+FACTOR comes from benchmarks/texts/near_ties.py, which measures how far below the best the tokens of right texts lie, in units
+of this noise: about 1 at most where nothing of the next paragraph plays a part.
 
 Over 8-bit KV both passes round keys and values as the cache does.  A value near the border of two steps may be rounded to
 either of them.  A router that chooses experts, or an indexer that chooses keys, may likewise hang on the last bit of one score.

@@ -46,8 +46,8 @@ Which kernel triggers when, and which reads before a wait depend on it:
   wait, and may be the next kernel.
 - Early, though they wait for other ranks: exchanges between GPUs.  All their programs run when they have triggered, so that no
   kernel after them can take a place that they need.  They read what other ranks send only after their wait.
-- Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/README.md, "Why the tiles
-  and rules are what they are").
+- Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/products/README.md, "Why
+  the tiles and rules are what they are").
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def merge_kernel(
 def slice_size(rows: int, vocab: int, k: int) -> int:
     """How many tokens one program scans: for k = 1 so many that the programs fill the GPU, else as few as keep the merge small.
 
-    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
+    Measured: benchmarks/rounds/README.md, "Why the tiles and rules are what they are".
     """
     if k == 1:
         return min(4096, max(256, triton.next_power_of_2(rows * vocab // PROGRAMS)))

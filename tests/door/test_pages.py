@@ -15,7 +15,7 @@ import pytest
 from specdec import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 OURS = {
     "specdec": [],
     "./scripts/specdec": [],
@@ -83,7 +83,7 @@ def test_a_page_is_taken_apart():
         runner.fences("```\nls\n```\n")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_are_known(path: Path) -> None:
     """Keeps out: a page that tells its readers to use a flag which was renamed."""
     for line, argv in specdec_commands(path.read_text()):
@@ -93,7 +93,7 @@ def test_commands_are_known(path: Path) -> None:
             raise AssertionError(f"{path.name}: specdec does not know {line!r}") from error
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     """Keeps out: a link to a page, a file or a heading that was moved."""
     assert broken_links(path) == []

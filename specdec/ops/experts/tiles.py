@@ -1,6 +1,6 @@
 """The tiles of products with experts' weights in 8 or 4 bits, chosen by shapes alone.  Knows no tensor and no model.
 
-They were measured on an H200: benchmarks/README.md, "Experts in 8 and 4 bits".
+They were measured on an H200: benchmarks/products/README.md, "Experts in 8 and 4 bits".
 
 Shapes: P pairs of a token and an expert, E experts.
 """

@@ -1,7 +1,7 @@
 """The tiles of the products' kernels, chosen by shapes alone.
 
-The choices were measured on an H100 and, for the kernel of linear_hopper.py, on an H200: benchmarks/README.md, "Why the
-tiles and rules are what they are".  This module knows no tensor and no model.
+The choices were measured on an H100 and, for the kernel of linear_hopper.py, on an H200: benchmarks/products/README.md, "Why
+the tiles and rules are what they are".  This module knows no tensor and no model.
 
 Shapes: T rows, I in, O out.
 """
@@ -102,8 +102,8 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
     """Tiles of linear_hopper.py's kernel in 16 bits; None where it can't run or was not found to be faster.
 
     Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
-    all of its shared memory; elsewhere two programs share an SM.  Measured: benchmarks/README.md, "Why the tiles and rules are
-    what they are".
+    all of its shared memory; elsewhere two programs share an SM.  Measured: benchmarks/products/README.md, "Why the tiles and
+    rules are what they are".
     """
     if O % (16 if gated else 8) or I % 8:
         return None
@@ -123,7 +123,7 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
 def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
     """More than 64 rows: the wide kernel's tiles for a gated pair, and up to 128 rows for any wide weight; None: cuBLAS.
 
-    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
+    Measured: benchmarks/products/README.md, "Why the tiles and rules are what they are".
     """
     if not FEW < T <= (192 if gated else 128) or dtype == torch.float32 or O < 16384:
         return None
@@ -141,7 +141,7 @@ def _fills_waves(programs: int) -> bool:
 def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:
     """float32: without tensor cores the kernel is faster than cuBLAS only for small weights, as the shipped pair has them.
 
-    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
+    Measured: benchmarks/products/README.md, "Why the tiles and rules are what they are".
     """
     if not 1 < T <= 16 or O > 1536 or I > 1024:
         return None

@@ -1,7 +1,7 @@
 """The tiles of products with weights of 8 or 4 bits, chosen by shapes alone.
 
-Most were measured on an H200, for some numbers of rows: benchmarks/README.md, "Weights in 8 and 4 bits".  This module knows no
-tensor and no model.
+Most were measured on an H200, for some numbers of rows: benchmarks/products/README.md, "Weights in 8 and 4 bits".  This
+module knows no tensor and no model.
 
 Shapes: T rows, I in, O out.
 """
@@ -50,7 +50,8 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
     """Tiles of linear_hopper.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None: another one.
 
     group: columns of a scale, 0: all.  zeros: whether there are zeros.  Those of 1 and of 17 to 32 rows were measured on an
-    H200, those of 2 to 16 and of 64 with an earlier form of the kernels: benchmarks/README.md, "Weights in 8 and 4 bits".
+    H200, those of 2 to 16 and of 64 with an earlier form of the kernels: benchmarks/products/README.md, "Weights in 8 and 4
+    bits".
     """
     if not 0 < T <= FEW or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * codes_a_word(kind)):
         return None

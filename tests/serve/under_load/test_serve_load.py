@@ -61,7 +61,7 @@ def test_numbers_of_hand_made_records(part) -> None:
 def test_the_script_runs(tmp_path: Path) -> None:
     """Keeps out: a script that has stopped working since it was last run on a GPU, and unequal work on the two sides."""
     out = tmp_path / "load.json"
-    command = [sys.executable, str(BENCHMARKS / "serve_load.py"), "--tiny", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS), "serving.serve_load", "--tiny", "--out", str(out)]
     done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     for row, clients in zip(json.loads(out.read_text())["rows"], (1, 4), strict=True):

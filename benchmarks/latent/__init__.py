@@ -1,0 +1,1 @@
+"""Latent attention (MLA) of one layer: dense, in 8 bits, sparse, and beside FlashMLA."""

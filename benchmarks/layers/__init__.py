@@ -1,0 +1,1 @@
+"""Attention of one layer: paged, of several kinds, and where ranks divide sequences."""

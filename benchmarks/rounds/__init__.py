@@ -1,0 +1,1 @@
+"""Rounds, prompts and starts of large models' shapes with random weights, through the engine."""

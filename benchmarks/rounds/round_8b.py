@@ -1,0 +1,335 @@
+"""Milliseconds a round at the Llama-3.1-8B shape with an EAGLE-3 head of the real shape, random bf16 weights: the speed table.
+
+    python benchmarks rounds.round_8b --out benchmarks/rounds/results/round_8b.json
+    python benchmarks rounds.round_8b --prefills 1:8192,1:32768 --attention triton,auto
+    python benchmarks rounds.round_8b --only 5,1,6:1 --deterministic
+    python benchmarks rounds.round_8b --quantize fp8 --out benchmarks/rounds/results/round_8b_fp8_h200.json
+    python benchmarks rounds.round_8b --only none --no-auto --no-prefill --generate 1,8,32
+
+Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine,
+host included, as in `generate()`: first the wall time from one read of tokens to the next, then a profiler's trace of the
+kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from specdec.bench.byte_limit import byte_limit
+from specdec.bench.kernels import trace
+from specdec.bench.profile import Work, full_rounds, rounds_in
+from specdec.bench.session import Session
+from specdec.config import GraphMode, SamplingParams, SpecConfig
+from specdec.decoder import SpecDecoder
+from specdec.draft.drafter import DraftModel
+from specdec.draft.eagle.head import Eagle3Head, EagleHead
+from specdec.draft.formats.spec import HeadSpec
+from specdec.loading.ranks import Ranks
+from specdec.loading.resolve import choose_attention, resolve_settings
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.loader import build
+from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.linear import Linear
+from specdec.models.schemes.config import ROUNDED
+from specdec.models.schemes.formats import rounded
+from specdec.models.sharding import join, share_of
+from specdec.options import EngineOptions
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.shard import Shard
+from specdec.prompts import Tokenizer
+
+TARGET = ModelConfig(
+    family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=128256, rms_norm_eps=1e-5, rope=RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), max_position=131072,
+)  # fmt: skip
+DRAFT_VOCAB = 32000
+TRACED = 10
+
+
+class Case(NamedTuple):
+    """One line of the table.  spec: S,k,nd; "plain"; or "auto", which with random weights settles at no levels."""
+
+    spec: str
+    batch: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec}:{self.batch}:{self.context}"
+
+
+CASES = (
+    Case("plain", 1, 1024), Case("plain", 8, 1024), Case("plain", 32, 1024), Case("5,1,6", 1, 1024), Case("5,1,6", 8, 1024),
+    Case("5,1,6", 32, 1024), Case("5,8,32", 1, 1024), Case("5,8,32", 8, 1024), Case("7,10,60", 1, 1024),
+    Case("5,1,6", 1, 32768),
+)  # fmt: skip
+PREFILLS = ((1, 1024), (32, 1024))
+PAUSES = (1, 32)  # batch sizes at which "auto" is compared with plain decoding
+
+
+class Gpu(NamedTuple):
+    """What is known of a GPU.  read_bandwidth: bytes per second, measured as the fastest of a few large sums.
+
+    bars: milliseconds that a line, by its case's name or as "prefill:batch:tokens", must stay below.
+    """
+
+    read_bandwidth: float
+    bars: dict[str, float]
+
+
+GPUS = {
+    "H100": Gpu(3.06e12, {
+        "plain:1:1024": 5.9, "plain:32:1024": 8.0, "5,1,6:1:1024": 7.4, "5,1,6:8:1024": 8.2, "5,1,6:32:1024": 10.6,
+        "5,8,32:1:1024": 7.8, "7,10,60:1:1024": 8.8, "5,1,6:1:32768": 9.2, "prefill:1:1024": 28.0, "prefill:32:1024": 800.0,
+    }),
+    "H200": Gpu(4.48e12, {
+        "plain:1:1024": 3.95, "plain:32:1024": 5.10, "5,1,6:1:1024": 5.00, "5,1,6:8:1024": 5.50,
+        "5,1,6:32:1024": 7.90, "5,8,32:1:1024": 5.00, "5,8,32:8:1024": 7.80, "7,10,60:1:1024": 5.60, "5,1,6:1:32768": 6.20,
+        "prefill:1:1024": 24.0, "prefill:32:1024": 740.0,
+    }),
+}  # fmt: skip
+
+
+def this_gpu() -> Gpu:
+    """ValueError on a GPU without bars: give it an entry of its own."""
+    name = torch.cuda.get_device_name()
+    known = next((gpu for short, gpu in GPUS.items() if short in name), None)
+    if known is None:
+        raise ValueError(f"nothing is known of {name}; expected one of {', '.join(GPUS)}, or a new entry in GPUS")
+    return known
+
+
+def random_pair(
+    max_positions: int,
+    device: torch.device,
+    target: ModelConfig = TARGET,
+    aux_layers: tuple[int, int, int] = (1, 15, 28),
+    group: Group = ALONE,
+) -> tuple[CausalLM, EagleHead]:
+    """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
+
+    group: the ranks of which each makes a share of both.
+    """
+    shard = Shard(group.rank, group.size)
+    model = build(lambda: CausalLM(share_of(target, shard), max_positions), device, torch.bfloat16)
+    layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=()), shard)
+    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
+    head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
+    head.embed_tokens = model.embed_tokens
+    for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks
+        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    head.d2t_V = torch.arange(DRAFT_VOCAB, device=device) * 3
+    for each in (model, head):
+        join(each, group)
+    return model, head
+
+
+def round_weights(model: CausalLM, quantize: str) -> None:
+    """Stores the target's matrices in 8 or 4 bits, as EngineOptions.quantize does at load: all but the output layer."""
+    form = ROUNDED[quantize]
+    for matrix in model.modules():
+        if isinstance(matrix, Linear) and matrix is not model.lm_head:
+            numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
+            for part, weight in numbers.items():
+                matrix.fill(part, rounded(weight, form.kind, form.group))
+
+
+def spec_of(text: str) -> SpecConfig | None:
+    if text == "plain":
+        return None
+    return SpecConfig("auto", 1, 6) if text == "auto" else SpecConfig(*map(int, text.split(",")))
+
+
+def make_decoder(
+    model: CausalLM,
+    head: DraftModel,
+    spec: SpecConfig | None,
+    batch: int,
+    context: int,
+    graphs: GraphMode,
+    attention: str = "auto",
+    deterministic: bool = False,
+    ranks: Ranks | None = None,
+) -> SpecDecoder:
+    options = EngineOptions(
+        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
+        attention=attention, deterministic=deterministic,
+    )  # fmt: skip
+    settings = resolve_settings(options, spec, model.config)
+    settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
+    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
+
+
+def random_prompts(batch: int, context: int) -> list[list[int]]:
+    return torch.randint(1000, 100000, (batch, context), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def measure(
+    model: CausalLM,
+    head: DraftModel,
+    case: Case,
+    rounds: int,
+    graphs: GraphMode,
+    *,
+    traced: bool = True,
+    deterministic: bool = False,
+    ranks: Ranks | None = None,
+) -> dict[str, Any]:
+    """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too.
+
+    ranks: those that hold both models, if there are several; the bytes are then those that one of them reads.
+    """
+    spec = spec_of(case.spec)
+    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic, ranks=ranks)
+    sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
+    session = Session(decoder)
+    work = Work(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
+    settle = 8 if traced else 100  # compiles, captures; "auto" tries other numbers of levels first
+    full_rounds(work, session.step, settle)
+    found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
+    limit = byte_limit(model, head if spec else None, spec, case.batch, case.context)
+    row: dict[str, Any] = {
+        **case._asdict(), "deterministic": deterministic,
+        "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
+        "ms": 1e3 * median(wall for wall, _ in found), "host_ms": 1e3 * median(wall - waited for wall, waited in found),
+        "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth, "bytes": limit.total,
+    }  # fmt: skip
+    if not traced:
+        row["mean_ms"] = 1e3 * sum(wall for wall, _ in found) / len(found)
+        return row
+    with work.running():
+        split = trace(session.step, min(TRACED, rounds_in(900, spec)), decoder.settings.device)
+    row |= {"gpu_ms": split.span, "idle_share": split.idle_share, "kernels": split.kernels, "kinds_ms": split.by_kind,
+            "phases_ms": split.by_phase, "longest": split.longest}  # fmt: skip
+    return row
+
+
+def prefill_ms(
+    model: CausalLM,
+    head: DraftModel,
+    batch: int,
+    tokens: int,
+    repeats: int = 8,
+    attention: str = "auto",
+    deterministic: bool = False,
+) -> float:
+    """Wall milliseconds from the request to the first token of every prompt, for both models."""
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round", attention, deterministic)
+    prompts, times = random_prompts(batch, tokens), []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decoder.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
+        times.append(time.perf_counter() - start)
+    return 1e3 * median(times[2:])
+
+
+def generate_rate(
+    model: CausalLM, head: DraftModel, batch: int, tokens: int = 600, probability: float = 0.75
+) -> dict[str, Any]:
+    """Tokens a second of `generate` with prompts of 1,024 tokens and the chain (5,1,6), where acceptance is forced.
+
+    tokens: of each request.  probability: of each level, given the level before.
+    """
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, 1024, "round")
+    session, prompts, seconds = Session(decoder), random_prompts(batch, 1024), {}
+    session.force_acceptance([probability] * 5)
+    for asked in (40, 1, tokens):  # the first compiles and captures, the second ends with the prompts
+        sampling = [SamplingParams(max_tokens=asked, ignore_eos=True)] * batch
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        session.generate(prompts, sampling, speculate=True)
+        seconds[asked] = time.perf_counter() - start
+    return {
+        "batch": batch, "tokens": tokens, "acceptance": probability, "seconds": seconds[tokens], "prompts_seconds": seconds[1],
+        "tokens_per_s": batch * tokens / seconds[tokens],
+        "tokens_per_s_after_prompts": batch * (tokens - 1) / (seconds[tokens] - seconds[1]),
+    }  # fmt: skip
+
+
+def verdict(ms: float, bar: float | None) -> str:
+    return "no bar" if bar is None else f"bar {bar:5.2f} {'ok  ' if ms <= bar else 'MISS'}"
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['spec']:>8} batch {row['batch']:>2} context {row['context']:>5}: {row['ms']:6.2f} ms"
+        f"  limit {row['limit_ms']:5.2f}  {verdict(row['ms'], row['bar'])}  host {row['host_ms']:.2f}",
+        end="",
+    )
+    if "kinds_ms" in row:
+        phases = ", ".join(f"{name} {ms:.2f}" for name, ms in row["phases_ms"].items())
+        kinds = ", ".join(f"{name} {ms:.2f}" for name, ms in row["kinds_ms"].items())
+        print(f"  idle {row['idle_share']:.1%}  {row['kernels']:.0f} kernels\n         {phases}\n         {kinds}", end="")
+        for name, spent, launches in row["longest"]:
+            print(f"\n         {spent:7.3f} ms {launches:6.1f} x {name}", end="")
+    print(flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="cases whose spec:batch:context starts with one of these, as 5,1,6:8")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--graphs", choices=("round", "step"), default="round")
+    parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--prefills", help="batch:tokens of prefills, separated by commas; nothing else is measured then")
+    parser.add_argument("--attention", default="auto", help="attention backends of the prefills, separated by commas")
+    parser.add_argument("--generate", help="numbers of rows, separated by commas, whose tok/s are measured too")
+    parser.add_argument("--no-auto", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
+    parser.add_argument("--quantize", choices=("none", *ROUNDED), default="none", help="the target's weights in 8 or 4 bits")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
+    if args.quantize != "none":
+        round_weights(model, args.quantize)
+        torch.cuda.empty_cache()
+    rows = []
+    for case in () if args.prefills else CASES:
+        if args.only and not case.name.startswith(tuple(args.only)):
+            continue
+        rows.append(measure(model, head, case, args.rounds, args.graphs, deterministic=args.deterministic))
+        show(rows[-1])
+        torch.cuda.empty_cache()
+    for batch in () if args.no_auto or args.prefills else PAUSES:
+        for spec in ("plain", "auto"):  # both over the same 600 rounds, so of the same lengths
+            case = Case(spec, batch, 1024)
+            rows.append(measure(model, head, case, 600, args.graphs, traced=False, deterministic=args.deterministic))
+            print(
+                f"600 rounds of {spec}, batch {batch}: median {rows[-1]['ms']:.2f} ms, mean {rows[-1]['mean_ms']:.2f} ms",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    prefills = []
+    asked = [tuple(map(int, text.split(":"))) for text in args.prefills.split(",")] if args.prefills else PREFILLS
+    for (batch, tokens), attention in () if args.no_prefill else itertools.product(asked, args.attention.split(",")):
+        ms = prefill_ms(model, head, batch, tokens, attention=attention, deterministic=args.deterministic)
+        bar = this_gpu().bars.get(f"prefill:{batch}:{tokens}")
+        prefills.append({"batch": batch, "tokens": tokens, "attention": attention, "ms": ms, "bar": bar})
+        print(f"prefill {batch} x {tokens}, attention={attention}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)
+        torch.cuda.empty_cache()
+    rates = [generate_rate(model, head, batch) for batch in map(int, args.generate.split(","))] if args.generate else []
+    for rate in rates:
+        print(f"generate, {rate['batch']} rows: {rate['tokens_per_s']:.0f} tok/s, after the prompts "
+              f"{rate['tokens_per_s_after_prompts']:.0f}", flush=True)  # fmt: skip
+    result = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+        "quantize": args.quantize,
+        "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills, "generate": rates,
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,233 @@
+"""Milliseconds a round of heads of one pass at the Llama-3.1-8B shape, beside EAGLE-3 and the verify of the same trees.
+
+    python benchmarks rounds.round_block --out benchmarks/rounds/results/round_block.json
+    python benchmarks rounds.round_block --heads p-eagle-2,eagle3 --shapes 5,1,6:1
+
+Weights are random, and acceptance is forced (--accept a level), so that rounds commit as many tokens as with trained heads.
+What a round costs without any drafter is measured with one that proposes constants.  Rounds are timed through the engine, host
+included, as in `generate()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from rounds.round_8b import DRAFT_VOCAB, TARGET, random_prompts, this_gpu
+
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.bench.byte_limit import byte_limit
+from specdec.bench.kernels import trace
+from specdec.bench.profile import Work, full_rounds
+from specdec.bench.session import Session
+from specdec.config import SamplingParams, SpecConfig
+from specdec.decoder import SpecDecoder
+from specdec.draft.drafter import Drafter, DraftModel, DraftNeeds, Place
+from specdec.draft.formats.spec import BlockSpec, HeadSpec
+from specdec.draft.head import DraftHead
+from specdec.draft.load import KINDS
+from specdec.loading.resolve import choose_attention, resolve_settings
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.loader import build
+from specdec.options import EngineOptions
+from specdec.prompts import Tokenizer
+from specdec.steps import Needs
+
+BAR = 1.08  # times the verify of the same tree, of a head of two layers at batch 1
+SHAPES = ("5,1,6", "7,1,8", "5,8,32", "7,10,60")
+BATCHES = (1, 8)
+CONTEXT, ROOM = 1024, 2048
+
+
+class Shape(NamedTuple):
+    """A head.  block: rows of its block.  vocab: of the head.  aux: how many layers of the target it reads.
+
+    bar: whether its rounds at batch 1 must stay below BAR.
+    """
+
+    kind: str
+    layers: int
+    block: int
+    vocab: int
+    aux: int = 3
+    rank: int = 0
+    bar: bool = False
+
+
+# The published heads: P-EAGLE of 4 layers (SpecForge, speculators), DFlash of 5 layers and blocks of 16 (z-lab), DSpark of 5
+# layers and blocks of 7 (DeepSpec), DSpark of 3 layers and blocks of 8 (speculators).  The bar is for those of 2 layers.
+HEADS = {
+    "eagle3": Shape("eagle3", 1, 0, DRAFT_VOCAB),
+    "p-eagle-2": Shape("p-eagle", 2, 8, DRAFT_VOCAB, bar=True),
+    "p-eagle-4": Shape("p-eagle", 4, 8, DRAFT_VOCAB),
+    "dflash-2": Shape("dflash", 2, 8, DRAFT_VOCAB, bar=True),
+    "dflash-5": Shape("dflash", 5, 16, TARGET.vocab_size, aux=5),
+    "dspark-2": Shape("dspark", 2, 8, DRAFT_VOCAB, rank=256, bar=True),
+    "dspark-3": Shape("dspark", 3, 8, DRAFT_VOCAB, rank=256),
+    "dspark-5": Shape("dspark", 5, 7, TARGET.vocab_size, aux=5, rank=256),
+}
+
+
+class ConstantModel(DraftModel):
+    """Proposes the same tokens always, and costs nothing: what remains of a round is its verify."""
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(features=None)
+
+    def check(self, spec: SpecConfig) -> None: ...
+
+    def worker(self, place: Place) -> Drafter:
+        return Constant(place)
+
+    @property
+    def description(self) -> str:
+        return "constants"
+
+
+class Constant(Drafter):
+    """A tree whose node n hangs below node (n - 1) // topk, as far as the levels go."""
+
+    def __init__(self, place: Place) -> None:
+        spec, parents, depths = place.spec, [0], [0]
+        for node in range(1, spec.num_draft_tokens):
+            above = node - 1 if spec.topk == 1 else (node - 1) // spec.topk
+            above = above if depths[above] < spec.max_steps else 0
+            parents.append(above)
+            depths.append(depths[above] + 1)
+        self.parents_N = torch.tensor(parents, device=place.device)
+        self.tokens_N = torch.arange(1, spec.num_draft_tokens, device=place.device)
+
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
+        tokens_BN = torch.cat((state.bonus_B[:, None], self.tokens_N.expand(state.rows, -1)), dim=1)
+        if spec.topk == 1:
+            return DraftTree.chain(tokens_BN)
+        return DraftTree.from_parents(tokens_BN, self.parents_N.repeat(state.rows, 1), spec.max_steps)
+
+    def extend(self, *args: Any) -> None: ...
+
+    def prefill(self, *args: Any) -> None: ...
+
+    def keep(self, *args: Any) -> None: ...
+
+    def catch_up(self, state: BatchState, needs: Needs) -> None: ...
+
+
+def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
+    """A head with normal weights, made on the GPU, which shares what such heads share with their target."""
+    shape, device = HEADS[name], model.embed_tokens.weight.device
+    layers = replace(TARGET, num_layers=shape.layers, layer_kinds=(), kv_source=(), qk_norm=shape.kind in ("dflash", "dspark"))
+    aux, block = tuple(1 + 27 * i // (shape.aux - 1) for i in range(shape.aux)), None
+    if shape.block:
+        skips = shape.kind == "dflash"
+        causal = (shape.kind == "p-eagle",) * shape.layers
+        block = BlockSpec(
+            shape.block + skips * (shape.block == 8), 0, causal, skips, markov="vanilla" if shape.rank else "none",
+            markov_rank=shape.rank,
+        )  # fmt: skip
+    spec = HeadSpec(layers, shape.kind, aux, TARGET.hidden_size, shape.vocab, block=block)
+    head = build(lambda: KINDS[shape.kind].make(spec, max_positions), device, torch.bfloat16)
+    head.embed_tokens = model.embed_tokens
+    for parameter in head.parameters():
+        if parameter is not model.embed_tokens.weight:
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    if shape.vocab == TARGET.vocab_size:
+        head.lm_head = model.lm_head
+    else:
+        head.d2t_V = torch.arange(shape.vocab, device=device) * 3
+    return head
+
+
+@contextmanager
+def running(
+    model: CausalLM, head: Any, spec: SpecConfig, batch: int, args: argparse.Namespace
+) -> Iterator[tuple[Session, Work]]:
+    options = EngineOptions(
+        device="cuda:0",
+        dtype="bfloat16",
+        max_batch_size=batch,
+        max_seq_len=CONTEXT + 1024,
+        cuda_graphs=False if args.eager else "round",
+    )
+    settings = resolve_settings(options, spec, model.config)
+    settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
+    decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
+    session = Session(decoder)
+    session.force_acceptance([args.accept] * spec.max_steps)
+    sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * batch
+    yield session, Work(session, random_prompts(batch, CONTEXT), sampling, speculate=True)
+    decoder.close()
+    torch.cuda.empty_cache()
+
+
+def measure(model: CausalLM, head: Any, spec: SpecConfig, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    with running(model, head, spec, batch, args) as (session, work):
+        full_rounds(work, session.step, 8)  # compiles and captures
+        found = [walls.wall for walls, _ in full_rounds(work, session.timed_step, args.rounds)]
+        row: dict[str, Any] = {"ms": 1e3 * median(found), "rounds": len(found)}
+        limit = byte_limit(model, head, spec, batch, CONTEXT)
+        row["limit_ms"] = 1e3 * limit.total / this_gpu().read_bandwidth
+        if args.traced:
+            with work.running():
+                split = trace(session.step, 10, session.decoder.settings.device)
+            row |= {"gpu_ms": split.span, "kernels": split.kernels, "longest": split.longest}
+        return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", default=",".join(HEADS), help="names of HEADS, separated by commas")
+    parser.add_argument("--shapes", default="", help="S,k,nd:batch, separated by spaces; all if left out")
+    parser.add_argument("--accept", type=float, default=0.75, help="the conditional probability of a level")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--traced", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs, to find what is wrong")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cases = [case.split(":") for case in args.shapes.split()] or [(s, str(b)) for b in BATCHES for s in SHAPES]
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    model = build(lambda: CausalLM(TARGET, CONTEXT + ROOM), device, torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    rows, verifies = [], dict[tuple[str, str], float]()
+    for name in ("verify", *args.heads.split(",")):
+        head = ConstantModel() if name == "verify" else random_head(name, model, CONTEXT + ROOM)
+        for shape, batch in cases:
+            spec = SpecConfig(*map(int, shape.split(",")))
+            if name != "verify" and HEADS[name].block and spec.max_steps > HEADS[name].block:
+                continue
+            row = {"head": name, "spec": shape, "batch": int(batch), **measure(model, head, spec, int(batch), args)}
+            times = row["ms"] / verifies.setdefault((shape, batch), row["ms"])
+            has_bar = name != "verify" and HEADS[name].bar and batch == "1"
+            row |= {"times_verify": times, "bar": BAR if has_bar else None}
+            rows.append(row)
+            verdict = "" if not has_bar else "  ok" if times <= BAR else f"  MISSES {BAR}"
+            print(f"{name:>10} {shape:>7} batch {batch}: {row['ms']:6.2f} ms  {times:.3f} of verify{verdict}", flush=True)
+            for kernel, spent, launches in row.get("longest", ()):
+                print(f"             {spent:7.3f} ms {launches:6.1f} x {kernel}", flush=True)
+        del head
+        torch.cuda.empty_cache()
+        if args.out:  # after each head, so that what was measured stays
+            write(args.out, rows, args.accept)
+
+
+def write(out: Path, rows: list[dict[str, Any]], accept: float) -> None:
+    result = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+        "context": CONTEXT, "accept": accept, "rows": rows,
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")

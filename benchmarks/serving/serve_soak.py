@@ -1,0 +1,49 @@
+"""The soak of the HTTP door on a GPU: the shipped pair in bf16, 32 rows, 20,000 calls of every kind, faults in the meantime.
+
+    python benchmarks serving.serve_soak --out benchmarks/serving/results/serve_soak.json 2>log   (the server logs each request)
+
+What is sent, what may happen to it and what must be as before afterwards is written in tests/toolkit/soak/; the test suite runs
+the same on a CPU with fewer calls.  Exit code 1: something was not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from toolkit.soak.run import Plan, pair_with_chat, soak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--processes", type=int, default=6, help="of clients, which share 60 calls at a time")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    plan = Plan(args.calls, max(200, args.calls // 4), 60, args.processes, pause=300, max_tokens=32, exact=False)
+    dtype = "float32" if args.device == "cpu" else "bfloat16"  # in bfloat16 torch keeps something of every shape on a CPU
+    with tempfile.TemporaryDirectory() as folder:
+        decoder = pair_with_chat(Path(folder), device=args.device, dtype=dtype, max_batch_size=32)
+        report = soak(decoder, plan)
+    print(f"{args.calls} calls in {report.seconds:.1f} s: {report.ends}; faults: {report.faults}")
+    print(f"{report.differing} of {report.repeated} repeated calls got more than one text")
+    print(f"memory in MiB, in tenths of the time: {[report.memory[i * len(report.memory) // 10] >> 20 for i in range(10)]}")
+    for problem in report.problems[:40]:
+        print(f"FAILED: {problem}")
+    if args.out:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else args.device
+        result = {
+            "device": device, "torch": torch.__version__, "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d"), "dtype": dtype, "max_batch_size": 32, "plan": asdict(plan),
+            "report": vars(report),
+        }  # fmt: skip
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if report.problems else 0

@@ -1,0 +1,1 @@
+"""What models write: sampling, grammars, drafts that are accepted, and whether texts are the same."""
