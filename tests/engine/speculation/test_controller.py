@@ -332,6 +332,7 @@ def test_the_reason_names_what_runs() -> None:
     (reason,) = made.speculation.reasons()
     shape = made.speculation.controller.books[Size(8)].best
     assert shape is not None and made.shapes[-1] == shape
-    assert reason.startswith(f"8 rows: chain {shape.label} with ") and "next best" in reason
+    assert reason.startswith(f"8 rows: chain {shape.label} with ")
+    assert "; next best " in reason and reason.count(f" {shape.label} ") == 1, "the next best is another one"
     assert Speculation((SpecConfig(5, 1),)).reasons() == []
     assert isinstance(Speculation((SpecConfig(5, 1),)).next_round(8, Needs(), False, 1.0)[1], RunRound)
