@@ -234,6 +234,27 @@ def test_rounds_with_a_grammar_have_costs_of_their_own() -> None:
     assert controller.books[Size(4, grammar=True)].costs.of(shape) > 2 * before
 
 
+def test_a_measured_round_goes_into_the_book_of_its_kind() -> None:
+    """Keeps out: rounds with a grammar whose seconds are taken for those without, by whoever hands them on."""
+    speculation = Speculation(SHAPES, is_auto=True)
+    assert speculation.controller is not None
+    for has_grammar in (False, True):
+        step = RunRound(4, "speculative", SHAPES[0], Needs(grammar=has_grammar), timed=True)
+        speculation.observe(step, 1e-3, [0] * 4)
+        assert set(speculation.controller.books) == {Size(4), Size(4, grammar=True)} - (
+            {Size(4, True)} - {Size(4, has_grammar)}
+        )
+
+
+def test_what_was_long_ago_counts_little() -> None:
+    """Keeps out: thousands of rounds that outweigh what a text accepts now, where it changes too little to be noticed."""
+    acceptance, shape = Acceptance(1), SpecConfig(1, 1)
+    for share, rounds in ((18, 150), (17, 50)):  # of 20 rows
+        for _ in range(rounds):
+            acceptance.observe(shape, [1] * share + [0] * (20 - share))
+    assert acceptance.of_chain(1)[0] == pytest.approx(0.85, abs=0.01)
+
+
 def test_a_disturbed_measurement_is_outlived() -> None:
     """Keeps out: one round that a busy machine held up, which rules a shape out for good."""
     made, text = machine((4,)), Text.of(4.5)
