@@ -23,7 +23,7 @@ from specdec.generation import Stats
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
-from specdec.train.offline.branches import Branches
+from specdec.train.offline.branches import Branches, BranchPairs
 from specdec.train.offline.run import eval_head
 
 SHAPES = (SpecConfig(4, 3, 12), SpecConfig(3, 1, 4))
@@ -66,6 +66,24 @@ def test_a_text_is_counted_up_to_its_end(zoo: Zoo, tmp_path: Path) -> None:
     with SpecDecoder.from_pretrained(target, head, SHAPES[0], options=options) as decoder:
         (out,) = decoder.generate(prompts, SamplingParams(max_tokens=12))
     assert found == out.stats and out.finish_reason == "eos" and 3 < len(out.token_ids) < 12
+
+
+def test_branches_take_their_parents_pairs_along(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a branch that goes on from another one and reads the keys of its own place in the list."""
+    followed: list[tuple[bool, bool]] = []
+    follow = BranchPairs.follow
+
+    def spy(self: BranchPairs, parents_PK: torch.Tensor) -> None:
+        before = {layer: pair[0].clone() for layer, pair in self.own.items()}
+        follow(self, parents_PK)
+        at = torch.arange(len(parents_PK))[:, None]
+        followed.append((bool(before), all(torch.equal(self.own[layer][0], k[at, parents_PK]) for layer, k in before.items())))
+
+    monkeypatch.setattr(BranchPairs, "follow", spy)
+    options = EngineOptions(device="cpu", dtype="float32")
+    eval_head(str(zoo.head("llama", "eagle3")), zoo.target("llama"), ragged_prompts(40, 2)[:1], SHAPES[:1], 3, options)
+    assert followed and [has for has, _ in followed] == [False, True, True] * (len(followed) // 3)
+    assert all(right for _, right in followed)
 
 
 @torch.inference_mode()

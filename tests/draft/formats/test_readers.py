@@ -131,6 +131,19 @@ def test_layer_ids_at_the_top_are_read(tmp_path: Path) -> None:
     assert open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec.aux_layers == (0, 1, 2)
 
 
+@pytest.mark.parametrize(("write", "options", "key"), [
+    (writers.specforge, dict(own_embeddings=True), "norm_output"), (writers.safeailab, dict(aux=(), layers=2), "bias"),
+])  # fmt: skip
+def test_a_key_that_is_left_out_means_true(
+    tmp_path: Path, write: Callable[..., Files], options: dict[str, Any], key: str
+) -> None:
+    """Keeps out: logits of an output that no norm has seen, and an fc without its bias: trainers default to true."""
+    config, tensors = write(random_parts(Options(**options)))
+    config.pop(key, None)
+    spec = open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec
+    assert spec.norms_logits and (spec.fc_bias or spec.kind == "eagle3")
+
+
 def test_both_tensors_must_name_the_same_ids(tmp_path: Path) -> None:
     """Keeps out: a head whose d2t and t2d are of two vocabularies, of which one is then taken without a word."""
     config, tensors = writers.specforge(random_parts(Options(own_embeddings=True)))

@@ -77,6 +77,13 @@ def test_an_attention_bias_is_where_transformers_has_it(name: str) -> None:
     assert parse_config(config.to_diff_dict(), "here").o_bias == (theirs.o_proj.bias is not None)
 
 
+def test_mimo_has_qwen2_s_biases_though_its_config_says_nothing() -> None:
+    """Keeps out: MiMo's projections without the biases that its layers, which are Qwen2's, always have."""
+    raw = transformers.Qwen2Config().to_diff_dict()
+    qwen2, mimo = parse_config(raw, "here"), parse_config({**raw, "model_type": "mimo"}, "here")
+    assert mimo == dataclasses.replace(qwen2, family="mimo") and mimo.qkv_bias
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 YARNS: list[dict[str, Any]] = [
     {},
