@@ -35,7 +35,8 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
     if not low <= value <= high or (above_low and value == low):
         bounds = f"{'(' if above_low else '['}{low}, {high}]"
         nearest = high if value > low else low
-        hint = "" if above_low and nearest == low else f"; nearest setting that works: {name}={nearest}"
+        works = f"a {name} above {low}" if above_low and nearest == low else f"{name}={nearest}"
+        hint = f"; nearest setting that works: {works}"
         raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
     return float(value)
 

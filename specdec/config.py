@@ -274,7 +274,7 @@ def _check_stop(stop: Any) -> None:
     """TypeError or ValueError for anything but a text or texts to stop at."""
     if stop is None:
         return
-    for text in (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else stop:
+    for text in (stop,) if isinstance(stop, str | bytes) or not isinstance(stop, Sequence) else stop:
         if not isinstance(text, str):
             raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
         if not text:

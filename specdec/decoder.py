@@ -155,6 +155,7 @@ class SpecDecoder:
             self.owner.close()
             if self._parts is not None:
                 self._finalizer.detach()
+                self._parts.engine.runner.close()
                 self._parts = None
                 self.owner.release()
                 try:
@@ -288,7 +289,7 @@ class SpecDecoder:
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
             check_source(ids, name, self.settings.longest_source(self.model.config))
             ids, source_ids = list(encoder.start_ids), ids
-        check_length(ids, sampling, name, self.settings.max_seq_len)
+        check_length(ids, sampling, name, self.settings.max_seq_len, self.model.config.max_position)
         bad_words = check_tokens(sampling, self.tokenizer, vocab_size)
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
@@ -305,7 +306,7 @@ class SpecDecoder:
 def check_one_prompt(prompt: Any) -> None:
     """TypeError for a list of prompts."""
     if not is_one_prompt(prompt):
-        got = f"{prompt!r} of type {type(prompt).__name__}"[:400]
+        got = " ".join(f"{prompt!r} of type {type(prompt).__name__}".split())[:400]
         raise TypeError(
             f"prompt must be one string, one list of token ids or one list of chat messages, got {got}; "
             "nearest thing that works for several prompts: generate"

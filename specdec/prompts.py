@@ -36,6 +36,8 @@ class Tokenizer:
                 self._inner = AutoTokenizer.from_pretrained(folder, config=_short_config(folder))
             except Exception as error:  # of any kind: transformers checks little of what the files hold
                 raise ValueError(_broken_file(folder, error)) from error
+            # A text that is too long is refused; transformers would warn of it, besides, in words about other code.
+            getattr(self._inner, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""
@@ -58,7 +60,10 @@ class Tokenizer:
         """
         inner = self._need("chat messages")
         if not self.has_chat_template:
-            raise ValueError(f"{name} holds chat messages, but this tokenizer has no chat template; expected a string or ids")
+            raise ValueError(
+                f"{name} holds chat messages, but the tokenizer in {self._folder} has no chat template: neither "
+                "chat_template.jinja nor tokenizer_config.json there holds one; nearest thing that works: a string or token ids"
+            )
         try:
             ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
         except Exception as error:  # of any kind: a template is a program
@@ -233,16 +238,21 @@ def check_source(ids: list[int], name: str, longest: int) -> None:
     if len(ids) > longest:
         raise PromptTooLong(
             f"{name} has {len(ids)} tokens; expected at most {longest}, the smaller of max_seq_len and what the encoder "
-            "reads; shorten the prompt or raise max_seq_len"
+            "reads; nearest thing that works: a shorter prompt, or a larger max_seq_len if that is the smaller one"
         )
 
 
-def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_len: int) -> None:
-    """PromptTooLong if the prompt and its longest output are longer than max_seq_len together.  name: what errors call it."""
+def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_len: int, reads: int) -> None:
+    """PromptTooLong if the prompt and its longest output are longer than max_seq_len together.
+
+    name: what errors call the prompt.  reads: the most tokens that the target reads, which max_seq_len can be raised to.
+    """
     if len(ids) >= max_seq_len:
+        needs = len(ids) + sampling.max_tokens
         raise PromptTooLong(
             f"{name} has {len(ids)} tokens; expected at most max_seq_len - 1 = {max_seq_len - 1}, so that one can follow; "
-            "shorten the prompt or raise max_seq_len"
+            "nearest thing that works: a shorter prompt"
+            + (f", or max_seq_len={min(needs, reads)}" if len(ids) < reads else f": the target reads {reads} tokens")
         )
     if len(ids) + sampling.max_tokens > max_seq_len:
         raise PromptTooLong(

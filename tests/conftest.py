@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import sys
 from collections import Counter
@@ -59,6 +60,13 @@ def pytest_collection_finish() -> None:
     """What was imported stays, and garbage is no longer looked for in it: a decoder looks for some when it is closed."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws at random does not depend on the tests that ran before it in the same process."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from latent.mla import DEVICE, SCALING, C, Case, H, Pool, R, World, ours, timed
 from torch import Tensor
 
+from latent.mla import DEVICE, SCALING, C, Case, H, Pool, R, World, ours, timed
 from specdec.attention.kernels.tiles_triton import programs_at_once
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.segment import Segment

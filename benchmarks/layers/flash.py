@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layers import attention as cells
-from layers.attention import Case, World
 from torch import Tensor
 
+from layers import attention as cells
+from layers.attention import Case, World
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.flash.backend import FlashBackend
 from specdec.attention.flash.queries import float8_queries

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from engine_internals import clear_caches, fixed_shape, set_acceptance, time_captures, timed_rounds, without_prefill
-from rounds.round_8b import make_decoder, random_pair, random_prompts
 
+from rounds.round_8b import make_decoder, random_pair, random_prompts
 from specdec.bench.profile import Work
 from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig

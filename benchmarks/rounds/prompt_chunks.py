@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import triton
-from rounds.round_8b import make_decoder, random_pair, random_prompts
 
+from rounds.round_8b import make_decoder, random_pair, random_prompts
 from specdec.bench.session import Session, Submitted
 from specdec.config import SamplingParams, SpecConfig
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from rounds.round_8b import TARGET, Case, measure, random_pair, show, this_gpu, verdict
 
+from rounds.round_8b import TARGET, Case, measure, random_pair, show, this_gpu, verdict
 from specdec.config import SpecConfig
 from specdec.loading.pair import Loaded
 from specdec.loading.ranks import Ranks

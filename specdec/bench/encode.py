@@ -38,6 +38,6 @@ def encode_prompts(
         is_message = chat and isinstance(prompt, str)
         asked = [{"role": "user", "content": prompt}] if is_message else prompt
         ids = encode_prompt(asked, name, tokenizer, config.vocab_size)
-        check_length(ids, sampling, name, engine.max_seq_len or config.max_position)
+        check_length(ids, sampling, name, engine.max_seq_len or config.max_position, config.max_position)
         encoded.append(ids)
     return encoded

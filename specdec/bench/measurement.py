@@ -33,7 +33,7 @@ DEFINITIONS = {
     "batch, where a round may be a plain step ('decode') if num_steps is auto; 'rest' is the time that no named phase took, "
     "which is host work",
     "predicted_speed_up": "accept_length * ms_per_step / ms_per_round: what it would be if every batch stayed full and prompts "
-    "took no time",
+    "took no time; null if num_steps is auto, since the pass that waits for phases chooses other shapes than the repeats",
     "speed_up_factors": "predicted_speed_up times all three is speed_up. uneven_ends: (steps / rounds of the batch) / "
     "accept_length; sequences end after different numbers of rounds, so that the last rounds run half empty, and tokens after "
     "the end are cut off. prefill: both sides' prefill, which the draft makes longer. other: from the pass that waits for "
@@ -201,6 +201,9 @@ class Cell:
 
     @property
     def predicted_speed_up(self) -> float | None:
+        """None where the shape is chosen for every round: the pass that times phases runs other rounds than the repeats."""
+        if self.spec[0] == "auto":
+            return None
         step, round_ = self.baseline.phases.ms_per_round, self.speculative.phases.ms_per_round
         if not step or not round_ or self.speed_up is None:
             return None

@@ -29,15 +29,16 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[FilePrompt]
     if count is not None:
         require_int("--num-prompts", count, 1)
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no prompts file {str(path)!r}; expected a .jsonl file, or text with one prompt a line")
+    if path.is_dir() or not path.exists():  # what is no plain file, such as the end of a pipe, can be read too
+        got = "a folder" if path.is_dir() else "no file"
+        raise ValueError(f"--prompts: expected a .jsonl file, or text with one prompt a line, got {got} at {str(path)!r}")
     is_json = path.suffix in (".jsonl", ".json")
     prompts: list[FilePrompt] = []
     for number, line in enumerate(_lines(path), 1):
         if line.strip() and (count is None or len(prompts) < count):
             prompts.append(_from_json(line, f"{path}:{number}") if is_json else line)
     if not prompts:
-        raise ValueError(f"{path} holds no prompt")
+        raise ValueError(f"{path} holds no prompt; expected one a line")
     if count is not None and len(prompts) < count:
         raise ValueError(f"{path} holds {len(prompts)} prompts, {count} were asked for; nearest: --num-prompts {len(prompts)}")
     return prompts

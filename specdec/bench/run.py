@@ -121,6 +121,11 @@ class BenchOptions:
                 f"{needs}got --num-prompts {self.num_prompts}; nearest settings: --num-prompts {largest}, or --batch-sizes "
                 f"{len(self.taken)}"
             )
+        if self.num_prompts is not None:
+            raise ValueError(
+                f"{needs}got --num-prompts {self.num_prompts}; nearest settings: --batch-sizes {self.num_prompts}, or a larger "
+                "--num-prompts"
+            )
         raise ValueError(
             f"{needs}but {self.prompts_source} holds {there}; nearest settings: --batch-sizes {there}, or --prompts with a "
             "file that holds more"

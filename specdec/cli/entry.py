@@ -5,6 +5,7 @@ Knows no command's flags and imports nothing heavy: every command does that when
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if os.environ.get("SPECDEC_DEBUG"):
             raise
-        complain(f"{error.strerror}: {error.filename}" if error.filename and error.strerror else str(error))
+        where = error.filename or ("the output" if error.errno == errno.ENOSPC else "")  # a full disk names no file of its own
+        complain(f"{error.strerror}: {where}" if where and error.strerror else str(error))
     except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a request that failed while it ran
         if os.environ.get("SPECDEC_DEBUG"):
             raise

@@ -24,6 +24,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        self.register("type", int, _whole)
+        self.register("type", float, _number)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, extra = self.parse_known_args(args, namespace)
@@ -42,6 +44,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         complain(f"{message}; see {self.prog} --help")
         sys.exit(2)
+
+
+class Once(argparse.Action):
+    """Stores a value, and refuses a second one, of which there may be several in another command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"argument {option}: expected one value, got two; only specdec bench and eval-head take several")
+        setattr(namespace, self.dest, values)
 
 
 # ---- prompts ----
@@ -177,6 +188,27 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
 
 
 # ---- values ----
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text[:80]!r}{_nearest_whole(text)}") from None
+
+
+def _nearest_whole(text: str) -> str:
+    try:
+        return f"; nearest: {int(float(text))}" if abs(float(text)) < 1e15 else ""
+    except ValueError:
+        return ""
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text[:80]!r}") from None
 
 
 def not_empty(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import (
     SPEC_HELP,
+    Once,
     add_engine_flags,
     add_grammar_flags,
     add_sampling_flags,
@@ -33,7 +34,7 @@ MOST_ROWS = 32  # texts that are generated at once
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text to go on from; it is not printed again; default: read from stdin")
-    add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
+    add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
     add("--max-tokens", type=int, default=128, metavar="N", help="the most tokens to generate; default: %(default)s")
     add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
@@ -60,10 +61,15 @@ def run(args: argparse.Namespace) -> int:
     target, draft = _pair(args)
     options, prompt = engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
     from specdec.decoder import SpecDecoder
+    from specdec.prompts import VOCABULARY_FILES
 
     decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=options)
     if not decoder.tokenizer.is_present:
-        raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
+        files = ", ".join(VOCABULARY_FILES)
+        raise ValueError(
+            f"{target} holds no tokenizer (none of {files}), and specdec generate is about text; nearest thing that works: "
+            "specdec bench or verify with --prompts of token_ids"
+        )
     start, asked = time.perf_counter(), [{"role": "user", "content": prompt}] if args.chat else prompt
     generations = [_stream(decoder, asked, sampling)] if sampling.n == 1 else _write_all(decoder, asked, sampling)
     seconds = time.perf_counter() - start
@@ -94,7 +100,13 @@ def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
 def _read_prompt(argument: str | None) -> str:
     if argument is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed before the start
         raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
-    prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
+    try:
+        prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
+        prompt.encode()  # bytes that are no UTF-8 come as halves of surrogate pairs, or as an error, by the locale
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ValueError(
+            f"PROMPT is not UTF-8 text from character {error.start} on; nearest thing that works: iconv -t UTF-8"
+        ) from None
     if not prompt:
         raise ValueError("PROMPT is empty: expected text")
     return prompt

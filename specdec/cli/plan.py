@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from specdec.cli.flags import SPEC_HELP, not_empty, tree_shape
+from specdec.cli.flags import SPEC_HELP, Once, not_empty, tree_shape
 from specdec.cli.output import console
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=not_empty, required=True, metavar="DIR", help="folder or hub id of the model")
     add("--draft", type=not_empty, metavar="DIR", help="folder or hub id of its draft head, or mtp or ngram")
-    add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
+    add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
     add("--dtype", default="auto", metavar="NAME", help="as for generate on a GPU; default: the checkpoint's own")
@@ -36,10 +36,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from specdec.config import SpecConfig
     from specdec.loading.plan import plan_memory
-    from specdec.options import EngineOptions
+    from specdec.options import EngineOptions, setting_of
 
     if args.spec is not None and args.draft is None:
         raise ValueError("--spec would do nothing without --draft")
+    for flag, name, value in (("--context", "max_seq_len", args.context), ("--batch", "max_batch_size", args.batch)):
+        item = EngineOptions.__dataclass_fields__[name]
+        setting_of(item).check(flag, value, item.default)
     options = EngineOptions(
         max_seq_len=args.context, max_batch_size=args.batch, dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
         page_size=args.page_size, quantize=args.quantize,
@@ -97,5 +100,6 @@ def _gpu_memory() -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 75GiB, got {text!r}")
+        nearest = f"; nearest: {match[1]}GB" if match and not match[2] and float(match[1]) else ""
+        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 75GiB, got {text!r}{nearest}")
     return int(float(match[1]) * UNITS[match[2].upper()])

@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.cli.flags import (
     SPEC_HELP,
+    Once,
     add_engine_flags,
     add_option_flags,
     engine_of,
@@ -25,7 +26,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_option_flags(parser.add_argument_group("server"), ServeOptions, ())
-    parser.add_argument("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
+    parser.add_argument("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add_engine_flags(parser, "serve")
 
 
@@ -59,5 +60,10 @@ def _options(args: argparse.Namespace) -> ServeOptions:
     if given["api_key"] is None:
         given["api_key"] = key_of_environment()
     if given["model_name"] is None and args.target:
-        given["model_name"] = Path(args.target).resolve().name
+        given["model_name"] = name_of(args.target)
     return ServeOptions(**given)
+
+
+def name_of(target: str) -> str:
+    """What requests call the model where nobody says: the last part of the target, with - for what a name can't hold."""
+    return "-".join("".join(c if "!" <= c <= "~" else " " for c in Path(target).resolve().name).split()) or "specdec"

@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if (args.name is None) == (args.target is None):
-        given = "both" if args.name else "neither"
+        given = "neither" if args.name is None else "both"
         raise ValueError(f"give MODEL or --target, got {given}; nearest thing that works: specdec tune llama-3.1-8b")
     if args.draft is not None and args.target is None:
         raise ValueError("--draft would do nothing without --target: MODEL has its head's sizes with it; leave it out")
@@ -74,9 +74,12 @@ def tunable_gpu(name: str) -> torch.device:
     from specdec.ops.launch import has_pdl, has_triton
     from specdec.options import EngineOptions
 
-    device = resolve_device(EngineOptions(device=name).device)
+    asked = EngineOptions(device=name).device
+    if not torch.cuda.is_available():
+        raise ValueError("specdec tune measures a GPU, but torch sees none; nearest thing that works: a machine with one")
+    device = resolve_device(asked)
     if device.type != "cuda":
-        raise ValueError(f"specdec tune measures a GPU, got device {device}; nearest thing that works: a machine with one")
+        raise ValueError(f"specdec tune measures a GPU, got --device {name}; nearest setting that works: --device cuda")
     if not has_triton() or not has_pdl(device):
         what = "Triton is not installed" if not has_triton() else f"{torch.cuda.get_device_name(device)} is older"
         raise ValueError(

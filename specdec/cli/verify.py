@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from specdec.cli.flags import (
     SPEC_HELP,
+    Once,
     add_engine_flags,
     add_grammar_flags,
     add_prompt_flags,
@@ -33,7 +34,7 @@ USUAL_PROMPTS = 8
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_prompt_flags(parser, num_prompts=str(USUAL_PROMPTS))
-    add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
+    add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add("--json", type=not_empty, metavar="FILE", help="write every finding, the settings and definitions")
     add_sampling_flags(parser)
     add_grammar_flags(parser)

@@ -16,6 +16,7 @@ from rich.text import Text
 from specdec.draft.formats.open import HowToRead, OpenHead, open_head
 from specdec.draft.formats.reading import wanted_tensors
 from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.kinds import is_name
 from specdec.draft.mtp.load import open_mtp
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -29,6 +30,8 @@ EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read"
 
 def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> dict[str, Any]:
     """Everything, as plain data.  ValueError as when the head is loaded: by the config, a tensor, or against the target."""
+    if is_name(head):
+        raise ValueError(f"HEAD: {head!r} is a drafter without files; nearest thing that works: the folder of a head, or mtp")
     folder = resolve_folder(head, "HEAD")
     config = None if target is None else choose_target(resolve_folder(target, "--target")).config
     opened = open_head(folder, config, how)

@@ -6,7 +6,7 @@ makes an engine of the models.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from specdec.config import SpecConfig
@@ -55,7 +55,10 @@ def load_pair(
 def require_spec(spec: SpecConfig) -> None:
     """TypeError for anything else."""
     if not isinstance(spec, SpecConfig):
-        raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
+        raise TypeError(
+            f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}; nearest setting that works: "
+            f"spec=SpecConfig({', '.join(map(repr, astuple(SpecConfig())))})"
+        )
 
 
 def set_threads(model: Target, settings: EngineSettings) -> None:

@@ -54,9 +54,13 @@ class FirstPasses:
             self._begin(state, step).begin()
         self._expected[step]()
         STARTUP.lap("kernels of the first round")
-        assert self._rehearsals is not None
-        self._rehearsals.close()
+        self.close()
         return True
+
+    def close(self) -> None:
+        """Drops compilations for a round that will not come."""
+        if self._rehearsals is not None:
+            self._rehearsals.close()
 
     def _begin(self, state: BatchState, step: RunRound) -> Rehearsals:
         if self._rehearsals is None:

@@ -127,6 +127,11 @@ class DeviceRunner:
         self._followers = followers
         self.readback.followers = followers
 
+    def close(self) -> None:
+        """Ends what goes on beside steps.  No step may be under way, and none may follow."""
+        if self._first is not None:
+            self._first.close()
+
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
         if self._followers is None:

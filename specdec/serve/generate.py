@@ -15,6 +15,7 @@ from specdec.serve.wire.errors import REQUEST_FAILED, ApiError, engine_failed, r
 from specdec.serve.wire.fields import COMPLETIONS
 from specdec.serve.wire.requests import Plan
 
+NO_TEMPLATE = "this model has no chat template: neither chat_template.jinja nor tokenizer_config.json in its folder holds one"
 TOKEN_FIELDS = ("stop_token_ids", "stop", "logit_bias", "bad_words")  # checked against the vocabulary
 
 
@@ -51,7 +52,7 @@ async def _checked(decoder: AsyncSpecDecoder, plan: Plan, prompt: object, sampli
     except (ValueError, TypeError) as error:
         if plan.is_chat and not decoder.decoder.tokenizer.has_chat_template:
             path = f"{COMPLETIONS} with a prompt"
-            raise wrong("messages", f"this model has no chat template; nearest thing that works: {path}") from None
+            raise wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {path}") from None
         about = next((name for name in TOKEN_FIELDS if str(error).startswith(f"{name} ")), plan.prompt_field)
         if plan.sampling.grammar_rule and str(error).startswith(f"{plan.sampling.grammar_rule[0]} "):
             about = plan.grammar_field

@@ -81,4 +81,6 @@ def _check_text(name: str, value: Any, optional: bool) -> None:
         raise TypeError(f"{name} must be a string, got a value of type {type(value).__name__}")
     if not value or not all("!" <= character <= "~" for character in value):
         shown = "" if name == "api_key" else f", got {value!r}"
-        raise ValueError(f"{name} must be printable ASCII characters without spaces, at least one{shown}")
+        plain = "-".join("".join(c if "!" <= c <= "~" else " " for c in value).split()) if name == "model_name" else ""
+        hint = f"; nearest setting that works: {name}={plain!r}" if plain else ""
+        raise ValueError(f"{name} must be printable ASCII characters without spaces, at least one{shown}{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -29,14 +30,19 @@ def listen(options: ServeOptions) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ValueError(f"--host {options.host} is no address of this machine: {error.strerror or error}") from error
+        raise ValueError(
+            f"--host {options.host} is no address of this machine: {error.strerror or error}; nearest thing that works: "
+            "--host 127.0.0.1"
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()
         where = f"can't listen on {options.host} port {options.port}: {error.strerror}"
-        raise ValueError(f"{where}; nearest thing that works: --port 0, which takes a free port") from error
+        is_foreign = error.errno == errno.EADDRNOTAVAIL
+        nearest = "--host 127.0.0.1, or an address of this machine" if is_foreign else "--port 0, which takes a free port"
+        raise ValueError(f"{where}; nearest thing that works: {nearest}") from error
     return listener
 
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from specdec.train.settings import HeadRun, TargetRun, meaning_of
 
@@ -25,9 +25,20 @@ THREADS = "threads on a CPU; default: as many as torch takes by itself, since a 
 AUX_LAYERS = "target layers, counted from 0, whose outputs are the head's features; default: 1, N//2 - 1, N - 4 of N layers"
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse, but what is wrong is one line, and a flag must be spelled out: another one may begin alike tomorrow."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of both commands.  Parsed flags hold `run`, the function that executes the command, and `prog`, its name."""
-    parser = argparse.ArgumentParser(prog="python -m specdec.train", description="Train small models for specdec.")
+    parser = Parser(prog="python -m specdec.train", description="Train small models for specdec.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = "Train a draft head for a target, on text that the target writes itself."
     head = commands.add_parser("head", prog="train_head", help="a draft head for a target", description=about)
@@ -109,7 +120,6 @@ def run_head(args: argparse.Namespace) -> None:
 def _target(args: argparse.Namespace) -> None:
     run = _settings(args, TargetRun)
 
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from specdec.train.target import train_target
@@ -117,18 +127,21 @@ def _target(args: argparse.Namespace) -> None:
     disable_progress_bar()  # the training loop draws its own
     done = train_target(
         run, args.text, args.out, extra=args.extra_text, checkpoint=args.checkpoint, resume=args.resume,
-        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"), compile_layers=args.compile,
+        device="auto" if args.device is None else args.device, compile_layers=args.compile,
         prompts=args.prompts, threads=args.threads, split=args.split, overwrite=args.overwrite,
     )  # fmt: skip
     print(f"best held-out loss {done.best_loss:.4f} at step {done.best_step}, {done.seconds:.0f} s -> {args.out}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.  The exit status is 0, or 2 for wrong flags, settings or files."""
+    """Runs one command.  The exit status is 0, 2 for wrong flags, settings or files, or 130 after Ctrl-C."""
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        print(f"{args.prog}: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, OSError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 2
     return 0

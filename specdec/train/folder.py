@@ -6,6 +6,7 @@ This file knows file names and settings.  It knows neither models nor text.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ FREE = ("steps", "eval_every", "eval_prompts", "keep_states", "layout")  # setti
 
 
 def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[str | Path] = ()) -> Path:
-    """Makes the folder.  ValueError if it can't be made, holds a model or a run, or is one of the folders to keep.
+    """Makes the folder, and leaves what it holds: see `forget_run`.
 
     resume, overwrite: which of the two the caller asked for, if any; either allows a folder that holds a run.
+
+    ValueError if it can't be made, holds a model or a run, or is one of the folders to keep.
     """
+    if str(out) == "":  # which a Path takes for the current folder
+        raise ValueError("out: expected a folder, got ''; nearest thing that works: --out .")
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: expected a folder, got the file {folder}")
@@ -40,12 +45,17 @@ def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[s
         raise ValueError("overwrite: expected one of resume and overwrite, got both")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if overwrite:
-            for name in RUN_FILES:
-                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"out: expected a folder that can be written, got {folder}: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"out: expected a folder that can be written, got {folder}: permission is denied")
     return folder
+
+
+def forget_run(folder: Path) -> None:
+    """Removes what a run could go on from.  To be called once a new run is sure to begin: what it replaces took hours."""
+    for name in RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.checks import require_int
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.block.dflash import DFlashHead
@@ -26,13 +27,15 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.body import default_aux_layers
 from specdec.draft.head import DraftHead
 from specdec.generation import Stats
+from specdec.loading.resolve import resolve_device
 from specdec.loading.threads import set_training_threads
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
+from specdec.options import EngineOptions, usable_cpus
 from specdec.train.block_loss import block_loss
-from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
+from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
 from specdec.train.heads.fresh import new_head
 from specdec.train.loop import Checkpoint, Progress, Schedule, fast_products, fit, make_optimizer
@@ -73,17 +76,18 @@ def train_head(
     Returns the progress at the end.  ValueError for text, settings or files that can't work; it comes before any text is
     written.
     """
-    config = choose_target(resolve_folder(target, "target")).config
-    layers = _check(run, config, str(target), aux_layers)
+    _check_machine(device, threads)
+    layers = _check(run, choose_target(resolve_folder(target, "target")).config, str(target), aux_layers)
     folder = prepare_out(out, resume, overwrite, keep=[target])
     corpus = load_corpus(texts, run.held_out, split, eval_texts)
     torch.manual_seed(run.seed)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
-    prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
+    prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
     notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
-    print("\n".join([*notes, _memory(run, decoder.model, len(layers))]), flush=True)
+    print("\n".join([*notes, _memory(run, model, len(layers))]), flush=True)
     set_training_threads(decoder.settings.device, threads)
-    model = decoder.model
+    if overwrite:
+        forget_run(folder)
     made_of = {
         "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
         "text": text_fingerprint(document.text for document in corpus.train),
@@ -105,6 +109,13 @@ def train_head(
     return progress
 
 
+def _check_machine(device: str, threads: int | None) -> None:
+    """ValueError if the device is not there, or the machine has fewer threads: before any file is read."""
+    resolve_device(EngineOptions(device=device).device)
+    if threads is not None:
+        require_int("threads", threads, 1, usable_cpus())
+
+
 def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[int] | None) -> tuple[int, ...]:
     """The layers whose outputs are the features, ascending.  ValueError if no head of these settings fits the target."""
     if config.encoder is not None:
@@ -118,6 +129,9 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
         raise ValueError(
             f"draft_vocab_size: expected at most {config.vocab_size}, the target's vocabulary, got {run.draft_vocab_size}"
         )
+    if run.width > config.max_position:
+        most = config.max_position
+        raise ValueError(f"width: expected at most {most}, the tokens that the target reads, got {run.width}; nearest: {most}")
     if aux_layers is None and config.num_layers < 7:  # 1, N//2 - 1, N - 4 ascend from here on
         raise ValueError(
             f"aux_layers: expected layer numbers for a target of {config.num_layers} layers, such as 1,2,3, got none"

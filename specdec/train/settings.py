@@ -11,6 +11,7 @@ from specdec.config import SpecConfig
 KINDS = ("eagle3", "p-eagle", "dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 LAYOUTS = ("auto", "safeailab", "speculators")
+MOST = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
@@ -29,7 +30,9 @@ def _check_whole(run: HeadRun | TargetRun, names: tuple[str, ...], least: int) -
     for name in names:
         value = getattr(run, name)
         if type(value) is not int or value < least:
-            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}; nearest: {least}")
+        if value > MOST:
+            raise ValueError(f"{name}: expected a whole number of at most {MOST}, got {value!r}")
 
 
 def _check_optimizer(run: HeadRun | TargetRun) -> None:
@@ -104,15 +107,16 @@ class HeadRun:
         _check_whole(self, ("num_steps", "layers", "anchors", "markov_rank"), least=1)
         _check_whole(self, ("steps", "batch", "eval_every", "eval_prompts"), least=1)
         _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
-        _check_whole(
-            self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width", "keep_states"), least=0
-        )
+        _check_whole(self, ("longest_prompt",), least=4)
+        _check_whole(self, ("width",), least=5 + max(spec.lookahead for spec in MEASURED))
+        _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "keep_states", "seed"), least=0)
         _check_optimizer(self)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")
         most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
-        if not 4 <= self.longest_prompt <= most:
-            raise ValueError(f"longest_prompt: expected 4 .. {most} for width {self.width}, got {self.longest_prompt}")
+        if self.longest_prompt > most:
+            expected = f"longest_prompt: expected 4 .. {most} for width {self.width}"
+            raise ValueError(f"{expected}, got {self.longest_prompt}; nearest: {most}")
         least = max(spec.topk for spec in MEASURED)
         if self.draft_vocab_size and self.draft_vocab_size < least:
             raise ValueError(f"draft_vocab_size: expected 0 (the target's) or at least {least}, got {self.draft_vocab_size}")
@@ -157,7 +161,7 @@ class TargetRun:
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         _check_whole(self, (*sizes, "steps", "batch", "eval_every"), least=1)
         _check_whole(self, ("head_dim", "context"), least=2)
-        _check_whole(self, ("warmup",), least=0)
+        _check_whole(self, ("warmup", "seed"), least=0)
         _check_optimizer(self)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.loading.resolve import resolve_device
 from specdec.loading.threads import set_training_threads
-from specdec.train.folder import fingerprint, prepare_out
+from specdec.options import EngineOptions
+from specdec.train.folder import fingerprint, forget_run, prepare_out
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.settings import TargetRun
 from specdec.train.text.documents import SEPARATOR, Document, read_documents
@@ -186,9 +188,12 @@ def train_target(
 
     Returns the progress at the end.  ValueError for text, settings or files that can't work.
     """
+    device = str(resolve_device(EngineOptions(device=device).device))
     set_training_threads(torch.device(device), threads)
-    tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, split, device, prompts)
     out = prepare_out(out, resume, overwrite)
+    tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, split, device, prompts)
+    if overwrite:
+        forget_run(out)
     if heldout_openings:
         lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in heldout_openings]
         (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

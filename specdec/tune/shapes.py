@@ -48,10 +48,10 @@ NAMED = {
 def named_products(name: str, dtype: torch.dtype) -> list[Product]:
     """The products of a model of that name and of its EAGLE-3 head.  ValueError for any other name."""
     if name not in NAMED:
-        raise ValueError(
-            f"the model must be one of {', '.join(NAMED)}, got {name!r}; nearest thing that works: "
-            f"{nearest_name(name, list(NAMED)) or '--target ' + name}"
-        )
+        beginning = next((known for known in NAMED if name.strip() and known.startswith(name.strip().lower())), "")
+        folder = f"--target {name}" if name.strip() and Path(name).is_dir() else ""
+        nearest = folder or nearest_name(name, list(NAMED)) or beginning or f"{next(iter(NAMED))}, or --target DIR"
+        raise ValueError(f"MODEL must be one of {', '.join(NAMED)}, got {name!r}; nearest thing that works: {nearest}")
     H, F, Q, K, V, D = NAMED[name]
     shapes = [(Q + 2 * K, H), (H, Q), (H, F), (V, H), (Q + 2 * K, 2 * H), (H, 3 * H), (D, H)]
     return [Product(2 * F, H, True, dtype), *(Product(*shape, False, dtype) for shape in shapes)]

@@ -124,6 +124,8 @@ def test_the_reasons_turn_the_prediction_into_the_measurement() -> None:
     assert table.splitlines()[-1].split() == "2 2,2,4 3.00x x 0.83 x 0.71 x 1.76 3.12x".split()
     derived = measured(cell).as_json()["cells"][0]["derived"]
     assert derived["speed_up_factors"] == factors._asdict()
+    chosen = replace(cell, spec=("auto", 4, 16))  # the pass that times phases runs other rounds than the repeats
+    assert chosen.predicted_speed_up is None and chosen.speed_up_factors is None and "3.00x" not in shown(measured(chosen))
     wrong = cell_of(wrong=[5, 6, 1, 8, 5, 6])
     assert wrong.speed_up_factors is None and "Why the speed-up" not in shown(measured(wrong))
 

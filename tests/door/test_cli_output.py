@@ -52,6 +52,18 @@ def test_every_file_is_tried(tmp_path: Path) -> None:
     assert out.read_text() == "x"
 
 
+@pytest.mark.parametrize("name", ["", "x"])
+def test_a_full_disk_is_the_outputs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: "[Errno 28] No space left on device", which names nothing."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", *([name] if name else []))
+
+    monkeypatch.setattr("specdec.loading.doctor.print_capabilities", full)
+    assert cli.main(["doctor", "--table"]) == 2
+    assert capsys.readouterr().err == f"specdec: error: No space left on device: {name or 'the output'}\n"
+
+
 @pytest.mark.slow
 def test_a_late_write_error_loses_no_result(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

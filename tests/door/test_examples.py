@@ -45,7 +45,7 @@ def server(log: Path) -> Iterator[str]:
             yield found[0]
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()
+            assert process.wait(300) == 0, log.read_text()
 
 
 @pytest.mark.slow

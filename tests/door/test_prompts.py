@@ -14,9 +14,11 @@ from specdec import SamplingParams, SpecDecoder
 from specdec.bench.encode import encode_prompts
 from specdec.bench.prompt_file import KEYS, TEXT_KEYS, read_prompts
 from specdec.bench.run import BenchOptions, _prompt_facts
+from specdec.checks import PromptTooLong
 from specdec.config import SpecConfig
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer, encode_prompt
+from specdec.prompts import Tokenizer, check_length, encode_prompt
+from specdec.shipped import target_folder
 
 SHORT = SamplingParams(max_tokens=4)
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}{{ 'assistant:' }}"
@@ -115,7 +117,7 @@ def test_a_tokenizer_that_says_nothing_is_named(tmp_path: Path) -> None:
         ("{{ messages[0].name.first }}", "the chat template of .* fails on prompt: UndefinedError: .* no attribute 'name'"),
         ("{{ 1 // 0 }}", "the chat template of .* fails on prompt: ZeroDivisionError"),
         ("{{ '' }}", "prompt is empty: expected at least one token"),
-        (None, "prompt holds chat messages, but this tokenizer has no chat template"),
+        (None, "prompt holds chat messages, but the tokenizer in .* has no chat template: neither chat_template.jinja nor"),
     ],
 )
 def test_a_chat_template_that_fails_says_so(tmp_path: Path, template: str | None, match: str) -> None:
@@ -215,6 +217,18 @@ def options(target: Path, prompts: list[Any], chat: bool) -> BenchOptions:
         target=target, draft="d", prompts=prompts, prompts_source="p.jsonl", specs=(SpecConfig(),), batch_sizes=(1,),
         sampling=SHORT, chat=chat,
     )  # fmt: skip
+
+
+def test_a_text_that_is_too_long_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a second line on stderr, in which transformers speaks of indexing errors."""
+    tokenizer, sampling = Tokenizer(target_folder()), SamplingParams(max_tokens=4)
+    ids = tokenizer.encode("the cat " * 300)
+    said = "nearest thing that works: a shorter prompt: the target reads 512 tokens"
+    with pytest.raises(PromptTooLong, match=said):
+        check_length(ids, sampling, "prompt", 512, 512)
+    with pytest.raises(PromptTooLong, match=r"a shorter prompt, or max_seq_len=\d+$"):
+        check_length(ids, sampling, "prompt", 64, 1024)
+    assert "Token indices" not in "".join(capfd.readouterr())
 
 
 def encoded_by(given: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:

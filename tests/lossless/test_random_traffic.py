@@ -179,7 +179,7 @@ def crowd(traffic: Traffic, threads: int, calls: int) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=120)
+        worker.join(timeout=600)
     assert not any(worker.is_alive() for worker in workers) and not wrong, wrong
     traffic.driver.assert_nothing_leaked()
 

@@ -13,7 +13,7 @@ from toolkit.oracles.statistics import filtered, p_value, pair_counts, token_dis
 
 from specdec import SamplingParams, SpecConfig
 
-V, SAMPLES, LIMIT = 12, 2400, 1e-4
+V, SAMPLES, LIMIT = 12, 1600, 1e-4
 PROMPT = [3, 7, 1]
 FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 0.9)]
 DRAFTERS = {

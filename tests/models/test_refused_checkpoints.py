@@ -255,6 +255,9 @@ def test_safetensors_that_are_cut_off(tmp_path: Path, zoo: Zoo) -> None:
         file.write_bytes(whole[:length])
         for backend in ("native", "transformers"):
             refused(lambda: load(tmp_path, backend), f"{file} is no whole safetensors file")  # noqa: B023
+    file.unlink()
+    file.mkdir()
+    refused(lambda: load(tmp_path), f"{file}: expected a safetensors file that can be read, got a folder")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def ended_soon() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo) -> None:
+def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: steps that do not reach the other rank, or in another order; a process that Ctrl-C ends; a request that waits
     for ever for a rank that is gone; a process that stays after `close`."""
     with load(zoo, 1) as decoder:
@@ -71,7 +71,8 @@ def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo) -> None:
         assert decoder.verify(PROMPTS[:1], SAMPLINGS[0]).passed  # dense passes, in which both ranks take part
         with ended_soon():
             os.kill(child.pid, signal.SIGKILL)
-            with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code -9"):
+            monkeypatch.setattr(processes, "WORD_SECONDS", SOON / 2)  # the machine may be busy
+            with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code (-9|None)"):
                 decoder.generate(PROMPTS, SAMPLINGS)
             decoder.close()
 
@@ -82,8 +83,8 @@ def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo) -> None:
 )
 def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: ranks that wait for the exchanges of a pass that another one gave up; an error without its rank and reason."""
-    if rank == 0:
-        monkeypatch.setattr(processes, "WORD_SECONDS", 0.2)  # no other rank will say that it failed first
+    # Where this rank fails, no other one will say that it failed first; where another one does, the machine may be busy.
+    monkeypatch.setattr(processes, "WORD_SECONDS", 0.2 if rank == 0 else SOON / 2)
     options = EngineOptions(**SETTINGS, tensor_parallel_size=2)  # type: ignore[arg-type]
     wanted = WantedPair(zoo.target("qwen3"), zoo.head("qwen3", "eagle3"), SPEC, options)
     with start_ranks(options) as started:

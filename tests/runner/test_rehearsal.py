@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from threading import Thread
 from types import SimpleNamespace
@@ -19,7 +22,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading import build
 from specdec.loading.build import can_rehearse
 from specdec.ops.compiling import rehearsal
-from specdec.ops.compiling.rehearsal import Nothing, _threads, is_rehearsed
+from specdec.ops.compiling.rehearsal import MOST_THREADS, Nothing, _threads, is_rehearsed
 from specdec.ops.index import predecessors
 from specdec.steps import Needs
 
@@ -125,12 +128,12 @@ def test_compilations_wait_until_all_passes_were_rehearsed() -> None:
     assert not ran and not any(future.done() for future in futures)
     with patch("torch.cuda.set_device"):
         rehearsals.begin()
-        assert isinstance(futures[1].exception(timeout=20), OSError) and futures[0].result(timeout=20) is None
+        assert isinstance(futures[1].exception(timeout=120), OSError) and futures[0].result(timeout=120) is None
     assert ran == [1]
     rehearsals.close()
 
 
-@pytest.mark.parametrize("ends", ["fails", "is dropped", "is interrupted"])
+@pytest.mark.parametrize("ends", ["fails", "is dropped", "is interrupted", "has not begun"])
 def test_launches_compile_what_nothing_came_of(ends: str) -> None:
     """Keeps out: a failure ahead of a launch that every later launch gets again, and launches that wait for ever because a
     compilation was dropped, or because Ctrl-C kept it from beginning."""
@@ -150,19 +153,80 @@ def test_launches_compile_what_nothing_came_of(ends: str) -> None:
     with patch("torch.cuda.set_device"), patch.object(rehearsal, "_loaded", lambda kernel: kernel):
         rehearsals, kernels = rehearsal.Rehearsals(torch.device("cpu")), list[Any]()
         if ends == "is dropped":
-            for _ in range(rehearsals._pool._max_workers):
+            for _ in range(rehearsals._most):
                 rehearsals.submit(free.wait)
         with suppress(KeyboardInterrupt):
             rehearsals.rehearse(run)
-            rehearsals.begin()
+            if ends != "has not begun":
+                rehearsals.begin()
         if ends == "fails":
             assert kernels[0].result(ignore_errors=True) is None
-        rehearsals.close()
+        if ends != "has not begun":
+            rehearsals.close()
         free.set()
         launched = Thread(target=kernels[0].result, daemon=True)
         launched.start()
-        launched.join(20)
+        launched.join(120)
     assert not launched.is_alive() and kernels[0].result() == "kernel" and len(tried) == (2 if ends == "fails" else 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("ends", ["program", "main thread"])
+def test_what_has_not_begun_is_dropped_at_the_end(ends: str) -> None:
+    """Keeps out: seconds in which a program that needs nothing any more compiles a round's kernels before it ends, and a call
+    that fails, or waits for ever, because the main thread has ended before it."""
+    reader, writer = os.pipe()
+
+    def compiles() -> None:
+        time.sleep(0.05)
+        os.write(writer, b"c")
+
+    def program() -> None:
+        def run() -> None:
+            for i in range(200):
+                rehearsals._compilers.submit(str(i), compiles, lambda kernel: None)
+
+        def waits() -> None:
+            threading.main_thread().join()
+            wait()
+            os.write(writer, b"w")
+
+        rehearsals = rehearsal.Rehearsals(torch.device("cpu"))
+        wait = rehearsals.rehearse(run)
+        if ends == "program":
+            rehearsals.begin()
+        else:
+            Thread(target=waits).start()
+
+    with patch("torch.cuda.set_device"), patch.object(rehearsal, "_loaded", lambda kernel: kernel):
+        child = multiprocessing.get_context("fork").Process(target=program)  # it ends as a program does
+        child.start()
+        child.join(20)
+    os.close(writer)
+    with open(reader, "rb") as written:
+        told = written.read()
+    assert child.exitcode == 0 and told.count(b"c") <= MOST_THREADS and told.count(b"w") == (ends == "main thread")
+
+
+def test_a_closed_decoder_drops_what_waits(zoo: Zoo) -> None:
+    """Keeps out: a decoder that ran no round, whose round's kernels are compiled after it is closed."""
+    ran: list[int] = []
+    with patch.object(rehearsal, "_compilers", lambda pool: MagicMock()), patch("torch.cuda.set_device"):
+        rehearsals = rehearsal.Rehearsals(torch.device("cpu"))
+        with SpecDecoder.from_pretrained(zoo.target("llama"), max_seq_len=64) as decoder:
+            Driver(decoder).expect_round(rehearsals)
+            future = rehearsals.submit(lambda: ran.append(1))
+    assert future.cancelled() and not ran
+
+
+def test_compilations_fail_where_there_are_no_threads() -> None:
+    """Keeps out: a request that fails, or waits for ever, because the system has no thread to compile ahead with."""
+    with patch.object(rehearsal, "_compilers", lambda pool: MagicMock()):
+        rehearsals = rehearsal.Rehearsals(torch.device("cpu"))
+    future = rehearsals.submit(lambda: 1)
+    with patch.object(Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        rehearsals.begin()
+    assert future.cancelled()
 
 
 @pytest.mark.parametrize(

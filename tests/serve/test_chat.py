@@ -142,13 +142,13 @@ def test_a_chat_that_is_too_long(chat_served: Served) -> None:
     long = [{"role": "user", "content": "x" * 200}]
     error = error_of(chat_served.post(PATH, {"model": "tiny", "messages": long}), 400)
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
-    assert "shorten the prompt" in error["message"]
+    assert "nearest thing that works: a shorter prompt" in error["message"]
 
 
 def test_a_model_without_a_template(served: Served) -> None:
     """Keeps out: a chat that becomes a prompt in a form that the model has never seen."""
     error = error_of(served.post(PATH, {"model": "tiny", "messages": HELLO}), 400)
-    assert error["param"] == "messages" and "no chat template" in error["message"]
+    assert error["param"] == "messages" and "no chat template: neither chat_template.jinja nor" in error["message"]
 
 
 def test_a_pool_that_is_smaller_than_the_context(chatty: SpecDecoder) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -18,6 +19,7 @@ from toolkit.serving.server import Served, wait_until
 from specdec import SamplingParams, SpecDecoder
 
 CALLERS = 64
+PLANTED = {"verify": (9, 18, 27), "prefill": (5, 10)}  # several: of one fault, all callers concerned may have hung up
 PROMPTS = ["hé 日本", "abc", "no no no", "x"]
 
 
@@ -82,18 +84,15 @@ def test_a_crowd_leaves_everything_as_it_was(chatty: SpecDecoder, faults: bool) 
             return Counter(await asyncio.gather(*(call(client, caller, texts[caller]) for caller in range(CALLERS))))
 
     with Served(decoder) as served:
-        if faults:
-            with (
-                driver.fail_in("verify", RuntimeError("planted"), call=9),
-                driver.fail_in("prefill", MemoryError("planted"), 5),
-            ):
-                fates = asyncio.run(crowd())
-        else:
+        with ExitStack() as planted:
+            for phase, calls in PLANTED.items() if faults else ():
+                for number in calls:
+                    planted.enter_context(driver.fail_in(phase, MemoryError("planted"), number))
             fates = asyncio.run(crowd())
         wait_until(lambda: served.door.queue.is_empty, "no request is left")
         lines = served.requests_logged(fates["whole"] + fates["failed"])  # who left at once may not have come in
         assert served.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200, "the server works as before"
-    assert fates["wrong"] == 0 and (fates["failed"] > 0) == faults and fates["whole"] > 20 and fates["left"] > 3, fates
+    assert fates["wrong"] == 0 and (fates["failed"] > 0) == faults and fates["whole"] > 20 and fates["left"] > 0, fates
     assert {line["status"] for line in lines} <= {200, 499, 500} and not any("crash" in line for line in lines)
     driver.assert_nothing_leaked()
     asyncio.run(served.door.decoder.close())

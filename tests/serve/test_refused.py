@@ -168,7 +168,10 @@ def test_every_field_of_the_client_is_known(path: str, params: Any) -> None:
         (b'{"model": "tiny", "prompt": "Once", "temperature": 1e999}', "temperature must be in"),
         (b'{"model": "tiny", "prompt": "Once", "model": "tiny"}', "the key 'model' stands twice"),
         (b'{"model": "tiny", "logit_bias": {"1": 0, "1": 0}, "prompt": "Once"}', "the key '1' stands twice"),
-        (b'{"model": "tiny", "prompt": "Once", "seed": ' + b"9" * 5000 + b"}", "not usable JSON"),
+        (
+            b'{"model": "tiny", "prompt": "Once", "seed": ' + b"9" * 5000 + b"}",
+            "JSON: it holds a number of thousands of digits",
+        ),
         (b'{"model": "tiny", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b'{"model": "tiny", "prompt": ' + b"[" * 800 + b"]" * 800 + b"}", "prompt must hold"),
         (b'{"model": "tiny", "prompt": "\\ud800"}', "half of a surrogate pair"),

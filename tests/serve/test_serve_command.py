@@ -13,6 +13,7 @@ import pytest
 from specdec import cli, shipped
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.cli.flags import flag_of
+from specdec.cli.serve import name_of
 from specdec.options import EngineOptions, setting_of
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 
@@ -136,11 +137,12 @@ def test_a_missing_extra_is_one_line(
         (["--port", "70000"], "port must be in [0, 65535], got 70000; nearest setting that works: port=65535"),
         (["--max-queue", "-1"], "max_queue must be in [0, 1048576]"),
         (["--max-tokens-cap", "0"], "max_tokens_cap must be >= 1"),
-        (["--grace-seconds", "soon"], "invalid int value: 'soon'"),
+        (["--grace-seconds", "soon"], "expected a whole number, got 'soon'"),
         (["--host", ""], "expected a name, got an empty value"),
         (["--host", "two words"], "host must be printable ASCII"),
         (["--host", "192.0.2.1", "--port", "0"], "can't listen on 192.0.2.1 port 0"),
         (["--model-name", "ä"], "model_name must be printable ASCII"),
+        (["--model-name", "my model"], "nearest setting that works: model_name='my-model'"),
         (["--prot", "1"], "nearest: --port"),
         (["--target", "a", "--spec", "5,4"], "--spec would do nothing without --draft"),
         (["--max-batch-size", "0"], "max_batch_size must be in [1, 4096]"),
@@ -152,3 +154,8 @@ def test_a_wrong_flag_is_one_line(started: list[Any], capsys: pytest.CaptureFixt
         warnings.simplefilter("ignore")
         assert said in error_of(capsys, *argv)
     assert not started
+
+
+def test_a_folder_with_spaces_has_a_name() -> None:
+    """Keeps out: a complaint about a --model-name that nobody gave."""
+    assert name_of("/models/my ä model/") == "my-model" and name_of("org/name") == "name" and name_of("/models/ä") == "specdec"

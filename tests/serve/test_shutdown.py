@@ -11,24 +11,46 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 from toolkit.driver import Driver
-from toolkit.serving.server import Served, error_of, wait_until
+from toolkit.serving.server import PATIENCE, Served, error_of, wait_until
 
 from specdec import SpecDecoder
+from specdec.serve import run
 
 PATH = "/v1/completions"
-LONG: dict[str, Any] = {"model": "specdec", "prompt": "Once", "max_tokens": 500, "temperature": 0}
+LONG: dict[str, Any] = {"model": "specdec", "prompt": "Once", "max_tokens": 100, "temperature": 0}
 MORE = {"extra_body": {"ignore_eos": True}}
 
 
+# The command `specdec`, whose rounds wait while a file is there: no text ends before a test has asked all its questions.
+HELD = """if True:
+    import sys, time
+    from pathlib import Path
+    from specdec.cli.entry import main
+    from specdec.engine.loop import Engine
+    file, step = Path(sys.argv.pop(1)), Engine.step
+
+    def held(engine):
+        while engine.running and file.exists():
+            time.sleep(0.01)
+        step(engine)
+
+    Engine.step = held
+    sys.exit(main())
+"""
+
+
 @contextmanager
-def command(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`specdec serve` on a free port, and its address once it listens."""
-    argv = [sys.executable, "-P", "-m", "specdec.cli", "serve", "--port", "0", "--device", "cpu", *flags]
+def command(holding: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`specdec serve` on a free port, and its address once it listens.  holding: a file, while which is there no round runs."""
+    holding.touch()
+    argv = [sys.executable, "-P", "-c", HELD, str(holding), "serve", "--port", "0", "--device", "cpu", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     try:
@@ -42,17 +64,20 @@ def command(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def test_a_signal_lets_streams_finish() -> None:
+def test_a_signal_lets_streams_finish(tmp_path: Path) -> None:
     """Keeps out: texts cut off by every deployment, an exit code that reads as a crash, and a server that never ends."""
-    with command("--grace-seconds", "300") as (process, url):  # the default is short for a busy machine
+    with command(tmp_path / "held", "--grace-seconds", "300") as (process, url):  # the default is short for a busy machine
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        stream = client.completions.create(stream=True, n=4, **LONG, **MORE)  # lasts for longer than the questions below
+        stream = client.completions.create(stream=True, n=4, **LONG, **MORE)
         chunks = [next(stream)]
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503, "the server says that it is not ready")
-        refused = httpx.post(url + PATH, json=LONG)
+        wait_until(
+            lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 503, "the server says that it is not ready"
+        )
+        refused = httpx.post(url + PATH, json=LONG, timeout=PATIENCE)
         assert error_of(refused, 503)["code"] == "shutting_down" and refused.headers["retry-after"] == "1"
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
+        (tmp_path / "held").unlink()
         chunks += list(stream)
         reasons = [chunk.choices[0].finish_reason for chunk in chunks]
         assert reasons[-1] == "length" and reasons.count("length") == 4
@@ -61,20 +86,21 @@ def test_a_signal_lets_streams_finish() -> None:
     assert "shutting down: 4 choices" in err and "Traceback" not in err
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     """Keeps out: a signal after Ctrl-C that does nothing while a long request runs, and a Ctrl-C that is no signal to end."""
-    with command("--grace-seconds", "600") as (process, url):
+    with command(tmp_path / "held", "--grace-seconds", "600") as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        stream = client.completions.create(stream=True, n=8, **LONG, **MORE)
+        stream = client.completions.create(stream=True, **LONG, **MORE)
         next(stream)
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503, "the first signal has arrived")
+        wait_until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 503, "the first signal has arrived")
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 128 + signal.SIGTERM
 
 
-def test_requests_that_are_cut_off_get_an_answer(pair: SpecDecoder) -> None:
+def test_requests_that_are_cut_off_get_an_answer(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: connections that just break at the end of the grace period, streamed or not, waiting or running."""
+    monkeypatch.setattr(run, "LAST_SECONDS", 120)  # the machine may be busy
     answers: dict[str, Any] = {}
 
     def ask(name: str, **body: Any) -> None:
@@ -83,10 +109,11 @@ def test_requests_that_are_cut_off_get_an_answer(pair: SpecDecoder) -> None:
     with Served(pair, grace_seconds=0) as served:
         asked = {"whole": {}, "stream": {"stream": True}, "waiting": {"n": 6}}
         threads = [threading.Thread(target=ask, args=(name,), kwargs=body) for name, body in asked.items()]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: served.door.queue.open_choices == 8, "all of them are in the queue")
-        served.server.handle_exit(signal.SIGTERM, None)
+        with Driver(pair).rounds_by_hand():
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: served.door.queue.open_choices == 8, "all of them are in the queue")
+            served.server.handle_exit(signal.SIGTERM, None)
         for thread in threads:
             thread.join(120)
     assert error_of(answers["whole"], 503)["code"] == error_of(answers["waiting"], 503)["code"] == "shutting_down"

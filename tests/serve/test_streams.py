@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -91,14 +92,13 @@ def test_a_slow_reader_holds_up_nobody(pair: SpecDecoder) -> None:
     body = {**GOOD, "model": name, "max_tokens": 150, "ignore_eos": True}
     content = json.dumps({**body, "stream": True}).encode()
     with Served(pair, model_name=name, send_buffer=4096) as served:
-        fast = events(served.post("/v1/completions", content).text)
         with served.connect(receive_buffer=4096) as slow:
             slow.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
                 % len(content)
                 + content
             )
-            wait_until(lambda: Driver(pair).running, "the stream runs")
+            wait_until(lambda: not served.door.queue.is_empty, "the stream is there")
             answer = served.post("/v1/completions", {**body, "max_tokens": 30}).json()
             assert answer["usage"]["completion_tokens"] == 30
             wait_until(lambda: Driver(pair).is_idle, "the row is free although nobody reads the stream")
@@ -109,25 +109,31 @@ def test_a_slow_reader_holds_up_nobody(pair: SpecDecoder) -> None:
                 assert (piece := slow.recv(1 << 16)), "the stream ended early"
                 text += piece
     pieces = [json.loads(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: {")]
-    texts = ["".join(item["choices"][0]["text"] for item in items) for items in (pieces, fast[:-1])]
-    assert texts[0] == texts[1], "the slow reader's text differs"
-    assert len(pieces) < len(fast) - 1, "a slow reader gets fewer, longer chunks"
+    (whole,) = pair.generate(GOOD["prompt"], SamplingParams(max_tokens=150, ignore_eos=True))
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole.text, "the slow reader's text differs"
+    assert len(pieces) < whole.stats.rounds, "a slow reader gets fewer, longer chunks"
 
 
 def test_streams_run_side_by_side(served: Served) -> None:
     """Keeps out: streams that take turns."""
 
-    async def first_then_all() -> list[int]:
-        order: list[int] = []
+    order: list[int] = []
 
+    async def read_all() -> None:
         async def read(index: int) -> None:
             async for _ in await client.completions.create(stream=True, max_tokens=60, **GOOD):
                 order.append(index)
 
         async with served.async_client() as client:
             await asyncio.gather(*(read(index) for index in range(4)))
-        return order
 
-    order = asyncio.run(first_then_all())
+    driver = Driver(served.decoder)
+    with ThreadPoolExecutor(1) as pool:
+        with driver.rounds_by_hand() as let_run:
+            reading = pool.submit(asyncio.run, read_all())
+            wait_until(lambda: served.door.queue.open_choices == 4, "all callers are there")
+            wait_until(lambda: len(driver.running) == 4 or let_run.release(), "all of them run")
+            wait_until(lambda: len(set(order)) == 4, "each has read something")
+        reading.result()
     firsts, lasts = [order.index(i) for i in range(4)], [len(order) - order[::-1].index(i) for i in range(4)]
     assert max(firsts) < min(lasts), "a stream began after another one had ended"

@@ -118,13 +118,24 @@ WRONG = [  # flags, what the line names
         "nearest setting that works: --max-tokens",
     ),
     ([str(draft_folder()), "--target", str(target_folder()), "--eval-text", "/none"], "/none"),
+    ([str(draft_folder()), "--target", str(target_folder()), "--device", "cuda", "--prompts", "/none"], "device='cuda'"),
+    ([str(draft_folder()), "--target", str(target_folder()), "--prompts", "LONG"], "--prompts with no prompt of more than 504"),
+    (
+        [str(draft_folder()), "--target", str(target_folder()), "--eval-text", "LONG", "--longest-prompt", "509"],
+        "nearest thing that works: --longest-prompt 504",
+    ),
     ([str(draft_folder()), "--target", str(target_folder()), "--num-prompts", "1000"], "--num-prompts 48"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "named"), WRONG, ids=str)
-def test_wrong_input_is_named(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval-head", *flags]) == 2
+def test_wrong_input_is_named(
+    flags: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    long = tmp_path / "long.txt"
+    long.write_text("the cat " * 254)
+    assert main(["eval-head", *(str(long) if flag == "LONG" else flag for flag in flags)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("specdec: error: ") and named in err and "Traceback" not in err
 

@@ -12,7 +12,7 @@ import torch
 
 from specdec.models.config import RopeConfig, parse_rope
 from specdec.train.__main__ import SPLITS, main
-from specdec.train.folder import check_same, fingerprint, prepare_out
+from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out
 from specdec.train.heads.safeailab import rope_keys
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.text import documents
@@ -62,8 +62,12 @@ def test_chats(tmp_path: Path) -> None:
     assert read_documents(path)[0] == [Document("hi\nhello", wanted)] * 2
 
 
-@pytest.mark.parametrize("line", ['{"txt": "a"}', "[1]", "{", '{"messages": [{"role": "user"}]}', '{"conversations": [1]}'])
+NO_DOCUMENTS = ['{"txt": "a"}', "[1]", "{", '{"messages": [{"role": "user"}]}', '{"conversations": [1]}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("line", [*NO_DOCUMENTS, r'{"text": "\ud800"}'], ids=lambda line: line[:20])
 def test_lines_that_are_no_documents(tmp_path: Path, line: str) -> None:
+    """Keeps out: errors of a parser or a tokenizer that name neither the file nor the line."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + line)
     with pytest.raises(ValueError, match=r"text: .*line 2"):
@@ -110,7 +114,11 @@ def test_what_a_run_must_not_overwrite(tmp_path: Path) -> None:
     prepare_out(out, True, False)
     assert (out / "checkpoint.pt").exists()
     prepare_out(out, False, True)
+    assert (out / "checkpoint.pt").exists(), "text that can't be used ends the run only after this"
+    forget_run(out)
     assert not (out / "checkpoint.pt").exists()
+    with pytest.raises(ValueError, match="--out ."):
+        prepare_out("", False, False)
     with pytest.raises(ValueError, match="got the file"):
         prepare_out(target / "config.json", False, False)
 

@@ -97,8 +97,8 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     assert train_head(more, target_folder(), [story_file(tmp_path)], out, resume=True, device="cpu").step == 3
     assert "held-out accept length" in capsys.readouterr().out
     head = SpecDecoder.from_pretrained(target_folder(), out, SpecConfig(3, 2, 5), device="cpu")
-    (output,) = head.generate("Once upon a time")
-    plain = head.generate("Once upon a time", speculate=False)
+    (output,) = head.generate("Once upon a time", SamplingParams(max_tokens=24))
+    plain = head.generate("Once upon a time", SamplingParams(max_tokens=24), speculate=False)
     assert output.token_ids == plain[0].token_ids
 
 
@@ -114,7 +114,10 @@ def test_heads_of_one_pass_are_trained_and_read_back(kind: str, vocab: int, tmp_
     assert done.history[1][2] < done.history[0][2], "a step makes the held-out loss smaller"
     decoder = SpecDecoder.from_pretrained(target_folder(), tmp_path / "head", SpecConfig(3, 2, 5), device="cpu", smoke=False)
     assert decoder.head is not None and decoder.head.config.kind == kind
-    (output,), (plain,) = (decoder.generate(["Once upon a time"], speculate=speculate) for speculate in (True, False))
+    (output,), (plain,) = (
+        decoder.generate(["Once upon a time"], SamplingParams(max_tokens=24), speculate=speculate)
+        for speculate in (True, False)
+    )
     assert output.token_ids == plain.token_ids
 
 

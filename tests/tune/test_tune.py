@@ -136,7 +136,10 @@ def test_a_cache_that_can_not_be_written_is_refused_before_the_run(gpu: Path, ca
         ([], "neither; nearest thing that works: specdec tune llama-3.1-8b"),
         (["llama-3.1-8b", "--target", "x"], "got both"),
         (["llama3.1-8b"], "nearest thing that works: llama-3.1-8b"),
-        (["gpt-2"], "--target gpt-2"),
+        (["gpt-2"], "llama-3.1-8b, or --target DIR"),
+        ([""], "nearest thing that works: llama-3.1-8b, or --target DIR"),
+        (["", "--target", "x"], "got both"),
+        (["llama"], "nearest thing that works: llama-3.1-8b"),
         (["llama-3.1-8b", "--draft", "x"], "--draft would do nothing"),
         (["--target", "/no/such/folder"], "/no/such/folder"),
     ],
@@ -152,7 +155,7 @@ def test_other_weights_and_machines_are_refused(zoo: Zoo, capsys: pytest.Capture
     assert main(["tune", "--target", str(zoo.target("llama")), "--device", "cpu"]) == 2
     assert "bfloat16 or float16, got torch.float32" in capsys.readouterr().err
     assert main(["tune", "llama-3.1-8b", "--device", "cpu"]) == 2
-    assert "measures a GPU, got device cpu" in capsys.readouterr().err
+    assert "measures a GPU, but torch sees none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rows", ["0", "65", "1,x", ""])

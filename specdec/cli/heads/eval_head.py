@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HELP = "count offline how many tokens of a draft head its target accepts"
 USED = ("device", "dtype", "max_batch_size", "draft_format", "draft_pickle")
 DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
+LEAST_TOKENS = 2  # of an output in which a round runs
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     check_files({"--json": args.json} if args.json else {})
     options = EngineOptions(**{name: getattr(args, name) for name in USED})
     SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are none
-    if args.max_tokens < 2:
+    if args.max_tokens < LEAST_TOKENS:
         raise ValueError(
-            "--max-tokens must be >= 2, since the first token comes from the prefill and no round would run, got "
-            f"{args.max_tokens}; nearest setting that works: --max-tokens 2"
+            f"--max-tokens must be >= {LEAST_TOKENS}, since the first token comes from the prefill and no round would run, got "
+            f"{args.max_tokens}; nearest setting that works: --max-tokens {LEAST_TOKENS}"
         )
     specs = tuple(args.spec or DEFAULT_SPECS)
     if twice := [spec.label for spec in dict.fromkeys(specs) if specs.count(spec) > 1]:
@@ -92,16 +93,25 @@ def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> lis
         source = Path(args.prompts) if args.prompts else shipped.prompts_file()
         listed = read_prompts(source, args.num_prompts)[: args.num_prompts]
         prompts = encode_prompts(listed, str(source), args.target, tokenizer, one, options, chat=args.chat)
-    most = choose_target(folder).config.max_position - more - max(map(len, prompts))
+    _check_room(args, choose_target(folder).config.max_position, max(map(len, prompts)), more)
+    return prompts
+
+
+def _check_room(args: argparse.Namespace, reads: int, longest: int, more: int) -> None:
+    """ValueError if the output of the longest prompt is longer than what the target reads.  more: see _prompts."""
+    most = reads - more - longest
+    if most < LEAST_TOKENS:
+        room = reads - more - LEAST_TOKENS
+        nearest = f"--longest-prompt {room}" if args.eval_text else f"--prompts with no prompt of more than {room} tokens"
+        raise ValueError(
+            f"a prompt of {longest} tokens leaves no room for an output and {more} tokens after it: the target reads {reads} "
+            f"tokens; nearest thing that works: {nearest}"
+        )
     if args.max_tokens > most:
         raise ValueError(
             f"--max-tokens must be at most {most}, which leaves room for the longest prompt and {more} tokens after the end, "
             f"got {args.max_tokens}; nearest setting that works: --max-tokens {most}"
-            if most > 0
-            else f"a prompt of {max(map(len, prompts))} tokens leaves no room for an output: the target reads "
-            f"{most + more + max(map(len, prompts))} tokens; nearest thing that works: shorter prompts (--longest-prompt)"
         )
-    return prompts
 
 
 def _print(specs: tuple[SpecConfig, ...], found: list[Stats]) -> None:

@@ -189,7 +189,7 @@ class Controller:
         """What runs at that size, and why.  Any thread may ask, so nothing is learned here."""
         book = self.books.get(size)
         if book is None or not book.costs.is_known(book.best):
-            return f"{size}: nothing was measured yet"
+            return f"{size}: none yet; {self._measured_so_far(size, share)}"
         rates = self.rates(size, share, [shape for shape in (None, *self.shapes) if shape != book.best])
         second = max(rates, key=lambda shape: rates[shape])
         levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
@@ -197,6 +197,19 @@ class Controller:
             f"{size}: {self._line(size, book.best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"
         )
+
+    def _measured_so_far(self, size: Size, share: float) -> str:
+        """What is known before anything is chosen: the first shapes run one after the other, so that their costs show."""
+        book = self.books.get(size)
+        if book is None:
+            return "no round ran"
+        shapes = [*book.first, None]
+        known = [self._line(size, shape, share) for shape in shapes if book.costs.is_known(shape)]
+        missing = ", ".join(label(shape) for shape in shapes if not book.costs.is_known(shape))
+        found = (
+            f"measured so far: {', '.join(known)}" if known else "the first round of a shape is not timed, as it may compile"
+        )
+        return f"{found}; to be measured: {missing}"
 
     def _line(self, size: Size, shape: Shape, share: float) -> str:
         tokens, cost = self._tokens(shape, share), self._book(size).costs.of(shape)

@@ -90,6 +90,9 @@ def _safetensors(file: Path) -> dict[str, StoredTensor]:
         names = list(handle.keys())
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is no whole safetensors file ({error}); was its download cut off?") from error
+    except OSError as error:
+        what = "a folder" if file.is_dir() else str(error)
+        raise ValueError(f"{file}: expected a safetensors file that can be read, got {what}") from error
 
     def read(name: str) -> Tensor:
         try:

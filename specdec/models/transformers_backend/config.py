@@ -103,6 +103,8 @@ def load_hf_config(folder: Path) -> Any:
     raw, where = read_json(path), str(path)
     name = raw.get("model_type")
     if name not in CONFIG_MAPPING:
+        if name is None:
+            raise ValueError(f"{where} lacks model_type; expected the name of a family, such as 'llama'")
         why = "its code is its own (auto_map), and a model folder's code is not run" if "auto_map" in raw else "it is unknown"
         raise ValueError(
             f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: a newer transformers"

@@ -6,7 +6,7 @@ be rehearsed on memory that holds anything, and leaves no trace.  The function m
 CUDA graph may hold can be rehearsed, too.
 
 A compilation that fails here, or that nobody began, is forgotten, and so is a rehearsal: the launch itself then compiles, and
-gives the error.
+gives the error.  When the program ends, compilations that have begun are finished, and the others are dropped.
 
 This module knows no kernel and no model.
 """
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,10 +55,10 @@ class Rehearsals:
     """
 
     def __init__(self, device: torch.device) -> None:
-        count = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(count, "specdec-compile", lambda: torch.cuda.set_device(device))
-        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
-        self._begun: list[Future[Any]] = []
+        self._device, self._most = device, min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()  # held to read or change the number of threads, and to take of what waits
+        self._running = 0
         self._compilers = _compilers(self)
 
     def rehearse(self, run: Callable[[], object]) -> Callable[[], None]:
@@ -77,6 +78,7 @@ class Rehearsals:
             raise
 
         def wait() -> None:
+            self.begin()  # again, with what an interrupt has kept from beginning
             for future in needed.values():
                 future.result(ignore_errors=True)
 
@@ -89,32 +91,56 @@ class Rehearsals:
         return future
 
     def begin(self) -> None:
-        """Begins with all compilations that wait."""
-        for future, function in self._waiting:
-            self._pool.submit(_fill, future, function)
-            self._begun.append(future)
-        self._waiting = []
+        """Begins with all compilations that wait, and that no thread will come to by itself."""
+        with self._lock:
+            new = min(self._most - self._running, len(self._waiting))
+        try:
+            for _ in range(new):
+                threading.Thread(target=self._compile, name="specdec-compile").start()
+        except RuntimeError:  # the system has no more threads: those that compile go on, and launches do the rest
+            self.close()
 
     def close(self) -> None:
         """Drops what still waits for a thread: a launch that needs it compiles it."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for future in self._begun:
-            future.cancel()
+        with self._lock:
+            self._drop()
+
+    def _compile(self) -> None:
+        """What a thread does: it ends when nothing waits, so that no thread is left which nobody ends."""
+        with self._lock:
+            self._running += 1
+        while (taken := self._take()) is not None:
+            _fill(*taken, self._device)
+
+    def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            if not threading.main_thread().is_alive():  # Python waits for this thread before it ends
+                self._drop()
+            if self._waiting:
+                return self._waiting.popleft()
+            self._running -= 1
+            return None
+
+    def _drop(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()[0].cancel()
 
 
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     """Compiles what run() launches before it first needs values on the host."""
     rehearsals = Rehearsals(device)
-    wait = rehearsals.rehearse(run)
-    rehearsals.begin()
-    wait()
-    rehearsals.close()
+    try:
+        wait = rehearsals.rehearse(run)
+        wait()
+    finally:
+        rehearsals.close()
 
 
-def _fill(future: Future[Any], function: Callable[[], Any]) -> None:
+def _fill(future: Future[Any], function: Callable[[], Any], device: torch.device) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
+        torch.cuda.set_device(device)  # of this thread
         future.set_result(function())
     except BaseException as error:  # whoever waits for the future gets it
         future.set_exception(error)
@@ -122,17 +148,21 @@ def _fill(future: Future[Any], function: Callable[[], Any]) -> None:
 
 def _compilers(executor: Rehearsals) -> Any:
     """Triton's own mode of compiling in other threads, but nobody waits at its end, kernels get loaded, and launches compile
-    what nothing came of: Triton would keep the failure for them, or have them wait for ever.
+    what nothing came of, or what nobody has begun: Triton would keep the failure for them, or have them wait for ever.
     """
     from triton import AsyncCompileMode
     from triton.runtime._async_compile import FutureKernel
 
     class Compiled(FutureKernel):
+        kernel: Any  # None until it is compiled
+
         def __init__(self, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], future: Future[Any]) -> None:
             super().__init__(finalize_fn, future)
             self.compile_fn = compile_fn
 
         def result(self, ignore_errors: bool = False) -> Any:
+            if self.kernel is None and not ignore_errors:
+                self.future.cancel()  # does nothing to a compilation that has begun
             try:
                 return super().result()
             except Exception:  # of any kind: the launch has its own

@@ -57,7 +57,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise wrong(None, "the body holds half of a surrogate pair, which is no character") from None
     except ValueError as error:  # JSONDecodeError, numbers of thousands of digits, and the refusals below
-        raise wrong(None, f"the body is not usable JSON: {error}") from None
+        is_digits = "sys.set_int_max_str_digits" in str(error)  # Python's advice is for the server's code
+        fault = "it holds a number of thousands of digits" if is_digits else error
+        raise wrong(None, f"the body is not usable JSON: {fault}") from None
     if not isinstance(found, dict):
         raise wrong(None, f"the body must be a JSON object, got {type(found).__name__}")
     return found

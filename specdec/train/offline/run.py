@@ -20,6 +20,7 @@ from specdec.draft.kinds import is_name
 from specdec.draft.load import empty_head, load_head
 from specdec.generation import Stats
 from specdec.limits import MAX_PAUSE
+from specdec.loading.resolve import resolve_device
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
@@ -29,7 +30,10 @@ from specdec.train.states import read_rows
 
 
 def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], options: EngineOptions) -> ModelConfig:
-    """The target's config.  ValueError if no head of the folder can be counted with these shapes; no weights are read."""
+    """The target's config.  ValueError if no head of the folder can be counted with these shapes, or the device is not there;
+    no weights are read.
+    """
+    resolve_device(options.device)
     if is_name(head):
         raise ValueError(
             f"HEAD must be a folder or hub id of a draft head, got {head!r}; specdec bench --draft {head} measures it"

@@ -83,8 +83,10 @@ def _count(documents: Sequence[Any]) -> str:
 def _from_line(line: str, where: str) -> Document:
     try:
         held = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"text: expected a JSON object in {where}, got {error}") from error
+    if "\\u" in line and re.search("[\ud800-\udfff]", json.dumps(held, ensure_ascii=False)):  # tokenizers would not say where
+        raise ValueError(f"text: expected text that UTF-8 can hold in {where}, got half of a surrogate pair")
     if isinstance(held, dict):
         for key in TEXT_KEYS:
             if isinstance(held.get(key), str) and held[key].strip():

@@ -40,12 +40,19 @@ def openings_of(tokenizer: Tokenizer, paths: Sequence[str | Path], longest: int,
     none.
     """
     if longest < LEAST:
-        raise ValueError(f"longest_prompt: expected at least {LEAST}, got {longest}")
+        raise ValueError(
+            f"longest_prompt: expected at least {LEAST}, got {longest}; nearest setting that works: --longest-prompt {LEAST}"
+        )
     documents = drop_alike([document for path in paths for document in read_documents(path)[0]], [])
     found = []
     for document in documents:
         if ids := opening_ids(tokenizer, document, CHAT_MOST, longest):
             found.append(ids if document.messages is not None else ids[:longest])
     if not found or len(found) < (count or 1):
-        raise ValueError(f"eval_text: expected {count or 1} documents of {LEAST} tokens or more, got {len(found)}")
+        wanted = "a document" if (count or 1) == 1 else f"{count} documents"
+        nearest = f"--num-prompts {len(found)}" if found else "another --eval-text"
+        raise ValueError(
+            f"eval_text: expected {wanted} of {LEAST} tokens or more, got {len(found)} that open unlike those before them; "
+            f"nearest setting that works: {nearest}"
+        )
     return found[:count]

@@ -38,6 +38,15 @@ def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("specdec")}
 
 
+def is_closed(decoder: SpecDecoder) -> bool:
+    """Whether it takes no more requests; a step may still be under way."""
+    try:
+        decoder.__enter__()
+    except RuntimeError:
+        return True
+    return False
+
+
 def test_a_closed_decoder_is_gone(make: Callable[[], SpecDecoder]) -> None:
     """Keeps out: weights, caches or a thread that live on; a call that hangs, or fails without saying why."""
     before = engine_threads()
@@ -77,6 +86,7 @@ def test_closing_ends_what_runs_and_what_waits(make: Callable[[], SpecDecoder]) 
         assert wait_for(lambda: len(driver.waiting) == 12)
         closing = threading.Thread(target=decoder.close)
         closing.start()
+        assert wait_for(lambda: is_closed(decoder))  # the round that is held now is the last one
         let_run.release(3)
         for thread in (closing, *threads):
             thread.join(timeout=120)

@@ -356,4 +356,20 @@ def test_the_reason_names_what_runs() -> None:
     assert reason.startswith(f"8 rows: chain {shape.label} with ")
     assert "; next best " in reason and reason.count(f" {shape.label} ") == 1, "the next best is another one"
     assert Speculation((SpecConfig(5, 1),)).reasons() == []
+
+
+def test_the_reason_says_what_is_known_before_anything_is_chosen() -> None:
+    """Keeps out: "nothing was measured" after a text whose rounds were all counted."""
+    shapes, size = (SpecConfig(2, 1), SpecConfig(5, 1), SpecConfig(5, 4, 16)), Size(1)
+    controller = Controller(shapes)
+    assert controller.reason(size) == "1 row: none yet; no round ran"
+    controller.observe(size, controller.choose(size, 1.0, 0), 0.5, [2])
+    rest = "chain 2,1,3, tree 5,4,16, no levels"
+    untimed = "the first round of a shape is not timed, as it may compile"
+    assert controller.reason(size) == f"1 row: none yet; {untimed}; to be measured: chain 5,1,6, {rest}"
+    controller.observe(size, controller.choose(size, 1.0, 0), 0.004, [2])
+    controller.observe(size, controller.choose(size, 1.0, 0), 0.004, [2])
+    found = controller.reason(size)
+    assert found.startswith("1 row: none yet; measured so far: chain 5,1,6 with ") and "tokens in 4.00 ms" in found
+    assert found.endswith(f"; to be measured: {rest}")
     assert isinstance(Speculation((SpecConfig(5, 1),)).next_round(8, Needs(), False, 1.0)[1], RunRound)

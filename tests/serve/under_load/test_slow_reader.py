@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -33,14 +32,14 @@ PATIENCE = 120.0  # seconds
 class Reader:
     """A bare client of one stream, on a thread of its own.
 
-    may_read: without it the reader stops after the first piece of text, until it is set.  times: of every piece.
+    may_read: without it the reader stops after the first piece of text, until it is set.  pieces: how many have come.
     """
 
     port: int
     body: dict[str, Any]
     may_read: threading.Event
     has_begun: threading.Event = field(default_factory=threading.Event)
-    times: list[float] = field(default_factory=list)
+    pieces: int = 0
     texts: dict[int, str] = field(default_factory=dict)
 
     def start(self) -> Reader:
@@ -51,10 +50,6 @@ class Reader:
     def join(self) -> None:
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive(), "the stream does not end"
-
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
     def _run(self) -> None:
         connection = HTTPConnection("127.0.0.1", self.port)
@@ -73,7 +68,7 @@ class Reader:
         connection.close()
 
     def _take(self, event: dict[str, Any]) -> None:
-        self.times.append(time.monotonic())
+        self.pieces += 1
         for choice in event["choices"]:
             self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
 
@@ -86,13 +81,13 @@ def run(port: int, driver: Driver, stops: bool) -> tuple[Reader, list[Reader]]:
     assert large.has_begun.wait(PATIENCE)
     others = [Reader(port, SMALL, always).start() for _ in range(2)]
     for other in others:
-        other.join()
+        other.join()  # while the first one has stopped
     if stops:
         deadline = time.monotonic() + PATIENCE
         while not driver.is_idle:  # its rows are free although nobody has read their texts
             assert time.monotonic() < deadline, "a reader that has stopped holds its rows"
             time.sleep(0.02)
-        assert len(large.times) == 1
+        assert large.pieces == 1
         may_read.set()
     large.join()
     return large, others
@@ -100,20 +95,13 @@ def run(port: int, driver: Driver, stops: bool) -> tuple[Reader, list[Reader]]:
 
 @pytest.mark.slow
 def test_a_slow_reader_holds_up_nobody(tmp_path: Path) -> None:
-    """Others get their tokens as fast as beside a reader who reads; the text that waits is kept once, not piece by piece."""
+    """Others get their whole texts while it has stopped; the text that waits is kept once, not piece by piece."""
     decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
     driver = Driver(decoder)
     with open_door(decoder, ServeOptions(port=0, model_name="m"), BUFFER) as port:
-        ratios = []
-        for _ in range(3):  # other programs on the machine disturb one try, but not all of them
-            fast, beside_fast = run(port, driver, stops=False)
-            slow, beside_slow = run(port, driver, stops=True)
-            assert slow.texts == fast.texts and len(slow.texts) == LARGE["n"] and all(slow.texts.values())
-            assert [other.texts for other in beside_slow] == [other.texts for other in beside_fast]
-            assert len(slow.times) < LARGE["n"] * LARGE["max_tokens"] / 2, len(slow.times)  # rounds came together
-            undisturbed, disturbed = (median(g for other in each for g in other.gaps) for each in (beside_fast, beside_slow))
-            ratios.append(disturbed / undisturbed)
-            if ratios[-1] < 1.25:
-                break
-        assert min(ratios) < 1.25, ratios
+        fast, beside_fast = run(port, driver, stops=False)
+        slow, beside_slow = run(port, driver, stops=True)
+        assert slow.texts == fast.texts and len(slow.texts) == LARGE["n"] and all(slow.texts.values())
+        assert [other.texts for other in beside_slow] == [other.texts for other in beside_fast]
+        assert slow.pieces < LARGE["n"] * LARGE["max_tokens"] / 2, slow.pieces  # rounds came together
         driver.assert_nothing_leaked()

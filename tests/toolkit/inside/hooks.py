@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.batch.packed import ChunkShape
 from specdec.config import SpecConfig
 from specdec.engine.request import Request
+from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.runner import prompts as prompt_runner
 from specdec.runner.first_passes import FirstPasses
 from specdec.runner.readback import Ticket
@@ -70,6 +71,11 @@ class Hooks:
 
         with patch.object(victim, name, raising):
             yield
+
+    def expect_round(self, rehearsals: Rehearsals) -> None:
+        """From now on the decoder has rehearsed for a round that is to come."""
+        first = self._runner._first = FirstPasses(self._runner.prompts, self._runner.rounds, None)
+        first._rehearsals = rehearsals
 
     def rehearse(self, prompt: list[int], needs: Needs, spec: SpecConfig, rows: int) -> list[Tensor]:
         """Rehearses a chunk and a round as if they were the first.  Returns the tensors that a rehearsal changed."""

@@ -11,8 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,9 +41,7 @@ class OnRay:
         self.refused = ""
 
     def __enter__(self) -> OnRay:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}{PREFIX}"
         argv = [sys.executable, "-P", str(DRIVER), self._folder.name, str(port), PREFIX, *self._arguments]
         self._log: IO[str] = open(Path(self._folder.name) / "driver.log", "w+")
@@ -95,12 +93,26 @@ class OnRay:
             found |= new
         return found - {driver}
 
+    def running(self) -> float:
+        """How many choices run."""
+        return sum(self.samples("specdec_running").values())
+
     def kill(self, replica: str) -> None:
         self._command(f"kill {replica}")
 
     def delete(self) -> None:
         """Takes the application away; returns when its replicas have been drained."""
         self._command("delete")
+
+    @contextmanager
+    def slow_rounds(self) -> Iterator[None]:
+        """Inside, a long text lasts for much longer than questions about it, however busy the machine is."""
+        file = Path(self._folder.name) / "slow"
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink()
 
     def _command(self, line: str) -> None:
         assert self._driver.stdin is not None
@@ -111,15 +123,39 @@ class OnRay:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE)
 
-    def samples(self, name: str) -> dict[str, float]:
-        """A metric of each replica, summed over its other labels."""
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE)
+
+    def samples(self, name: str, of: int | None = None) -> dict[str, float]:
+        """A metric of each replica, summed over its other labels.  Replicas that do not tell their numbers in time are missing.
+
+        of: how many replicas are waited for.
+        """
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text):
+        if of is not None:
+
+            def all_told() -> bool:
+                nonlocal found
+                found = self.samples(name)
+                return len(found) == of
+
+            wait_until(all_told, f"{of} replicas tell their numbers")
+            return found
+        for family in text_string_to_metric_families(self.get("/metrics").text):
             for sample in family.samples:
                 if sample.name == name:
                     replica = sample.labels["replica"]
                     found[replica] = found.get(replica, 0) + sample.value
         return found
+
+
+def free_port() -> int:
+    """A port that nobody listens on, below those that the system gives to others in the meantime."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(happened: Callable[[], Any], what: str) -> None:

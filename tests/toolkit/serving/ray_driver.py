@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
 
-from specdec.serve.replicas import application
+from specdec.engine.loop import Engine
+from specdec.serve.replicas import application, replica
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ray_serve.py"
 APPLICATION = "tested"
+SLOW, ROUND_SECONDS = "slow", 0.5  # a file in FOLDER; while it is there, every round takes so long
 
 
 def main(folder: str, port: str, prefix: str, *given: str) -> None:
@@ -39,6 +43,7 @@ def main(folder: str, port: str, prefix: str, *given: str) -> None:
         _temp_dir=folder,
     )
     settings = sys.modules[application.__module__]
+    replica.Replica = slowed(Path(folder) / SLOW)  # type: ignore[misc]
     settings.HEALTH_SECONDS, settings.DRAIN_LOOK_SECONDS = 0.5, 0.2  # type: ignore[attr-defined]  # a test need not wait as long
     try:
         try:
@@ -54,6 +59,24 @@ def main(folder: str, port: str, prefix: str, *given: str) -> None:
             print(f"done: {line.strip()}", flush=True)
     finally:
         ray.shutdown()  # of everything that Serve has started too
+
+
+def slowed(file: Path) -> type[replica.Replica]:
+    """Replicas whose texts last for as long as a test has questions, which is while the file is there."""
+
+    class Slowed(replica.Replica):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            step = Engine.step
+
+            def slow_step(engine: Engine[Any]) -> None:
+                if engine.running and file.exists():
+                    time.sleep(ROUND_SECONDS)
+                step(engine)
+
+            Engine.step = slow_step  # type: ignore[method-assign]
+
+    return Slowed
 
 
 def carry_out(command: str, replica: str = "") -> None:
