@@ -64,8 +64,7 @@ class GrammarRows:
     # ---- rows come and go ----
 
     def enter(self, entry: Entry) -> None:
-        """A request takes a row; one without a grammar does too."""
-        self._rows.pop(entry.row, None)
+        """A request takes a row, which `leave` has cleared."""
         if entry.grammar is not None:
             assert self.grammars is not None, "whoever checks grammars hands the runner what compiles them"
             self._rows[entry.row] = GrammarRow(self.grammars.matcher(entry.grammar), entry.speculates)

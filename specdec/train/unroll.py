@@ -54,8 +54,7 @@ class DraftSteps:
         scores = (q_BKGPD @ k_BKPD[:, :, None].transpose(-1, -2)).masked_fill(i > i[:, None] - step, -torch.inf)
         later = [[_moved(x, step - m)[:, :, None] for x in self.steps[m]] for m in range(1, step + 1)]
         own = torch.stack([(q_BKGPD * k_BK1PD).sum(-1) for k_BK1PD, _ in later], dim=-1)
-        back = torch.arange(step - 1, -1, -1, device=q.device)  # how far the pair lies back whose key of steps 1, 2, .. is read
-        weights = torch.cat((scores, own.masked_fill(back > i[:, None], -torch.inf)), dim=-1).softmax(-1)
+        weights = torch.cat((scores, own), dim=-1).softmax(-1)
         out = weights[..., : len(i)] @ v_BKPD[:, :, None]
         for m, (_, v_BK1PD) in enumerate(later):
             out = out + weights[..., len(i) + m, None] * v_BK1PD

@@ -22,9 +22,10 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.engine.needs import RowChoice, union
+from specdec.limits import MAX_BAD_WORD_TOKENS
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Needs
+from specdec.steps import Grammar, Needs
 
 V, EOS = 11, 9
 OPTIONS = {
@@ -116,6 +117,23 @@ def test_every_node_has_the_logits_of_its_own_text(seed: int, is_tree: bool) -> 
     assert not torch.equal(batch.logits_RV == want, torch.ones_like(want, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("in_prompt", range(MAX_BAD_WORD_TOKENS))
+def test_a_bad_word_may_be_as_long_as_it_may(in_prompt: int) -> None:
+    """Keeps out: a word of the most tokens whose first ones are the prompt's, and forgotten as the row enters or later."""
+    word = [token % 7 for token in range(MAX_BAD_WORD_TOKENS)]
+    prompt, output = [8, *word[:in_prompt]], word[in_prompt:-1]
+    choice = RowChoice.of(SamplingParams(bad_words=[word]), 0, prompt, [word])
+    assert choice.rules is not None
+    tables = TokenTables.neutral(1, V, "cpu")
+    tables.enter(0, choice.rules, 0)
+    for token in output:
+        tables.record(torch.tensor([[token]]), torch.tensor([1]), 0)
+    sampling = RowSampling.of([choice.options], "cpu")._replace(tables=tables)
+    before_1 = torch.tensor([len(prompt) + len(output) - 1])
+    (edited_V,) = edited_logits(torch.zeros(1, V), sampling, before_1, choice.needs, Vocabulary.of(V, ALONE), None)
+    assert [token for token in range(V) if edited_V[token] == -torch.inf] == [word[-1]]
+
+
 def test_a_moved_row_takes_its_rules_along() -> None:
     """Keeps out: a row whose counts stay behind when another row leaves, and a new row that inherits rules."""
     state = BatchState.empty(3, 2, page_size=1, device="cpu").with_tables(V)
@@ -130,6 +148,15 @@ def test_a_moved_row_takes_its_rules_along() -> None:
     state.enter_rows(torch.tensor([0]), torch.zeros(1, 1, 1), entered, torch.ones(1))
     for neutral, new in zip(TokenTables.neutral(1, V, "cpu").tensors(), state.tables.tensors(), strict=True):
         assert torch.equal(new[0], neutral[0]) and not torch.equal(new[1], neutral[0])
+
+
+def test_what_ends_a_text_ends_that_of_a_grammar() -> None:
+    """Keeps out: a stop id that a grammar bans where its text is complete, so that the text never ends there."""
+    for ignore_eos, ends in ((False, (2, EOS)), (True, (2,))):
+        params = SamplingParams(min_tokens=3, stop_token_ids=[2], ignore_eos=ignore_eos)
+        assert (rules := RowChoice.of(params, 0, [1], (), [EOS]).rules) is not None and rules.ends == ends
+    choice = RowChoice.of(SamplingParams(regex="a", stop_token_ids=[2]), 0, [1], (), [EOS])
+    assert choice.grammar == Grammar("regex", "a", (2, EOS)) and choice.needs == Needs(grammar=True)
 
 
 def test_needs_compose_and_stay_few() -> None:

@@ -61,6 +61,7 @@ def test_a_ring_bounds_each_prompt_by_itself() -> None:
     budget = ChunkBudget(9000, 9000, 9000, most=2048)
     assert budget.share([Left(0, 5000), Left(0, 100), Left(0, 2048)], running=0)[1:] == [100, 2048]
     assert budget.share([Left(0, 5000)], running=0) == [2048]
+    assert budget.share([Left(0, 5000), Left(0, 100)], running=0) == [2048 - 100 % GRANULES[0], 100]  # its fair share and more
 
 
 def test_a_burst_of_short_prompts_enters_together() -> None:

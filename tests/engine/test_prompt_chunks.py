@@ -115,3 +115,19 @@ def test_a_cancelled_prompt_leaves_its_row(zoo: Zoo) -> None:
     driver.assert_nothing_leaked()
     assert row.result().token_ids == zoo.greedy("llama", [3, 4], 24)[:20]
     assert after.result().token_ids == zoo.greedy("llama", [5, 6], 24)[:9]
+
+
+def test_rounds_add_nothing_to_what_an_entering_text_holds(zoo: Zoo) -> None:
+    """Keeps out: penalties for tokens that rounds of other rows put down in a row whose prompt is not complete."""
+    driver = Driver(zoo.decoder("llama", "eagle3", CHAIN, page_size=4, max_batch_size=3, max_seq_len=96))
+    texts = []
+    for size in (10_000, 12):
+        driver.set_chunk(size)
+        first, entering, last = ([7, 3, 1], 9), (LONG, 4), ([9, 4], 9)  # the last row runs while the one before it enters
+        requests = [
+            driver.submit(prompt, SamplingParams(max_tokens=most, frequency_penalty=-2.0))
+            for prompt, most in (first, entering, last)
+        ]
+        driver.run_until_idle()
+        texts.append([request.result().token_ids for request in requests])
+    assert texts[0] == texts[1]

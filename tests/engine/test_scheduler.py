@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from toolkit.driver import new_request
 
-from specdec import SpecConfig
+from specdec import SamplingParams, SpecConfig
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
@@ -18,7 +18,7 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, Step
+from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, Needs, PromptPart, RunChunk, RunRound, Step
 
 CHAIN = SpecConfig(3, 1, 4)
 
@@ -269,6 +269,48 @@ def test_the_oldest_prompt_keeps_its_share_when_rows_move() -> None:
     chunk = [step for step in engine.runner.steps if isinstance(step, RunChunk)][-1]
     counts = {part.token_ids[0]: len(part.token_ids) for part in chunk.parts}
     assert counts == {5: 4, 6: 12}
+
+
+def test_a_chunk_computes_what_prompts_that_end_need() -> None:
+    """Keeps out: a chunk that sorts a vocabulary, and a graph of its own, for a prompt that gets its first token later."""
+    engine = engine_of(2, ChunkBudget(16, 16, 16))
+    engine.submit([new_request([5] * 60, SamplingParams(max_tokens=2, temperature=1.0, top_k=3)), new_request([6] * 4, 2)])
+    while not engine.is_idle:
+        engine.step()
+    chunks = [step for step in engine.runner.steps if isinstance(step, RunChunk)]
+    for chunk in chunks:
+        ending = {part.token_ids[0] for part in chunk.parts if part.is_last}
+        assert chunk.needs == Needs(sampled=5 in ending, filtered=5 in ending)
+    assert len(chunks) > 2
+
+
+def test_the_drafter_reads_chunks_in_which_any_prompt_speculates() -> None:
+    """Keeps out: a prompt that the drafter does not know because one that needs no drafter came in the same chunk."""
+    for speculates in ((True, False), (False, True), (False, False)):
+        engine = engine_of(2, ChunkBudget(16, 16, 16))
+        engine.submit([new_request([5] * 6, 2, speculate=each) for each in speculates])
+        while not engine.is_idle:
+            engine.step()
+        chunks = [step for step in engine.runner.steps if isinstance(step, RunChunk)]
+        assert [(len(chunk.parts), chunk.drafted) for chunk in chunks] == [(2, any(speculates))]
+
+
+def test_pages_are_kept_as_launches_in_flight_leave_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a copy of a ring's page that was whole when its text ended, and that a round under way writes to."""
+    engine, reached, lengths = engine_of(1, ChunkBudget(16, 16, 16)), list[int](), list[int]()
+    keep = engine.scheduler.admission.keep
+
+    def spy(request: Request, tokens: list[int], drafted: bool, reach: int) -> None:
+        if request.is_done:
+            reached.append(reach)
+            lengths.append(len(request.prompt_ids) + len(request.output.token_ids))
+        keep(request, tokens, drafted, reach)
+
+    monkeypatch.setattr(engine.scheduler.admission, "keep", spy)
+    engine.submit([new_request([5] * 10, 6), new_request([6] * 10, 6)])
+    while not engine.is_idle:
+        engine.step()
+    assert len(reached) == 2 and all(reach >= length + CHAIN.lookahead for reach, length in zip(reached, lengths))
 
 
 def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:

@@ -17,6 +17,7 @@ from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id,
 from toolkit.checkpoints.tokenizers import byte_tokenizer, sentencepiece_tokenizer
 
 from specdec.config import GrammarKind
+from specdec.grammar import library
 from specdec.grammar.completion import Completion
 from specdec.grammar.library import MOST_KEPT, Grammars
 from specdec.grammar.matcher import Matcher
@@ -66,6 +67,17 @@ def test_compiled_grammars_are_kept_and_forgotten(grammars: Grammars) -> None:
     for number in range(MOST_KEPT + 5):
         grammars.check("regex", f"a{{{number + 1}}}")
     assert len(grammars._compiled) == MOST_KEPT
+
+
+def test_the_grammar_that_was_used_least_recently_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a schema that every request has, and that is compiled anew for each of them because others come between."""
+    made: list[str] = []
+    monkeypatch.setattr(library, "MOST_KEPT", 2)
+    monkeypatch.setattr(Grammars, "_new", lambda self, kind, text: made.append(text))
+    grammars = Grammars(tokenizer_json, V, [EOS])
+    for text in "abacab":
+        grammars.check("regex", text)
+    assert made == ["a", "b", "c", "b"]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def coded(kind: Kind, rows: int, columns: int, group: int) -> CodedRows:
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
     scales = torch.rand(rows, columns // (group or columns), generator=generator)
-    return CodedRows(kind, codes, scales, None, group)
+    zeros = torch.randint(-8, 8, scales.shape, dtype=torch.int8, generator=generator) if kind == "int4" else None
+    return CodedRows(kind, codes, scales, zeros, group)
 
 
 @pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("e4m3", 0), ("e2m1", 32)])
@@ -90,6 +91,25 @@ def test_ranks_hold_cuts_of_codes(kind: Kind, group: int) -> None:
     torch.testing.assert_close(summed, want[0])
 
 
+@pytest.mark.parametrize("kind", ["int4", "e4m3"])
+def test_rows_of_codes_are_rows_of_numbers(kind: Kind) -> None:
+    """Keeps out: rows of an output layer in codes, of which a draft head is trained, without their own zeros and scales."""
+    matrix, part, ids = Linear(64, 8), coded(kind, 8, 64, 32), torch.tensor([6, 1, 6])
+    matrix.fill("", part)
+    torch.testing.assert_close(matrix.rows(ids), part.numbers(torch.float32)[ids])
+
+
+def test_scales_of_columns_that_are_not_there_are_written(poisoned_new_memory: None) -> None:
+    """Keeps out: NaN in a scale that a kernel multiplies by the codes of padding, which are 0."""
+    stack, part = LinearStack(2, 96, {"gate": 3}, Shard(), "column"), coded("e2m1", 3, 96, 32)
+    part = part._replace(scales_PG=torch.full((3, 3), 0.5))
+    for index in range(2):
+        stack.fill(index, "gate", part)
+    assert stack.planes is not None and stack.planes.has_powers
+    assert stack.planes.scales_RG.tolist() == [[126, 126, 126, 0]] * 6
+    torch.testing.assert_close(stack.numbers(torch.float32)[1], part.numbers(torch.float32))
+
+
 def test_a_cut_inside_of_a_group_is_refused() -> None:
     """Keeps out: half a group's columns under a scale that is the other rank's too."""
     with pytest.raises(ValueError, match="128 columns in runs of 64: a scale is for 128 columns"):
@@ -105,7 +125,7 @@ def test_a_change_of_dtype_leaves_codes_alone() -> None:
     matrix.to(torch.bfloat16)
     assert matrix.bias is not None and matrix.bias.dtype == torch.bfloat16
     assert all(torch.equal(old, new) and old.dtype == new.dtype for old, new in zip(before, matrix.planes.parameters()))
-    assert matrix.num_bytes == 8 * 32 + 8 * 2 * 4 + 8 * 2
+    assert matrix.num_bytes == 8 * 32 + 8 * 2 * (4 + 1) + 8 * 2  # codes, scales and zeros, and the bias
 
 
 def test_unlike_parts_are_refused() -> None:

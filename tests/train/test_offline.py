@@ -7,17 +7,23 @@ one, rounds that go on after the end of a text.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from toolkit.heads.block_zoo import HEADS
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli import main
+from specdec.draft.eagle.head import EagleHead
+from specdec.draft.load import load_head
 from specdec.generation import Stats
+from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.train.offline.branches import Branches, BranchPairs
 from specdec.train.offline.run import eval_head
 
 SHAPES = (SpecConfig(4, 3, 12), SpecConfig(3, 1, 4))
@@ -43,6 +49,58 @@ def test_random_heads_are_counted_as_they_are_served(zoo: Zoo, name: str) -> Non
     options = EngineOptions(device="cpu", dtype="float32", max_batch_size=3)
     for shape, found in zip(shapes, eval_head(str(head), target, prompts, shapes, 12, options), strict=True):
         assert found == served(zoo.decoder("llama", name, shape, max_batch_size=3), prompts, 12)
+
+
+def test_a_text_is_counted_up_to_its_end(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: rounds after the token that ends a text, and a last round that is not counted."""
+    prompts, head, options = (
+        ragged_prompts(40, 3)[1:2],
+        zoo.head("llama", "eagle3"),
+        EngineOptions(device="cpu", dtype="float32"),
+    )
+    whole = zoo.decoder("llama", "eagle3", SHAPES[0]).generate(prompts, SamplingParams(max_tokens=12))[0].token_ids
+    target = Path(shutil.copytree(zoo.target("llama"), tmp_path / "target"))
+    end = next(token for token in whole[3:] if token not in whole[:3])
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (found,) = eval_head(str(head), target, prompts, SHAPES[:1], 12, options)
+    with SpecDecoder.from_pretrained(target, head, SHAPES[0], options=options) as decoder:
+        (out,) = decoder.generate(prompts, SamplingParams(max_tokens=12))
+    assert found == out.stats and out.finish_reason == "eos" and 3 < len(out.token_ids) < 12
+
+
+def test_branches_take_their_parents_pairs_along(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a branch that goes on from another one and reads the keys of its own place in the list."""
+    followed: list[tuple[bool, bool]] = []
+    follow = BranchPairs.follow
+
+    def spy(self: BranchPairs, parents_PK: torch.Tensor) -> None:
+        before = {layer: pair[0].clone() for layer, pair in self.own.items()}
+        follow(self, parents_PK)
+        at = torch.arange(len(parents_PK))[:, None]
+        followed.append((bool(before), all(torch.equal(self.own[layer][0], k[at, parents_PK]) for layer, k in before.items())))
+
+    monkeypatch.setattr(BranchPairs, "follow", spy)
+    options = EngineOptions(device="cpu", dtype="float32")
+    eval_head(str(zoo.head("llama", "eagle3")), zoo.target("llama"), ragged_prompts(40, 2)[:1], SHAPES[:1], 3, options)
+    assert followed and [has for has, _ in followed] == [False, True, True] * (len(followed) // 3)
+    assert all(right for _, right in followed)
+
+
+@torch.inference_mode()
+def test_a_window_hides_what_lies_before_it(zoo: Zoo) -> None:
+    """Keeps out: branches that read the whole text, which a head with a window never sees when it is served."""
+    where, cpu = zoo.target("llama"), torch.device("cpu")
+    target = load_target(where, read_target_config(where), 64, cpu, torch.float32)
+    head = load_head(zoo.head("llama", "eagle3-window"), target, 64, cpu, torch.float32)
+    assert isinstance(head, EagleHead)
+    (window,) = {kind.window for kind in head.config.model.layer_kinds}
+    assert window is not None and window < 12
+    generator = torch.Generator().manual_seed(0)
+    ids_T, features_TF = torch.randint(40, (40,), generator=generator), torch.randn(40, head.feature_size, generator=generator)
+    others, places_P = (ids_T.clone(), features_TF.clone()), torch.arange(20, 39)
+    others[0][:8], others[1][:8] = 3, -features_TF[:8]
+    trees = [Branches(head, *text).trees(places_P, SHAPES[0]).tokens_BN for text in ((ids_T, features_TF), others)]
+    assert torch.equal(*trees)
 
 
 WRONG = [  # flags, what the line names

@@ -12,6 +12,7 @@ import torch
 from toolkit.attention.caches import Scattered
 from toolkit.kernels import HAS_GPU, use_kernels_everywhere
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.prompts import packed_prompts
 from toolkit.trees import random_shape
 from torch import Tensor
 
@@ -121,6 +122,47 @@ def test_ranks_attend_as_one(
     """Rows of 0 and 1 tokens, of a run less one, and of all ranks' runs.  Keeps out: a branch by what one rank keeps, NaN of
     ranks without a token, a mask that meets the divided part, a commit to a rank that does not keep the position."""
     check(layout, "torch", ranks, page_size, run, is_chain, [0, 1, run - 1, run, run * ranks, 5 * run * ranks + run + 1])
+
+
+@pytest.mark.parametrize("layout", [LATENTS, HEADS], ids=["latents", "heads"])
+def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLayout]) -> None:
+    """All tokens of a pass, and its last ones alone.  Keeps out: what ranks keep of a prompt that the last token does not read,
+    which is all that a prompt's first token is made of."""
+    ranks, page_size, run, start, lens = 2, 4, 2, 6, [13, 8]  # each prompt has run up to token 6
+    (plane,) = layout(torch.float32).planes
+    where = Scattered(lens, page_size * ranks)
+    tokens_BX, counts = where.randn(len(lens), max(lens), *plane.shape), [n - start for n in lens]
+    q_THD, pages = where.randn(sum(counts), ranks * H, KEY), where.num_pages
+    (whole,) = packed_prompts([[1] * n for n in lens], where.table_BW, page_size * ranks, start).tables
+    outs = []
+    for row, length in enumerate(lens):
+        kept = tokens_BX[row].double()
+        k, v = (kept, kept[:, :VALUE]) if layout is LATENTS else (kept[:, 0, 0], kept[:, 1, 0])
+        for at in range(start, length):
+            q_HD = q_THD[len(outs)].double()
+            outs.append((q_HD @ k[: at + 1].T * 0.4).softmax(-1) @ v[: at + 1])
+    want_THE, last_B = torch.stack(outs), torch.tensor(counts).cumsum(0) - 1
+
+    def on_rank(group: ThreadGroup) -> None:
+        owned = Ownership(group.rank, ranks, page_size, run)
+        context = DividedContext(group, owned, pages * page_size, sum(counts))
+        tables = context.of_prompts(whole).tables
+        cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)
+        kept = cache.planes[plane.name].fill_(torch.nan)[0]
+        for row in range(len(lens)):
+            kept[owned.own_slots(where.slots(row, 0, start))] = tokens_BX[row, :start]
+        kept[:page_size] = torch.nan  # the dummy page, where the others' tokens went
+        kept[tables.slots_T] = torch.cat([tokens_BX[row, start:length] for row, length in enumerate(lens)])
+        own = slice(group.rank * H, (group.rank + 1) * H)
+        for plan, rows_T in ((tables.plan, torch.arange(sum(counts))), (tables.rows_plan, last_B)):
+            assert plan is not None
+            call = LayerCall(
+                make_backend("torch"), cache.view(0), FULL, tables.slots_T, PreparedPlan(plan), rows_T, SCORING, {}
+            )
+            out_RHE = call.attend(q_THD[rows_T, own].contiguous())
+            torch.testing.assert_close(out_RHE.double(), want_THE[rows_T, own], atol=2e-5, rtol=1e-4)
+
+    on_ranks(ranks, on_rank)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn; a GPU has tests/gpu/test_gpu_context.py")

@@ -19,6 +19,7 @@ from toolkit.heads.writers import save
 from toolkit.models import Zoo
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.formats.common import default_features
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
@@ -102,3 +103,30 @@ def test_exported_heads_are_read_back(zoo: Zoo, tmp_path: Path, case: int) -> No
     assert replace(read.reading.spec, model=replace(read.reading.spec.model, dtype="float32")) == opened.reading.spec
     same = build_head(read, target, 64, CPU, torch.float32).state_dict()
     assert all(torch.equal(tensor, same[name]) for name, tensor in head.state_dict().items())
+
+
+def test_what_an_estimate_reads_where_nothing_says_so(tmp_path: Path) -> None:
+    """Keeps out: z-lab's estimate of acceptance, which reads the hidden state alone, fed with the token too."""
+    raw, tensors = BLOCK_WRITERS["specforge"](random_block_parts(BlockOptions(**DSPARK, confidence="hidden")))
+    nested = raw["dflash_config"]
+    assert nested.pop("confidence_head_with_markov") is False and nested.pop("enable_confidence_head") is True
+    nested["confidence_head_alpha"] = 1.0
+    block = open_head(save(tmp_path, (raw, tensors)), None, HowToRead("specforge")).reading.spec.block
+    assert block is not None and block.confidence == "hidden"
+
+
+def test_the_deepest_proposal_says_how_far_a_head_was_trained(tmp_path: Path) -> None:
+    """Keeps out: a warning of too many levels at a number that another proposal of the config is meant for."""
+    raw, tensors = BLOCK_WRITERS["speculators"](random_block_parts(BlockOptions(**PEAGLE, size=4)))
+    raw["speculators_config"]["proposal_methods"] += [{"proposal_type": "greedy", "speculative_tokens": n} for n in (7, 2)]
+    block = open_head(save(tmp_path, (raw, tensors)), None).reading.spec.block
+    assert block is not None and block.size == 7
+
+
+@pytest.mark.parametrize(("target", "head", "wanted"), [
+    (36, 5, (1, 9, 17, 25, 33)), (36, 1, (18,)), (28, 3, (1, 13, 25)), (32, 4, (1, 10, 20, 29)),
+    (61, 6, (1, 12, 24, 35, 47, 58)),
+])  # fmt: skip
+def test_features_that_a_config_does_not_name(target: int, head: int, wanted: tuple[int, ...]) -> None:
+    """By z-lab's rule: the middle layer, or as many as the head has, evenly from 1 to N - 3.  Keeps out: a neighbour."""
+    assert default_features(target, head, "here") == wanted

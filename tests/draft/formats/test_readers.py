@@ -124,6 +124,43 @@ def test_default_layers_and_the_target_s_rope(zoo: Zoo, tmp_path: Path) -> None:
                 open_head(folder, target)
 
 
+def test_layer_ids_at_the_top_are_read(tmp_path: Path) -> None:
+    """Keeps out: the default layers for a head whose config names others beside its sizes, as older ones do."""
+    config, tensors = writers.safeailab(random_parts(Options(own_embeddings=True)))
+    key = "eagle_aux_hidden_state_layer_ids"
+    config[key] = config.pop("eagle_config")[key]
+    assert open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec.aux_layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("write", "options", "key"), [
+    (writers.specforge, dict(own_embeddings=True), "norm_output"), (writers.safeailab, dict(aux=(), layers=2), "bias"),
+])  # fmt: skip
+def test_a_key_that_is_left_out_means_true(
+    tmp_path: Path, write: Callable[..., Files], options: dict[str, Any], key: str
+) -> None:
+    """Keeps out: logits of an output that no norm has seen, and an fc without its bias: trainers default to true."""
+    config, tensors = write(random_parts(Options(**options)))
+    config.pop(key, None)
+    spec = open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec
+    assert spec.norms_logits and (spec.fc_bias or spec.kind == "eagle3")
+
+
+def test_both_tensors_must_name_the_same_ids(tmp_path: Path) -> None:
+    """Keeps out: a head whose d2t and t2d are of two vocabularies, of which one is then taken without a word."""
+    config, tensors = writers.specforge(random_parts(Options(own_embeddings=True)))
+    tensors = {**tensors, "t2d": tensors["t2d"].roll(1)}
+    with pytest.raises(ValueError, match="t2d does not mark the 26 target ids"):
+        open_head(writers.save(tmp_path, (config, tensors)), None)
+
+
+def test_ids_that_could_be_offsets_are_not_taken_for_them(tmp_path: Path) -> None:
+    """Keeps out: a d2t of absolute ids that, added to the draft's ids, stay in the vocabulary, where no t2d tells."""
+    config, tensors = writers.modelopt(random_parts(Options(draft_vocab=20)))
+    assert "t2d" not in tensors
+    with pytest.raises(ValueError, match="d2t must hold offsets .* got ascending numbers, which are absolute ids"):
+        open_head(writers.save(tmp_path, (config, {**tensors, "d2t": torch.arange(20)})), None)
+
+
 def test_without_a_target(tmp_path: Path) -> None:
     """Keeps out: `inspect` that needs a target to say what a folder holds."""
     for name, write in writers.WRITERS.items():

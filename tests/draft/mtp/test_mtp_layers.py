@@ -5,6 +5,8 @@ head that is turned wrongly, an expert chosen for another token.
 """
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ import torch
 from toolkit.mtp_layers.oracle import DenseMtp
 from toolkit.mtp_layers.targets import TARGETS, MtpZoo
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Glm4MoeConfig, PreTrainedModel
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.draft.mtp.head import MtpHead
+from specdec.draft.mtp.layouts import read_mtp
 from specdec.draft.mtp.load import load_mtp
 from specdec.models.registry import choose_target, load_chosen
 
@@ -53,6 +56,19 @@ def test_the_first_layer_equals_its_definition(mtp_zoo: MtpZoo, name: str) -> No
         logits = head.logits(ours)
     torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, want @ dense.lm_head.T.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_glm4_s_config_leaves_out_is_transformers_default(mtp_zoo: MtpZoo, tmp_path: Path) -> None:
+    """Keeps out: another epsilon, or whole heads turned, in layers that transformers' code of the target does not compute."""
+    folder, default = mtp_zoo.target("glm4"), Glm4MoeConfig()
+    raw = json.loads((folder / "config.json").read_text())
+    for part in (raw, raw["rope_parameters"]):
+        for key in ("rms_norm_eps", "partial_rotary_factor"):
+            part.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = read_mtp(tmp_path, choose_target(folder).config).model
+    assert model.rms_norm_eps == default.rms_norm_eps
+    assert model.rope.rotated == model.head_dim * default.rope_parameters["partial_rotary_factor"]
 
 
 @pytest.mark.parametrize("name", ["v3", "v3-two", "v3-plain-queries", "glm4", "glm4-three-normed"])

@@ -18,7 +18,7 @@ import specdec.loading.memory
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
-from specdec.engine.pages.prefix_cache import common_pages, page_keys
+from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages, page_keys
 from specdec.generation import Stats
 
 TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
@@ -99,6 +99,22 @@ def test_least_recently_used_goes_first() -> None:
     assert len(cache.find([1, 2, 3, 4, 5], False)) == 2
     run([12] * 11)  # needs more: the page used longest ago goes first, and a page goes before the one that it follows
     assert not cache.find([6, 7, 8], False)
+
+
+def test_whoever_keeps_something_for_a_page_is_told() -> None:
+    """Keeps out: a kept copy of keys in a window that belongs to a page which another one has replaced, or which is gone."""
+    pool, told = PagePool(10, 2), list[Node]()
+    cache = PrefixCache(pool, told.append)
+    for owner, drafted in (("a", False), ("b", True)):
+        pages = pool.admit(owner, 4)
+        node = cache.insert(owner, cache.root, [1, 2, 3, 4, 5], pages, drafted)
+        path = cache.path(node)
+        assert told == (path if drafted else []) and [each.page for each in path] == pages
+        cache.leave(node)
+        pool.release(owner)
+    told.clear()
+    cache.evict(2)
+    assert told == path[::-1] and pool.num_free == pool.capacity
 
 
 def test_keys_hold_the_successor() -> None:

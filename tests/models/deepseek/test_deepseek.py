@@ -105,6 +105,18 @@ def test_a_router_of_a_wider_model_rounds_no_logit() -> None:
     torch.testing.assert_close(weights_TK, want_TE.gather(1, chosen_TK), atol=1e-14, rtol=1e-12)
 
 
+def test_a_router_of_16_bits_computes_in_32() -> None:
+    """Keeps out: logits rounded to bfloat16, by which experts change places that transformers tells apart."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(size, 64, generator=generator).bfloat16() for size in (50, 16))
+    router = Router(64, ExpertsConfig(16, 3, 8, 1, "softmax", None, None, False, 1.0)).bfloat16().requires_grad_(False)
+    router.weight.copy_(weight)
+    want_TK, ids_TK = (x.float() @ weight.float().T).softmax(-1).topk(3)
+    weights_TK, chosen_TK = router(x)
+    assert weights_TK.dtype == torch.float32 and torch.equal(chosen_TK, ids_TK)
+    torch.testing.assert_close(weights_TK, want_TK, atol=1e-6, rtol=1e-5)
+
+
 def test_experts_agree() -> None:
     """Three ways to the same sum.  Keeps out: pairs summed under another's weight, an expert without tokens."""
     T, E, K, I, H = 7, 6, 3, 16, 24

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.attention.eager.dense import DenseAttention
 from specdec.cli.entry import main
 from specdec.loading.plan import plan_memory
 from specdec.models.gpt_oss.config import parse_gpt_oss
@@ -82,6 +83,17 @@ def test_texts_are_those_of_the_numbers(folders: tuple[Path, Path], tmp_path: Pa
     ]
     assert counted[0] == counted[1]
     assert [out.token_ids for out in outputs(coded)] == [out.token_ids for out in found]
+
+
+def test_a_gate_s_numbers_are_the_config_s(tmp_path: Path) -> None:
+    """Keeps out: a limit or a slope of the gate that is a constant, and ups that are held from one side alone."""
+    coded, plain = save_gpt_oss(tmp_path, num_hidden_layers=1, swiglu_alpha=0.6, swiglu_limit=0.4, rms_norm_eps=0.5)
+    ids, hf = torch.arange(9), eager(plain)
+    assert (hf.config.swiglu_alpha, hf.config.swiglu_limit) == (0.6, 0.4)
+    model = load(coded)
+    with torch.inference_mode():
+        hidden_TH = model(ids, ids, DenseAttention(model.config.layer_kinds)).hidden_TH
+        torch.testing.assert_close(model.logits(hidden_TH), hf(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
 def test_ranks_hold_shares(tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from toolkit.models import save_target
-from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
+from toolkit.oracles.quantised import SCHEMES, SIZES, packed, save_quantised
 
 from specdec.loading.plan import tensor_bytes
+from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
+from specdec.models.schemes.formats import PackedInts
 from specdec.models.target import Target
 from specdec.ops.quantised.codes import dequantise
 
@@ -54,3 +57,13 @@ def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> Non
         assert isinstance(own, Linear)
         assert (own.planes is None) == (where == "lm_head")
         torch.testing.assert_close(numbers(own), numbers(want), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_and_columns_need_not_fill_a_word(tmp_path: Path, bits: int) -> None:
+    """Keeps out: numbers of the padding taken for those of the last rows' zeros, or of the last columns."""
+    tensors, matrix = packed(bits, 0, False)(13, 37, torch.Generator().manual_seed(0))
+    save_file({f"m.{ending}": tensor.contiguous() for ending, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    rows = PackedInts(bits, 0, False).read(Checkpoint(tmp_path), "m", (13, 37), torch.device("cpu"))
+    torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)

@@ -52,7 +52,7 @@ def spread(groups_OG: Tensor, columns: int) -> Tensor:
     return groups_OG.repeat_interleave(columns // groups_OG.shape[1], dim=1)
 
 
-def fp8(ending: str, per: str) -> Callable[[int, int, torch.Generator], Written]:
+def fp8(ending: str, per: str, block: tuple[int, int] = (128, 128)) -> Callable[[int, int, torch.Generator], Written]:
     def write(O: int, I: int, generator: torch.Generator) -> Written:
         codes = (20 * torch.randn(O, I, generator=generator)).to(torch.float8_e4m3fn)
         if per == "tensor":
@@ -62,8 +62,8 @@ def fp8(ending: str, per: str) -> Callable[[int, int, torch.Generator], Written]
             scale = scales(O, 1, generator=generator)
             factors = scale.expand(O, I)
         else:
-            scale = scales(-(-O // 128), -(-I // 128), generator=generator)
-            factors = scale.repeat_interleave(128, 0)[:O].repeat_interleave(128, 1)[:, :I]
+            scale = scales(-(-O // block[0]), -(-I // block[1]), generator=generator)
+            factors = scale.repeat_interleave(block[0], 0)[:O].repeat_interleave(block[1], 1)[:, :I]
         return {"weight": codes, ending: 0.2 * scale}, codes.float() * (0.2 * factors)
 
     return write
@@ -99,8 +99,8 @@ def gptq(bits: int, group: int, symmetric: bool, version: int) -> Callable[[int,
     def write(O: int, I: int, generator: torch.Generator) -> Written:
         middle, G = 1 << (bits - 1), I // group
         codes_OI, scale_GO = draw(2 * middle, O, I, generator=generator), scales(G, O, generator=generator) / middle * 8
-        zeros_GO = torch.full((G, O), middle) if symmetric else 1 + draw(2 * middle - 1, G, O, generator=generator)
-        stored = zeros_GO - 1 if version == 1 else zeros_GO
+        zeros_GO = torch.full((G, O), middle) if symmetric else draw(2 * middle, G, O, generator=generator)
+        stored = (zeros_GO - 1) % (2 * middle) if version == 1 else zeros_GO  # which wraps around
         tensors = {
             "qweight": words(codes_OI, bits).T.contiguous(), "qzeros": words(stored, bits), "scales": scale_GO,
             "g_idx": torch.tensor([column // group for column in range(I)], dtype=torch.int32),
@@ -121,7 +121,8 @@ def fp4(kind: str) -> Callable[[int, int, torch.Generator], Written]:
             return {"weight_packed": bytes_, "weight_scale": exponents.to(torch.uint8)}, numbers * spread(factors, I)
         scale = (100 * torch.rand(O, I // group, generator=generator) + 1).to(torch.float8_e4m3fn)
         if kind == "nvfp4":
-            tensors = {"weight_packed": bytes_, "weight_scale": scale, "weight_global_scale": torch.tensor([3000.0])}
+            beside = {"weight_global_scale": torch.tensor([3000.0]), "input_global_scale": torch.tensor([200.0])}
+            tensors = {"weight_packed": bytes_, "weight_scale": scale, **beside}
             return tensors, numbers * spread(scale.float() / torch.tensor(3000.0), I)
         tensors = {
             "weight": bytes_,
@@ -173,7 +174,7 @@ _FP4 = {"num_bits": 4, "type": "float"}
 SCHEMES: dict[str, Scheme] = {
     "fp8 tensor": Scheme(_ct_fp8("tensor"), fp8("weight_scale", "tensor")),
     "fp8 channel": Scheme(_ct_fp8("channel"), fp8("weight_scale", "channel")),
-    "fp8 block": Scheme(_ct_fp8("block", block_structure=[128, 128]), fp8("weight_scale", "block")),
+    "fp8 block": Scheme(_ct_fp8("block", block_structure=[48, 32]), fp8("weight_scale", "block", (48, 32))),
     "deepseek fp8": Scheme(_BLOCKS, fp8("weight_scale_inv", "block")),
     "modelopt fp8": Scheme({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8("weight_scale", "tensor")),
     **{

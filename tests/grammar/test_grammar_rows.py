@@ -1,0 +1,46 @@
+"""Rows with a grammar, without a model: whose trees are walked, and what a row's next request inherits.
+
+Shapes: B rows, N nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+from toolkit.checkpoints.tokenizers import byte_tokenizer
+
+from specdec.batch.tree import DraftTree
+from specdec.grammar.library import Grammars
+from specdec.runner.grammars import GrammarRows
+from specdec.runner.readback import Readback
+from specdec.steps import Entry, Grammar, LeaveRows, PromptPart, RowOptions
+
+V, EOS, NODES = 384, 0, 3
+RULE = Grammar("regex", "a+b", (EOS,))
+
+
+def test_rows_that_do_not_speculate_have_no_tree_walked() -> None:
+    """Keeps out: a walk of trees whose nodes nobody reads; a grammar left behind, or inherited."""
+    tokenizer = byte_tokenizer(300)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    rows = GrammarRows(Readback(torch.device("cpu")), V)
+    rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+    for row, (speculates, rule) in enumerate([(True, RULE), (False, RULE), (True, None), (True, RULE)]):
+        rows.enter(Entry(row, [[1]], RowOptions(), speculates, grammar=rule))
+    rows.follow_chunk(torch.full((4,), a), [PromptPart(row, [1], 0, -1) for row in range(4)])
+
+    def walked(count: int) -> list[bool | None]:
+        """Of each row, whether nodes after the root have masks of their own; None: the row has no mask."""
+        trees = rows.complete(DraftTree.chain(torch.full((count, NODES), a)))
+        masks = rows.of_round(count, NODES, trees)
+        places = masks.place_B.tolist()
+        for place in places:
+            assert place < 0 or not bool((masks.words_GNX[place, 0] == -1).all()), "the root's mask is read in every row"
+        return [None if place < 0 else not bool((masks.words_GNX[place, 1:] == -1).all()) for place in places]
+
+    assert walked(4) == [True, False, None, True]
+    rows.stop_drafting([0, 2])
+    assert walked(4) == [False, False, None, True]
+    rows.leave(LeaveRows(((3, 0),), (3,)))  # the last row moves into the gap
+    assert walked(3) == [True, False, None]
+    rows.enter(Entry(3, [[1]], RowOptions(), True))
+    assert walked(4) == [True, False, None, None]

@@ -1,0 +1,178 @@
+"""What a head is trained on, beside its passes: the rows, the loss, what a step may change, and the files that come of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import SamplingParams, SpecDecoder
+from specdec.draft.block.dflash import DFlashHead
+from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.eagle.head import Eagle3Head
+from specdec.draft.load import load_head
+from specdec.models.layers import HeadsRMSNorm
+from specdec.shipped import draft_folder, target_folder
+from specdec.train import head as training
+from specdec.train.block_loss import Drafted, _choose, _losses
+from specdec.train.heads.files import save
+from specdec.train.heads.fresh import new_head, spec_of
+from specdec.train.selftext import write_rows
+from specdec.train.settings import HeadRun
+from specdec.train.states import Seen, read_rows
+from specdec.train.unroll import draft_steps, head_loss
+
+ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
+BLOCKS = ["p-eagle", "dflash", "dspark"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> SpecDecoder:
+    return SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", max_seq_len=64)
+
+
+@torch.no_grad()
+def test_the_loss_of_unrolled_steps_is_that_of_its_definition(pair: SpecDecoder) -> None:
+    """Keeps out: a pair that learns its neighbour's token, one without an output to read that counts, and padding that does."""
+    head = pair.head
+    assert isinstance(head, Eagle3Head) and head.d2t_V is not None
+    ids_V = torch.arange(len(head.d2t_V)) + head.d2t_V
+    assert 0 in ids_V.tolist()  # what padding is read as
+    weight_VH = pair.model.lm_head.rows(ids_V)
+    seen = read_rows(pair.model, torch.tensor([[*ROW, -1, -1], [5, *ROW[:7], *ROW[:6]]]), head.config.aux_layers)
+    steps, P = 3, seen.rows_BT.shape[1] - 2
+    loss, share_J = head_loss(head, seen, weight_VH, ids_V, steps, 0.5)
+    outs = list(draft_steps(head, seen.features_BTF[:, :P], seen.ids_BT[:, 1 : P + 1], steps))
+    places, wanted, shares = {token: place for place, token in enumerate(ids_V.tolist())}, 0.0, []
+    for step, out_BPH in enumerate(outs):
+        values, right = [], []
+        for row, ids in enumerate(seen.rows_BT.tolist()):
+            for i in range(step, P):  # pair i reads token i + 1, and drafts token i + 2
+                if (place := places.get(ids[i + 2])) is None:
+                    continue
+                logits_V = head.logits(out_BPH[row, i])
+                teacher_V = (weight_VH @ seen.hidden_BTH[row, i + 1]).softmax(-1)
+                values.append(float(-(teacher_V * logits_V.log_softmax(-1)).sum()))
+                right.append(float(logits_V.argmax() == place))
+        wanted += 0.5**step * sum(values) / len(values)
+        shares.append(sum(right) / len(right))
+    assert float(loss) == pytest.approx(wanted, 1e-4) and share_J.tolist() == pytest.approx(shares)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_saved_head_over_blocks_is_the_head(kind: str, pair: SpecDecoder, tmp_path: Path) -> None:
+    """Keeps out: keys or tensors of the export that say another head: layer ids, the row that drafts first, norms of heads."""
+    run = HeadRun(kind=kind, layers=2, width=48, longest_prompt=16, draft_vocab_size=300)
+    head = new_head(pair.model, (1, 13, 24), torch.arange(0, 900, 3), run)
+    assert isinstance(head, PEagleHead | DFlashHead)
+    torch.manual_seed(0)
+    for name, weight in head.named_parameters():
+        if "norm" in name and "qk_norm" not in name:
+            weight.copy_(1 + torch.randn(weight.shape))
+    for module in head.modules():
+        if isinstance(module, HeadsRMSNorm):  # one for all query heads, and one for all key heads
+            module.weight.copy_(1 + torch.randn(2, module.weight.shape[1])[[0, 0, 0, 1]])
+    save(head, tmp_path, "speculators", target_folder())
+    again = load_head(tmp_path, pair.model, 48, torch.device("cpu"), torch.bfloat16)
+    assert again.config.aux_layers == (1, 13, 24) and again.config.block == head.config.block
+    own, read = head.state_dict(), again.state_dict()
+    for name in own.keys() | read.keys():
+        assert torch.equal(own[name].bfloat16(), read[name].bfloat16()), name
+
+
+def test_an_estimate_learns_from_the_drafts_and_not_they_from_it() -> None:
+    """Keeps out: drafts that are pulled to where the estimate of their acceptance is right."""
+    generator = torch.Generator().manual_seed(0)
+    logits, estimate = torch.randn(1, 2, 3, 5, generator=generator), torch.randn(1, 2, 3, generator=generator)
+    teacher = torch.randn(1, 2, 3, 5, generator=generator).softmax(-1)
+    logits.requires_grad_(), estimate.requires_grad_()
+    none = torch.zeros(1, 2, 3, dtype=torch.int64)
+    _losses(Drafted(logits, teacher, none, none.bool(), estimate)).sum().backward()
+    got, of_estimate = logits.grad, estimate.grad
+    overlap = torch.minimum(logits.softmax(-1), teacher).sum()
+    entropy = -(teacher * logits.log_softmax(-1)).sum()
+    (want,) = torch.autograd.grad(0.1 * entropy - 0.9 * overlap, logits)
+    assert got is not None and of_estimate is not None and of_estimate.abs().min() > 0
+    torch.testing.assert_close(got, want)
+
+
+def test_a_block_begins_where_a_token_comes_before_and_after() -> None:
+    """Keeps out: anchors of padding or of a row's last token, which teach nothing and take the place of others."""
+    rows = torch.tensor([[*ROW, -1, -1], [5, 6, 7, *[-1] * 11], [5, 6, *[-1] * 12]])
+    for seed in range(20):
+        chosen_BA, exists_BA = _choose(rows, 4, torch.Generator().manual_seed(seed))
+        assert exists_BA.sum(1).tolist() == [4, 1, 0]
+        for row, chosen, exists in zip(rows.tolist(), chosen_BA.tolist(), exists_BA.tolist(), strict=True):
+            anchors = [anchor for anchor, real in zip(chosen, exists) if real]
+            assert anchors == sorted(set(anchors)) and all(row[anchor - 1] >= 0 <= row[anchor + 1] for anchor in anchors)
+            assert min(anchors, default=1) >= 1
+
+
+def test_unknown_tokens_of_a_block_are_read_as_an_end(pair: SpecDecoder) -> None:
+    """Keeps out: a mask that texts hold too, so that a row of a block can't tell what is known."""
+    config = replace(pair.model.config, eos_ids=(7, 9))
+    for kind, size in (("p-eagle", 5), ("dflash", 6), ("dspark", 5)):
+        for eos_ids, mask in (((7, 9), 7), ((), config.vocab_size - 1)):
+            block = spec_of(replace(config, eos_ids=eos_ids), (1, 2), 300, HeadRun(kind=kind)).block
+            assert block is not None and (block.mask_id, block.size) == (mask, size)
+
+
+def test_heads_of_a_norm_stay_alike(pair: SpecDecoder) -> None:
+    """Keeps out: a norm for each head, of which the files can hold one alone."""
+    head = new_head(pair.model, (1, 13, 24), torch.arange(300), HeadRun(kind="dflash", width=48, longest_prompt=16))
+    assert isinstance(head, DFlashHead)
+    seen = read_rows(pair.model, torch.tensor([ROW]), (1, 13, 24))
+    head.drafts(seen.features_BTF, seen.ids_BT, torch.tensor([[2, 5]]), 3).square().sum().backward()
+    (norm,) = (module for module in head.modules() if isinstance(module, HeadsRMSNorm))
+    gradient_XD = norm.weight.grad
+    assert gradient_XD is not None and gradient_XD.abs().sum() > 0
+    assert torch.equal(gradient_XD[0], gradient_XD[1]) and torch.equal(gradient_XD[0], gradient_XD[2])
+    assert not torch.equal(gradient_XD[0], gradient_XD[3])
+
+
+def test_rows_that_are_kept_out_are_never_trained_on(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: an evaluation loss of rows that the head has learnt by heart."""
+    read: list[list[int]] = []
+
+    class Recorded:
+        def __init__(self, *_: object) -> None: ...
+
+        def of(self, picks_B: Tensor) -> Seen:
+            read.append(picks_B.tolist())
+            return Seen(picks_B, picks_B, picks_B)
+
+    monkeypatch.setattr(training, "States", Recorded)
+    monkeypatch.setattr(training, "head_loss", lambda *_: (torch.zeros(()), torch.zeros(1)))
+    assert pair.head is not None
+    rows = torch.zeros(100, 8, dtype=torch.int64)
+    loss_at, evaluate = training._objective(pair.model, pair.head, rows, torch.arange(9), HeadRun(batch=4))
+    for step in range(200):
+        loss_at(step)
+    trained = {row for rows in read for row in rows}
+    read.clear()
+    evaluate()
+    assert trained == set(range(95)) and [row for rows in read for row in rows] == list(range(95, 100))
+
+
+def test_rows_are_written_once_with_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: prompts that come twice and get one text, and a resumed run that writes all texts again."""
+    monkeypatch.setattr("specdec.train.selftext.ROUND", 4)
+    asked: list[tuple[list[int], SamplingParams]] = []
+
+    def generate(prompts: list[list[int]], sampling: list[SamplingParams], speculate: bool) -> list[SimpleNamespace]:
+        asked.extend(zip(prompts, sampling, strict=True))
+        return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[len(asked)] * 3) for prompt in prompts]
+
+    rows, saved = torch.full((10, 6), -1), []
+    rows[:4, :3] = 7
+    prompts = [[index, index] for index in range(10)]
+    write_rows(SimpleNamespace(generate=generate), prompts, rows, 0.5, 3, lambda: saved.append(rows.clone()))  # type: ignore[arg-type]
+    assert [prompt for prompt, _ in asked] == prompts[4:] and len({each.seed for _, each in asked}) == 6
+    assert {each.temperature for _, each in asked} == {0.0, 1.0} and {each.max_tokens for _, each in asked} == {4}
+    assert rows[:, 0].tolist() == [7] * 4 + list(range(4, 10)) and rows[4:, 5].tolist() == [-1] * 6
+    assert [int((row[:, 0] >= 0).sum()) for row in saved] == [8, 10]
