@@ -54,6 +54,7 @@ def unmarked(t: Tensors) -> None:
 
 EAGLE3_ERRORS: list[tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] = [
     (None, dict(mystery=1), "unknown config keys mystery"),
+    (None, {AUX: [0, 1, 3], "eagle_config": {AUX: [0, 1, 2]}}, r"is \[0, 1, 3\] at the top and \[0, 1, 2\] in eagle_config"),
     (None, dict(eagle_config={AUX: [0, 1, 2], "fc_norm": True}), "unknown key eagle_config.fc_norm"),
     (None, dict(eagle_config={AUX: [0, 1, 2], "norm_output": True}), "eagle_config.norm_output must be False"),
     (None, dict(eagle_config={AUX: [0, 1, 4]}), r"must lie in \[0, 3\], got \[0, 1, 4\]"),

@@ -69,7 +69,7 @@ def _eagle3(files: HeadFiles, model: ModelConfig, width: int, target: ModelConfi
     check_features(target, where)
     layer_count(raw, where, 1)
     eagle = nested_config(raw, NESTED_KEYS, where)
-    ids = eagle.get(AUX, raw.get(AUX))
+    ids = _layer_ids(raw.get(AUX), eagle.get(AUX), where)
     draft_size = whole(raw, "draft_vocab_size", where, model.vocab_size, most=model.vocab_size)
     before = flag(eagle, "norm_before_residual", f"{where}: eagle_config")
     spec = HeadSpec(
@@ -91,6 +91,13 @@ def _eagle3(files: HeadFiles, model: ModelConfig, width: int, target: ModelConfi
         "recycled": "the output before the final norm",
     }
     return Reading(spec, Names("midlayer"), vocabulary_tensors(files), meanings)
+
+
+def _layer_ids(top: Any, nested: Any, where: str) -> Any:
+    """The list of layers, which either place may hold; None: neither does."""
+    if top is not None and nested is not None and top != nested:
+        raise ValueError(f"{where}: {AUX} is {top} at the top and {nested} in eagle_config; expected one list")
+    return top if nested is None else nested
 
 
 def nested_config(raw: dict[str, Any], known: Mapping[str, Sequence[Any]], where: str) -> dict[str, Any]:
