@@ -80,7 +80,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--draft", "/none", "--gpu-memory", "1GB"], "draft"),
         (["--spec", "5,1,6", "--gpu-memory", "1GB"], "--draft"),
         (["--context", "100000", "--gpu-memory", "1GB"], "512"),
-        (["--batch", "0", "--gpu-memory", "1GB"], "max_batch_size"),
+        (["--batch", "0", "--gpu-memory", "1GB"], "--batch=1"),
     ],
 )
 def test_wrong_input(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
