@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from graph_timing import replay_us
+from graph_timing import timed
 from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
@@ -158,17 +158,6 @@ class Around:
             store_latent(view, self.q[..., NOPE:], self.fresh, world.slots_T, self.prep, q_THL[..., C:])
             outs.append(absorbed_values(world.q_THL[..., :C], self.up[:, NOPE:]))
         return outs
-
-
-def timed(step: Callable[[Any], list[Tensor]], world: Any, replays: int) -> tuple[float, Tensor]:
-    """Microseconds a layer under a CUDA graph, and the last layer's output.  world: what the step takes; it has `layers`."""
-    step(world)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = step(world)
-    for out in outs:
-        out.fill_(float("nan"))
-    return replay_us(graph, replays) / world.layers, outs[-1]
 
 
 def error(world: World, out: Tensor, view: LatentView) -> float:

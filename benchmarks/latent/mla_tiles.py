@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_timing import timed
 from torch import Tensor
 
-from latent.mla import DEVICE, KINDS, SCALING, Around, C, Case, H, Pool, R, measure, run, show, timed, warm, warm_all
+from latent.mla import DEVICE, KINDS, SCALING, Around, C, Case, H, Pool, R, measure, run, show, warm, warm_all
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_timing import timed
 from torch import Tensor
 
-from latent.mla import DEVICE, SCALING, C, Case, H, Pool, R, World, ours, timed
+from latent.mla import DEVICE, SCALING, C, Case, H, Pool, R, World, ours
 from specdec.attention.kernels.tiles_triton import programs_at_once
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.segment import Segment
@@ -88,7 +89,7 @@ def measure(case: Case, pool: Pool, keys: Tensor, replays: int) -> dict[str, Any
     world = SparseWorld(case, pool, keys)
     row: dict[str, Any] = {**case._asdict(), "layers": world.layers}
     for name, step in (("dense", ours), ("sparse", sparse), ("scores", scored), ("select", selected)):
-        row[f"{name}_us"] = round(timed(step, world, replays)[0], 2)  # type: ignore[arg-type]
+        row[f"{name}_us"] = round(timed(step, world, replays)[0], 2)
     row["latents_us"] = round(row["sparse_us"] - row["select_us"], 2)
     row["select_us"] = round(row["select_us"] - row["scores_us"], 2)
     T = case.B * case.N

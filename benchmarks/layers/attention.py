@@ -28,7 +28,6 @@ import importlib.metadata
 import itertools
 import json
 import platform
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from graph_timing import replay_us
+from graph_timing import timed
 from rounds.round_8b import this_gpu
 from torch import Tensor
 
@@ -226,17 +225,6 @@ def flash_attn_4(world: World, prefix_only: bool = False) -> list[Tensor]:
         merge_kernel[(a.shape[0],)](a, lse_a, b, lse_b, out, a.shape[0], HEADS=H, HEAD_DIM=D, num_warps=8)
         outs.append(out)
     return outs
-
-
-def timed(step: Callable[[World], list[Tensor]], world: World, replays: int) -> tuple[float, Tensor]:
-    """Microseconds a layer under a CUDA graph, and the last layer's output."""
-    step(world)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = step(world)
-    for out in outs:
-        out.fill_(float("nan"))
-    return replay_us(graph, replays) / world.layers, outs[-1]
 
 
 def apart(out: Tensor, want: Tensor) -> float:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_timing import timed
 from torch import Tensor
 
 from layers import attention as cells
@@ -74,8 +75,8 @@ def measure(case: Any, pool: Tensor, ours: Side, library: Side, replays: int) ->
     library(world)
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    us, out = cells.timed(ours, world, replays)
-    library_us, library_out = cells.timed(library, world, replays)
+    us, out = timed(ours, world, replays)
+    library_us, library_out = timed(library, world, replays)
     packed = case.N * cells.H // cells.K
     prefix = world.plan.segments[0]
     name, gpu = library.backend.library, gpu_kind(prefix.cache_seqlens.device)
@@ -89,7 +90,7 @@ def measure(case: Any, pool: Tensor, ours: Side, library: Side, replays: int) ->
         "first_call_s": round(first, 2), "apart": cells.apart(out, library_out),
     }  # fmt: skip
     if case.kv == "fp8":
-        row["queries_us"] = round(cells.timed(rounded_queries, world, replays)[0], 2)
+        row["queries_us"] = round(timed(rounded_queries, world, replays)[0], 2)
     if case.B * case.L <= ORACLE_KEYS and case.N <= 64:
         oracle = TorchBackend()
         want = oracle.attend(world.q_THD.double(), world.views[-1], oracle.prepare(world.plan)).out_THD
