@@ -97,10 +97,11 @@ class DraftModel(nn.Module, ABC):
     def check(self, spec: SpecConfig) -> None:
         """ValueError if it can't grow trees of that shape, which is not "auto"."""
 
-    def shapes(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+    def shapes(self, spec: SpecConfig, warns: bool = False) -> tuple[SpecConfig, ...]:
         """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
 
-        "auto" also leaves out what `check` warns of.
+        "auto" also leaves out what `check` warns of.  warns: whether users are to be warned of another shape; several places
+        ask for shapes, and one of them is enough.
         """
         found, problem = list[SpecConfig](), None
         for shape in spec.shapes:
@@ -108,6 +109,8 @@ class DraftModel(nn.Module, ABC):
                 with warnings.catch_warnings():
                     if spec.is_auto:
                         warnings.simplefilter("error", UserWarning)
+                    elif not warns:
+                        warnings.simplefilter("ignore", UserWarning)
                     self.check(shape)
                 found.append(shape)
             except (ValueError, UserWarning) as error:

@@ -248,11 +248,13 @@ def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_le
     name: what errors call the prompt.  reads: the most tokens that the target reads, which max_seq_len can be raised to.
     """
     if len(ids) >= max_seq_len:
-        needs = len(ids) + sampling.max_tokens
+        needs, works = len(ids) + sampling.max_tokens, f": the target reads {reads} tokens"
+        if len(ids) < reads:
+            works = f", or max_seq_len={min(needs, reads)}"
+            works += "" if needs <= reads else f" with max_tokens={reads - len(ids)}"
         raise PromptTooLong(
             f"{name} has {len(ids)} tokens; expected at most max_seq_len - 1 = {max_seq_len - 1}, so that one can follow; "
-            "nearest thing that works: a shorter prompt"
-            + (f", or max_seq_len={min(needs, reads)}" if len(ids) < reads else f": the target reads {reads} tokens")
+            f"nearest thing that works: a shorter prompt{works}"
         )
     if len(ids) + sampling.max_tokens > max_seq_len:
         raise PromptTooLong(

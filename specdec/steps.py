@@ -299,11 +299,13 @@ class Emitted(NamedTuple):
         and then these tokens' ids; None where the launch needed none.
     best: for each row of a round, how many draft tokens were accepted of the path of the drafter's first choices, and how many
         that path has; None for a chunk.
+    ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[list[float]]] | None = None
     best: list[tuple[int, int]] | None = None
+    ended: Sequence[int] = ()
 
 
 class Pending(Protocol):

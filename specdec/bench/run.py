@@ -280,7 +280,7 @@ def _load(options: BenchOptions, longest_prompt: int, ranks: Ranks) -> tuple[Tar
     model, head, settings, _ = ranks.load(WantedPair(options.target, options.draft, widest, engine))
     for spec in options.specs:
         assert head is not None
-        head.shapes(spec)
+        head.shapes(spec, warns=spec != widest)  # loading has warned of the widest
         if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
             raise ValueError(
                 f"synthetic_acceptance needs a token that no branch holds: topk must be below the vocabulary "

@@ -104,8 +104,10 @@ def _read_prompt(argument: str | None) -> str:
         prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
         prompt.encode()  # bytes that are no UTF-8 come as halves of surrogate pairs, or as an error, by the locale
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        unit = "byte" if isinstance(error, UnicodeDecodeError) else "character"
         raise ValueError(
-            f"PROMPT is not UTF-8 text from character {error.start} on; nearest thing that works: iconv -t UTF-8"
+            f"PROMPT is not UTF-8 text from {unit} {error.start} on; nearest thing that works: what iconv -f ENCODING -t UTF-8 "
+            "makes of it"
         ) from None
     if not prompt:
         raise ValueError("PROMPT is empty: expected text")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from specdec.cli.flags import SPEC_HELP, Once, not_empty, tree_shape
+from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, tree_shape
 from specdec.cli.output import console
+from specdec.options import EngineOptions, setting_of
 
 if TYPE_CHECKING:
     from specdec.loading.plan import MemoryPlan
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
+USED = ("draft_format", "draft_pickle")
 UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 
@@ -30,13 +33,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="as for generate; default: the dtype of the weights")
     add("--page-size", type=int, default=16, metavar="N", help="tokens of a page; default: 16")
     add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB or 141GB; default: this machine's GPU")
+    add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
     add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     from specdec.config import SpecConfig
     from specdec.loading.plan import plan_memory
-    from specdec.options import EngineOptions, setting_of
 
     if args.spec is not None and args.draft is None:
         raise ValueError("--spec would do nothing without --draft")
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         setting_of(item).check(flag, value, item.default)
     options = EngineOptions(
         max_seq_len=args.context, max_batch_size=args.batch, dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
-        page_size=args.page_size, quantize=args.quantize,
+        page_size=args.page_size, quantize=args.quantize, draft_format=args.draft_format, draft_pickle=args.draft_pickle,
     )  # fmt: skip
     spec = None if args.draft is None else args.spec or SpecConfig()
     plan = plan_memory(args.target, args.draft, spec, options, args.gpu_memory or _gpu_memory())

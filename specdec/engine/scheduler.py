@@ -233,6 +233,9 @@ class Scheduler:
             best = None if emitted.best is None else [emitted.best[row] for row in drafting]
             accepted = [len(emitted.tokens[row]) - 1 for row in drafting]
             self.speculation.observe(step, seconds, accepted, best, _tokens(launch.seats))
+        for row in emitted.ended:
+            if (ended := launch.seats[row]) is not None:
+                ended.request.drafted_until = max(0, _tokens([ended]) - self.speculation.pause)
         rows = zip(launch.seats, launch.speculates or (False,) * len(launch.seats), strict=True)
         logprobs = emitted.logprobs or repeat(())
         for (seat, speculates), tokens, numbers in zip(rows, emitted.tokens, logprobs, strict=False):
@@ -301,10 +304,7 @@ class Scheduler:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
         rows = []
         for row, seat in enumerate(seats):
-            if seat is None or not self._speculates(seat.request):
-                continue
-            length = len(seat.request.prompt_ids) + len(seat.request.output.token_ids)
-            if self._is_too_long(length):
+            if seat is not None and self._speculates(seat.request) and self._is_too_long(length := _tokens([seat])):
                 seat.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()

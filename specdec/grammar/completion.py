@@ -39,7 +39,11 @@ class Completion:
         return self.tokens, self.parents
 
     def _unread(self) -> tuple[list[int], list[int]]:
-        """A tree of which nothing can be accepted, because the matcher is alone: each node holds what the root holds."""
+        """A tree of which nothing may be accepted, because the matcher is alone: each node holds what the root holds.
+
+        Whoever runs the round ends the row's drafts before tokens are chosen; a target that repeats the root's token would
+        otherwise accept a node.
+        """
         nodes = len(self._drafts)
         return [self._drafts[0]] * nodes, list(self._above)
 

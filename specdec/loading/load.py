@@ -69,7 +69,7 @@ def check_pair(target: str | Path, draft: str | Path | None, spec: SpecConfig | 
     if drafter is None:
         return pair
     assert settings.spec is not None
-    drafter.model.shapes(settings.spec)
+    drafter.model.shapes(settings.spec, warns=True)
     settings = replace(settings, attention_backend=choose_attention(settings, *pair.configs))
     return pair._replace(settings=settings.with_drafter(drafter.model))
 

@@ -30,11 +30,15 @@ HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # tokens and pare
 
 @dataclass
 class GrammarRow:
-    """One text.  speculates: whether draft tokens may be accepted in it.  runs: whether its prompt is complete."""
+    """One text.  speculates: whether draft tokens may be accepted in it.  runs: whether its prompt is complete.
+
+    is_unreported: whether its drafts have ended here, and the scheduler does not know yet.
+    """
 
     matcher: Matcher
     speculates: bool
     runs: bool = False
+    is_unreported: bool = False
 
 
 class Unread(NamedTuple):
@@ -148,7 +152,16 @@ class GrammarRows:
         """The rows in whose drafts the library has newly reached a limit: none may be accepted in them any more."""
         ended = [place for place, row in self._running(rows) if row.speculates and row.matcher.is_alone]
         self.stop_drafting(ended)
+        for place in ended:
+            self._rows[place].is_unreported = True
         return ended
+
+    def report_ended(self) -> list[int]:
+        """The rows whose drafts have ended here since the last call."""
+        places = [place for place, row in self._rows.items() if row.is_unreported]
+        for place in places:
+            self._rows[place].is_unreported = False
+        return places
 
     def of_chunk(self, places: int, parts: Sequence[PromptPart]) -> BitMasks:
         """The masks of the first tokens of a chunk's prompts.  places: how many parts the chunk has, with padding."""

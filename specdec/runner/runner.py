@@ -176,12 +176,14 @@ class DeviceRunner:
             self._need_tables()
         begun = None if not step.timed else self.readback.mark() if last_round is None else last_round
         launched = self._launch_round(step)
+        ended: list[int] = []
         if step.needs.grammar:
             self.grammars.follow_round(launched.emitted_BX)
+            ended = self.grammars.report_ended()
         logprobs = None if launched.logprobs_BEX is None else self.readback.start(launched.logprobs_BEX)
         emitted = self.readback.start(launched.emitted_BX, begun)
         self._last_round = emitted.done
-        return RoundPending(emitted, logprobs, launched.drafted, launched.depths)
+        return RoundPending(emitted, logprobs, launched.drafted, launched.depths, ended)
 
     def _launch_round(self, step: RunRound) -> Round:
         state = self._rows(step.rows, step.shared)
@@ -326,16 +328,16 @@ class ChunkPending:
 
 
 class RoundPending:
-    """The tokens of a round.  drafted, depths: how many draft tokens and levels the round's tree had."""
+    """The tokens of a round.  drafted, depths: how many draft tokens and levels the round's tree had.  ended: see Emitted."""
 
-    def __init__(self, tokens: Ticket, logprobs: Ticket | None, drafted: int, depths: int) -> None:
-        self._tokens, self._logprobs, self.drafted, self.depths = tokens, logprobs, drafted, depths
+    def __init__(self, tokens: Ticket, logprobs: Ticket | None, drafted: int, depths: int, ended: list[int]) -> None:
+        self._tokens, self._logprobs, self.drafted, self.depths, self._ended = tokens, logprobs, drafted, depths, ended
 
     def read(self) -> Emitted:
         # A row holds the count of its accepted draft tokens, then those tokens, then the target's own token.
         rows = self._tokens.read()
         tokens, best = [row[1 : row[0] + 2] for row in rows], [(row[-2], row[-1]) for row in rows]
-        return Emitted(tokens, None if self._logprobs is None else self._logprobs.read(), best)
+        return Emitted(tokens, None if self._logprobs is None else self._logprobs.read(), best, self._ended)
 
     def drop(self) -> None:
         for ticket in filter(None, (self._tokens, self._logprobs)):

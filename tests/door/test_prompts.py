@@ -228,6 +228,8 @@ def test_a_text_that_is_too_long_is_told_once(capfd: pytest.CaptureFixture[str])
         check_length(ids, sampling, "prompt", 512, 512)
     with pytest.raises(PromptTooLong, match=r"a shorter prompt, or max_seq_len=\d+$"):
         check_length(ids, sampling, "prompt", 64, 1024)
+    with pytest.raises(PromptTooLong, match=r"a shorter prompt, or max_seq_len=12 with max_tokens=2$"):
+        check_length(ids[:10], sampling, "prompt", 8, 12)
     assert "Token indices" not in "".join(capfd.readouterr())
 
 

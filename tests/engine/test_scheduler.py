@@ -27,14 +27,14 @@ class Written:
     """The tokens of a launch, which may be read once."""
 
     def __init__(self, rows: list[list[int]], spec: SpecConfig | None) -> None:
-        self.rows = rows
+        self.rows, self.ended = rows, list[int]()
         self.drafted, self.depths = (spec.num_draft_tokens - 1, spec.max_steps) if spec else (0, 0)
         self.is_over = False
 
     def read(self) -> Emitted:
         assert not self.is_over, "read twice"
         self.is_over = True
-        return Emitted(self.rows)
+        return Emitted(self.rows, ended=self.ended)
 
     def drop(self) -> None:
         assert not self.is_over
@@ -311,6 +311,33 @@ def test_pages_are_kept_as_launches_in_flight_leave_them(monkeypatch: pytest.Mon
     while not engine.is_idle:
         engine.step()
     assert len(reached) == 2 and all(reach >= length + CHAIN.lookahead for reach, length in zip(reached, lengths))
+
+
+def test_the_drafter_knows_no_text_after_the_runner_ended_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: pages of tokens that the drafter passed over, found later by a text that speculates; rounds that draft for
+    nobody."""
+    engine, rounds, kept = engine_of(1, ChunkBudget(16, 16, 16)), list[tuple[str, int]](), list[tuple[int, bool]]()
+    run_round, keep = engine.runner.RunRound, engine.scheduler.admission.keep
+
+    def ends(step: RunRound) -> Written:
+        written = run_round(step)
+        rounds.append((step.kind, len(written.rows[0])))
+        written.ended = [0] if len(rounds) == 2 else []
+        return written
+
+    def spy(request: Request, tokens: list[int], drafted: bool, reach: int) -> None:
+        if request.is_done:
+            kept.append((len(tokens), drafted))
+        keep(request, tokens, drafted, reach)
+
+    monkeypatch.setattr(engine.runner, "RunRound", ends)
+    monkeypatch.setattr(engine.scheduler.admission, "keep", spy)
+    engine.submit([new_request([5] * 10, 30)])
+    while not engine.is_idle:
+        engine.step()
+    kinds = [kind for kind, _ in rounds]
+    assert kinds[:3] == ["speculative"] * 3 and {*kinds[3:]} == {"plain"}, "the third was under way when the second was read"
+    assert kept == [(10 + 1 + rounds[0][1], True)]
 
 
 def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:

@@ -44,3 +44,18 @@ def test_rows_that_do_not_speculate_have_no_tree_walked() -> None:
     assert walked(3) == [True, False, None]
     rows.enter(Entry(3, [[1]], RowOptions(), True))
     assert walked(4) == [True, False, None, None]
+
+
+def test_each_end_of_drafts_is_reported_once() -> None:
+    """Keeps out: a scheduler that never hears of it, or hears of the row that the text has left, or of no row's next text."""
+    tokenizer = byte_tokenizer(300)
+    rows = GrammarRows(Readback(torch.device("cpu")), V)
+    rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+    for row in range(3):
+        rows.enter(Entry(row, [[1]], RowOptions(), True, grammar=RULE))
+    rows.follow_chunk(torch.zeros(3, dtype=torch.int64), [PromptPart(row, [1], 0, -1) for row in range(3)])
+    for row in (0, 2):
+        rows._rows[row].matcher.is_alone = True
+    assert rows.end_drafts(3) == [0, 2] and rows.end_drafts(3) == []
+    rows.leave(LeaveRows(((2, 0),), (2,)))
+    assert rows.report_ended() == [0] and rows.report_ended() == []

@@ -52,6 +52,17 @@ def test_the_command_counts_rounded_weights(capsys: pytest.CaptureFixture[str]) 
     assert found[0] > found[1] > found[2]
 
 
+def test_a_head_in_a_pickle_is_planned_as_it_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: advice to give a flag that the command does not have."""
+    (tmp_path / "config.json").write_bytes((DRAFT / "config.json").read_bytes())
+    torch.save(load_file(DRAFT / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    flags = ["plan", "--target", str(TARGET), "--gpu-memory", "2GB", "--json", "--draft"]
+    assert cli.main([*flags, str(tmp_path)]) == 2 and "(--draft-pickle)" in capsys.readouterr().err
+    assert cli.main([*flags, str(tmp_path), "--draft-pickle"]) == 0
+    pickled = json.loads(capsys.readouterr().out)
+    assert cli.main([*flags, str(DRAFT)]) == 0 and json.loads(capsys.readouterr().out) == pickled
+
+
 def test_what_fits_is_the_most_that_fits() -> None:
     """Keeps out: a context or a batch one too large."""
     options = EngineOptions(max_batch_size=4, max_seq_len=128, dtype="bfloat16")

@@ -175,8 +175,9 @@ def test_more_steps_than_rows_are_refused(zoo: Zoo) -> None:
         4,
         5,
     ]
-    with pytest.warns(UserWarning, match="more tokens of a pass than the 5"):
+    with pytest.warns(UserWarning, match="more tokens of a pass than the 5") as told:
         zoo.decoder("llama", "p-eagle", SpecConfig(6, 1, 7))
+    assert len(told) == 1, "one line, though several places ask for shapes"
 
 
 @pytest.mark.gpu
