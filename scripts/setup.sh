@@ -47,6 +47,12 @@ pip_install() {
     die "pip could not install it; the whole log is in $log"
 }
 
+# pip warns of an extra that does not exist, and installs the rest.
+known="$(sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z0-9-]*\) = \[.*/\1/p' pyproject.toml | paste -sd, | sed 's/,/, /g')"
+for extra in ${extras//,/ }; do
+    case ", $known, " in *", $extra, "*) ;; *) die "there is no extra '$extra'; the extras are $known" ;; esac
+done
+
 # A stamp file holds a checksum of what an install depends on.  An install with extras also counts as one without.
 wanted="$({ printf '%s\n' "$root"; cat pyproject.toml constraints.txt; } | cksum)"
 stamp="$venv/.specdec-$extras"

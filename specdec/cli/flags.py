@@ -272,9 +272,9 @@ def _regex(text: str) -> str:
 
 
 def _grammar(text: str) -> str:
-    """What a file holds, if there is one of that name; else the text."""
-    is_name = len(text) < 256 and "\n" not in text
-    return _read(text, "a grammar, or a file") if is_name and text and Path(text).is_file() else _rules(text)
+    """What a file holds, if there is one of that name, or if the text can be no grammar, for want of a rule; else the text."""
+    is_name = 0 < len(text) < 256 and "\n" not in text
+    return _read(text, "a grammar, or a file") if is_name and (":" not in text or Path(text).is_file()) else _rules(text)
 
 
 def _rules(text: str) -> str:

@@ -90,8 +90,8 @@ def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
     """Target and draft; the draft is None for plain decoding, and then flags about it are errors."""
     if not args.no_speculate:
         return pair_of(args, ["--spec"] if args.spec else [])
-    if args.draft or args.spec:
-        raise ValueError("--draft and --spec would do nothing with --no-speculate; leave one or the other out")
+    if unused := [flag for flag, value in (("--draft", args.draft), ("--spec", args.spec)) if value]:
+        raise ValueError(f"{' and '.join(unused)} would do nothing with --no-speculate (--no-draft); leave one of them out")
     from specdec import shipped
 
     return args.target or shipped.target_folder(), None

@@ -101,6 +101,7 @@ def test_help_is_quick(tmp_path):
         (["generate", "--json-schema", "{", "hi"], "json_schema is not JSON"),
         (["generate", "--regex", "", "hi"], "expected a regular expression, got an empty value"),
         (["generate", "--grammar", "", "hi"], "expected a grammar, got an empty value"),
+        (["generate", "--grammar", "no_file.lark", "hi"], "expected a grammar, or a file that can be read, got 'no_file.lark'"),
         (["generate", "--json-schema", "[]", "hi"], "expected a JSON object, such as {}, or a file of one, got a list"),
         (["generate", "--json-schema", "true", "hi"], "expected a JSON object, such as {}, or a file of one, got 'true'"),
         (["generate", "--regex", "a", "--ignore-eos", "hi"], "ignore_eos would go on after the end that regex asks for"),
