@@ -28,7 +28,6 @@ from specdec.attention.latent import mla
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
-from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
 from specdec.models.kv import make_cache
 from specdec.models.yarn import YarnRope
 
@@ -89,59 +88,6 @@ def test_float64_leaves_only_what_transformers_rounds(zoo: DeepseekZoo, name: st
         absorbed = run(model, prompts)
         patch.setattr(mla, "EXPAND_ABOVE", 0)
         torch.testing.assert_close(run(model, prompts), absorbed, atol=1e-9, rtol=1e-9)
-
-
-# ---- experts ----
-
-
-def test_a_router_of_a_wider_model_rounds_no_logit() -> None:
-    """Keeps out: float32 logits in a pass that is there to tell what float32 does to a text."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(5, 24, generator=generator).double()
-    router = Router(24, ExpertsConfig(6, 3, 8, 1, "softmax", None, None, False, 1.0)).double().requires_grad_(False)
-    router.weight.copy_(torch.randn(6, 24, generator=generator))
-    weights_TK, chosen_TK = router(x)
-    want_TE = (x @ router.weight.T).softmax(-1)
-    torch.testing.assert_close(weights_TK, want_TE.gather(1, chosen_TK), atol=1e-14, rtol=1e-12)
-
-
-def test_a_router_of_16_bits_computes_in_32() -> None:
-    """Keeps out: logits rounded to bfloat16, by which experts change places that transformers tells apart."""
-    generator = torch.Generator().manual_seed(1)
-    x, weight = (torch.randn(size, 64, generator=generator).bfloat16() for size in (50, 16))
-    router = Router(64, ExpertsConfig(16, 3, 8, 1, "softmax", None, None, False, 1.0)).bfloat16().requires_grad_(False)
-    router.weight.copy_(weight)
-    want_TK, ids_TK = (x.float() @ weight.float().T).softmax(-1).topk(3)
-    weights_TK, chosen_TK = router(x)
-    assert weights_TK.dtype == torch.float32 and torch.equal(chosen_TK, ids_TK)
-    torch.testing.assert_close(weights_TK, want_TK, atol=1e-6, rtol=1e-5)
-
-
-def test_experts_agree() -> None:
-    """Three ways to the same sum.  Keeps out: pairs summed under another's weight, an expert without tokens."""
-    T, E, K, I, H = 7, 6, 3, 16, 24
-    generator = torch.Generator().manual_seed(0)
-    x, gate_up, down = (torch.randn(s, generator=generator) for s in ((T, H), (E, 2 * I, H), (E, H, I)))
-    chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:K] for _ in range(T)])  # the last has none
-    weights = torch.rand(T, K, generator=generator)
-    want = torch.zeros(T, H)
-    for t in range(T):
-        for weight, expert in zip(weights[t], chosen[t]):
-            gate, up = (gate_up[expert] @ x[t]).chunk(2)
-            want[t] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
-    for experts in (grouped_experts, gathered_experts, masked_experts):
-        torch.testing.assert_close(experts(x, weights, chosen, gate_up, down), want, atol=1e-4, rtol=1e-4)
-
-
-def test_an_expert_that_nobody_chose_is_not_heard() -> None:
-    """Keeps out: 0 times infinity, from an expert that overflows float16 for tokens that did not choose it."""
-    x_TH, weights = torch.randn(6, 8).half(), torch.ones(6, 1)
-    gate_up, down = torch.randn(3, 8, 8).half(), torch.randn(3, 8, 4).half()
-    gate_up[2] *= 6e4
-    chosen = torch.tensor([[0], [1], [0], [1], [0], [1]])
-    want = masked_experts(x_TH, weights, chosen, gate_up[:2], down[:2])
-    assert want.isfinite().all()
-    torch.testing.assert_close(masked_experts(x_TH, weights, chosen, gate_up, down), want, rtol=0, atol=0)
 
 
 # ---- text ----

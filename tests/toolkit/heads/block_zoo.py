@@ -46,17 +46,17 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (layout, options)
 }  # fmt: skip
 
 
-def parts_of(target: Path, name: str) -> BlockParts:
-    """The head of that name for a target in a folder."""
+def parts_of(target: Path, name: str, **changes: Any) -> BlockParts:
+    """The head of that name for a target in a folder.  changes: to its BlockOptions."""
     raw = json.loads((target / "config.json").read_text())
     sizes = {"vocab": raw["vocab_size"], "target_hidden": raw["hidden_size"], "hidden": raw["hidden_size"]}
-    options = BlockOptions(**{**HEADS[name][1], **sizes, "aux": (0, 1, 2), "max_position": 256})
+    options = BlockOptions(**{**HEADS[name][1], **sizes, "aux": (0, 1, 2), "max_position": 256, **changes})
     parts = random_block_parts(options, seed=3)
     return with_copies(parts, target) if HEADS[name][0] == "deepspec" else parts
 
 
-def save_block_head(folder: Path, target: Path, name: str) -> Path:
-    return save(folder, BLOCK_WRITERS[HEADS[name][0]](parts_of(target, name)))
+def save_block_head(folder: Path, target: Path, name: str, **changes: Any) -> Path:
+    return save(folder, BLOCK_WRITERS[HEADS[name][0]](parts_of(target, name, **changes)))
 
 
 models.MORE_HEADS |= {name: partial(save_block_head, name=name) for name in HEADS}

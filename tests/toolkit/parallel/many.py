@@ -1,0 +1,137 @@
+"""Pairs that up to 8 ranks can share, and what `scripts/many_ranks` asks of them: every native family, and every feature.
+
+Tiny random models with as many heads, and widths that divide as evenly, as it takes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specdec import SamplingParams, SpecConfig
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.deepseek import save_deepseek, save_sparse
+from toolkit.heads.block_zoo import save_block_head
+from toolkit.models import HEADS, ragged_prompts, save_target
+from toolkit.mtp_layers.targets import save_mtp_target
+
+TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
+PAGE = 4
+IDS = [[*prompt, *prompt] for prompt in ragged_prompts(40, 4, seed=5)]
+SAMPLINGS = [
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=5, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=9, temperature=0.8, top_k=7, top_p=0.9, seed=4),
+    SamplingParams(max_tokens=7),
+]
+OPTIONS: dict[str, Any] = dict(
+    max_tokens=9, logit_bias={1: 2.0, 39: -9.0}, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2,
+    bad_words=[[3], [38], [0, 1], [30, 31, 32]], min_tokens=4, logprobs=3, logprobs_mode="processed",
+)  # fmt: skip
+ALL_OPTIONS = [
+    SamplingParams(**OPTIONS), SamplingParams(**OPTIONS, temperature=0.9, min_p=0.02, seed=5),
+    SamplingParams(**OPTIONS, temperature=1.2, top_p=0.95, seed=6), SamplingParams(max_tokens=9),
+]  # fmt: skip
+RULES: tuple[dict[str, Any], ...] = (
+    dict(regex="[a-z]{2,4}( [0-9]{1,3}é)*"), {}, dict(grammar='start: ("ab" | "cd")+ "."', temperature=1.0, seed=3),
+    dict(json_schema={"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}),
+)  # fmt: skip
+GRAMMARS = [SamplingParams(max_tokens=12, **rule) for rule in RULES]
+
+
+class Pair(NamedTuple):
+    """A target and its drafter.  target, draft: write it into a folder; a drafter may be a name instead.
+
+    divides: the first number of ranks that hold the same keys and values, so that they can divide sequences; 0: none does.
+    """
+
+    name: str
+    target: Callable[[Path], Path]
+    draft: Callable[[Path, Path], Path] | str = HEADS["eagle3"]
+    divides: int = 0
+
+    def make(self, root: Path) -> tuple[Path, Path | str]:
+        target = self.target(root / self.name)
+        return target, self.draft if isinstance(self.draft, str) else self.draft(root / f"{self.name}-head", target)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What is asked of a pair.  options: of the engine.  follows_clock: rounds depend on time, so that texts alone count."""
+
+    name: str
+    pair: Pair
+    spec: SpecConfig = TREE
+    samplings: list[SamplingParams] = field(default_factory=lambda: SAMPLINGS)
+    options: dict[str, Any] = field(default_factory=dict)
+    prompts: list[Any] = field(default_factory=lambda: IDS)
+    follows_clock: bool = False
+
+
+def _gpt_oss(folder: Path) -> Path:
+    return save_gpt_oss(folder, num_attention_heads=8, intermediate_size=256)[0]
+
+
+def _plain(name: str, **changes: Any) -> Callable[[Path], Path]:
+    return partial(save_target, name=name, **{"num_attention_heads": 8, **changes})
+
+
+LATENT: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
+WIDE = {"head_dim": 128, "intermediate_size": 1024}  # whole groups of 128 columns for 8 ranks
+QWEN3 = Pair("qwen3", _plain("qwen3"), divides=2)
+V3 = Pair("v3", partial(save_deepseek, name="v3", **LATENT), divides=1)
+FAMILIES = (
+    Pair("llama", _plain("llama", num_key_value_heads=8, head_dim=8)),
+    Pair("llama3-tied-dim8", _plain("llama3-tied-dim8"), HEADS["eagle1"]),
+    Pair("mistral", _plain("mistral")),
+    Pair("qwen2", _plain("qwen2", num_key_value_heads=4)),
+    QWEN3,
+    Pair("mimo", partial(save_mtp_target, name="mimo", num_attention_heads=8), divides=2),
+    Pair("diffllama-mha", _plain("diffllama-mha", num_attention_heads=16, num_key_value_heads=16, head_dim=4)),
+    Pair("gpt-oss", _gpt_oss),
+    Pair("v2-lite", partial(save_deepseek, name="v2-lite", **LATENT), divides=1),
+    Pair("v2", partial(save_deepseek, name="v2", **LATENT)),
+    V3,
+    Pair("v32-dense-biases", partial(save_sparse, name="v32-dense-biases", **LATENT)),
+    Pair("v32", partial(save_sparse, name="v32", **LATENT)),
+    Pair("glm", partial(save_sparse, name="glm", **LATENT)),
+    Pair("glm-shared", partial(save_sparse, name="glm-shared", **LATENT)),
+)
+
+
+def _mtp(name: str, **changes: Any) -> Pair:
+    return Pair(f"mtp-{name}", partial(save_mtp_target, name=name, **changes), "mtp")
+
+
+def _block(name: str) -> Pair:
+    return Pair(name, QWEN3.target, partial(save_block_head, name=name, heads=8))
+
+
+DIVIDED = {"decode_context_parallel_size": 2, "context_interleave": 2}
+BYTES = Pair("bytes", _plain("bytes", eos_token_id=383))
+NGRAM = Pair("ngram", _plain("bytes", eos_token_id=383), "ngram")
+WORDS: list[Any] = ["one", "two", "three", "four"]
+FEATURES = (
+    Feature("every option", QWEN3, samplings=ALL_OPTIONS),
+    Feature("every option, sequences divided", QWEN3, samplings=ALL_OPTIONS, options=DIVIDED),
+    Feature("grammars", BYTES, samplings=GRAMMARS, prompts=WORDS),
+    Feature("grammars", BYTES, CHAIN, GRAMMARS, prompts=WORDS),
+    Feature("grammars, n-grams", NGRAM, samplings=GRAMMARS, prompts=WORDS),
+    Feature("n-grams", NGRAM),
+    Feature("n-grams, prompts kept", NGRAM, CHAIN, options={"prefix_caching": True}),
+    Feature("levels chosen", QWEN3, SpecConfig("auto"), follows_clock=True),
+    Feature("levels chosen, prompts kept", V3, SpecConfig("auto"), options={"prefix_caching": True}, follows_clock=True),
+    Feature("weights in fp8", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "fp8"}),
+    Feature("weights in int4", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "int4"}),
+    Feature("experts in fp8", V3, options={"quantize": "fp8"}),
+    Feature("experts in fp8, sequences divided", V3, options={"quantize": "fp8", **DIVIDED}),
+    Feature("keys and values in int8", Pair("mistral-int8", _plain("mistral")), options={"kv_cache_dtype": "int8"}),
+    Feature("the drafter's window", QWEN3, options={"beyond_trained": "window"}),
+    Feature("the drafter stops", QWEN3, options={"beyond_trained": "stop"}),
+    Feature("MTP", _mtp("mimo", num_attention_heads=8)),
+    Feature("MTP, two layers", _mtp("v3-two", **LATENT)),
+    Feature("MTP, sequences divided", _mtp("v3", **LATENT), options={**DIVIDED, "prefix_caching": True}),
+    Feature("MTP", _mtp("glm-dsa", **LATENT), CHAIN),
+    *(Feature("one pass", _block(name)) for name in ("p-eagle", "dflash", "dflash-pruned", "dspark", "dspark-rnn")),
+)
