@@ -18,7 +18,7 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, Needs, PromptPart, RunChunk, RunRound, Step
+from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, Needs, PromptPart, RunChunk, RunRound, Step, StopDrafting
 
 CHAIN = SpecConfig(3, 1, 4)
 
@@ -313,31 +313,64 @@ def test_pages_are_kept_as_launches_in_flight_leave_them(monkeypatch: pytest.Mon
     assert len(reached) == 2 and all(reach >= length + CHAIN.lookahead for reach, length in zip(reached, lengths))
 
 
-def test_the_drafter_knows_no_text_after_the_runner_ended_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: pages of tokens that the drafter passed over, found later by a text that speculates; rounds that draft for
-    nobody."""
-    engine, rounds, kept = engine_of(1, ChunkBudget(16, 16, 16)), list[tuple[str, int]](), list[tuple[int, bool]]()
-    run_round, keep = engine.runner.RunRound, engine.scheduler.admission.keep
-
-    def ends(step: RunRound) -> Written:
-        written = run_round(step)
-        rounds.append((step.kind, len(written.rows[0])))
-        written.ended = [0] if len(rounds) == 2 else []
-        return written
+def kept_at_the_end(engine: Engine[RowsOnly], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """A list that will hold, for each request that ends, how many tokens' pages are kept, and whether as drafted ones."""
+    kept, keep = list[tuple[int, bool]](), engine.scheduler.admission.keep
 
     def spy(request: Request, tokens: list[int], drafted: bool, reach: int) -> None:
         if request.is_done:
             kept.append((len(tokens), drafted))
         keep(request, tokens, drafted, reach)
 
-    monkeypatch.setattr(engine.runner, "RunRound", ends)
     monkeypatch.setattr(engine.scheduler.admission, "keep", spy)
+    return kept
+
+
+@pytest.mark.parametrize("pause", [0, 3])
+def test_the_drafter_knows_no_text_after_the_runner_ended_its_drafts(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: pages of tokens that the drafter passed over or has not caught up on, found later by a text that speculates;
+    rounds that draft for nobody."""
+    engine, rounds = engine_of(1, ChunkBudget(16, 16, 16)), list[tuple[str, int]]()
+    run_round, kept = engine.runner.RunRound, kept_at_the_end(engine, monkeypatch)
+
+    def ends(step: RunRound) -> Written:
+        written = run_round(step)
+        rounds.append((step.kind, len(written.rows[0])))
+        if len(rounds) == 2:
+            written.ended, engine.scheduler.speculation.pause = [0], pause  # tokens that the drafter has not seen
+        return written
+
+    monkeypatch.setattr(engine.runner, "RunRound", ends)
     engine.submit([new_request([5] * 10, 30)])
     while not engine.is_idle:
         engine.step()
     kinds = [kind for kind, _ in rounds]
     assert kinds[:3] == ["speculative"] * 3 and {*kinds[3:]} == {"plain"}, "the third was under way when the second was read"
-    assert kept == [(10 + 1 + rounds[0][1], True)]
+    assert kept == [(10 + 1 + rounds[0][1] - pause, True)]
+
+
+@pytest.mark.parametrize("pause", [0, 3])
+def test_the_drafter_knows_no_text_after_it_was_stopped(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: pages beyond the length at which drafting stops, or that the drafter has not caught up on, kept as drafted."""
+    engine, stopped = engine_of(1, ChunkBudget(16, 16, 16)), list[int]()
+    run, kept = engine.runner.run, kept_at_the_end(engine, monkeypatch)
+    engine.scheduler.speculation.most_tokens = 20
+    request = new_request([5] * 10, 30)
+
+    def spy(step: Step) -> Written | None:
+        if isinstance(step, StopDrafting):
+            assert step.rows == (0,)
+            stopped.append(before)
+            return None
+        return run(step)
+
+    monkeypatch.setattr(engine.runner, "run", spy)
+    engine.submit([request])
+    while not engine.is_idle:
+        before = len(request.prompt_ids + request.output.token_ids)
+        engine.scheduler.speculation.pause = 0 if stopped else pause
+        engine.step()
+    assert len(stopped) == 1 and stopped[0] >= 20 and kept == [(stopped[0] - pause, True)]
 
 
 def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:

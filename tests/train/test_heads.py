@@ -14,7 +14,9 @@ from specdec import SamplingParams, SpecDecoder
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import Eagle3Head
+from specdec.draft.formats.open import open_head
 from specdec.draft.load import load_head
+from specdec.models.config import RopeConfig
 from specdec.models.layers import HeadsRMSNorm
 from specdec.shipped import draft_folder, target_folder
 from specdec.train import head as training
@@ -83,6 +85,35 @@ def test_a_saved_head_over_blocks_is_the_head(kind: str, pair: SpecDecoder, tmp_
     own, read = head.state_dict(), again.state_dict()
     for name in own.keys() | read.keys():
         assert torch.equal(own[name].bfloat16(), read[name].bfloat16()), name
+
+
+ROPES = [
+    RopeConfig(theta=3000.0),
+    RopeConfig(theta=7e4, kind="linear", factor=2.5),
+    RopeConfig(theta=7e4, kind="llama3", factor=5.0, low_freq_factor=1.5, high_freq_factor=6.0, original_max_position=96),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.kind)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("eagle3", "safeailab"), ("eagle3", "speculators"), *((kind, "speculators") for kind in BLOCKS)]
+)
+def test_a_saved_config_says_every_number_of_the_head(
+    kind: str, layout: str, rope: RopeConfig, pair: SpecDecoder, tmp_path: Path
+) -> None:
+    """Keeps out: a number of an export that is this pair's own by chance (epsilon of norms, rope, longest text), so that heads
+    of other targets draft worse wherever they are read again."""
+    layers, more = 1 if kind == "eagle3" else 2, {"markov": "rnn"} if kind == "dspark" else {}
+    run = HeadRun(kind=kind, layers=layers, width=48, longest_prompt=16, draft_vocab_size=300, **more)
+    head = new_head(pair.model, (1, 13, 24), torch.arange(0, 900, 3), run)
+    model = replace(head.config.model, rms_norm_eps=3e-7, max_position=321, rope=rope)
+    head.config = replace(head.config, model=model)
+    save(head, tmp_path, layout, target_folder())
+    read = open_head(tmp_path, pair.model.config).reading.spec
+    own = replace(model, dtype=read.model.dtype, eos_ids=read.model.eos_ids, family=read.model.family)  # not of a head
+    owns = kind == "p-eagle" or (kind, layout) == ("eagle3", "speculators")  # whose layout has embeddings in any case
+    ids = tuple(range(0, 900, 3))
+    assert read == replace(head.config, model=own, own_embeddings=owns, draft_ids=ids, format=layout)
 
 
 def test_an_estimate_learns_from_the_drafts_and_not_they_from_it() -> None:

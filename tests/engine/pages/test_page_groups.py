@@ -18,7 +18,7 @@ from specdec.attention.kinds import LayerKind
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
-from specdec.engine.pages.copies import CopyOrders
+from specdec.engine.pages.copies import CopyOrders, RingCopies
 from specdec.engine.pages.groups import page_groups
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
@@ -315,7 +315,20 @@ def test_the_deepest_page_that_can_be_begun_after_is_found() -> None:
     for gone, left in ((8, 8), (4, 8), (7, 7), (6, 4)):
         copies.drop(path[gone])
         assert copies.usable(path) == left, gone
+    assert copies.usable(path[:1]) == 1, "fewer pages than a span of keys serve too, if all of them have copies"
     assert run(admission, prompt, 40) == 16
+
+
+def test_a_text_can_begin_after_the_pages_that_are_still_read() -> None:
+    """Keeps out: a page too few where the last span of keys begins in the middle of one, which a text then reads as garbage;
+    a page too many, for want of which kept pages are not found."""
+    for page_size in range(1, 6):
+        for span in range(1, 15):
+            copies = RingCopies(PagePool(40, page_size, 20), span, group=1)
+            for pages in range(8):
+                begins = pages * page_size  # the first query's position, the last keys of whose span come before it
+                read = {position // page_size for position in range(max(0, begins - span + 1), begins)}
+                assert copies.first_needed(pages) == pages - len(read), (span, page_size)
 
 
 def test_only_pages_that_are_still_there_are_copied() -> None:
