@@ -107,7 +107,8 @@ def test_a_saved_config_says_every_number_of_the_head(
     run = HeadRun(kind=kind, layers=layers, width=48, longest_prompt=16, draft_vocab_size=300, **more)
     head = new_head(pair.model, (1, 13, 24), torch.arange(0, 900, 3), run)
     model = replace(head.config.model, rms_norm_eps=3e-7, max_position=321, rope=rope)
-    head.config = replace(head.config, model=model)
+    block = head.config.block and replace(head.config.block, mask_id=29)
+    head.config = replace(head.config, model=model, block=block)
     save(head, tmp_path, layout, target_folder())
     read = open_head(tmp_path, pair.model.config).reading.spec
     own = replace(model, dtype=read.model.dtype, eos_ids=read.model.eos_ids, family=read.model.family)  # not of a head
