@@ -368,11 +368,17 @@ def test_layers_are_counted_in_the_checkpoint(tmp_path: Path) -> None:
     refused(lambda: load(folder), f"{folder}/config.json: num_hidden_layers is 7, but the checkpoint holds 4 layers")
 
 
-def test_sizes_are_compared_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("key", "said"), [
+    ("intermediate_size", ("gate_proj.weight", "(64, 32), got (48, 32)", "by intermediate_size and hidden_size")),
+    ("vocab_size", ("embed_tokens.weight", "(64, 32), got (40, 32)", "by vocab_size and hidden_size")),
+])  # fmt: skip
+def test_sizes_are_compared_before_memory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, said: tuple[str, ...]
+) -> None:
     """Keeps out: modules built for sizes that fit in memory here, and would not on another machine."""
-    folder = change_config(save_target(tmp_path, "llama"), intermediate_size=64)
+    folder = change_config(save_target(tmp_path, "llama"), **{key: 64})
     monkeypatch.setattr("specdec.models.checkpoints.frame.build", lambda *args: pytest.fail("modules were built"))
-    refused(lambda: load(folder), "gate_proj.weight", "(64, 32), got (48, 32)", "by intermediate_size and hidden_size")
+    refused(lambda: load(folder), *said)
 
 
 @pytest.mark.parametrize(
