@@ -7,6 +7,7 @@ one, rounds that go on after the end of a text.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import torch
 from toolkit.checkpoints.load import load_target
 from toolkit.heads.block_zoo import HEADS
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.trees import chain_shape, path_depth, random_shape
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.batch.tree import DraftTree
 from specdec.cli import main
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.load import load_head
@@ -25,6 +28,7 @@ from specdec.models.checkpoints.loader import read_target_config
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.offline.branches import Branches, BranchPairs
+from specdec.train.offline.count import accepted
 from specdec.train.offline.run import eval_head
 
 SHAPES = (SpecConfig(4, 3, 12), SpecConfig(3, 1, 4))
@@ -50,6 +54,27 @@ def test_random_heads_are_counted_as_they_are_served(zoo: Zoo, name: str) -> Non
     options = EngineOptions(device="cpu", dtype="float32", max_batch_size=3)
     for shape, found in zip(shapes, eval_head(str(head), target, prompts, shapes, 12, options), strict=True):
         assert found == served(zoo.decoder("llama", name, shape, max_batch_size=3), prompts, 12)
+
+
+def test_a_tree_is_followed_along_the_text_and_no_further() -> None:
+    """Keeps out: the last token of a text taken for all that may come after it; paths that begin again after a wrong token."""
+    draw = random.Random(0)
+    for _ in range(40):
+        ids = [draw.randrange(3) for _ in range(12)]
+        places = list(range(1, 12))
+        trees = [random_shape(7, 4, draw)[0] if draw.random() < 0.7 else chain_shape(7)[0] for _ in places]
+        tokens = [[ids[place], *(draw.randrange(3) for _ in range(6))] for place in places]
+        deepest = max(path_depth(parents, node) for parents in trees for node in range(7))
+        tree = DraftTree.from_parents(torch.tensor(tokens), torch.tensor(trees), deepest)
+        want = []
+        for place, parents, drafts in zip(places, trees, tokens, strict=True):
+            right, depths = {0}, [path_depth(parents, node) for node in range(7)]
+            for node in range(1, 7):
+                after = place + depths[node]
+                if parents[node] in right and after < len(ids) and drafts[node] == ids[after]:
+                    right.add(node)
+            want.append(max(depths[node] for node in right))
+        assert accepted(tree, torch.tensor(ids), torch.tensor(places)).tolist() == want
 
 
 def test_a_text_is_counted_up_to_its_end(zoo: Zoo, tmp_path: Path) -> None:
