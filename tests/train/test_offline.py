@@ -27,7 +27,7 @@ from specdec.generation import Stats
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
-from specdec.train.offline.branches import Branches, BranchPairs
+from specdec.train.offline.branches import Branches, BranchPairs, KeptPairs
 from specdec.train.offline.count import accepted
 from specdec.train.offline.run import eval_head
 
@@ -87,7 +87,8 @@ def test_a_text_is_counted_up_to_its_end(zoo: Zoo, tmp_path: Path) -> None:
     whole = zoo.decoder("llama", "eagle3", SHAPES[0]).generate(prompts, SamplingParams(max_tokens=12))[0].token_ids
     target = Path(shutil.copytree(zoo.target("llama"), tmp_path / "target"))
     end = next(token for token in whole[3:] if token not in whole[:3])
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    other = next(token for token in range(40) if token not in whole)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [other, end]}))
     (found,) = eval_head(str(head), target, prompts, SHAPES[:1], 12, options)
     with SpecDecoder.from_pretrained(target, head, SHAPES[0], options=options) as decoder:
         (out,) = decoder.generate(prompts, SamplingParams(max_tokens=12))
@@ -113,20 +114,26 @@ def test_branches_take_their_parents_pairs_along(zoo: Zoo, monkeypatch: pytest.M
 
 
 @torch.inference_mode()
-def test_a_window_hides_what_lies_before_it(zoo: Zoo) -> None:
-    """Keeps out: branches that read the whole text, which a head with a window never sees when it is served."""
-    where, cpu = zoo.target("llama"), torch.device("cpu")
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-window", "eagle1-window"])
+def test_branches_draft_what_the_head_alone_drafts_along_them(zoo: Zoo, name: str) -> None:
+    """Keeps out: branches that read a key before their window, which a head never sees when it is served; one key too few; a
+    position that stays where the branch began."""
+    where, cpu, deep = zoo.target("llama"), torch.device("cpu"), SpecConfig(5, 1, 6)
     target = load_target(where, read_target_config(where), 64, cpu, torch.float32)
-    head = load_head(zoo.head("llama", "eagle3-window"), target, 64, cpu, torch.float32)
+    head = load_head(zoo.head("llama", name), target, 64, cpu, torch.float32)
     assert isinstance(head, EagleHead)
-    (window,) = {kind.window for kind in head.config.model.layer_kinds}
-    assert window is not None and window < 12
     generator = torch.Generator().manual_seed(0)
     ids_T, features_TF = torch.randint(40, (40,), generator=generator), torch.randn(40, head.feature_size, generator=generator)
-    others, places_P = (ids_T.clone(), features_TF.clone()), torch.arange(20, 39)
-    others[0][:8], others[1][:8] = 3, -features_TF[:8]
-    trees = [Branches(head, *text).trees(places_P, SHAPES[0]).tokens_BN for text in ((ids_T, features_TF), others)]
-    assert torch.equal(*trees)
+    places_P = torch.tensor([1, 2, 20, 38])
+    tokens_PN = Branches(head, ids_T, features_TF).trees(places_P, deep).tokens_BN
+    for place, tokens in zip(places_P.tolist(), tokens_PN.tolist(), strict=True):
+        read, hidden, drafts = ids_T[1 : place + 1], head.fuse(features_TF[:place]), [int(ids_T[place])]
+        for _ in range(deep.max_steps):
+            out = head(read, hidden, torch.arange(len(read)), KeptPairs(head.config.model.layer_kinds))[-1:]
+            token_11 = head.vocabulary.top(head.logits(out), 1, head.d2t_V)[1]
+            read, hidden = torch.cat((read, token_11[0])), torch.cat((hidden, out))
+            drafts.append(int(token_11))
+        assert tokens == drafts, place
 
 
 WRONG = [  # flags, what the line names
