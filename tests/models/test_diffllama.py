@@ -13,18 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.logits import dense_logits, paged_logits
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
-from toolkit.prompts import packed_prompts
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.attend import PagedAttention
 from specdec.attention.eager.dense import DenseAttention
-from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.models.config import read_json
 from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.diffllama.modules import DiffLlamaLM
-from specdec.models.kv import make_cache
 
 CPU = torch.device("cpu")
 NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]
@@ -32,28 +29,6 @@ NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffLlamaLM:
     return load_target(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
-
-
-def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256, last: bool = False) -> Tensor:
-    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored.
-
-    last: of each chunk's last tokens alone, which the last layer is then asked for.
-    """
-    config, P, width = model.config, 5, 12
-    cache = make_cache(model, config, 400, "auto", model.norm.weight.dtype, CPU)
-    cache.planes["kv"].fill_(torch.nan)
-    table = torch.randperm(len(prompts) * width, generator=torch.Generator().manual_seed(0)).view(-1, width).int() + 1
-    parts: list[list[Tensor]] = [[] for _ in prompts]
-    for start in range(0, max(map(len, prompts)), chunk):
-        live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
-        packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
-        attn = PagedAttention(TorchBackend(), cache, *packed.tables)
-        rows_R = packed.last_B if last else None
-        logits = model.logits(model(packed.ids_T, packed.positions_T, attn, rows_R=rows_R).hidden_TH)
-        counts = [1 if last else len(prompts[i][start : start + chunk]) for i in live]
-        for index, part in zip(live, logits.split(counts)):
-            parts[index].append(part)
-    return torch.cat([part for row in parts for part in row])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,11 +40,9 @@ def test_logits_are_those_of_transformers(zoo: Zoo, name: str) -> None:
         want = torch.cat([hf(torch.tensor([prompt])).logits[0] for prompt in prompts])
         model = load(zoo.target(name))
         close = dict(atol=1e-5 * float(want.abs().max()), rtol=1e-5)
-        torch.testing.assert_close(run(model, prompts), want, **close)
-        torch.testing.assert_close(run(model, prompts, chunk=9), want, **close)
-        attn, ids = DenseAttention(model.config.layer_kinds), torch.tensor(prompts[-1])
-        alone = model.logits(model(ids, torch.arange(len(ids)), attn).hidden_TH)
-        torch.testing.assert_close(alone, want[-len(ids) :], **close)
+        torch.testing.assert_close(paged_logits(model, prompts), want, **close)
+        torch.testing.assert_close(paged_logits(model, prompts, chunk=9), want, **close)
+        torch.testing.assert_close(dense_logits(model, prompts[-1]), want[-len(prompts[-1]) :], **close)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +52,9 @@ def test_asked_rows_are_those_of_the_whole_pass(zoo: Zoo, name: str) -> None:
     with torch.inference_mode():
         prompts = ragged_prompts(40, 4, seed=5)
         ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-        torch.testing.assert_close(run(model, prompts, last=True), run(model, prompts)[ends], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            paged_logits(model, prompts, last=True), paged_logits(model, prompts)[ends], atol=1e-5, rtol=1e-5
+        )
         whole, some = (
             model(ids, torch.arange(len(ids)), DenseAttention(model.config.layer_kinds), rows_R=rows).hidden_TH
             for rows in (None, rows_R)

@@ -10,7 +10,7 @@ import torch
 from toolkit.deepseek import DeepseekZoo
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
-from toolkit.oracles.stored import is_clearly_the_oracle_s_text
+from toolkit.oracles.stored import hold_stored_text, is_clearly_the_oracle_s_text
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.caches.fp8_latent import Fp8LatentLayout
@@ -55,14 +55,8 @@ def test_text_is_the_target_s_over_rounded_latents(
     Driver(decoder).set_chunk(10)
     prompts = ragged_prompts(40, 6, seed=7)
     sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 18)]
-    outputs = decoder.generate(prompts, sampling)
-    plain = decoder.generate(prompts, sampling, speculate=False)
-    clear = [is_clearly_the_oracle_s_text(decoder, out) for out in outputs]
-    for out, other, is_clear in zip(outputs, plain, clear, strict=True):
-        assert out.token_ids == other.token_ids or not is_clear
-        is_clearly_the_oracle_s_text(decoder, other)
-    assert sum(clear) >= 2, "too many near-ties: choose other prompts"
-    assert sum(out.stats.drafted for out in outputs) > 0 and bool(converted) == (upconvert_from < 1000)
+    hold_stored_text(decoder, prompts, sampling)
+    assert bool(converted) == (upconvert_from < 1000)
     Driver(decoder).assert_nothing_leaked()
 
 

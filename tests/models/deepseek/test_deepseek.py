@@ -15,20 +15,15 @@ from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
+from toolkit.oracles.logits import dense_logits, paged_logits
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
-from toolkit.prompts import packed_prompts
-from torch import Tensor
 
 from specdec import SpecConfig
-from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.eager.dense import DenseAttention
-from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
-from specdec.models.kv import make_cache
 from specdec.models.yarn import YarnRope
 
 CPU = torch.device("cpu")
@@ -43,23 +38,6 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
     return load_target(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
-def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:
-    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
-    config, P, width = model.config, 5, 12
-    cache = make_cache(model, config, 400, "auto", model.norm.weight.dtype, CPU)
-    cache.planes["latent"].fill_(float("nan"))
-    table = torch.randperm(len(prompts) * width, generator=torch.Generator().manual_seed(0)).view(-1, width).int() + 1
-    parts: list[list[Tensor]] = [[] for _ in prompts]
-    for start in range(0, max(map(len, prompts)), chunk):
-        live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
-        packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
-        attn = PagedAttention(TorchBackend(), cache, *packed.tables)
-        logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
-        for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
-            parts[index].append(part)
-    return torch.cat([part for row in parts for part in row])
-
-
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", DEEPSEEKS)
 def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +48,12 @@ def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str, monkeypat
         want = torch.cat([hf(torch.tensor([prompt])).logits[0] for prompt in prompts])
         model = load(zoo.target(name))
         close = dict(atol=1e-5 * float(want.abs().max()), rtol=1e-5)
-        torch.testing.assert_close(run(model, prompts), want, **close)
+        torch.testing.assert_close(paged_logits(model, prompts), want, **close)
         monkeypatch.setattr(mla, "EXPAND_ABOVE", 4)
         monkeypatch.setattr(mla, "EXPANDED_TOKENS", 8)
-        torch.testing.assert_close(run(model, prompts), want, **close)
-        torch.testing.assert_close(run(model, prompts, chunk=9), want, **close)
-        attn, ids = DenseAttention(model.config.layer_kinds), torch.tensor(prompts[-1])
-        alone = model.logits(model(ids, torch.arange(len(ids)), attn).hidden_TH)
-        torch.testing.assert_close(alone, want[-len(ids) :], **close)
+        torch.testing.assert_close(paged_logits(model, prompts), want, **close)
+        torch.testing.assert_close(paged_logits(model, prompts, chunk=9), want, **close)
+        torch.testing.assert_close(dense_logits(model, prompts[-1]), want[-len(prompts[-1]) :], **close)
 
 
 @pytest.mark.parametrize("name", ["v2", "v3"])
@@ -85,9 +61,9 @@ def test_float64_leaves_only_what_transformers_rounds(zoo: DeepseekZoo, name: st
     """Absorbed and expanded differ by rounding alone.  Keeps out: a float32 in between that hides a wrong factor."""
     model, prompts = load(zoo.target(name), torch.float64), ragged_prompts(40, 3, seed=4)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        absorbed = run(model, prompts)
+        absorbed = paged_logits(model, prompts)
         patch.setattr(mla, "EXPAND_ABOVE", 0)
-        torch.testing.assert_close(run(model, prompts), absorbed, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(paged_logits(model, prompts), absorbed, atol=1e-9, rtol=1e-9)
 
 
 # ---- text ----

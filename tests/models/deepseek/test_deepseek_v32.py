@@ -16,15 +16,11 @@ from toolkit.deepseek import MARGIN, SPARSES, TOPK, SparseZoo, least_margin, sav
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from toolkit.oracles import texts
-from toolkit.prompts import packed_prompts
+from toolkit.oracles.logits import dense_logits, paged_logits
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.attend import PagedAttention
-from specdec.attention.backend import Backend
 from specdec.attention.caches.sparse_cache import SparseLatentView
-from specdec.attention.eager.dense import DenseAttention
-from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
 from specdec.attention.sparse import inputs as sparse_inputs
 from specdec.loading.build import doubling_context
@@ -46,29 +42,6 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
     return load_target(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
-def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256, P: int = 5, backend: Backend | None = None) -> Tensor:
-    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
-    cache, width = make_cache(model, model.config, 400, "auto", model.norm.weight.dtype, CPU), -(-60 // P)
-    for plane in cache.planes.values():
-        plane.fill_(float("nan"))
-    table = torch.randperm(len(prompts) * width, generator=torch.Generator().manual_seed(0)).view(-1, width).int() + 1
-    parts: list[list[Tensor]] = [[] for _ in prompts]
-    for start in range(0, max(map(len, prompts)), chunk):
-        live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
-        packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
-        attn = PagedAttention(backend or TorchBackend(), cache, *packed.tables)
-        logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
-        for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
-            parts[index].append(part)
-    return torch.cat([part for row in parts for part in row])
-
-
-def dense(model: DeepseekLM, ids: list[int], batch: int = 1) -> Tensor:
-    """Logits of equally long rows without a cache."""
-    positions = torch.arange(len(ids) // batch).repeat(batch)
-    return model.logits(model(torch.tensor(ids), positions, DenseAttention(model.config.layer_kinds, batch)).hidden_TH)
-
-
 # ---- logits ----
 
 
@@ -81,15 +54,15 @@ def test_logits_are_those_of_transformers(zoo: SparseZoo, name: str, monkeypatch
     assert max(map(len, PROMPTS)) > 4 * TOPK and min(least_margin(hf, prompt) for prompt in PROMPTS) > MARGIN
     want = torch.cat([hf(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
     close = dict(atol=2e-5 * float(want.abs().max()), rtol=2e-5)
-    torch.testing.assert_close(run(model, PROMPTS), want, **close)
+    torch.testing.assert_close(paged_logits(model, PROMPTS), want, **close)
     for chunk, P in ((9, 1), (4, 16)):
-        torch.testing.assert_close(run(model, PROMPTS, chunk, P), want, **close)
+        torch.testing.assert_close(paged_logits(model, PROMPTS, chunk, P), want, **close)
     monkeypatch.setattr(mla, "EXPAND_ABOVE", 4)
     monkeypatch.setattr(sparse_inputs, "ABSORBED", 5 * 4 * 24)
-    torch.testing.assert_close(run(model, PROMPTS, chunk=5), want, **close)
-    alone = dense(model, PROMPTS[2] + PROMPTS[2][::-1], batch=2)
+    torch.testing.assert_close(paged_logits(model, PROMPTS, chunk=5), want, **close)
+    alone = dense_logits(model, PROMPTS[2] + PROMPTS[2][::-1], batch=2)
     torch.testing.assert_close(alone[: len(PROMPTS[2])], want[3 : 3 + len(PROMPTS[2])], **close)
-    torch.testing.assert_close(alone[len(PROMPTS[2]) :], dense(model, PROMPTS[2][::-1]), **close)
+    torch.testing.assert_close(alone[len(PROMPTS[2]) :], dense_logits(model, PROMPTS[2][::-1]), **close)
 
 
 def v3_of(folder: Path, to: Path) -> DeepseekLM:
@@ -109,13 +82,13 @@ def test_few_keys_are_all_read(zoo: SparseZoo, tmp_path: Path) -> None:
 
     Keeps out: a test above that passes because nothing was left out; a key too few.
     """
-    v3 = run(v3_of(zoo.target("v32"), tmp_path / "v3"), PROMPTS)
+    v3 = paged_logits(v3_of(zoo.target("v32"), tmp_path / "v3"), PROMPTS)
     longest = max(map(len, PROMPTS))
     for topk in (longest, 200):  # chosen by the indexer, and known to the host
         folder = save_sparse(tmp_path / str(topk), "v32", index_topk=topk)
         assert torch.equal(load_file(folder / "model.safetensors")["lm_head.weight"], v3_lm_head(zoo))
-        torch.testing.assert_close(run(load(folder), PROMPTS), v3, atol=1e-4, rtol=1e-4)
-    sparse = run(load(zoo.target("v32")), PROMPTS)
+        torch.testing.assert_close(paged_logits(load(folder), PROMPTS), v3, atol=1e-4, rtol=1e-4)
+    sparse = paged_logits(load(zoo.target("v32")), PROMPTS)
     torch.testing.assert_close(sparse[:3], v3[:3], atol=1e-4, rtol=1e-4)
     assert (sparse - v3)[3 + TOPK : 3 + longest].abs().amax(-1).min() > 1e-3
 
@@ -128,9 +101,9 @@ def v3_lm_head(zoo: SparseZoo) -> Tensor:
 def test_what_the_host_knows_changes_nothing(zoo: SparseZoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a first chunk that reads other keys when it is answered as dense attention."""
     model, first = load(zoo.target("glm-shared")), [prompt[:TOPK] for prompt in PROMPTS]
-    dense_path = run(model, first)
+    dense_path = paged_logits(model, first)
     monkeypatch.setattr(sparse_inputs, "reads_all", lambda plan, topk: False)
-    torch.testing.assert_close(run(model, first), dense_path, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(paged_logits(model, first), dense_path, atol=1e-5, rtol=1e-5)
 
 
 # ---- text ----
