@@ -1,9 +1,12 @@
 """Moving a row of the batch moves everything that a drafter holds for it."""
 
 from dataclasses import fields
+from typing import Any
 
+import pytest
 import torch
 
+from specdec.draft.block.rounds.worker import BlockWorker
 from specdec.draft.drafter import Drafter
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.eagle.worker import DraftWorker
@@ -29,9 +32,10 @@ def test_a_moved_row_is_the_row() -> None:
         assert torch.equal(new[1:], old[1:]), f"{field.name} of another row changed"
 
 
-def test_a_cleared_row_has_nothing_to_catch_up() -> None:
+@pytest.mark.parametrize("kind", [DraftWorker, BlockWorker])
+def test_a_cleared_row_has_nothing_to_catch_up(kind: type[DraftWorker | BlockWorker]) -> None:
     """Keeps out: a new request whose drafter learns the tokens of the request that left the row in a pause."""
-    drafter = DraftWorker.__new__(DraftWorker)
+    drafter: Any = kind.__new__(kind)
     drafter.rows = distinct_rows()
     drafter.clear_rows(torch.tensor([1]))
     assert drafter.rows.pending_B.tolist() == [0, 0, 2]

@@ -19,12 +19,15 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.batch.state import BatchState
+from specdec.draft.block.rounds.worker import BlockWorker
 from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
 from specdec.loading.plan import plan_memory
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.schemes.config import ROUNDED, Quantization, Rule
 from specdec.options import EngineOptions
+from specdec.steps import Needs
 
 TEXTS = [  # target, head, shape, settings
     ("llama", "p-eagle", ("auto", 2, 6), {"page_size": 4, "prefix_caching": True}),
@@ -54,6 +57,7 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, head: str, shape: Any, sett
 
 TREES = [  # target, head, shape, page size, batch
     ("llama", "p-eagle", (4, 3, 13), 4, 3),
+    ("llama", "dspark-rnn", (4, 2, 9), 1, 2),
     ("llama", "p-eagle-window", (4, 1, 5), 1, 2),
     ("llama", "dflash", (5, 3, 16), 4, 3),
     ("qwen3", "dflash-pruned", (5, 2, 12), 1, 2),
@@ -61,11 +65,10 @@ TREES = [  # target, head, shape, page size, batch
     ("llama", "dflash-mixed", (3, 4, 18), 16, 1),
     ("llama", "dspark", (4, 3, 16), 4, 2),
     ("llama", "dspark-gated", (4, 1, 5), 4, 2),
-    ("llama", "dspark-rnn", (4, 2, 9), 1, 2),
 ]
 
 
-@pytest.mark.slow_cases(keep=4)
+@pytest.mark.slow_cases(keep=5)
 @pytest.mark.parametrize(("target", "head", "shape", "page_size", "batch"), TREES, ids=str)
 def test_trees_are_those_of_the_head_alone(
     zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int
@@ -110,6 +113,29 @@ def stop(alone: AlonePath, path: tuple[int, ...]) -> float:
     before = [alone.last, *path[:-1]]
     sure = alone.parts.confidences(alone.hidden_SH[: len(before)], before).sigmoid().prod()
     return 1e4 if sure < 0.05 else 0.0
+
+
+@pytest.mark.parametrize("head", ["p-eagle", "dspark"])
+def test_catching_up_changes_those_rows_alone_that_have_missed_something(
+    zoo: Zoo, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: drafts of a row that entered in a pause made of what its neighbours have missed, or of what the row's last
+    owner had; a row that drafts on as if no round had been paused."""
+    seen, catch_up = set[tuple[bool, bool]](), BlockWorker.catch_up
+
+    def spy(self: BlockWorker, state: BatchState, needs: Needs) -> None:
+        missed_B, before = self.rows.pending_B[: state.rows].clone(), self.rows.hidden_BSH[: state.rows].clone()
+        catch_up(self, state, needs)
+        for row in state.active_B.nonzero().flatten().tolist():
+            seen.add((bool(missed_B[row]), not torch.equal(before[row], self.rows.hidden_BSH[row])))
+
+    monkeypatch.setattr(BlockWorker, "catch_up", spy)
+    decoder = zoo.decoder("llama", head, SpecConfig("auto", 2, 6), page_size=4, max_batch_size=2)
+    driver = Driver(decoder)
+    driver.set_depth(0)
+    driver.script_levels(*[2, 0, 0] * 20)
+    decoder.generate(ragged_prompts(40, 7), [SamplingParams(max_tokens=n) for n in (3, 14, 5, 4, 9, 5, 6)])
+    assert seen == {(True, True), (False, False)}
 
 
 @pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dspark"])
