@@ -70,7 +70,9 @@ class Feature:
 
 
 def _gpt_oss(folder: Path) -> Path:
-    return save_gpt_oss(folder, num_attention_heads=8, intermediate_size=256)[0]
+    return save_gpt_oss(folder, num_attention_heads=8, head_dim=32, intermediate_size=256)[
+        0
+    ]  # a group of 32 columns for each rank
 
 
 def _plain(name: str, **changes: Any) -> Callable[[Path], Path]:
