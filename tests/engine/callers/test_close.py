@@ -133,7 +133,8 @@ def test_an_engine_that_cannot_clean_up_says_so(make: Callable[[], SpecDecoder])
 def test_a_fault_of_the_thread_itself_ends_every_wait(make: Callable[[], SpecDecoder]) -> None:
     """Keeps out: a thread that ends without a word, after which every caller waits for ever and all looks well."""
     decoder = make()
-    with Driver(decoder).break_owner(ZeroDivisionError("a bug")), pytest.raises(RuntimeError, match="while it ran: a bug"):
+    said = "(while it ran|must be loaded again): a bug"  # the thread may fail before `submit` returns
+    with Driver(decoder).break_owner(ZeroDivisionError("a bug")), pytest.raises(RuntimeError, match=said):
         decoder.generate([[1], [2], [3], [4], [5]], LONG)
     with pytest.raises(RuntimeError, match="has failed for good and must be loaded again: a bug"):
         decoder.generate([1], GREEDY)
