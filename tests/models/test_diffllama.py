@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.oracles.logits import dense_logits, paged_logits
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
+from toolkit.prompts import dense_logits, paged_logits
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig

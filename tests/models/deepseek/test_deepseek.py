@@ -15,8 +15,8 @@ from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
-from toolkit.oracles.logits import dense_logits, paged_logits
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
+from toolkit.prompts import dense_logits, paged_logits
 
 from specdec import SpecConfig
 from specdec.attention.caches.mla_cache import LatentLayout

@@ -16,7 +16,7 @@ from toolkit.deepseek import MARGIN, SPARSES, TOPK, SparseZoo, least_margin, sav
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from toolkit.oracles import texts
-from toolkit.oracles.logits import dense_logits, paged_logits
+from toolkit.prompts import dense_logits, paged_logits
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
