@@ -38,6 +38,7 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "ring auto": ("mistral", "eagle1-window", {"spec": SpecConfig("auto", 2, 8)}),
 }
 
+CROWDED = ("plain", "tree", "kept auto", "kept window", "ring", "one pass mixed", "ring auto")  # threads know less of an engine
 INTRICATE = ("kept auto", "kept window", "ring auto")  # where most parts of the engine meet: they get a second seed
 
 
@@ -185,7 +186,7 @@ def crowd(traffic: Traffic, threads: int, calls: int) -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", CROWDED)
 def test_random_crowd(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, world: str) -> None:
     small_rings(monkeypatch)
     crowd(Traffic(zoo, world, 7), threads=4, calls=4)

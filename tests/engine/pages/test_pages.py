@@ -133,7 +133,7 @@ def test_two_groups_share_what_memory_there_is() -> None:
         assert (full == wanted[0] or left < sizes[0]) and (local == wanted[1] or left < sizes[1] or full < wanted[0])
 
 
-LENGTH = 130
+LENGTH = 90  # twice around the longest ring, with the shortest prompt
 
 
 @pytest.fixture()
