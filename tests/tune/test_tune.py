@@ -21,7 +21,7 @@ from specdec.ops.products.gpus import H100, H200, Match
 from specdec.ops.products.tiles import ProductTiles, product_tiles
 from specdec.ops.tuned import here
 from specdec.ops.tuned.table import Measured, Origin, Product, TunedTable, path_for, read
-from specdec.tune import run
+from specdec.tune import measure, run
 from specdec.tune.candidates import candidates
 from specdec.tune.shapes import NAMED, checkpoint_products, named_products, products_of
 
@@ -48,6 +48,35 @@ def test_products_of_a_checkpoint(zoo: Zoo) -> None:
     both = checkpoint_products(zoo.target("llama"), zoo.head("llama", "eagle3"), torch.float16)
     assert set(alone) < set(both) and len(set(both)) == len(both)
     assert sum(product.gated for product in alone) == 1 and {product.dtype for product in both} == {torch.float16}
+
+
+def test_no_candidate_splits_more_than_there_is() -> None:
+    """Keeps out: programs without a column of a narrow product, whose sums nobody writes."""
+    for match in (Match(H200, "", True), Match(H200, "", False)):
+        for T in (1, 16, 64):
+            own, *others = candidates(T, SMALL, match)
+            assert all(tiles is None or tiles.splits <= -(-SMALL.I // tiles.block_i) for tiles in others[1:])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_is_right_within_16_bits(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: tiles that are fast because they leave something out; one that can't be compiled, which ends the run."""
+    monkeypatch.setattr(measure, "COLD_BYTES", 1)
+    bench = measure.Bench(Product(64, 32, gated, torch.float32), torch.device("cpu"))
+
+    def gives(share: float) -> Any:
+        def run(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool, tiles: object) -> torch.Tensor:
+            gate, up = (x_TI @ weight.T).chunk(2, -1)
+            y_TO = torch.nn.functional.silu(gate) * up if gated else torch.cat((gate, up), -1)
+            if not share:
+                raise RuntimeError("out of resources")
+            return share * y_TO
+
+        return run
+
+    for share, right in ((1.0, True), (1.01, True), (1.05, False), (0.9, False), (0.0, False)):
+        monkeypatch.setattr(measure, "with_tiles", gives(share))
+        assert bench.is_right(3, None) is right
 
 
 @pytest.mark.parametrize("match", [Match(H200, "", True), Match(H100, "", True), Match(H200, "", False)])

@@ -1,14 +1,22 @@
 """Which differences of two outputs are near-ties, by scripted logits; and by how much a logit must rise to be chosen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from toolkit.bench import StubSession
+from toolkit.models import Zoo
 
 from specdec import EngineOptions, SamplingParams
+from specdec.lossless import widen
 from specdec.lossless.choice import Text, least_raise
-from specdec.lossless.near_tie import explain_divergence, first_divergence
+from specdec.lossless.near_tie import difference, explain_divergence, first_divergence
+from specdec.lossless.passes import DensePasses
+from specdec.lossless.reference import Judged
 from specdec.lossless.verification import Divergence
+from specdec.models.linear import Multiplying, use_numerics
 from specdec.ops.noise.gumbel import gumbel_noise
+from specdec.ops.products.numerics import FAST, INVARIANT
 
 GREEDY = SamplingParams(max_tokens=9)
 ERROR = [0.0, 0.05, 0.0, -0.05]  # of a pass in 16 bit; its noise is 0.1, so that the bound is 0.2
@@ -88,3 +96,44 @@ def test_the_least_raise_is_the_least_that_changes_the_choice(options):
             for factor, takes in ((1.001, True), (0.999, False))[: 1 if rise == 0 else 2]:
                 moved_V = text.scores((logits_V + factor * rise * direction_V)[None], [0])[0]
                 assert (int(moved_V.argmax()) == token) is takes, (seed, token, rise)
+
+
+def test_no_raise_helps_a_token_that_is_banned() -> None:
+    """Keeps out: a token that a grammar bans called a near-tie, and a prompt that had to obey the grammar of the output."""
+    masks_IX = torch.tensor([[0b0111], [-1]], dtype=torch.int32)
+    logits_V = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    text, free = Text([1, 2, 3], [2, 3], SamplingParams(regex="a"), masks_IX=masks_IX), Text([1, 2, 3], [2, 3], GREEDY)
+    assert least_raise(text, 0, logits_V, 3) is None and least_raise(text, 1, logits_V, 3) == 0.0
+    assert least_raise(text, 0, logits_V, 1) == pytest.approx(1.0, abs=1e-4)
+    assert difference(0, judged(3, None), judged(2, 0.0), may_round=True).verdict == "DIVERGED"
+    places = [-2, -1, 0, 1]
+    scores, unmasked = (each.scores(logits_V.expand(4, -1), places) for each in (text, free))
+    assert torch.equal(scores[[0, 1, 3]], unmasked[[0, 1, 3]]) and scores[2, 3] == -torch.inf < unmasked[2, 3]
+
+
+def judged(token: int, margin: float | None) -> Judged:
+    return Judged(0, token, 2, 1, margin, bound=0.2)
+
+
+@torch.no_grad()
+def test_a_wide_pass_that_fails_leaves_the_model_as_it_was(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a model that computes in another dtype, or in another order of sums, after a check that broke off."""
+    monkeypatch.setattr(widen, "SMALL", 100)
+    with zoo.decoder("llama", None, None, dtype="bfloat16") as decoder:
+        model = decoder.model
+        before = {name: (weight.dtype, weight.data_ptr()) for name, weight in model.named_parameters()}
+        session = StubSession()
+        session.model, session.settings = model, replace(decoder.settings, options=EngineOptions(deterministic=True))
+        use_numerics(model, INVARIANT)
+        layer = model.layers[1]
+        hook = layer.mlp.register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError), DensePasses(session).wide():
+            assert all(module.numerics is FAST for module in model.modules() if isinstance(module, Multiplying))
+            DensePasses(session).hidden([1, 2, 3])
+        hook.remove()
+        assert {name: (weight.dtype, weight.data_ptr()) for name, weight in model.named_parameters()} == before
+        assert all(module.numerics is INVARIANT for module in model.modules() if isinstance(module, Multiplying))
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
