@@ -91,13 +91,13 @@ class NoisyDrafter(PathDrafter):
         return {token: value - total for token, value in weighed.items()}
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("target", "kind", "shape", "steps"),
     [
         ("llama", "eagle3", (4, 4, 16), 4),
-        ("qwen2", "eagle1", (4, 3, 12), 1),
         ("llama", "eagle3", (5, 1, 6), 4),
+        ("qwen2", "eagle1", (4, 3, 12), 1),
         ("qwen2", "eagle1", (5, 1, 6), 1),
     ],
 )

@@ -19,16 +19,13 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.batch.state import BatchState
 from specdec.draft.block.rounds import worker
-from specdec.draft.block.rounds.worker import BlockWorker
 from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
 from specdec.loading.plan import plan_memory
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.schemes.config import ROUNDED, Quantization, Rule
 from specdec.options import EngineOptions
-from specdec.steps import Needs
 
 TEXTS = [  # target, head, shape, settings
     ("llama", "p-eagle", ("auto", 2, 6), {"page_size": 4, "prefix_caching": True}),
@@ -121,29 +118,6 @@ def stop(alone: AlonePath, path: tuple[int, ...]) -> float:
     before = [alone.last, *path[:-1]]
     sure = alone.parts.confidences(alone.hidden_SH[: len(before)], before).sigmoid().prod()
     return worker.STOPPED if sure < worker.STOP_BELOW else 0.0
-
-
-@pytest.mark.parametrize("head", ["p-eagle", "dspark"])
-def test_catching_up_changes_those_rows_alone_that_have_missed_something(
-    zoo: Zoo, head: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keeps out: drafts of a row that entered in a pause made of what its neighbours have missed, or of what the row's last
-    owner had; a row that drafts on as if no round had been paused."""
-    seen, catch_up = set[tuple[bool, bool]](), BlockWorker.catch_up
-
-    def spy(self: BlockWorker, state: BatchState, needs: Needs) -> None:
-        missed_B, before = self.rows.pending_B[: state.rows].clone(), self.rows.hidden_BSH[: state.rows].clone()
-        catch_up(self, state, needs)
-        for row in state.active_B.nonzero().flatten().tolist():
-            seen.add((bool(missed_B[row]), not torch.equal(before[row], self.rows.hidden_BSH[row])))
-
-    monkeypatch.setattr(BlockWorker, "catch_up", spy)
-    decoder = zoo.decoder("llama", head, SpecConfig("auto", 2, 6), page_size=4, max_batch_size=2)
-    driver = Driver(decoder)
-    driver.set_depth(0)
-    driver.script_levels(*[2, 0, 0] * 20)
-    decoder.generate(ragged_prompts(40, 7), [SamplingParams(max_tokens=n) for n in (3, 14, 5, 4, 9, 5, 6)])
-    assert seen == {(True, True), (False, False)}
 
 
 @pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dspark"])

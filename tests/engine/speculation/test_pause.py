@@ -3,12 +3,18 @@
 Keeps out: a drafter that reads keys after a pause which it never wrote.  The text stays right, and only acceptance falls.
 """
 
+from dataclasses import fields
+
 import pytest
+import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
+import torch
 from toolkit.driver import Driver, new_request
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.batch.state import BatchState
 from specdec.limits import MAX_PAUSE
+from specdec.steps import Needs
 
 LENGTH = 60
 
@@ -103,3 +109,29 @@ def test_a_pause_longer_than_a_text_leaves_no_hole(zoo: Zoo) -> None:
     kept = driver.kept_pages(short.prompt_ids + short.output.token_ids)
     assert not any(bool((driver.page_kv("draft", page) == 1e4).any()) for page in kept)
     driver.cancel(long)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dspark"])
+def test_catching_up_changes_those_rows_alone_that_have_missed_something(
+    zoo: Zoo, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: drafts of a row that entered in a pause made of what its neighbours have missed, or of what the row's last
+    owner had; a row that drafts on as if no round had been paused."""
+    decoder = zoo.decoder("llama", kind, SpecConfig("auto", 2, 6), page_size=4, max_batch_size=2)
+    driver, seen = Driver(decoder), set[tuple[bool, bool]]()
+    drafter = driver.drafter
+    catch_up, kept = drafter.catch_up, [field.name for field in fields(drafter.rows) if "pending" not in field.name]
+
+    def spy(state: BatchState, needs: Needs) -> None:
+        missed_B = drafter.rows.pending_B.clone()
+        before = [getattr(drafter.rows, name).clone() for name in kept]
+        catch_up(state, needs)
+        for row in state.active_B.nonzero().flatten().tolist():
+            same = all(torch.equal(old[row], getattr(drafter.rows, name)[row]) for name, old in zip(kept, before, strict=True))
+            seen.add((bool(missed_B[row]), not same))
+
+    monkeypatch.setattr(drafter, "catch_up", spy)
+    driver.set_depth(0)
+    driver.script_levels(*[2, 0, 0] * 20)
+    decoder.generate(ragged_prompts(40, 7), [SamplingParams(max_tokens=n) for n in (3, 14, 5, 4, 9, 5, 6)])
+    assert kept and seen == {(True, True), (False, False)}
