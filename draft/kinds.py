@@ -28,7 +28,7 @@ NAMES = {
     MTP: f"the target's own layers of multi-token prediction, by this name: {', '.join(FAMILIES)}",
 }
 
-HEADS_ONLY = ("draft_format", "draft_pickle", "beyond_trained")  # options that say how a head is read
+HEADS_ONLY = ("draft_format", "draft_pickle", "draft_quantize", "beyond_trained")  # options that say how a head is read
 
 Load = Callable[[Target, int, torch.device, torch.dtype], DraftModel]
 
@@ -65,7 +65,7 @@ def find_drafter(draft: str | Path | None, options: EngineOptions, target_folder
         make = WITHOUT_CHECKPOINT[str(draft)]
         return lambda target, max_positions, device, dtype: make(target.config.vocab_size)
     folder = head_folder(draft)
-    how = _how(options)
+    how = how_to_read(options)
     return lambda target, max_positions, device, dtype: load_head(folder, target, max_positions, device, dtype, how)
 
 
@@ -97,12 +97,14 @@ def open_drafter(
         return OpenDrafter(empty_mtp(mtp.spec), mtp)
     if is_name(draft):
         return OpenDrafter(WITHOUT_CHECKPOINT[str(draft)](target.vocab_size))
-    head = open_head(head_folder(draft), target, _how(options))
+    head = open_head(head_folder(draft), target, how_to_read(options))
     return OpenDrafter(empty_head(head.reading.spec), head)
 
 
-def _how(options: EngineOptions) -> HowToRead:
-    return HowToRead(options.draft_format, options.draft_pickle, options.beyond_trained == "window")
+def how_to_read(options: EngineOptions) -> HowToRead:
+    """What these options say of a head's files."""
+    window = options.beyond_trained == "window"
+    return HowToRead(options.draft_format, options.draft_pickle, window, options.draft_quantize)
 
 
 def refuse_idle(options: EngineOptions, draft: str | Path | None) -> None:

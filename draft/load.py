@@ -22,7 +22,7 @@ from specdec.draft.eagle.head import Eagle1Head, Eagle3Head
 from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
-from specdec.models.checkpoints.loader import build, copy_, fill_linear
+from specdec.models.checkpoints.loader import build, copy_, fill_linear, fill_numbers
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 
@@ -66,13 +66,15 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     spec, checkpoint = reading.spec, files.checkpoint
     own = replace(spec, model=share_of(spec.model, target.config.shard))
     kind = KINDS[spec.kind]
-    head = build(lambda: kind.make(own, max_positions), device, dtype)
+    head = build(lambda: kind.make(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
     kind.fill(head, reading.names, checkpoint)
     if spec.own_embeddings:
         copy_(head.embed_tokens.weight, checkpoint, "embed_tokens.weight")
     else:
         head.embed_tokens = target.embed_tokens
-    if spec.own_lm_head:
+    if spec.own_lm_head and reading.copies:  # what is shared with the target is not rounded for the head alone
+        fill_numbers(head.lm_head, checkpoint, "lm_head")
+    elif spec.own_lm_head:
         fill_linear(head.lm_head, checkpoint, "lm_head")
     else:
         head.lm_head = target.lm_head

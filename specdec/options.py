@@ -218,6 +218,13 @@ class EngineOptions:
         "read the draft head's weights from pytorch_model.bin where it has no safetensors file",
         details="A pickle is opened without running code of its own (weights_only), but it is a format that can hold code.",
     )
+    draft_quantize: str = option(
+        "none",
+        "round the draft head's weights as they are loaded: fp8, int4 or none, as quantize does the target's; its own choice",
+        details="Its language-model head is rounded too, if it has one of its own.  Texts stay the same; fewer tokens may be "
+        "accepted, and a round reads fewer bytes.",
+        choices=("none", "fp8", "int4"),
+    )
     beyond_trained: str = option(
         "draft",
         "where a text is longer than the draft head was trained on: go on (draft), read so many of the last tokens alone "

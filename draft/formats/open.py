@@ -15,6 +15,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.swapped import refuse_target_tensors
 from specdec.models.config import ModelConfig, read_json
+from specdec.models.schemes.config import head_to_nearest
 
 
 class HowToRead(NamedTuple):
@@ -22,11 +23,13 @@ class HowToRead(NamedTuple):
 
     format: the layout's name, or "auto".  pickles: whether weights may come from a pickle.
     window: whether no layer reads more tokens back than the head was trained on.
+    quantize: what its matrices are rounded to as they are loaded: "fp8", "int4" or "none".
     """
 
     format: str = "auto"
     pickles: bool = False
     window: bool = False
+    quantize: str = "none"
 
 
 AS_FOUND = HowToRead()
@@ -47,7 +50,8 @@ def open_head(folder: Path, target: ModelConfig | None, how: HowToRead = AS_FOUN
     ValueError names any config key or tensor that is unknown, missing or contradicts the target.
     """
     raw = read_json(folder / "config.json")
-    files = HeadFiles(folder, raw, Checkpoint(folder, pickles=how.pickles))
+    scheme = None if how.quantize == "none" else head_to_nearest(how.quantize)
+    files = HeadFiles(folder, raw, Checkpoint(folder, how.pickles, scheme))
     refuse_target_tensors(files.checkpoint.names(), folder)
     if how.format == "auto":
         return _understood(files, detect(files), target, how)

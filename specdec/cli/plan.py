@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specdec.loading.plan import MemoryPlan
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
-USED = ("draft_format", "draft_pickle")
+USED = ("draft_format", "draft_pickle", "draft_quantize")
 UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions(
         max_seq_len=args.context, max_batch_size=args.batch, dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
         page_size=args.page_size, quantize=args.quantize, draft_format=args.draft_format, draft_pickle=args.draft_pickle,
+        draft_quantize=args.draft_quantize,
     )  # fmt: skip
     spec = None if args.draft is None else args.spec or SpecConfig()
     plan = plan_memory(args.target, args.draft, spec, options, args.gpu_memory or _gpu_memory())

@@ -122,7 +122,8 @@ def drafter_rows() -> list[tuple[str, str]]:
 def scheme_rows() -> list[tuple[str, str]]:
     """The quantised checkpoints that are read, by their quant_method, and what ordinary weights can be rounded to."""
     rounded = ", ".join(f"{name} ({describe(form)})" for name, form in ROUNDED.items())
-    at_load = ("rounded at load", f"quantize: ordinary weights are rounded at load: {rounded}")
+    options = "quantize (the target's) and draft_quantize (the draft head's)"
+    at_load = ("rounded at load", f"{options}: ordinary weights are rounded at load: {rounded}")
     return [*METHODS.items(), *OF_FAMILIES.items(), at_load]
 
 

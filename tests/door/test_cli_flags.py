@@ -31,6 +31,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "int8_queries": ([], True),
     "draft_format": (["modelopt"], "modelopt"),
     "draft_pickle": ([], True),
+    "draft_quantize": (["fp8"], "fp8"),
     "beyond_trained": (["stop"], "stop"),
     "smoke": ([], False),
     "backend": (["transformers"], "transformers"),

@@ -126,7 +126,7 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
         "cuda_graphs": False, "kv_cache_dtype": "auto", "int8_queries": False, "backend": "native", "quantize": "none",
         "prefix_caching": False, "tensor_parallel_size": 1, "decode_context_parallel_size": 1, "context_interleave": None,
         "deterministic": False, "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False,
-        "beyond_trained": "draft", "smoke": False,
+        "draft_quantize": "none", "beyond_trained": "draft", "smoke": False,
     }  # fmt: skip
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 

@@ -179,7 +179,8 @@ def test_the_command_counts_along_held_out_text(tmp_path: Path, capsys: pytest.C
     (tmp_path / "held.txt").write_text("<|endoftext|>".join([*texts, texts[0]]))
     flags = ["--target", str(target_folder()), "--eval-text", str(tmp_path / "held.txt"), "--max-tokens", "8"]
     shape = ["--spec", "3,1", "--device", "cpu", "--json", str(tmp_path / "out.json")]
-    assert main(["eval-head", str(draft_folder()), *flags, *shape]) == 0
+    read = ["--draft-format", "safeailab", "--draft-quantize", "fp8"]  # say how the head is read, to a target without one
+    assert main(["eval-head", str(draft_folder()), *flags, *shape, *read]) == 0
     record = json.loads((tmp_path / "out.json").read_text())
     (row,) = record["rows"]
     assert record["prompts"] == 3 and row["spec"] == "3,1,4" and row["rounds"] == len(row["accepted_per_round"])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specdec.generation import Stats
 
 HELP = "count offline how many tokens of a draft head its target accepts"
-USED = ("device", "dtype", "max_batch_size", "draft_format", "draft_pickle")
+USED = ("device", "dtype", "max_batch_size", "draft_format", "draft_pickle", "draft_quantize")
 DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
 LEAST_TOKENS = 2  # of an output in which a round runs
 

@@ -24,6 +24,7 @@ METHODS = {  # by quant_method, and what of it is read
 OF_FAMILIES = {"mxfp4": "gpt-oss's own checkpoints: experts in mxfp4, and all else in ordinary numbers"}  # by its config
 ROUNDED: dict[str, RoundToNearest] = {"fp8": RoundToNearest("e4m3", 0), "int4": RoundToNearest("int4", 128)}
 HEAD = "lm_head"
+AT_LOAD = "rounded to nearest at load"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,12 @@ def describe(format: Format) -> str:
 
 def round_to_nearest(to: str) -> Quantization:
     """What `quantize="fp8"` or "int4" makes of ordinary weights: all but the output layer, which decides between tokens."""
-    return Quantization("rounded to nearest at load", ((Rule("class", "Linear"), ROUNDED[to]),), (Rule("exact", HEAD),))
+    return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), (Rule("exact", HEAD),))
+
+
+def head_to_nearest(to: str) -> Quantization:
+    """What `draft_quantize="fp8"` or "int4" makes of a draft head's ordinary weights: its output layer is rounded too."""
+    return Quantization(AT_LOAD, ((Rule("regex", r"(.+\.)?(\w+_proj|fc|lm_head)$"), ROUNDED[to]),))
 
 
 def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:

@@ -15,8 +15,8 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.eagle.head import EagleHead
-from specdec.draft.formats.open import HowToRead, open_head
-from specdec.draft.kinds import is_name
+from specdec.draft.formats.open import open_head
+from specdec.draft.kinds import HEADS_ONLY, how_to_read, is_name
 from specdec.draft.load import empty_head, load_head
 from specdec.generation import Stats
 from specdec.limits import MAX_PAUSE
@@ -41,7 +41,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
     config = choose_target(resolve_folder(target, "--target"), options.backend).config
     if config.encoder is not None:
         raise ValueError(f"--target must be a decoder-only model, such as a Llama, got {target}, a {config.family} model")
-    opened = open_head(resolve_folder(head, "HEAD"), config, HowToRead(options.draft_format, options.draft_pickle))
+    opened = open_head(resolve_folder(head, "HEAD"), config, how_to_read(options))
     empty = empty_head(opened.reading.spec)
     for spec in specs:
         if spec.is_auto:
@@ -67,12 +67,13 @@ def eval_head(
     check_head(head, target, specs, options)
     more = max(spec.max_steps for spec in specs) + 1
     length = max(map(len, prompts)) + max_tokens + more
-    decoder = SpecDecoder.from_pretrained(target, options=replace(options, max_seq_len=length))
+    without_head = {name: getattr(EngineOptions(), name) for name in HEADS_ONLY}
+    decoder = SpecDecoder.from_pretrained(target, options=replace(options, max_seq_len=length, **without_head))
     with decoder:
         sampling = SamplingParams(max_tokens=max_tokens + more, ignore_eos=True)
         outputs = decoder.generate([list(ids) for ids in prompts], sampling, speculate=False)
         model, settings = decoder.model, decoder.settings
-        how = HowToRead(options.draft_format, options.draft_pickle)
+        how = how_to_read(options)
         drafter = load_head(resolve_folder(head, "HEAD"), model, length + MAX_PAUSE, settings.device, settings.dtype, how)
         assert isinstance(drafter, EagleHead | DFlashHead)
         parts: list[list[Stats]] = []
