@@ -22,9 +22,7 @@ def require(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed; install specdec with its extra plots, as [plots], or pip install matplotlib"
-        ) from error
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from error
     endings = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in endings:
         raise ValueError(f"--plot must end in one of .{', .'.join(sorted(endings))}; got {str(path)!r}")
