@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ import torch
 from specdec.checks import nearest_name
 from specdec.draft.drafter import DraftModel
 from specdec.draft.formats.open import HowToRead, OpenHead, open_head
-from specdec.draft.load import empty_head, load_head
+from specdec.draft.load import build_head, empty_head
 from specdec.draft.mtp.layouts import FAMILIES
-from specdec.draft.mtp.load import OpenMtp, empty_mtp, load_mtp, open_mtp
+from specdec.draft.mtp.load import OpenMtp, build_mtp, empty_mtp, open_mtp
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
@@ -48,34 +49,28 @@ def head_folder(draft: str | Path) -> Path:
         raise ValueError(f"{error}; nearest setting that works: draft={None if meant == 'None' else meant!r}") from None
 
 
-def find_drafter(draft: str | Path | None, options: EngineOptions, target_folder: Path) -> Load | None:
-    """What loads the drafter for a target, given the most positions, the device and the dtype; None for no drafter.
+def find_drafter(draft: str | Path | None, options: EngineOptions) -> str | Path | None:
+    """The name of a kind, or the folder of a head; None for no drafter.  A hub is asked once, here.
 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
     if draft is None or is_name(draft):
         refuse_idle(options, draft)
-    if draft is None:
-        return None
-    if draft == MTP:
-        own = options.backend
-        return lambda target, most, device, dtype: load_mtp(target_folder, target, most, device, dtype, own)
-    if is_name(draft):
-        make = WITHOUT_CHECKPOINT[str(draft)]
-        return lambda target, max_positions, device, dtype: make(target.config.vocab_size)
-    folder = head_folder(draft)
-    how = how_to_read(options)
-    return lambda target, max_positions, device, dtype: load_head(folder, target, max_positions, device, dtype, how)
+        return draft
+    return head_folder(draft)
 
 
 class OpenDrafter(NamedTuple):
     """A drafter that is understood and checked against its target, and of which no weight was read.
 
-    model: it without its weights: which trees it grows, and how far it writes.  files: what its tensors are; None: it has none.
+    model: it without its weights: which trees it grows, and how far it writes.
+    load: what makes it with its weights, given the target, the most positions, the device and the dtype.  To be called once.
+    files: what its tensors are; None: it has none.
     """
 
     model: DraftModel
+    load: Load
     files: OpenHead | OpenMtp | None = None
 
     @property
@@ -87,18 +82,19 @@ class OpenDrafter(NamedTuple):
 
 
 def open_drafter(
-    draft: str | Path | None, options: EngineOptions, target: ModelConfig, target_folder: Path
+    found: str | Path | None, options: EngineOptions, target: ModelConfig, target_folder: Path
 ) -> OpenDrafter | None:
-    """What can be known of the drafter that `find_drafter` would load, by its config and headers; None for no drafter."""
-    if draft is None:
+    """What `find_drafter` found, by its config and headers; None for no drafter."""
+    if found is None:
         return None
-    if draft == MTP:
+    if found == MTP:
         mtp = open_mtp(target_folder, target)
-        return OpenDrafter(empty_mtp(mtp.spec), mtp)
-    if is_name(draft):
-        return OpenDrafter(WITHOUT_CHECKPOINT[str(draft)](target.vocab_size))
-    head = open_head(head_folder(draft), target, how_to_read(options))
-    return OpenDrafter(empty_head(head.reading.spec), head)
+        return OpenDrafter(empty_mtp(mtp.spec), partial(build_mtp, mtp), mtp)
+    if is_name(found):
+        make = WITHOUT_CHECKPOINT[str(found)]
+        return OpenDrafter(make(target.vocab_size), lambda model, *_: make(model.config.vocab_size))
+    head = open_head(Path(found), target, how_to_read(options))
+    return OpenDrafter(empty_head(head.reading.spec), partial(build_head, head), head)
 
 
 def how_to_read(options: EngineOptions) -> HowToRead:

@@ -22,7 +22,6 @@ from specdec.models.checkpoints.loader import LLAMA_PARTS, build, fill_layer, fi
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.loader import PARTS
-from specdec.models.registry import choose_target
 from specdec.models.schemes.config import Quantization, Rule
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.sharding import join, share_of
@@ -49,15 +48,14 @@ def empty_mtp(spec: MtpSpec) -> MtpHead:
     return build(lambda: MtpHead(spec, 1), torch.device("meta"), torch.float32)
 
 
-def load_mtp(
-    folder: Path, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype, backend: str = "auto"
-) -> MtpHead:
-    """The MTP layers of the target in the folder, with their weights, or with this rank's share of them.
+def load_mtp(folder: Path, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
+    """The MTP layers of the target in the folder, with their weights.  ValueError: see `open_mtp`."""
+    return build_mtp(open_mtp(folder, target.config), target, max_positions, device, dtype)
 
-    max_positions: length of the rotary table.  backend: as whose the target's config is read.
-    """
-    whole = target.config if target.config.shard.size == 1 else choose_target(folder, backend).config
-    checkpoint, spec = open_mtp(folder, whole)
+
+def build_mtp(opened: OpenMtp, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
+    """The layers with their weights, or with the rank's share of them.  max_positions: length of the rotary table."""
+    checkpoint, spec = opened
     own = replace(spec, model=share_of(spec.model, target.config.shard))
     if isinstance(own.model, DeepseekConfig):
         own = replace(own, experts=own.model.experts)

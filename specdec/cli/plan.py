@@ -52,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
         draft_quantize=args.draft_quantize,
     )  # fmt: skip
     spec = None if args.draft is None else args.spec or SpecConfig()
-    plan = plan_memory(args.target, args.draft, spec, options, args.gpu_memory or _gpu_memory())
+    memory = args.gpu_memory or _gpu_memory()
+    try:
+        plan = plan_memory(args.target, args.draft, spec, options, memory)
+    except ValueError as error:  # which names options as `generate` calls them
+        raise ValueError(str(error).replace("max_seq_len", "--context").replace("max_batch_size", "--batch")) from error
     if args.json:
         print(json.dumps({**plan._asdict(), "total": plan.total, "fits": plan.total <= plan.memory}, indent=1))
     else:
@@ -66,10 +70,10 @@ def _show(plan: MemoryPlan) -> None:
     table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens")
     table.add_column("GB", justify="right")
     for name, size in plan.parts.items():
-        table.add_row(name, f"{size / 1e9:.2f}")
+        table.add_row(name, _gigabytes(size))
     table.add_section()
-    table.add_row("total", f"{plan.total / 1e9:.2f}")
-    table.add_row("the GPU has", f"{plan.memory / 1e9:.2f}")
+    table.add_row("total", _gigabytes(plan.total))
+    table.add_row("the GPU has", _gigabytes(plan.memory))
     out = console()
     out.print(table)
     names = ("target", "draft head")
@@ -77,8 +81,13 @@ def _show(plan: MemoryPlan) -> None:
     if plan.total <= plan.memory:
         out.print("it fits")
     else:
-        out.print(f"it does not fit: {(plan.total - plan.memory) / 1e9:.2f} GB are missing")
+        out.print(f"it does not fit: {_gigabytes(plan.total - plan.memory)} GB are missing")
     out.print(_what_fits(plan))
+
+
+def _gigabytes(size: int) -> str:
+    """Two places, or two digits of what is too small for them."""
+    return f"{size / 1e9:.2f}" if size >= 95 * 10**6 or size == 0 else f"{size / 1e9:.2g}"
 
 
 def _what_fits(plan: MemoryPlan) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.kinds import Load, OpenDrafter, find_drafter, open_drafter
+from specdec.draft.kinds import OpenDrafter, find_drafter, open_drafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, use_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
@@ -33,14 +33,13 @@ class CheckedPair(NamedTuple):
 
     folder, chosen, checkpoint: the target's, and its tensors.
     settings: what the options mean for this pair.
-    load, drafter: what loads the drafter, and what is known of it; None without one.
+    drafter: what is known of it, and what loads it; None without one.
     """
 
     folder: Path
     chosen: TargetChoice
     checkpoint: Checkpoint
     settings: EngineSettings
-    load: Load | None = None
     drafter: OpenDrafter | None = None
 
     @property
@@ -57,13 +56,13 @@ def check_pair(target: str | Path, draft: str | Path | None, spec: SpecConfig | 
     if draft is not None or spec is not None:
         require_spec(spec)
     folder = resolve_folder(target, "target")
-    load = find_drafter(draft, options, folder)
+    found = find_drafter(draft, options)
     chosen = choose_target(folder, options.backend, options.quantize)
     refuse_ranks(chosen, options.tensor_parallel_size)
-    settings = resolve_settings(options, spec if load else None, chosen.config, chosen.backend, chosen.reason)
+    settings = resolve_settings(options, None if found is None else spec, chosen.config, chosen.backend, chosen.reason)
     checkpoint = check_chosen(chosen, folder)
-    drafter = open_drafter(draft, options, chosen.config, folder)
-    pair = CheckedPair(folder, chosen, checkpoint, settings, load, drafter)
+    drafter = open_drafter(found, options, chosen.config, folder)
+    pair = CheckedPair(folder, chosen, checkpoint, settings, drafter)
     for config in pair.configs:
         share_of(config, Shard(0, options.tensor_parallel_size))
     if drafter is None:
@@ -97,14 +96,14 @@ def load_pair(
     require_spec(spec)
     STARTUP.lap("imports")
     pair = check_pair(target, draft, spec, options)
-    folder, settings, load_drafter = pair.folder, pair.settings, pair.load
+    folder, settings, drafter = pair.folder, pair.settings, pair.drafter
     device, dtype, graphs = settings.device, settings.dtype, bool(settings.cuda_graphs)
     max_positions = settings.max_seq_len + settings.lookahead
     model = load_chosen(pair.chosen, folder, max_positions, device, dtype, graphs, group, pair.checkpoint)
     del pair  # the target's files are closed before the drafter's weights are read
     set_threads(model, settings)
     STARTUP.lap("target")
-    head = None if load_drafter is None else load_drafter(model, max_positions, device, dtype)
+    head = None if drafter is None else drafter.load(model, max_positions, device, dtype)
     STARTUP.lap("draft")
     return model, head, settings, folder
 

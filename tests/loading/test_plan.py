@@ -81,7 +81,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["total"] == sum(found["parts"].values()) and found["fits"] and found["batch"] == 2
     assert cli.main([*flags[:-1], "1MB"]) == 0
-    assert "does not fit" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown and "0.00 " not in shown
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--draft", str(TARGET), "--gpu-memory", "1GB"], "target"),
         (["--draft", "/none", "--gpu-memory", "1GB"], "draft"),
         (["--spec", "5,1,6", "--gpu-memory", "1GB"], "--draft"),
-        (["--context", "100000", "--gpu-memory", "1GB"], "512"),
+        (["--context", "100000", "--gpu-memory", "1GB"], "--context must be at most 512"),
         (["--batch", "0", "--gpu-memory", "1GB"], "--batch=1"),
     ],
 )

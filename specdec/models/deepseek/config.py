@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.models.checkpoints.config_values import (
@@ -17,6 +17,7 @@ from specdec.models.checkpoints.config_values import (
 from specdec.models.config import MTP_COUNT, ModelConfig, quantization_of, refuse_unknown
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
 from specdec.models.experts import ExpertsConfig
+from specdec.models.schemes.config import Quantization, Rule
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
 
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", *SPARSE)
@@ -86,7 +87,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         mlp_bias=flag(raw, "mlp_bias", where),
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
         dtype=dtype_name(raw, where),
-        quantization=quantization_of(raw, where),
+        quantization=_quantization(raw, where),
         rank=rank,
         q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank", where),
         nope_dim=nope,
@@ -98,6 +99,17 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
         indexer=parse_indexer(raw, layers, rope_dim, where) if is_sparse else None,
     )
+
+
+def _quantization(raw: dict[str, Any], where: str) -> Quantization | None:
+    """The checkpoint's weight scheme.  The weights of an indexer's heads are in it only where tensors say so.
+
+    DeepSeek V3.2's own fp8 checkpoints store them as ordinary numbers, and name them nowhere.
+    """
+    scheme = quantization_of(raw, where)
+    if scheme is None:
+        return None
+    return replace(scheme, optional=(*scheme.optional, Rule("wildcard", "*.indexer.weights_proj")))
 
 
 def _required(raw: dict[str, Any]) -> tuple[str, ...]:

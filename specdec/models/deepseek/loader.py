@@ -66,9 +66,12 @@ def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: 
         assert index is not None and attention.q_b_proj is not None
         index_rotated = config.head_dim if index.interleaved else 0
         turned = partial(halved, size=index.head_dim, rotated=index_rotated, first=True)
-        names |= {"index_key": f"{prefix}.indexer.wk", "index_weights": f"{prefix}.indexer.weights_proj"}
-        arrange["index_key"] = turned
+        names["index_key"], arrange["index_key"] = f"{prefix}.indexer.wk", turned
         without_bias |= {"index_key", "index_weights"}
+        if attention.weights_proj is None:
+            names["index_weights"] = f"{prefix}.indexer.weights_proj"
+        else:
+            fill_linear(attention.weights_proj, checkpoint, f"{prefix}.indexer.weights_proj")
         q_b_names["index_q"], q_b_arrange["index_q"] = f"{prefix}.indexer.wq_b", turned
         for name, vector in norm.named_parameters():
             copy_(vector, checkpoint, f"{prefix}.indexer.k_norm.{name}", turned)

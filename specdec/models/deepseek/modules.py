@@ -49,6 +49,7 @@ class LatentAttention(nn.Module):
     queries of all heads or, where the config has q_rank, a short vector that q_b_proj turns into them.  If the layer has an
     indexer, in_proj also yields, after the latent, the indexer's key and the weights of its heads, and q_b_proj, after the
     heads' queries, the indexer's queries.
+    weights_proj yields these weights in a quantised model, whose checkpoint may store them unlike the rest (config.py).
     kv_b_proj: expands a latent to each head's keys (first N rows of a head) and values (last V rows).
     config: this rank's share of the model's.
     """
@@ -60,10 +61,12 @@ class LatentAttention(nn.Module):
         self.query_dim, self.queries, self.sparse = N + R, H * (N + R), config.indexer
         own = config.indexer if config.indexer is not None and config.indexer.has_own(layer) else None
         J, I = (own.heads, own.head_dim) if own else (0, 0)
-        parts = {"q": config.q_rank or self.queries, "latent": C + R, "index_key": I, "index_weights": J}
+        apart = J if config.quantization is not None else 0
+        parts = {"q": config.q_rank or self.queries, "latent": C + R, "index_key": I, "index_weights": J - apart}
         shard, whole = config.shard, config.shard.size  # latents, and the indexer's choice, are the same on all ranks
         copies = dict.fromkeys(parts, whole) | ({} if config.q_rank else {"q": 1})
         self.in_proj = Linear.column(config.hidden_size, parts, shard, config.qkv_bias, copies)
+        self.weights_proj = Linear.column(config.hidden_size, {ONLY: J}, shard, False, {ONLY: whole}) if apart else None
         self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_EPS) if config.q_rank else None
         own_queries = {"q": self.queries, "index_q": J * I}
         self.q_b_proj = Linear.column(config.q_rank, own_queries, shard, False, {"index_q": whole}) if config.q_rank else None
@@ -87,6 +90,7 @@ class LatentAttention(nn.Module):
         index = None
         if self.k_norm is not None:
             q_TJI = q[:, self.queries :].unflatten(-1, (-1, self.sparse.head_dim))
+            weights_TJ = weights_TJ if self.weights_proj is None else self.weights_proj(x_TH)
             norm, bias, scale = self.k_norm.weight, self.k_norm.bias, self.sparse.heads**-0.5
             index = IndexInputs(q_TJI, key_TI, weights_TJ, IndexPrep(rotation, norm, bias, LATENT_EPS, scale))
         inputs = SparseLatentInputs(latents, self.sparse.topk, index)

@@ -25,7 +25,7 @@ from specdec.options import EngineOptions
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
-JOINS = ("eh_proj", "input_proj")
+JOINS = ("eh_proj", "input_proj", "indexer.weights_proj")
 
 
 def decoder(folder: Path, spec: SpecConfig, **settings: Any) -> SpecDecoder:
@@ -37,7 +37,8 @@ def decoder(folder: Path, spec: SpecConfig, **settings: Any) -> SpecDecoder:
 def with_numbers(folder: Path, plain: Path, which: Callable[[str], bool]) -> Path:
     """Stores those of the checkpoint's matrices as ordinary numbers, and says nothing of it in the config."""
     coded, numbers = load_file(folder / "model.safetensors"), load_file(plain / "model.safetensors")
-    names = {key.removesuffix(".weight") for key in numbers if re.search(r"_proj(_with_mqa)?\.weight$", key) and which(key)}
+    matrices = (key for key in numbers if re.search(r"(_proj(_with_mqa)?|indexer\.w(q_b|k))\.weight$", key))
+    names = {key.removesuffix(".weight") for key in matrices if which(key)}
     kept = {key: x for key, x in coded.items() if key.rpartition(".")[0] not in names}
     save_file(
         kept | {f"{name}.weight": numbers[f"{name}.weight"] for name in names}, folder / "model.safetensors", {"format": "pt"}
@@ -46,7 +47,10 @@ def with_numbers(folder: Path, plain: Path, which: Callable[[str], bool]) -> Pat
 
 
 def save_both(root: Path, name: str, scheme: str, left: str) -> tuple[Path, Path]:
-    """(a target in codes, the same target in ordinary numbers).  left: which matrices of the layers are no codes."""
+    """(a target in codes, the same target in ordinary numbers).
+
+    left: which matrices of the layers are no codes; with the join, those of indexers' heads, in all layers.
+    """
     plain = save_mtp_target(root / "plain", name)
     coded = as_codes(plain, root / "codes", SCHEMES[scheme])
     if left == "join":
@@ -59,6 +63,9 @@ def save_both(root: Path, name: str, scheme: str, left: str) -> tuple[Path, Path
 CASES = [
     ("v3", "deepseek fp8", "join", SpecConfig(3, 2, 6)),  # as DeepSeek V3 and R1 are published
     ("v3", "deepseek fp8", "all", SpecConfig(3, 1, 4)),
+    ("v32", "deepseek fp8", "join", SpecConfig(3, 2, 6)),  # as DeepSeek V3.2 is published
+    ("v32", "deepseek fp8", "none", SpecConfig(3, 1, 4)),
+    ("glm-dsa", "deepseek fp8", "join", SpecConfig(3, 1, 4)),
     ("v3-two", "fp8 channel", "none", SpecConfig(3, 1, 4)),
     ("mimo", "fp8 block", "none", SpecConfig(3, 2, 6)),
 ]
@@ -102,16 +109,19 @@ def changes(tensors: Tensors, own: list[str]) -> list[tuple[str, Tensors]]:
     return [case for case in made if "none" not in case[0] or "q_a_proj" in case[0]]
 
 
-def test_no_broken_layer_loads(tmp_path: Path) -> None:
+PARTS = ("q_a_proj.", "kv_b_proj.", "kv_a_proj_with_mqa.", "eh_proj.", "experts.3.down_proj.", "shared_experts.up_proj.")
+
+
+@pytest.mark.parametrize(("name", "tensors_of"), [("v3", 11), ("v32", 16)])
+def test_no_broken_layer_loads(tmp_path: Path, name: str, tensors_of: int) -> None:
     """Keeps out: a scale that nobody reads, or codes that are read without their scales."""
-    sound, _ = save_both(tmp_path, "v3", "deepseek fp8", "join")
+    sound, _ = save_both(tmp_path, name, "deepseek fp8", "join")
     chosen = choose_target(sound)
     target: Target = load_chosen(chosen, sound, 64, CPU, torch.float32, False)
     load_mtp(sound, target, 64, CPU, torch.float32)
     tensors = load_file(sound / "model.safetensors")
-    parts = ("q_a_proj.", "kv_b_proj.", "kv_a_proj_with_mqa.", "eh_proj.", "experts.3.down_proj.", "shared_experts.up_proj.")
-    own = [key for key in tensors if "layers.3." in key and any(part in key for part in parts)]
-    assert len(own) == 11
+    own = [key for key in tensors if "layers.3." in key and any(part in key for part in (*PARTS, "indexer.w"))]
+    assert len(own) == tensors_of
     (broken := tmp_path / "broken").mkdir()
     (broken / "config.json").write_text((sound / "config.json").read_text())
     quiet = []
@@ -119,6 +129,25 @@ def test_no_broken_layer_loads(tmp_path: Path) -> None:
         save_file({key: x.contiguous() for key, x in changed.items()}, broken / "model.safetensors", {"format": "pt"})
         try:
             load_mtp(broken, target, 64, CPU, torch.float32)
+            quiet.append(what)
+        except ValueError as error:
+            assert len(str(error)) > 20
+    assert not quiet
+
+
+@pytest.mark.parametrize("left", ["join", "none"])
+def test_no_target_with_a_broken_indexer_loads(tmp_path: Path, left: str) -> None:
+    """Keeps out: weights of an indexer's heads read as numbers although they are codes, whose scales are lost."""
+    sound, _ = save_both(tmp_path, "v32", "deepseek fp8", left)
+    chosen, tensors = choose_target(sound), load_file(sound / "model.safetensors")
+    load_chosen(chosen, sound, 64, CPU, torch.float32, False)
+    own = [key for key in tensors if "layers.1." in key and "indexer.w" in key]
+    assert len(own) == {"join": 5, "none": 6}[left]
+    quiet = []
+    for what, changed in changes(tensors, own):
+        save_file({key: x.contiguous() for key, x in changed.items()}, sound / "model.safetensors", {"format": "pt"})
+        try:
+            load_chosen(chosen, sound, 64, CPU, torch.float32, False)
             quiet.append(what)
         except ValueError as error:
             assert len(str(error)) > 20

@@ -207,7 +207,7 @@ def as_codes(plain: Path, quantised: Path, scheme: Scheme) -> Path:
     tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
     coded: dict[str, Tensor] = {}
     for key in sorted(tensors):
-        if re.search(r"_proj(_with_mqa)?\.weight$", key) is None:
+        if re.search(r"(_proj(_with_mqa)?|indexer\.w(q_b|k))\.weight$", key) is None:
             coded[key] = tensors[key]
             continue
         own, numbers = scheme.write(*tensors[key].shape, generator)
