@@ -19,6 +19,9 @@ Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel re
 a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
 other caller has to make sure of the same.
 
+With SUFFIX, the first of a tile's programs does not read the row's pages but the suffixes of the tile's queries: its block of
+keys holds as many keys of each query, which the other queries do not read.  It reads the suffix's table before its wait, too.
+
 Values may have another width than keys; a token's keys and values lie in one row of numbers.  A key may consist of KEY_PARTS
 equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
 in the other parts its numbers are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
@@ -145,6 +148,17 @@ def store_lse(lse, at_M, top_M, total_M, ok_M, LIFT: tl.constexpr):
 
 
 @triton.jit
+def own_keys(first, queries, tile, n, slot_lens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Of a block that holds keys of each of a tile's queries: whose a key is, its place in that query's suffix, how long that
+    suffix is (0 where there is no such query), and how many keys of each query the block holds.
+    """
+    each: tl.constexpr = BLOCK_N // (BLOCK_M // GROUP)
+    owner_N = tile * (BLOCK_M // GROUP) + n // each
+    length_N = tl.load(slot_lens + first + owner_N, mask=owner_N < queries, other=0, cache_modifier=".cg")
+    return owner_N, n % each, length_N, each
+
+
+@triton.jit
 def values_at(kv, at_ND, slot_N, stride_slot, e, pointer: tl.constexpr, SAME_WIDTH: tl.constexpr, QUANT: tl.constexpr):
     """Where the values of slots begin, stride_v values early.  pointer: the type of a pointer to queries."""
     if QUANT == "key":
@@ -164,9 +178,11 @@ def capped(logits, softcap):
 
 @triton.jit(
     # Batch, lengths and table width change from call to call.  Triton would compile again for a 1 or a multiple of 16.
-    do_not_specialize=["stride_row", "states", "tiles"],
-    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "at", "slopes", "lse"],
-)
+    do_not_specialize=["stride_row", "stride_suffix", "states", "tiles"],
+    do_not_specialize_on_alignment=[
+        "page_table", "cache_seqlens", "cu_seqlens_q", "starts", "at", "slopes", "slot_table", "slot_lens", "lse",
+    ],
+)  # fmt: skip
 def paged_attention_kernel(
     q,  # [T, H, D]
     kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v values later
@@ -177,6 +193,8 @@ def paged_attention_kernel(
     starts,  # [T] int32
     at,  # [T] int32: where each query stands, counted from its row's key 0
     slopes,  # [H] float32
+    slot_table,  # [T, SUFFIX] int32: the slots of each query's suffix
+    slot_lens,  # [T] int32
     out,  # [T, H, states, E], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
     staged,  # [T, H, D] float16
@@ -189,6 +207,7 @@ def paged_attention_kernel(
     stride_kv_head,
     stride_v_head,
     stride_row,
+    stride_suffix,
     states,
     tiles,
     KV_HEADS: tl.constexpr,
@@ -204,6 +223,7 @@ def paged_attention_kernel(
     AHEAD: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SUFFIX: tl.constexpr,  # the most keys of a query's suffix; 0: this kernel reads no suffix
     QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys) or nothing ("")
     INT8_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -235,17 +255,30 @@ def paged_attention_kernel(
     if HAS_STARTS:
         start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end)
+    if SUFFIX > 0:
+        splits -= 1
     # A split has at least LEAST keys, or merging would cost more than splitting gains: a short row uses the first few splits.
     per_split = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), BLOCK_N) * BLOCK_N
-    low = begin + split * per_split
+    low = begin + (split - 1 if SUFFIX > 0 else split) * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
     kv += kv_head.to(tl.int64) * stride_kv_head
     if VALUE_DIM != HEAD_DIM:
         stride_v += kv_head * (stride_v_head - stride_kv_head)
     n = tl.arange(0, BLOCK_N)
+    if SUFFIX > 0:
+        owner_N, place_N, length_N, each = own_keys(first, queries, tile, n, slot_lens, BLOCK_M, BLOCK_N, GROUP)
+        of_owner_N = slot_table + (first + owner_N).to(tl.int64) * stride_suffix
+        low = tl.where(split == 0, 0, low)
+        high = tl.where(split == 0, (SUFFIX + each - 1) // each * BLOCK_N, high)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
-    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
+    if SUFFIX > 0:
+        ok_N = (low + n < high) & ((split > 0) | (place_N < length_N))
+        page_N = tl.load(
+            tl.where(split > 0, pages + (low + n) // PAGE_SIZE, of_owner_N + place_N), mask=ok_N, other=0, cache_modifier=".cg"
+        )
+    else:
+        page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
 
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -276,7 +309,16 @@ def paged_attention_kernel(
         key_N = start + n
         ok_N = key_N < high
         slot_N = slots_on(page_N, key_N, PAGE_SIZE)
-        page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
+        if SUFFIX > 0:
+            slot_N = tl.where(split > 0, slot_N, page_N.to(tl.int64))
+            next_N = place_N + (start // BLOCK_N + 1) * each
+            ok_N &= (split > 0) | (next_N - each < length_N)
+            more_N = (key_N + BLOCK_N < high) & ((split > 0) | (next_N < length_N))
+            page_N = tl.load(
+                tl.where(split > 0, pages + (key_N + BLOCK_N) // PAGE_SIZE, of_owner_N + next_N), mask=more_N, other=0
+            )
+        else:
+            page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
         scales_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
@@ -293,6 +335,10 @@ def paged_attention_kernel(
             s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - AHEAD - query_M), HAS_STARTS, CAUSAL)
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
+        elif SUFFIX > 0:
+            s_MN = tl.where(ok_N[None, :] & ((split > 0) | (owner_N[None, :] == query_M[:, None])), s_MN, -float("inf"))
+            new_M = tl.maximum(top_M, tl.max(s_MN, 1))
+            shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)
         else:
             s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # compiles to one fused multiply-add with scale2
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))

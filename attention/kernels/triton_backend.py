@@ -24,7 +24,15 @@ from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
-from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
+from specdec.attention.kernels.tiles_triton import (
+    SHORT,
+    PagedTiles,
+    chunk_for,
+    padded,
+    paged_tiles,
+    programs_at_once,
+    splits_for,
+)
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
@@ -145,6 +153,8 @@ class TritonBackend(Backend):
             return state
         paged, suffix = plan.segments, plan.suffix
         assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
+        if suffix is not None and self._joins(q_THD, view, paged, suffix, scoring):
+            return self._joined(q_THD, view, plan, scoring, state)
         counts = [self.partial_splits(q_THD, view, segment, scoring) for segment in paged]
         if suffix is None and counts == [1]:
             self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
@@ -162,11 +172,44 @@ class TritonBackend(Backend):
         launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled)
         return state
 
+    def _joins(self, q_THD: Tensor, view: PlannedView, paged: tuple[Segment, ...], suffix: Segment, scoring: Scoring) -> bool:
+        """Whether the paged kernel reads suffixes, too: beside the prefix, and not after it.
+
+        Where prefixes are long, what that adds to each block of keys costs more than the other kernel's time.
+        """
+        if len(paged) != 1 or paged[0].is_per_query or paged[0].causal or suffix.is_per_query or quant_of(view):
+            return False
+        if paged[0].max_keys > SHORT or not self.partial_splits(q_THD, view, paged[0], scoring):
+            return False
+        tiles, group = self._tiles(q_THD, view, paged[0])[0], q_THD.shape[1] // view.heads[0].shape[1]
+        return tiles.block_m % group == 0 and group & (group - 1) == 0 and tiles.block_n * group >= tiles.block_m
+
+    def _joined(
+        self, q_THD: Tensor, view: PlannedView, plan: TritonPlan, scoring: Scoring, state: AttentionState
+    ) -> AttentionState:
+        """The state of a prefix and suffixes that one kernel reads."""
+        (T, H, _), (prefix,) = q_THD.shape, plan.segments
+        tiles, splits = self._tiles(q_THD, view, prefix)
+        partial = plan.scratch(T, H, splits + 1, state.out_THD.shape[2], q_THD.device)
+        launch_paged(q_THD, view, prefix, scoring, partial.out_THD, partial.lse_TH, tiles, plan.suffix)
+        launch_suffix_merge(q_THD, view, None, scoring, partial, None, state, True)
+        return state
+
 
 def launch_paged(
-    q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
+    q_THD: Tensor,
+    view: PlannedView,
+    segment: Segment,
+    scoring: Scoring,
+    out_THSD: Tensor,
+    lse_THS: Tensor,
+    tiles: PagedTiles,
+    suffix: Segment | None = None,
 ) -> None:
-    """Launches the paged kernel for one segment, with as many splits as out_THSD has."""
+    """Launches the paged kernel for one segment, with as many splits as out_THSD has.
+
+    suffix: read as well, by the first split; see `TritonBackend._joins`.
+    """
     (T, H, D), (k, v), splits = q_THD.shape, view.heads, out_THSD.shape[2]
     K, E = k.shape[1], v.shape[2]
     num_tiles = triton.cdiv(segment.max_seqlen_q * (H // K), tiles.block_m)
@@ -176,18 +219,21 @@ def launch_paged(
     slopes_H, quant, int8_queries = scoring.slopes_H, quant_of(view), rounds_queries(view)
     in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     starts_T, at_T = segment.starts_T, positions_for(scoring, segment)
+    slot_table, slot_lens = (segment.pages.table, lse_THS) if suffix is None else (suffix.pages.table, suffix.cache_seqlens)
+    assert slot_table.stride(1) == 1
     for of_T in (starts_T, at_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
         q_THD, k, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, at_T)),
-        lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
+        lse_THS if slopes_H is None else slopes_H, slot_table, slot_lens, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
-        *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
-        num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries), VALUE_DIM=E,
-        PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
+        *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), slot_table.stride(0),
+        states, num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries),
+        VALUE_DIM=E, PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        AHEAD=segment.ahead, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
+        AHEAD=segment.ahead, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None,
+        SUFFIX=0 if suffix is None else slot_table.shape[1], QUANT=quant,
         INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
         STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),

@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         return self.group.add_rms_norm(x_TH, computed(delta_TH), self.weight, self.eps)
 
     def add_for(self, reader: nn.Module, x_TH: Tensor, delta_TH: Tensor | Product) -> tuple[Tensor, Tensor | Undivided]:
-        """`add`, for a module that multiplies the norm with weights at once: perhaps without a launch (ops/products/normed.py)."""
+        """`add`, for a module that multiplies the norm with weights: perhaps without a launch (ops/products/normed.py)."""
         matrix = reader.first_product if isinstance(reader, SelfAttention | MLP) else None
         if isinstance(delta_TH, Product) and matrix is not None and self.group is ALONE:
             added = add_undivided(x_TH, delta_TH, self.weight, self.eps, matrix)

@@ -2,8 +2,8 @@
 
 A decode step adds what a block has computed to the residual stream, norms the sum, and multiplies it with the next block's
 weights.  A norm divides each row by its root mean square, and that can come after the next product:
-(x / rms) W^T = (x W^T) / rms.  So where both products run linear_hopper.py's kernel, the first one's programs add their tiles to
-the stream, multiply with the norm's weight and leave sums of squares; the second one's programs add up the squares and divide.
+(x / rms) W^T = (x W^T) / rms.  So where both products run linear_hopper.py's kernel, the first one's programs add their tiles
+to the stream, multiply with the norm's weight and leave sums of squares; the second one's add up the squares and divide.
 
 `Product` and `Undivided` stand for tensors on that way, and give them to whoever needs them.  Each number is rounded as often
 as with a norm's own launch: the sum, and what is multiplied.
