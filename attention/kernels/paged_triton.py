@@ -159,6 +159,15 @@ def own_keys(first, queries, tile, n, slot_lens, BLOCK_M: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
+def entries(pages, key_N, high, of_owner_N, place_N, length_N, is_own, PAGE_SIZE: tl.constexpr, SUFFIX: tl.constexpr):
+    """Where the page numbers of keys stand, or the slots of keys of suffixes if is_own, and which of these keys there are."""
+    at_N, ok_N = pages + key_N // PAGE_SIZE, key_N < high
+    if SUFFIX > 0:
+        at_N, ok_N = tl.where(is_own, of_owner_N + place_N, at_N), ok_N & ((is_own == 0) | (place_N < length_N))
+    return at_N, ok_N
+
+
+@triton.jit
 def values_at(kv, at_ND, slot_N, stride_slot, e, pointer: tl.constexpr, SAME_WIDTH: tl.constexpr, QUANT: tl.constexpr):
     """Where the values of slots begin, stride_v values early.  pointer: the type of a pointer to queries."""
     if QUANT == "key":
@@ -198,42 +207,19 @@ def paged_attention_kernel(
     out,  # [T, H, states, E], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
     staged,  # [T, H, D] float16
-    scale,
-    softcap,
-    stride_qt,
-    stride_qh,
-    stride_slot,
-    stride_v,
-    stride_kv_head,
-    stride_v_head,
-    stride_row,
-    stride_suffix,
-    states,
-    tiles,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE: tl.constexpr,
-    KEY_PARTS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    scale, softcap, stride_qt, stride_qh, stride_slot, stride_v, stride_kv_head, stride_v_head, stride_row, stride_suffix,
+    states, tiles,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_VALUE: tl.constexpr, KEY_PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     AHEAD: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SUFFIX: tl.constexpr,  # the most keys of a query's suffix; 0: this kernel reads no suffix
     QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys) or nothing ("")
-    INT8_QUERIES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    STAGES: tl.constexpr,
-    STAGED: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    INT8_QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
+    STAGED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0) % tiles  # neighbouring programs read the same keys, mostly from L2
     if CAUSAL:
         tile = tiles - 1 - tile  # the tiles with the most keys start first
@@ -266,19 +252,14 @@ def paged_attention_kernel(
     if VALUE_DIM != HEAD_DIM:
         stride_v += kv_head * (stride_v_head - stride_kv_head)
     n = tl.arange(0, BLOCK_N)
+    of_owner_N, place_N, length_N, each, is_own = pages + n, n, n, 1, split < 0
     if SUFFIX > 0:
         owner_N, place_N, length_N, each = own_keys(first, queries, tile, n, slot_lens, BLOCK_M, BLOCK_N, GROUP)
-        of_owner_N = slot_table + (first + owner_N).to(tl.int64) * stride_suffix
-        low = tl.where(split == 0, 0, low)
-        high = tl.where(split == 0, (SUFFIX + each - 1) // each * BLOCK_N, high)
+        of_owner_N, is_own = slot_table + (first + owner_N).to(tl.int64) * stride_suffix, split == 0
+        low, high = tl.where(is_own, 0, low), tl.where(is_own, (SUFFIX + each - 1) // each * BLOCK_N, high)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
-    if SUFFIX > 0:
-        ok_N = (low + n < high) & ((split > 0) | (place_N < length_N))
-        page_N = tl.load(
-            tl.where(split > 0, pages + (low + n) // PAGE_SIZE, of_owner_N + place_N), mask=ok_N, other=0, cache_modifier=".cg"
-        )
-    else:
-        page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
+    at_N, ok_N = entries(pages, low + n, high, of_owner_N, place_N, length_N, is_own, PAGE_SIZE, SUFFIX)
+    page_N = tl.load(at_N, mask=ok_N, other=0, cache_modifier=".cg")
 
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -307,18 +288,13 @@ def paged_attention_kernel(
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
-        ok_N = key_N < high
         slot_N = slots_on(page_N, key_N, PAGE_SIZE)
         if SUFFIX > 0:
-            slot_N = tl.where(split > 0, slot_N, page_N.to(tl.int64))
-            next_N = place_N + (start // BLOCK_N + 1) * each
-            ok_N &= (split > 0) | (next_N - each < length_N)
-            more_N = (key_N + BLOCK_N < high) & ((split > 0) | (next_N < length_N))
-            page_N = tl.load(
-                tl.where(split > 0, pages + (key_N + BLOCK_N) // PAGE_SIZE, of_owner_N + next_N), mask=more_N, other=0
-            )
-        else:
-            page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
+            slot_N = tl.where(is_own, page_N.to(tl.int64), slot_N)
+        _, ok_N = entries(pages, key_N, high, of_owner_N, place_N, length_N, is_own, PAGE_SIZE, SUFFIX)
+        place_N += each
+        at_N, more_N = entries(pages, key_N + BLOCK_N, high, of_owner_N, place_N, length_N, is_own, PAGE_SIZE, SUFFIX)
+        page_N = tl.load(at_N, mask=more_N, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
         scales_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
@@ -336,7 +312,7 @@ def paged_attention_kernel(
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         elif SUFFIX > 0:
-            s_MN = tl.where(ok_N[None, :] & ((split > 0) | (owner_N[None, :] == query_M[:, None])), s_MN, -float("inf"))
+            s_MN = tl.where(ok_N[None, :] & ((is_own == 0) | (owner_N[None, :] == query_M[:, None])), s_MN, -float("inf"))
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)
         else:
