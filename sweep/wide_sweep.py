@@ -16,17 +16,20 @@ def candidates(T, name):
         A, B = (2, 256, 64, 4), (4, 128, 64, 4)
     else:
         A, B = (2, 256, 64, 4), (2, 128, 64, 7)
-    for t in (A, B):
-        of_t = -(-T // (64 * t[0]))
-        N = -(-O // t[1]) * of_t
-        if name == "lm_head" and t == B: continue
+    kinds = [A + (False,), B + (False,)]
+    if T in (256, 512): kinds.append((3, 256, 64, 4, True))
+    if T in (96, 128) and name in ("gate_up", "down"): kinds.append((4, 128, 64, 4, True))
+    for g, block, bi, st, swap in kinds:
+        bt, bo = (block, 64 * g) if swap else (64 * g, block)
+        N = -(-O // bo) * -(-T // bt)
+        if name == "lm_head" and (g, block) == B[:2]: continue
         if N <= 132: ps = sorted({N * s for s in (1, 2, 3, 4, 5, 6, 7, 8) if N * s <= 132}, reverse=True)[:3]
         else: ps = []
         for p in ps:
-            out.append(t + (p, True))
-        if N % 132 and (N > 66): out.append(t + (132, True))
-        if N > 132: out.append(t + (132, False))
-    if name == "gate_up" and T in (96, 128): out.append((2, 256, 128, 2, 112, True))
+            out.append((g, block, bi, st, p, True, swap))
+        if N % 132 and (N > 66): out.append((g, block, bi, st, 132, True, swap))
+        if N > 132: out.append((g, block, bi, st, 132, False, swap))
+    if name == "gate_up" and T in (96, 128): out.append((2, 256, 128, 2, 112, True, False))
     return out
 def new_tiles(t):
     import specdec.ops.products.linear_many_hopper as m
@@ -58,8 +61,9 @@ def main():
     seen, todo = set(), []
     def key(job):
         n, T, t = job
-        of_t = -(-T // (64 * t[0])); N = -(-SHAPES[n][0] // t[1]) * of_t; K = -(-SHAPES[n][1] // t[2])
-        return (n, t[:4], t[5] and t[4] > N % t[4], t[4] // max(1, N % t[4]) if t[5] else 0)
+        bt, bo = (t[1], 64 * t[0]) if t[6] else (64 * t[0], t[1])
+        N = -(-SHAPES[n][0] // bo) * -(-T // bt)
+        return (n == "gate_up", SHAPES[n], t[:4], t[6], t[5] and N % min(t[4], N if not t[5] else 10**9) > 0)
     for j in jobs:
         if key(j) not in seen: seen.add(key(j)); todo.append(j)
     say(len(jobs), "jobs,", len(todo), "kernels")

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.ops.launch import chained
+from specdec.ops.products.linear_hopper import _finish as _finish_weight
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -57,19 +58,42 @@ def _place(f, first, ours, program, programs, shared, K):
 
 
 @gluon.jit
+def _load_weight(
+    w_tiles, w_smem, full, slot, block, at, pred,
+    GROUPS: gl.constexpr, BLOCK_B: gl.constexpr, PARTS: gl.constexpr, SWAP: gl.constexpr,
+):  # fmt: skip
+    if SWAP:
+        for g in gl.static_range(GROUPS):
+            _fetch(w_tiles, [(block * GROUPS + g) * (8 // PARTS), 0, 0, at], full.index(slot), w_smem.index(slot * GROUPS + g), pred=pred)
+    else:
+        _fetch(w_tiles, [0, block * (BLOCK_B // PARTS), at], full.index(slot), w_smem.index(slot), pred=pred)
+
+
+@gluon.jit
+def _load_x(
+    x_tiles, x_smem, full, slot, block, at, pred, GROUPS: gl.constexpr, BLOCK_B: gl.constexpr, SWAP: gl.constexpr,
+):  # fmt: skip
+    if SWAP:
+        _fetch(x_tiles, [block * BLOCK_B, at], full.index(slot), x_smem.index(slot), pred=pred)
+    else:
+        for g in gl.static_range(GROUPS):
+            _fetch(x_tiles, [(block * GROUPS + g) * 64, at], full.index(slot), x_smem.index(slot * GROUPS + g), pred=pred)
+
+
+@gluon.jit
 def _multiply(
     x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t,
-    WHICH: gl.constexpr, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, MOST: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+    WHICH: gl.constexpr, GROUPS: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_I: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The job of a group of warps that multiplies rows WHICH * 64 to WHICH * 64 + 63 of every tile of x.
 
     The first group also loads, for all.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_O, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_B, 16])
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    BYTES: gl.constexpr = (GROUPS * 64 + BLOCK_O) * BLOCK_I * 2
-    OUTS: gl.constexpr = BLOCK_O // PARTS
+    BYTES: gl.constexpr = (GROUPS * 64 + BLOCK_B) * BLOCK_I * 2
+    OUTS: gl.constexpr = BLOCK_B // PARTS
     program, programs = gl.program_id(0), gl.num_programs(0)
     first = shared * K * program // programs
     ours = shared * K * (program + 1) // programs - first
@@ -78,16 +102,14 @@ def _multiply(
         for s in gl.static_range(STAGES):
             tile, k = _place(s, first, ours, program, programs, shared, K)
             mbarrier.expect(full.index(s), BYTES, pred=s < total)
-            _fetch(w_tiles, [0, tile // of_t * OUTS, k * BLOCK_I], full.index(s), w_smem.index(s), pred=s < total)
+            _load_weight(w_tiles, w_smem, full, s, tile // of_t, k * BLOCK_I, s < total, GROUPS, BLOCK_B, PARTS, SWAP)
     if PDL:
         _wait_for_the_kernel_in_front()
         _let_the_next_kernel_start()
     if WHICH == 0:
         for s in gl.static_range(STAGES):
             tile, k = _place(s, first, ours, program, programs, shared, K)
-            for g in gl.static_range(GROUPS):
-                row = (tile % of_t * GROUPS + g) * 64
-                _fetch(x_tiles, [row, k * BLOCK_I], full.index(s), x_smem.index(s * GROUPS + g), pred=s < total)
+            _load_x(x_tiles, x_smem, full, s, tile % of_t, k * BLOCK_I, s < total, GROUPS, BLOCK_B, SWAP)
     slot = 0
     phase = 0
     before = STAGES - 1  # the slot of the step before
@@ -96,11 +118,16 @@ def _multiply(
     while f < total:
         tile, low = _place(f, first, ours, program, programs, shared, K)
         n = gl.minimum(K - low, gl.where(f < ours, ours - f, K))
-        acc = gl.zeros([64, BLOCK_O], gl.float32, layout)
+        acc = gl.zeros([64, BLOCK_B], gl.float32, layout)
         for k in range(n):
             mbarrier.wait(full.index(slot), phase)
-            w = w_smem.index(slot)._reinterpret(w_smem.dtype, [BLOCK_O, BLOCK_I], flat)
-            acc = warpgroup_mma(x_smem.index(slot * GROUPS + WHICH), w.permute((1, 0)), acc, is_async=True)
+            if SWAP:
+                first_of = w_smem.index(slot * GROUPS + WHICH)._reinterpret(w_smem.dtype, [64, BLOCK_I], flat)
+                second = x_smem.index(slot)
+            else:
+                first_of = x_smem.index(slot * GROUPS + WHICH)
+                second = w_smem.index(slot)._reinterpret(w_smem.dtype, [BLOCK_B, BLOCK_I], flat)
+            acc = warpgroup_mma(first_of, second.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
             if WHICH == 0:  # fills the stage that all groups have read
@@ -109,10 +136,10 @@ def _multiply(
                 to_tile, to_k = _place(to, first, ours, program, programs, shared, K)
                 mbarrier.wait(empty.index(before), phase ^ (slot == 0).to(gl.int32), pred=more)
                 mbarrier.expect(full.index(before), BYTES, pred=more)
-                _fetch(w_tiles, [0, to_tile // of_t * OUTS, to_k * BLOCK_I], full.index(before), w_smem.index(before), pred=more)
-                for g in gl.static_range(GROUPS):
-                    row = (to_tile % of_t * GROUPS + g) * 64
-                    _fetch(x_tiles, [row, to_k * BLOCK_I], full.index(before), x_smem.index(before * GROUPS + g), pred=more)
+                _load_weight(
+                    w_tiles, w_smem, full, before, to_tile // of_t, to_k * BLOCK_I, more, GROUPS, BLOCK_B, PARTS, SWAP
+                )
+                _load_x(x_tiles, x_smem, full, before, to_tile % of_t, to_k * BLOCK_I, more, GROUPS, BLOCK_B, SWAP)
             before = slot
             slot += 1
             if slot == STAGES:
@@ -120,14 +147,19 @@ def _multiply(
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
-        if (MOST > 1) & (n < K):
-            _leave(acc, layout, partials, arrivals, program, item, tile, WHICH, GROUPS, BLOCK_O, MOST)
+        if SPLIT and n < K:
+            _leave(acc, layout, partials, arrivals, program, item, tile, WHICH, GROUPS, BLOCK_B, SPLIT)
         else:
-            first_t = (tile % of_t * GROUPS + WHICH) * 64
-            _finish(acc, layout, bias, y, tile // of_t * OUTS, first_t, T, O, BLOCK_O, PARTS, HAS_BIAS)
+            if SWAP:
+                _finish_weight(
+                    acc, layout, bias, y, tile // of_t * GROUPS + WHICH, tile % of_t * BLOCK_B, T, O, BLOCK_B, 64, PARTS, HAS_BIAS
+                )
+            else:
+                first_t = (tile % of_t * GROUPS + WHICH) * 64
+                _finish(acc, layout, bias, y, tile // of_t * OUTS, first_t, T, O, BLOCK_B, PARTS, HAS_BIAS)
         f += n
         item += 1
-    if MOST > 1:
+    if SPLIT:
         f = ours * 0
         while f < ours:
             tile, low = _place(f, first, ours, program, programs, shared, K)
@@ -135,7 +167,7 @@ def _multiply(
             if n < K:
                 _sum(
                     partials, arrivals, bias, y, tile, program, programs, shared, K, of_t, T, O,
-                    WHICH, GROUPS, BLOCK_O, PARTS, MOST, HAS_BIAS,
+                    WHICH, GROUPS, BLOCK_B, PARTS, SWAP, HAS_BIAS,
                 )  # fmt: skip
             f += n
 
@@ -143,13 +175,13 @@ def _multiply(
 @gluon.jit
 def _leave(
     acc, layout: gl.constexpr, partials, arrivals, program, item, tile,
-    WHICH: gl.constexpr, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, MOST: gl.constexpr,
+    WHICH: gl.constexpr, GROUPS: gl.constexpr, BLOCK_B: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    if MOST > 1:
-        mine = partials + ((program * 2 + item) * GROUPS + WHICH).to(gl.int64) * (64 * BLOCK_O)
+    if SPLIT:
+        mine = partials + ((program * 2 + item) * GROUPS + WHICH).to(gl.int64) * (64 * BLOCK_B)
         r = gl.arange(0, 64, gl.SliceLayout(1, layout))
-        c = gl.arange(0, BLOCK_O, gl.SliceLayout(0, layout))
-        gl.store(mine + r[:, None] * BLOCK_O + c[None, :], acc)
+        c = gl.arange(0, BLOCK_B, gl.SliceLayout(0, layout))
+        gl.store(mine + r[:, None] * BLOCK_B + c[None, :], acc)
         _barrier()  # all of this group's stores before its arrival
         gl.atomic_add(arrivals + tile * GROUPS + WHICH, 1, sem="release", scope="gpu")
 
@@ -157,7 +189,7 @@ def _leave(
 @gluon.jit
 def _sum(
     partials, arrivals, bias, y, tile, program, programs, shared, K, of_t, T, O,
-    WHICH: gl.constexpr, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
+    WHICH: gl.constexpr, GROUPS: gl.constexpr, BLOCK_B: gl.constexpr, PARTS: gl.constexpr, SWAP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Adds up this program's share of a tile's columns: every n-th piece of 32, in the order of the tile's programs.  The program
@@ -170,35 +202,40 @@ def _sum(
     while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") % 65536 < n:
         pass
     _barrier()
-    WIDE: gl.constexpr = 32 // PARTS
+    WIDE: gl.constexpr = 32 if SWAP else 32 // PARTS
+    AT_ONCE: gl.constexpr = 4
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
     c = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
-    t = (tile % of_t * GROUPS + WHICH) * 64 + r
-    for piece in range(program - one, BLOCK_O // 32, n):
+    zeros = gl.zeros([64, WIDE], gl.int32, layout)
+    for piece in range(program - one, BLOCK_B // 32, n):
         acc = gl.zeros([64, WIDE], gl.float32, layout)
         up = gl.zeros([64, WIDE], gl.float32, layout)
-        at = r[:, None] * BLOCK_O + (piece * WIDE + c)[None, :]
-        for s in gl.static_range(MOST):
-            begins = steps * (one + s) // programs
-            other = 0
-            if begins < tile * K:  # this tile is that program's second one
-                other = 1
-            theirs = partials + (((one + s) * 2 + other) * GROUPS + WHICH).to(gl.int64) * (64 * BLOCK_O)
-            acc += gl.load(theirs + at, mask=gl.full([64, WIDE], s, gl.int32, layout) < n, other=0.0, cache_modifier=".cg")
+        at = r[:, None] * BLOCK_B + (piece * WIDE + c)[None, :]
+        for s0 in range(0, n, AT_ONCE):
+            for ds in gl.static_range(AT_ONCE):
+                s = s0 + ds
+                other = gl.where(steps * (one + s) // programs < tile * K, 1, 0)  # this tile is that program's second one
+                theirs = partials + (((one + s) * 2 + other) * GROUPS + WHICH).to(gl.int64) * (64 * BLOCK_B)
+                acc += gl.load(theirs + at, mask=zeros + s < n, other=0.0, cache_modifier=".cg")
+                if PARTS == 2 and not SWAP:
+                    up += gl.load(theirs + at + BLOCK_B // 2, mask=zeros + s < n, other=0.0, cache_modifier=".cg")
+        if SWAP:
+            _finish_weight(
+                acc, layout, bias, y, tile // of_t * GROUPS + WHICH, tile % of_t * BLOCK_B + piece * WIDE, T, O, WIDE, 64, PARTS,
+                HAS_BIAS,
+            )  # fmt: skip
+        else:
+            t = (tile % of_t * GROUPS + WHICH) * 64 + r
+            out_O = tile // of_t * (BLOCK_B // PARTS) + piece * WIDE + c
+            if HAS_BIAS:
+                acc += gl.load(bias + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
+                if PARTS == 2:
+                    up += gl.load(bias + O + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
             if PARTS == 2:
-                up += gl.load(
-                    theirs + at + BLOCK_O // 2, mask=gl.full([64, WIDE], s, gl.int32, layout) < n, other=0.0, cache_modifier=".cg"
-                )
-        out_O = tile // of_t * (BLOCK_O // PARTS) + piece * WIDE + c
-        if HAS_BIAS:
-            acc += gl.load(bias + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
-            if PARTS == 2:
-                up += gl.load(bias + O + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
-        if PARTS == 2:
-            acc = acc / (1 + gl.exp(-acc)) * up
-        ok = (t < T)[:, None] & (out_O < O)[None, :]
-        gl.store(y + t.to(gl.int64)[:, None] * O + out_O[None, :], acc.to(y.dtype.element_ty), mask=ok)
+                acc = acc / (1 + gl.exp(-acc)) * up
+            ok = (t < T)[:, None] & (out_O < O)[None, :]
+            gl.store(y + t.to(gl.int64)[:, None] * O + out_O[None, :], acc.to(y.dtype.element_ty), mask=ok)
     _barrier()
     # every program of the tile leaves once: 65536 counts those that have read all
     if gl.atomic_add(counter, 65536, sem="acq_rel", scope="gpu") // 65536 == n - 1:
@@ -207,11 +244,11 @@ def _sum(
 
 @gluon.jit
 def _finish(
-    acc, layout: gl.constexpr, bias, y, first_o, first_t, T, O, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
+    acc, layout: gl.constexpr, bias, y, first_o, first_t, T, O, BLOCK_B: gl.constexpr, PARTS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Adds the bias, applies SiLU-mul if gated, rounds once and stores 64 rows of y."""
-    OUTS: gl.constexpr = BLOCK_O // PARTS
+    OUTS: gl.constexpr = BLOCK_B // PARTS
     if PARTS == 2:
         gate, up = gl.split(gl.permute(gl.reshape(acc, [64, 2, OUTS]), (0, 2, 1)))
         out: gl.constexpr = gate.type.layout
@@ -235,19 +272,23 @@ def _finish(
 @gluon.jit(do_not_specialize=["T", "plain", "shared", "of_t"])
 def many_linear_kernel(
     x_tiles,  # tiles [64, BLOCK_I] of x [T, I]
-    w_tiles,  # tiles [PARTS, BLOCK_O / PARTS, BLOCK_I] of the weight as [PARTS, O, I]
+    w_tiles,  # tiles [PARTS, BLOCK_B / PARTS, BLOCK_I] of the weight as [PARTS, O, I]
     bias,  # [PARTS * O]
     y,  # [T, O]
-    partials,  # [programs, 2, GROUPS, 64, BLOCK_O] float32
+    partials,  # [programs, 2, GROUPS, 64, BLOCK_B] float32
     arrivals,  # [tiles, GROUPS] int32, zero before and after
     T, O, K, plain, shared, of_t,
-    GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    MOST: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+    GROUPS: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_I: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    SWAP: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     
-    x_smem = gl.allocate_shared_memory(x_tiles.dtype, [STAGES * GROUPS, 64, BLOCK_I], x_tiles.layout)
-    w_smem = gl.allocate_shared_memory(w_tiles.dtype, [STAGES, PARTS, BLOCK_O // PARTS, BLOCK_I], w_tiles.layout)
+    if SWAP:
+        x_smem = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, BLOCK_B, BLOCK_I], x_tiles.layout)
+        w_smem = gl.allocate_shared_memory(w_tiles.dtype, [STAGES * GROUPS, 8 // PARTS, PARTS, 8, BLOCK_I], w_tiles.layout)
+    else:
+        x_smem = gl.allocate_shared_memory(x_tiles.dtype, [STAGES * GROUPS, 64, BLOCK_I], x_tiles.layout)
+        w_smem = gl.allocate_shared_memory(w_tiles.dtype, [STAGES, PARTS, BLOCK_B // PARTS, BLOCK_I], w_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -256,44 +297,44 @@ def many_linear_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
             ],
             [], [],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 1, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 1, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
             ],
             [4], [REGISTERS],
         )  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize(
             [
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 1, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 2, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 1, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 2, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
             ],
             [4, 4], [REGISTERS, REGISTERS],
         )  # fmt: skip
     elif GROUPS == 4:
         gl.warp_specialize(
             [
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 1, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 2, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
-                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 3, GROUPS, BLOCK_O, BLOCK_I, PARTS, STAGES, MOST, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 0, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 1, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 2, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
+                (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, plain, shared, K, of_t, 3, GROUPS, BLOCK_B, BLOCK_I, PARTS, STAGES, SWAP, SPLIT, HAS_BIAS, PDL)),
             ],
             [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS],
         )  # fmt: skip
 
 
 class Tiles:  # of the sweep
-    def __init__(self, groups, block_o, block_i, stages, programs, even=True):
-        self.groups, self.block_o, self.block_i, self.stages, self.programs, self.even = groups, block_o, block_i, stages, programs, even
+    def __init__(self, groups, block, block_i, stages, programs, even=True, swap=False):
+        self.groups, self.block, self.block_i, self.stages, self.programs, self.even, self.swap = groups, block, block_i, stages, programs, even, swap
     def __repr__(self):
-        return f"g{self.groups} o{self.block_o} i{self.block_i} s{self.stages} p{self.programs} {'even' if self.even else 'plain'}"
+        return f"{'W' if self.swap else ''}g{self.groups} b{self.block} i{self.block_i} s{self.stages} p{self.programs} {'even' if self.even else 'plain'}"
 
 
 @cache
@@ -304,31 +345,28 @@ def counters(device: torch.device) -> Tensor:
 def launch_many_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles) -> Tensor:
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, parts = (rows // 2, 2) if gated else (rows, 1)
-    outs = tiles.block_o // parts
-    of_o, of_t, K = triton.cdiv(O, outs), triton.cdiv(T, 64 * tiles.groups), triton.cdiv(I, tiles.block_i)
+    block_t, block_o = (tiles.block, 64 * tiles.groups) if tiles.swap else (64 * tiles.groups, tiles.block)
+    of_o, of_t, K = triton.cdiv(rows, block_o), triton.cdiv(T, block_t), triton.cdiv(I, tiles.block_i)
     number = of_o * of_t
     programs = min(tiles.programs, number * K if tiles.even else number)
     shared = number % programs if tiles.even else 0
     if shared * K < programs:
         shared = 0
     plain = number - shared
-    most = 1
-    if shared and programs > shared:
-        most = max(
-            ((t * K + K) * programs - 1) // (shared * K) - ((t * K + 1) * programs - 1) // (shared * K) + 1 for t in range(shared)
-        )
-        most = 1 << (most - 1).bit_length()
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
-    if most > 1:
-        partials = x_TI.new_empty(programs, 2, tiles.groups, 64, tiles.block_o, dtype=torch.float32)
+    if shared:
+        partials = x_TI.new_empty(programs, 2, tiles.groups, 64, tiles.block, dtype=torch.float32)
         arrivals = counters(x_TI.device)
-    x_tiles = TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [64, tiles.block_i], _layout(2))
-    w_tiles = TensorDescriptor(weight_OI, [parts, O, I], [O * I, I, 1], [parts, outs, tiles.block_i], _layout(3))
+    x_tiles = TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [tiles.block if tiles.swap else 64, tiles.block_i], _layout(2))
+    if tiles.swap:
+        w_tiles = TensorDescriptor(weight_OI, [O // 8, parts, 8, I], [8 * I, O * I, I, 1], [8 // parts, parts, 8, tiles.block_i], _layout(4))
+    else:
+        w_tiles = TensorDescriptor(weight_OI, [parts, O, I], [O * I, I, 1], [parts, block_o // parts, tiles.block_i], _layout(3))
     many_linear_kernel[(programs,)](
         x_tiles, w_tiles, weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, K, plain, shared, of_t,
-        GROUPS=tiles.groups, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, PARTS=parts, STAGES=tiles.stages,
-        MOST=most, REGISTERS=REGISTERS[tiles.groups], HAS_BIAS=bias_O is not None, num_warps=4,
+        GROUPS=tiles.groups, BLOCK_B=tiles.block, BLOCK_I=tiles.block_i, PARTS=parts, STAGES=tiles.stages,
+        SWAP=tiles.swap, SPLIT=shared > 0, REGISTERS=REGISTERS[tiles.groups], HAS_BIAS=bias_O is not None, num_warps=4,
         maxnreg=REGISTERS[tiles.groups], **chained(x_TI.device),
     )  # fmt: skip
     return y_TO
