@@ -32,8 +32,10 @@ def candidates(T, name):
     if name == "gate_up" and T in (96, 128): out.append((2, 256, 128, 2, 112, True, False))
     return out
 def new_tiles(t):
-    import specdec.ops.products.linear_many_hopper as m
-    return m.Tiles(*t)
+    from specdec.ops.products.tiles import ProductTiles
+    g, block, bi, st, p, even, swap = t
+    bt, bo = (block, 64 * g) if swap else (64 * g, block)
+    return ProductTiles(bt, bo, bi, 2 if even else 1, 4 * g, st, programs=p)
 def compile_one(job):
     name, T, t = job
     try:
@@ -50,7 +52,9 @@ def compile_one(job):
         import specdec.ops.products.linear_many_hopper as m
         m.chained = lambda d: {"PDL": True, "launch_pdl": True}
         O, I = SHAPES[name]
-        m.launch_many_linear(torch.empty(T, I, dtype=torch.bfloat16), torch.empty(O, I, dtype=torch.bfloat16), None, name == "gate_up", m.Tiles(*t))
+        m._sms = lambda d: 132
+        m._counters = lambda d: torch.zeros(4096, dtype=torch.int32)
+        m.launch_many_linear(torch.empty(T, I, dtype=torch.bfloat16), torch.empty(O, I, dtype=torch.bfloat16), None, name == "gate_up", new_tiles(t))
     except Exception as e:
         return f"{job}: {type(e).__name__} {str(e)[-300:]}"
     return None
@@ -125,7 +129,7 @@ def main():
                         if failed > 40: return
                         continue
                     us = graph_us(lambda: [mine(n, x, w, tl) for w in todo]) / len(todo)
-                    line.append((repr(tl), us))
+                    line.append((",".join(map(str, (tl.block_t, tl.block_o, tl.block_i, tl.splits, tl.warps, tl.stages, tl.programs))), us))
                     if (T, n) not in best or us < best[T, n][0]: best[T, n] = (us, t)
                 except Exception as e:
                     say("FAILED", T, n, tl, str(e)[:200])

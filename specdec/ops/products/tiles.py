@@ -43,6 +43,7 @@ class ProductTiles(NamedTuple):
     stages: int
     columns: int = 0
     lag: int = -1
+    programs: int = 0
 
     def shared_bytes(self, itemsize: int) -> int:
         """Bytes of shared memory that the pipeline's stages take."""
