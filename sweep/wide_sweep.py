@@ -52,8 +52,7 @@ def compile_one(job):
         import specdec.ops.products.linear_many_hopper as m
         m.chained = lambda d: {"PDL": True, "launch_pdl": True}
         O, I = SHAPES[name]
-        m._sms = lambda d: 132
-        m._counters = lambda d: torch.zeros(4096, dtype=torch.int32)
+        m.sms = lambda d: 132
         m.launch_many_linear(torch.empty(T, I, dtype=torch.bfloat16), torch.empty(O, I, dtype=torch.bfloat16), None, name == "gate_up", new_tiles(t))
     except Exception as e:
         return f"{job}: {type(e).__name__} {str(e)[-300:]}"

@@ -38,12 +38,12 @@ from specdec.ops.products.linear_hopper import (
     _wait_for_the_kernel_in_front,
 )
 from specdec.ops.products.linear_hopper import _finish as _finish_transposed
+from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
 
 GROUP = 64  # rows that one group of four warps multiplies
-MOST_SHARED = 1024  # the most tiles that programs share
 REGISTERS = {4: 248, 8: 248, 12: 168, 16: 128}  # of a thread, by the number of warps: an SM has 65,536
 
 
@@ -315,12 +315,6 @@ def many_linear_kernel(
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """A device's arrival counters.  The first call makes them, in a warm-up and not in a capture; launches leave zeros."""
-    return torch.zeros(MOST_SHARED * 4, dtype=torch.int32, device=device)
-
-
 class Division(NamedTuple):
     """How a product's tiles are divided.  steps: of a tile.  whole, shared: tiles that one program computes, and those that all
     programs share.  of_t: tiles of x for each tile of the weight.
@@ -361,9 +355,9 @@ def launch_many_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, g
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
     if each.shared:
-        assert each.shared <= MOST_SHARED and each.programs <= _sms(x_TI.device)
+        assert each.shared * groups <= ARRIVALS and each.programs <= sms(x_TI.device)
         partials = x_TI.new_empty(each.programs, 2, groups, GROUP, block, dtype=torch.float32)
-        arrivals = _counters(x_TI.device)
+        arrivals = arrivals_of(x_TI.device)
     many_linear_kernel[(each.programs,)](
         _tiles_of_x(x_TI, GROUP if x_first else block, tiles), _tiles_of_weight(weight_OI, parts, x_first, tiles),
         weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, each.steps, each.whole, each.shared, each.of_t,
@@ -390,5 +384,5 @@ def _tiles_of_weight(weight_OI: Tensor, parts: int, x_first: bool, tiles: Produc
 
 
 @cache
-def _sms(device: torch.device) -> int:
+def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
