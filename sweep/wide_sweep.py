@@ -135,6 +135,9 @@ def main():
             say(T, n, f"err {err:.1e}", " | ".join(f"{k} {v:.1f}" for k, v in line))
             del ref
         torch.cuda.empty_cache()
+    if os.environ.get("BEST_OUT"):
+        json.dump({f"{T}:{n}": list(new_tiles(t)) for (T, n), (us, t) in best.items()}, open(os.environ["BEST_OUT"], "w"))
+    if os.environ.get("NO_LAYERS"): return
     # layers
     del weights
     torch.cuda.empty_cache()

@@ -102,6 +102,10 @@ def tma_reads(*matrices: Tensor) -> bool:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    if tiles.programs:
+        from specdec.ops.products.linear_many_hopper import launch_many_linear
+
+        return launch_many_linear(x, weight, bias, gated, tiles)
     if tiles.lag >= 0:
         from specdec.ops.products.linear_hopper import launch_hopper_linear
 

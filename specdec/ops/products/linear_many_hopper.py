@@ -70,9 +70,7 @@ def _load_weight(
 
 
 @gluon.jit
-def _load_x(
-    x_tiles, x_smem, full, slot, block, at, pred, GROUPS: gl.constexpr, BLOCK: gl.constexpr, X_FIRST: gl.constexpr
-):
+def _load_x(x_tiles, x_smem, full, slot, block, at, pred, GROUPS: gl.constexpr, BLOCK: gl.constexpr, X_FIRST: gl.constexpr):
     if X_FIRST:
         for g in gl.static_range(GROUPS):
             _fetch(x_tiles, [(block * GROUPS + g) * 64, at], full.index(slot), x_smem.index(slot * GROUPS + g), pred=pred)
@@ -378,7 +376,9 @@ def _tiles_of_weight(weight_OI: Tensor, parts: int, x_first: bool, tiles: Produc
     rows, I = weight_OI.shape
     O = rows // parts
     if x_first:
-        return TensorDescriptor(weight_OI, [parts, O, I], [O * I, I, 1], [parts, tiles.block_o // parts, tiles.block_i], _layout(3))
+        return TensorDescriptor(
+            weight_OI, [parts, O, I], [O * I, I, 1], [parts, tiles.block_o // parts, tiles.block_i], _layout(3)
+        )
     shape, strides = [O // EIGHT, parts, EIGHT, I], [EIGHT * I, O * I, I, 1]
     return TensorDescriptor(weight_OI, shape, strides, [GROUP // EIGHT // parts, parts, EIGHT, tiles.block_i], _layout(4))
 
