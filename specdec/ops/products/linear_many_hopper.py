@@ -1,14 +1,14 @@
 """A product of many rows, written in Gluon for Hopper GPUs, in which the SMs share the work evenly.
 
-Groups of four warps multiply, each 64 rows of one matrix with all rows of the program's tile of the other one, so that a step of
-a program reads each element from L2 once.  Tiles come by the GPU's copy engine (TMA); the first group asks for them, several
+Groups of four warps multiply, each 64 rows of one matrix with all rows of the program's tile of the other one, so that a step
+of a program reads each element from L2 once.  Tiles come by the GPU's copy engine (TMA); the first group asks for them, several
 steps ahead, and for the first weights before the product's input exists (specdec/ops/launch.py).
 
 A program computes whole tiles, and its part of those tiles that are left over when all programs have as many whole ones.  The
-steps of the tiles that are left over lie in one long row, of which every program gets an equal piece.  So a piece may be the end
-of one tile and the start of the next.  The programs of a shared tile leave their sums in memory, and each adds up a part of the
-tile, in the order of the programs.  A program waits there for the others.  So they must all run at once: there may be no more of
-them than SMs, and no second stream may launch such a product.
+steps of the tiles that are left over lie in one long row, of which every program gets an equal piece.  So a piece may be the
+end of one tile and the start of the next.  The programs of a shared tile leave their sums in memory, and each adds up a part of
+the tile, in the order of the programs.  A program waits there for the others.  So they must all run at once: there may be no
+more of them than SMs, and no second stream may launch such a product.
 
 This module knows no model's shapes and chooses no tiles.
 
@@ -49,7 +49,7 @@ REGISTERS = {4: 248, 8: 248, 12: 168, 16: 128}  # of a thread, by the number of 
 
 @gluon.jit
 def _place(f, first, piece, program, programs, shared, K):
-    """The tile, and the step in it, of a program's f-th step: its piece of the shared tiles comes first, then its whole tiles."""
+    """The tile, and the step in it, of a program's f-th step.  Its piece of the shared tiles comes before its whole tiles."""
     in_piece = f < piece
     step = gl.where(in_piece, first + f, f - piece)
     tile = step // K
@@ -178,7 +178,7 @@ def _add_up(
     WHICH: gl.constexpr, GROUPS: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr, X_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Adds up this program's pieces of a tile's columns: every n-th of n programs.  The last to leave sets the counter to zero."""
+    """Adds up this program's columns of a tile: every n-th 32 for n programs.  The last to leave sets the counter to zero."""
     steps = shared * K
     one = ((tile * K + 1) * programs - 1) // steps  # the first of the tile's programs
     n = ((tile * K + K) * programs - 1) // steps - one + 1
@@ -258,7 +258,7 @@ def _store(
 @gluon.jit(do_not_specialize=["T", "whole", "shared", "of_t"])  # for the reason given at linear_kernel
 def many_linear_kernel(
     x_tiles,  # tiles of x [T, I]: [64, BLOCK_I] if X_FIRST, or [BLOCK, BLOCK_I]
-    w_tiles,  # tiles of the weight: [PARTS, BLOCK / PARTS, BLOCK_I] of [PARTS, O, I], or [8 / PARTS, PARTS, 8, BLOCK_I] as in linear_hopper.py
+    w_tiles,  # tiles of the weight: [PARTS, BLOCK / PARTS, BLOCK_I] of [PARTS, O, I], or as in linear_hopper.py
     bias,  # [PARTS * O]
     y,  # [T, O]
     partials,  # [programs, 2, GROUPS, 64, BLOCK] float32
@@ -286,30 +286,30 @@ def many_linear_kernel(
     # A tuple that has a name would turn constants into tensors, so each group's arguments are written out.
     if GROUPS == 2:
         gl.warp_specialize([
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         0, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         1, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 0, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 1, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
         ], [4], [REGISTERS])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         0, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         1, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         2, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 0, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 1, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 2, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif GROUPS == 4:
         gl.warp_specialize([
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         0, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         1, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         2, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
-            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K, of_t,
-                         3, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 0, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 1, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 2, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
+            (_multiply, (x_tiles, w_tiles, x_smem, w_smem, full, empty, bias, y, partials, arrivals, T, O, whole, shared, K,
+                         of_t, 3, GROUPS, BLOCK, BLOCK_I, PARTS, STAGES, X_FIRST, SHARED, HAS_BIAS, PDL)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def _tiles_of_x(x_TI: Tensor, rows: int, tiles: ProductTiles) -> TensorDescripto
 
 
 def _tiles_of_weight(weight_OI: Tensor, parts: int, x_first: bool, tiles: ProductTiles) -> TensorDescriptor:
-    """The copy engine's descriptor of a weight's tiles: rows of each part one after another, or 8 rows of each part alternating."""
+    """The copy engine's descriptor of a weight's tiles: all rows of a part one after another, or 8 of each part in turn."""
     rows, I = weight_OI.shape
     O = rows // parts
     if x_first:
