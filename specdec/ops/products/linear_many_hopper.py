@@ -128,7 +128,7 @@ def _multiply(
                 more = (f + k > 0) & (to < steps)
                 to_tile, to_k = _place(to, first, piece, program, programs, shared, K)
                 at = to_k * BLOCK_I
-                mbarrier.wait(empty.index(before), phase ^ (slot == 0).to(gl.int32), pred=more)
+                mbarrier.wait(empty.index(before), gl.where(slot == 0, phase ^ 1, phase), pred=more)
                 mbarrier.expect(full.index(before), BYTES, pred=more)
                 _load_weight(w_tiles, w_smem, full, before, to_tile // of_t, at, more, GROUPS, BLOCK, PARTS, X_FIRST)
                 _load_x(x_tiles, x_smem, full, before, to_tile % of_t, at, more, GROUPS, BLOCK, X_FIRST)

@@ -33,6 +33,8 @@ class ProductTiles(NamedTuple):
     columns: of a split, for linear_tiled_triton.py's kernel, which takes any number of rows; 0 for the other kernels.
     lag: for linear_hopper.py's kernel, how many steps the tensor cores may be late: 0 fills each stage again at once, and 1
         keeps the tensor cores busy; -1 for the other kernels.
+    programs: of linear_many_hopper.py's kernel, no more than SMs; with more than 1 split they share the tiles that are left
+        over.  0 for the other kernels.
     """
 
     block_t: int
