@@ -14,7 +14,7 @@ import pytest
 from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, mask_after, paths_of, tokenizer_json
 
 from specdec.config import GrammarKind
-from specdec.grammar.completion import FEW, Completion
+from specdec.grammar.completion import FEW, Completion, look_ahead
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
@@ -69,6 +69,8 @@ def test_the_target_reads_no_broken_draft(grammars: Grammars, kind: GrammarKind,
     for _ in range(14):
         masks = Masks(grammars, kind, text)
         drafts, above = random_tree(draw, masks, text[-1] if text else 0, is_chain)
+        if draw.random() < 0.5:
+            look_ahead(matcher, len(drafts), DEEPEST, is_chain)
         tokens, parents = Completion(matcher, drafts, above, DEEPEST, is_chain).run()
         assert len(tokens) == len(parents) == len(drafts) and tokens[0] == drafts[0]
         assert all(0 <= parent < node for node, parent in enumerate(parents) if node) and {*tokens[1:]} <= {*range(V)}
@@ -109,6 +111,19 @@ def test_forced_tokens_come_first(grammars: Grammars) -> None:
     wrong = [token for token in range(V) if token not in run][:DEEPEST]
     tokens, parents = Completion(grammars.matcher(rule), [7, *wrong], [0, 0, 0, 0, 0], DEEPEST, False).run()
     assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_what_was_looked_at_ahead_is_not_asked_again(grammars: Grammars, is_chain: bool) -> None:
+    """Keeps out: a host that asks the library again for what it found while the device drafted, so that the device waits."""
+    matcher = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
+    nodes = DEEPEST + 1 if is_chain else N
+    parents = [0, *(range(nodes - 1) if is_chain else [0] * (nodes - 1))]
+    look_ahead(matcher, nodes, DEEPEST, is_chain)
+    matcher.inner = None  # nobody can be asked any more
+    tokens, above = Completion(matcher, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
+    fresh = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
+    assert (tokens, above) == Completion(fresh, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
 
 
 def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
