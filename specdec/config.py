@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, Literal, get_args
 
 from specdec.checks import is_array, is_number, require_bool, require_choice, require_float, require_int, store
+from specdec.grammar.keywords import check_keywords
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
 LARGEST_SEED = 2**63 - 1
@@ -248,7 +249,7 @@ class SamplingParams:
 
 
 def _json_schema(value: Any) -> str:
-    """The schema as JSON.  What the schema may hold is for the library to say."""
+    """The schema as JSON.  What a text can be held to is for the library to say."""
     if isinstance(value, str):
         try:
             schema = json.loads(value)
@@ -262,9 +263,10 @@ def _json_schema(value: Any) -> str:
         raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {_EXAMPLE}{hint}; got {got}")
     try:
         written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        return value if isinstance(value, str) else written
     except (TypeError, ValueError) as error:
         raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
+    check_keywords(schema)
+    return value if isinstance(value, str) else written
 
 
 _EXAMPLE = '{"type": "object"}'

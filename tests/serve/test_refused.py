@@ -72,6 +72,18 @@ GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once"}
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "leave it"),
         ({"user": 7}, "user", "user must be a string"),
         ({"max_token": 7}, "max_token", "nearest: max_tokens"),
+        ({"max_new_tokens": 7}, "max_new_tokens", "nearest: max_tokens"),
+        ({"guided_json": {}}, "guided_json", 'nearest: structured_outputs {"json": ...}'),
+        (
+            {"structured_outputs": {"choice": ["a"]}},
+            "structured_outputs.choice",
+            'nearest: structured_outputs {"regex": "(one|two)"}',
+        ),
+        (
+            {"structured_outputs": {"json": {"tipe": "object"}}},
+            "structured_outputs",
+            "json_schema has the unknown keyword 'tipe' at #; ",
+        ),
         ({"x" * 5000: 7}, "x" * 100, "there is no such field"),
         ({"messages": []}, "messages", "messages is a field of /v1/chat/completions, not of /v1/completions; nearest: prompt"),
         ({"tools": []}, "tools", "tools is a field of /v1/chat/completions"),

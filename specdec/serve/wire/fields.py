@@ -49,6 +49,17 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "safety_identifier": (),
     },
 }
+# What other servers call a field, and what says the same here.
+ELSEWHERE = {
+    "guided_json": 'structured_outputs {"json": ...}', "guided_regex": 'structured_outputs {"regex": ...}',
+    "guided_grammar": 'structured_outputs {"grammar": ...}', "guided_choice": 'structured_outputs {"regex": "(one|two)"}',
+    "json_schema": 'structured_outputs {"json": ...}', "regex": 'structured_outputs {"regex": ...}',
+    "grammar": 'structured_outputs {"grammar": ...}', "ebnf": 'structured_outputs {"grammar": ...}',
+    "structured_outputs.choice": 'structured_outputs {"regex": "(one|two)"}',
+    "structured_outputs.json_object": 'response_format {"type": "json_object"}', "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens", "n_predict": "max_tokens", "min_new_tokens": "min_tokens", "stop_sequences": "stop",
+    "repeat_penalty": "repetition_penalty", "num_return_sequences": "n", "do_sample": "temperature",
+}  # fmt: skip
 MESSAGE_FIELDS = ("role", "content")
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {  # what an answer of this server holds too, sent back as history
     "name": (), "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "tool_calls": ([],), "tool_call_id": (),
@@ -81,7 +92,7 @@ def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, 
         if name in used:
             kept[name] = value
         elif name not in neutral:
-            alike = nearest_name(name[:100], [*used, *neutral])
+            alike = ELSEWHERE.get(full) or nearest_name(name[:100], [*used, *neutral])
             hint = f"; nearest: {alike}" if alike else ""
             raise wrong(full, f"{full} is not supported: there is no such field{hint}", UNKNOWN_FIELD)
         elif value is not None and not any(_is_same(value, allowed) for allowed in neutral[name]):

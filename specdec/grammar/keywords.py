@@ -1,0 +1,64 @@
+"""Which keywords a JSON schema may have: those of JSON Schema, and annotations that say nothing of a text.
+
+JSON Schema itself takes a keyword that it does not know for an annotation, so a misspelled one holds a text to nothing.  Here
+it is refused.  Whether a text can be held to a known keyword is for the library to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.checks import nearest_name
+
+# Of drafts 4 to 2020-12, by what their values hold: schemas by name, schemas in a row, one schema or several, no schema.
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+IN_A_ROW = ("allOf", "anyOf", "oneOf", "prefixItems")
+SCHEMAS = (
+    "items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties",
+    "propertyNames", "not", "if", "then", "else", "contentSchema",
+)  # fmt: skip
+VALUES = (
+    "type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "maxLength",
+    "minLength", "pattern", "format", "maxItems", "minItems", "uniqueItems", "maxContains", "minContains", "maxProperties",
+    "minProperties", "required", "dependentRequired", "contentEncoding", "contentMediaType", "$schema", "$id", "id", "$ref",
+    "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "$comment",
+)  # fmt: skip
+ANNOTATIONS = (  # the last four are OpenAPI's
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "example", "discriminator", "xml",
+    "externalDocs",
+)  # fmt: skip
+KNOWN = (*BY_NAME, *IN_A_ROW, *SCHEMAS, *VALUES, *ANNOTATIONS)
+OWN = "x-"  # with which names begin that a program adds for itself
+ELSEWHERE = {"nullable": 'a type such as ["string", "null"]', "divisibleBy": "multipleOf", "extends": "allOf"}
+
+
+def check_keywords(schema: Mapping[str, Any]) -> None:
+    """ValueError for the first keyword that nobody knows, with its place in the schema.
+
+    The library's own `"x-guidance": {"lenient": true}` says that keywords which hold a text to nothing are wanted.
+    """
+    options = schema.get("x-guidance")
+    if isinstance(options, Mapping) and options.get("lenient") is True:
+        return
+    left: list[tuple[Any, str]] = [(schema, "#")]  # what is still to be looked at; no recursion, since schemas may be deep
+    while left:
+        value, place = left.pop()
+        if isinstance(value, Mapping):
+            for name, held in value.items():
+                inner = held.items() if name in BY_NAME and isinstance(held, Mapping) else ()
+                left += [(each, f"{place}/{name}/{own}") for own, each in inner]
+                if name in IN_A_ROW or name in SCHEMAS:
+                    left.append((held, f"{place}/{name}"))
+                elif name not in KNOWN and not str(name).startswith(OWN):
+                    raise ValueError(_unknown(str(name)[:100], place))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            left += [(each, f"{place}/{number}") for number, each in enumerate(value)]
+
+
+def _unknown(name: str, place: str) -> str:
+    nearest = ELSEWHERE.get(name) or nearest_name(name, KNOWN) or "leave it out"
+    return (
+        f"json_schema has the unknown keyword {name!r} at {place[:200]}; expected those of JSON Schema, or names that begin "
+        f"with {OWN}; nearest setting that works: {nearest}"
+    )

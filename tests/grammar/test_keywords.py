@@ -1,0 +1,57 @@
+"""Keywords of JSON schemas: those that exist are taken, and misspelled ones are named, wherever they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec import SamplingParams
+from specdec.grammar.keywords import BY_NAME, IN_A_ROW, KNOWN, SCHEMAS
+
+WRONG = {"type": "string", "maxlength": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (WRONG, "unknown keyword 'maxlength' at #; .* nearest setting that works: maxLength$"),
+        ({"type": "object", "propertes": {}}, "'propertes' at #; .* works: properties$"),
+        (
+            {"properties": {"age": {"type": ["integer"], "nullable": True}}},
+            r"'nullable' at #/properties/age; .*, .null",
+        ),
+        ({"type": "string", "zzz": 1}, "'zzz' at #; .* works: leave it out$"),
+        ({"$defs": {"a": {"anyOf": [{}, {"items": WRONG}]}}}, "'maxlength' at #/[$]defs/a/anyOf/1/items; "),
+    ],
+)
+def test_misspelled_keywords_are_named(schema: dict[str, Any], said: str) -> None:
+    """Keeps out: a text that a schema holds to less than its author thinks."""
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(json_schema=schema)
+
+
+def test_keywords_are_found_wherever_schemas_stand() -> None:
+    """Keeps out: a place for schemas that nobody looks at."""
+    held: list[dict[str, Any]] = [{name: {"own": WRONG}} for name in BY_NAME] + [{name: [{}, WRONG]} for name in IN_A_ROW]
+    for schema in held + [{name: WRONG} for name in SCHEMAS]:
+        with pytest.raises(ValueError, match="maxlength"):
+            SamplingParams(json_schema=schema)
+
+
+def test_what_is_no_keyword_is_left_alone() -> None:
+    """Keeps out: names of properties, values and annotations that are taken for keywords; a schema too deep to be looked at."""
+    for name in KNOWN:
+        SamplingParams(json_schema={name: {} if name in BY_NAME else [] if name in IN_A_ROW else True})
+    taken: list[dict[str, Any]] = [
+        {"properties": {"maxlength": {"type": "string"}}, "required": ["maxlength"]},
+        {"enum": [WRONG], "default": WRONG, "const": WRONG, "examples": [WRONG]},
+        {"type": "string", "x-order": 3},
+        {**WRONG, "x-guidance": {"lenient": True}},
+        {"dependencies": {"a": ["b"]}, "items": [True, {}], "additionalProperties": False},
+    ]
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        deep = {"type": "array", "items": deep}
+    for schema in [*taken, deep]:
+        SamplingParams(json_schema=schema)
