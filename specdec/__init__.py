@@ -48,7 +48,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    from specdec.startup import without_collections
+
+    with without_collections():
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

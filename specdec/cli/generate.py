@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         )
     target, draft = _pair(args)
     options, prompt = engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
-    from specdec.decoder import SpecDecoder
+    from specdec import SpecDecoder  # through the door: see `without_collections`
     from specdec.prompts import VOCABULARY_FILES
 
     decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=options)

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from specdec.serve.run import listen, serve
 
     with listen(options) as listener:  # before the models are loaded: a port in use is said at once
-        from specdec.async_decoder import AsyncSpecDecoder
+        from specdec import AsyncSpecDecoder
 
         decoder = AsyncSpecDecoder.from_pretrained(target, draft, args.spec, options=engine)
         try:
