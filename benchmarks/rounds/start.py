@@ -3,9 +3,12 @@
     python benchmarks rounds.start --out benchmarks/rounds/results/start.json
     python benchmarks rounds.start --only shipped --one-by-one
 
-Each start is a fresh process.  `8b` is the shape of round_8b.py, with weights made on the GPU; the time that this takes, and
-that of the benchmark's own imports, are named apart and belong to no sum.  `shipped` is the pair inside the package, loaded
-from its files.  `--one-by-one` compiles kernels where they are launched, as without the rehearsal of first passes.
+Each start is a fresh process, and finds Python's bytecode of all modules, as in an installed package.  The bytecode is written
+before, to a folder of its own: a clone may have none, and an environment with PYTHONDONTWRITEBYTECODE never gets any.
+
+`8b` is the shape of round_8b.py, with weights made on the GPU; the time that this takes, and that of the benchmark's own imports,
+are named apart and belong to no sum.  `shipped` is the pair inside the package, loaded from its files.  `--one-by-one` compiles
+kernels where they are launched, as without the rehearsal of first passes.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+WRITE_BYTECODE = """
+import compileall, pathlib
+import specdec.decoder, specdec.attention, specdec.draft, specdec.verify
+import torch, triton, triton.experimental.gluon
+for package in (specdec, specdec.attention, specdec.draft, specdec.verify):
+    compileall.compile_dir(pathlib.Path(package.__file__).parent, quiet=2)
+"""
 APART = ("the benchmark's own imports", "random weights")
 PAIRS = ("8b", "shipped")
 
@@ -64,12 +75,12 @@ def start(pair: str, one_by_one: bool) -> dict[str, Any]:
     return {"seconds": seconds, "stages": STARTUP.stages, **versions}
 
 
-def child(pair: str, one_by_one: bool, cache: str) -> dict[str, Any]:
-    """What a fresh process measures, with that folder as Triton's cache."""
+def child(pair: str, one_by_one: bool, cache: str, bytecode: str) -> dict[str, Any]:
+    """What a fresh process measures, with these folders as Triton's cache and for Python's bytecode."""
     command = [sys.executable, str(Path(__file__).parents[1]), "rounds.start", "--child", pair]
     done = subprocess.run(
         [*command, *(["--one-by-one"] if one_by_one else [])],
-        env=os.environ | {"TRITON_CACHE_DIR": cache},
+        env=environment(bytecode) | {"TRITON_CACHE_DIR": cache},
         capture_output=True,
         text=True,
     )
@@ -77,6 +88,12 @@ def child(pair: str, one_by_one: bool, cache: str) -> dict[str, Any]:
         raise SystemExit(done.stderr)
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
+
+
+def environment(bytecode: str) -> dict[str, str]:
+    """This process's, for children that write bytecode to that folder and read it there."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPYCACHEPREFIX": bytecode}
 
 
 def main() -> None:
@@ -91,14 +108,18 @@ def main() -> None:
         print(json.dumps(start(args.child, args.one_by_one)))
         return
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "one_by_one": args.one_by_one, "starts": []}
+    bytecode = tempfile.mkdtemp()
+    subprocess.run([sys.executable, "-P", "-c", WRITE_BYTECODE], env=environment(bytecode), check=True)
     for pair in (args.only,) if args.only else PAIRS:
         with tempfile.TemporaryDirectory() as cache:
             for name, times in (("cold", 1), ("warm", args.warm)):
                 found = min(
-                    (child(pair, args.one_by_one, cache) for _ in range(times)), key=lambda each: float(each["seconds"])
+                    (child(pair, args.one_by_one, cache, bytecode) for _ in range(times)),
+                    key=lambda each: float(each["seconds"]),
                 )
                 result["starts"].append({"pair": pair, "cache": name, **found})
                 stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found["stages"].items())
                 print(f"{pair}, {name} cache: {found['seconds']:.2f} s ({stages})", flush=True)
+    shutil.rmtree(bytecode)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
