@@ -6,9 +6,9 @@
 Each start is a fresh process, and finds Python's bytecode of all modules, as in an installed package.  The bytecode is written
 before, to a folder of its own: a clone may have none, and an environment with PYTHONDONTWRITEBYTECODE never gets any.
 
-`8b` is the shape of round_8b.py, with weights made on the GPU; the time that this takes, and that of the benchmark's own imports,
-are named apart and belong to no sum.  `shipped` is the pair inside the package, loaded from its files.  `--one-by-one` compiles
-kernels where they are launched, as without the rehearsal of first passes.
+`8b` is the shape of round_8b.py, with weights made on the GPU; the time that this takes, and that of the benchmark's own
+imports, are named apart and belong to no sum.  `shipped` is the pair inside the package, loaded from its files.  `--one-by-one`
+compiles kernels where they are launched, as without the rehearsal of first passes.
 """
 
 from __future__ import annotations
