@@ -1,0 +1,1 @@
+# withdrawn: int4-2 takes its place
