@@ -184,6 +184,24 @@ def test_hopper_equals_the_definition(
         check(got, exact(x, weight, b, gated), dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper GPUs")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("T", "O", "I", "programs"),
+    [(1, 8, 64, 132), (130, 136, 1000, 3), (500, 520, 264, 132), (1100, 264, 72, 5), (128, 128, 8, 1)],
+)
+def test_gated_hopper_equals_the_definition(T: int, O: int, I: int, programs: int, dtype: torch.dtype) -> None:
+    """Keeps out: a step that is loaded over one that is still read, a tile of the result that is written over one on its way to
+    memory, gate and up of other rows, places of tiles that no program computes.
+    """
+    from specdec.ops.products.gated_hopper import launch_gated_hopper
+
+    x, weight, bias = strided(T, I, dtype), rand(2 * O, I, dtype=dtype), rand(2 * O, dtype=dtype)
+    for b in (bias, None):
+        check(launch_gated_hopper(x, weight, b, programs), exact(x, weight, b, True), dtype)
+
+
 MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 4096, False),
          (6144, 8192, False), (4096, 12288, False), (16600, 264, False), (16600, 264, True), (1400, 256, False),
          (256, 700, False)]  # fmt: skip

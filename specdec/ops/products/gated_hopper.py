@@ -1,0 +1,197 @@
+"""SiLU-mul of gate and up in one kernel for many rows, written in Gluon for Hopper GPUs, by groups of warps with a job each.
+
+cuBLAS computes such a product as fast as the tensor cores can, but writes gate and up to memory, where another kernel reads
+them again.  Here a tile of the weight holds as many rows of the gate as of up, so that a thread has both of a pair.  One warp
+asks the GPU's copy engine (TMA) for tiles and runs ahead of the others, also into the next tile of the result; eight warps
+multiply.  There is one program an SM, and it computes tile after tile.
+
+This module knows no model's shapes and chooses no tiles.
+
+Shapes: T rows, I in, O out; the weight has 2 * O rows: gate rows first, then up rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from specdec.ops.launch import chained
+
+ROWS, OUTS, BLOCK_I, STAGES = 128, 128, 64, 4  # of x and of the result in a tile, columns of a step, steps under way
+TOGETHER = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
+FETCHER_REGISTERS = 24  # of a thread of the group that asks for tiles
+
+# Gluon renamed these functions between Triton 3.6 and 3.9.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _wait_for_the_kernel_in_front():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _let_the_next_kernel_start():
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _place(tile, of_t, of_o, TOGETHER: gl.constexpr):
+    """Where a tile lies: TOGETHER tiles of x with the same tile of the weight, then with the next one."""
+    group = tile // (TOGETHER * of_o)
+    members = gl.minimum(of_t - group * TOGETHER, TOGETHER)
+    within = tile % (TOGETHER * of_o)
+    return group * TOGETHER + within % members, within // members
+
+
+@gluon.jit
+def _load(
+    x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The job of the warp that asks for tiles."""
+    BYTES: gl.constexpr = (ROWS + 2 * OUTS) * BLOCK_I * 2
+    if PDL:
+        _wait_for_the_kernel_in_front()
+        _let_the_next_kernel_start()
+    slot = 0
+    phase = 1
+    for tile in range(gl.program_id(0), of_t * of_o, gl.num_programs(0)):
+        t, o = _place(tile, of_t, of_o, TOGETHER)
+        for k in range(steps):
+            mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(full.index(slot), BYTES)
+            _fetch(w_tiles, [0, o * OUTS, k * BLOCK_I], full.index(slot), w_smem.index(slot))
+            _fetch(x_tiles, [t * ROWS, k * BLOCK_I], full.index(slot), x_smem.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _multiply(
+    x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The job of the warps that multiply.  The copy engine writes a tile of the result while the next one is computed."""
+    dtype: gl.constexpr = x_smem.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * OUTS, 16])
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if PDL:
+        _wait_for_the_kernel_in_front()
+    slot = 0
+    phase = 0
+    acc = gl.zeros([ROWS, 2 * OUTS], gl.float32, layout)
+    for tile in range(gl.program_id(0), of_t * of_o, gl.num_programs(0)):
+        t, o = _place(tile, of_t, of_o, TOGETHER)
+        last = slot
+        for k in range(steps):
+            mbarrier.wait(full.index(slot), phase)
+            w = w_smem.index(slot)._reinterpret(dtype, [2 * OUTS, BLOCK_I], flat)
+            acc = warpgroup_mma(x_smem.index(slot), w.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            _barrier()  # all warps have read the step before, whose memory is filled again
+            mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
+            last = slot
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _barrier()
+        mbarrier.arrive(empty.index(last), count=1)
+        gate, up = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, OUTS]), (0, 2, 1)))
+        if HAS_BIAS:
+            out_O = o * OUTS + gl.arange(0, OUTS, gl.SliceLayout(0, gate.type.layout))
+            gate += gl.load(bias + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
+            up += gl.load(bias + O + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
+        out = (gate / (1 + gl.exp(-gate)) * up).to(dtype)
+        tma.store_wait(0)
+        _barrier()  # the copy engine has read the tile before
+        y_smem.store(out)
+        fence_async_shared()
+        _barrier()
+        _put(y_tiles, [t * ROWS, o * OUTS], y_smem)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
+def gated_linear_kernel(
+    x_tiles,  # tiles [ROWS, BLOCK_I] of x [T, I]
+    w_tiles,  # tiles [2, OUTS, BLOCK_I] of the weight as [2, O, I]
+    y_tiles,  # tiles [ROWS, OUTS] of y [T, O]
+    bias,  # [2 * O]
+    T, O, I,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    FETCHER: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """FETCHER: registers of a thread of the group that asks for tiles."""
+    dtype: gl.constexpr = x_tiles.dtype
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_I], x_tiles.layout)
+    w_smem = gl.allocate_shared_memory(dtype, [STAGES, 2, OUTS, BLOCK_I], w_tiles.layout)
+    y_smem = gl.allocate_shared_memory(dtype, [ROWS, OUTS], y_tiles.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    fence_async_shared()
+    of_t, of_o, steps = gl.cdiv(T, ROWS), gl.cdiv(O, OUTS), gl.cdiv(I, BLOCK_I)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
+                ROWS, OUTS, BLOCK_I, STAGES, TOGETHER, HAS_BIAS, num_warps, PDL,
+            )),
+            (_load, (
+                x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps,
+                ROWS, OUTS, BLOCK_I, STAGES, TOGETHER, PDL,
+            )),
+        ],
+        [4],
+        [FETCHER],
+    )  # fmt: skip
+
+
+def launch_gated_hopper(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, programs: int) -> Tensor:
+    """[T, O].  Rows of x and of the weight must start at multiples of 16 bytes, and O be one of 8.
+
+    programs: as many as the GPU has SMs.
+    """
+    (T, I), O = x_TI.shape, weight_OI.shape[0] // 2
+    assert T > 0 and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1 and O % 8 == 0
+    assert x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2 and (bias_O is None or bias_O.shape == (2 * O,))
+    y_TO = x_TI.new_empty(T, O)
+    tiles = triton.cdiv(T, ROWS) * triton.cdiv(O, OUTS)
+    gated_linear_kernel[(min(programs, tiles),)](
+        TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [ROWS, BLOCK_I], _layout(2)),
+        TensorDescriptor(weight_OI, [2, O, I], [O * I, I, 1], [2, OUTS, BLOCK_I], _layout(3)),
+        TensorDescriptor(y_TO, [T, O], [O, 1], [ROWS, OUTS], _layout(2)),
+        weight_OI if bias_O is None else bias_O, T, O, I,
+        ROWS=ROWS, OUTS=OUTS, BLOCK_I=BLOCK_I, STAGES=STAGES, TOGETHER=TOGETHER, FETCHER=FETCHER_REGISTERS,
+        HAS_BIAS=bias_O is not None, num_warps=8, **chained(x_TI.device),
+    )  # fmt: skip
+    return y_TO
+
+
+@cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    """How tiles lie in shared memory: rows of 128 bytes, as the tensor cores read them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
