@@ -1,4 +1,4 @@
-"""Candidate: many rows, persistent, warp-specialised, gated or not."""
+"""Candidate: many rows, persistent; two groups of four warps multiply on their own, one warp loads.  Gated or not."""
 from __future__ import annotations
 import torch, triton
 from triton.experimental import gluon
@@ -20,9 +20,9 @@ def _place(tile, of_m, of_n, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _loads(x_tiles, w_tiles, x_s, w_s, full, empty, of_m, of_n, steps, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
-           BLOCK_N: gl.constexpr, BLOCK_I: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr):
-    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_I * 2
+def _loads(x_tiles, w_tiles, x_s, w_s, full, empty, of_m, of_n, steps, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+           BLOCK_I: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr):
+    BYTES: gl.constexpr = (128 + BLOCK_N) * BLOCK_I * 2
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), of_m * of_n, gl.num_programs(0)):
@@ -31,7 +31,7 @@ def _loads(x_tiles, w_tiles, x_s, w_s, full, empty, of_m, of_n, steps, STAGES: g
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(full.index(slot), BYTES)
             _fetch(w_tiles, [0, n * (BLOCK_N // PARTS), k * BLOCK_I], full.index(slot), w_s.index(slot))
-            _fetch(x_tiles, [m * BLOCK_M, k * BLOCK_I], full.index(slot), x_s.index(slot))
+            _fetch(x_tiles, [m * 128, k * BLOCK_I], full.index(slot), x_s.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -39,80 +39,82 @@ def _loads(x_tiles, w_tiles, x_s, w_s, full, empty, of_m, of_n, steps, STAGES: g
 
 
 @gluon.jit
-def _products(x_s, w_s, y_s, y_tiles, full, empty, of_m, of_n, steps, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
-              BLOCK_N: gl.constexpr, BLOCK_I: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
-              WARPS: gl.constexpr):
+def _leave(out, y_s, y_tiles, m, n):
+    tma.store_wait(0)
+    _barrier()
+    y_s.store(out)
+    fence_async_shared()
+    _barrier()
+    _put(y_tiles, [m, n], y_s)
+
+
+@gluon.jit
+def _products(x_s, w_s, y_s, y_tiles, full, empty, of_m, of_n, steps, WHICH: gl.constexpr, STAGES: gl.constexpr,
+              BLOCK_N: gl.constexpr, BLOCK_I: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr):
     dtype: gl.constexpr = x_s.dtype
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    mine = y_s.index(WHICH)
     slot = 0
     phase = 0
-    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, acc_layout)
     for tile in range(gl.program_id(0), of_m * of_n, gl.num_programs(0)):
         m, n = _place(tile, of_m, of_n, TOGETHER)
-        last = slot
+        acc = gl.zeros([64, BLOCK_N], gl.float32, acc_layout)
         for k in range(steps):
             mbarrier.wait(full.index(slot), phase)
             w = w_s.index(slot)._reinterpret(dtype, [BLOCK_N, BLOCK_I], flat)
-            acc = warpgroup_mma(x_s.index(slot), w.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma(x_s.index(slot).slice(WHICH * 64, 64), w.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            _barrier()
-            mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
-            last = slot
+            mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1), count=1, pred=k > 0)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()
-        mbarrier.arrive(empty.index(last), count=1)
+        mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1), count=1)
+        left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, BLOCK_N // 2]), (0, 2, 1)))
         if PARTS == 2:
-            gate, up = gl.split(gl.permute(gl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), (0, 2, 1)))
-            out = (gate / (1 + gl.exp(-gate)) * up).to(dtype)
+            _leave((left / (1 + gl.exp(-left)) * right).to(dtype), mine, y_tiles, m * 128 + WHICH * 64, n * (BLOCK_N // 2))
         else:
-            out = acc.to(dtype)
-        tma.store_wait(0)
-        _barrier()
-        y_s.store(out)
-        fence_async_shared()
-        _barrier()
-        _put(y_tiles, [m * BLOCK_M, n * (BLOCK_N // PARTS)], y_s)
+            _leave(left.to(dtype), mine, y_tiles, m * 128 + WHICH * 64, n * BLOCK_N)
+            _leave(right.to(dtype), mine, y_tiles, m * 128 + WHICH * 64, n * BLOCK_N + BLOCK_N // 2)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T"])
-def many_kernel(x_tiles, w_tiles, y_tiles, T, O, I, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                BLOCK_I: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, num_warps: gl.constexpr):
+def many_kernel(x_tiles, w_tiles, y_tiles, T, O, I, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_I: gl.constexpr,
+                PARTS: gl.constexpr, TOGETHER: gl.constexpr, LOADERS: gl.constexpr, num_warps: gl.constexpr):
     dtype: gl.constexpr = x_tiles.dtype
-    x_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_I], x_tiles.layout)
+    x_s = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_I], x_tiles.layout)
     w_s = gl.allocate_shared_memory(dtype, [STAGES, PARTS, BLOCK_N // PARTS, BLOCK_I], w_tiles.layout)
-    y_s = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N // PARTS], y_tiles.layout)
+    y_s = gl.allocate_shared_memory(dtype, [2, 64, BLOCK_N // 2], y_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
-    of_m, of_n, steps = gl.cdiv(T, BLOCK_M), gl.cdiv(O, BLOCK_N // PARTS), gl.cdiv(I, BLOCK_I)
+    of_m, of_n, steps = gl.cdiv(T, 128), gl.cdiv(O, BLOCK_N // PARTS), gl.cdiv(I, BLOCK_I)
     gl.warp_specialize([
-        (_products, (x_s, w_s, y_s, y_tiles, full, empty, of_m, of_n, steps, STAGES, BLOCK_M, BLOCK_N, BLOCK_I, PARTS, TOGETHER, num_warps)),
-        (_loads, (x_tiles, w_tiles, x_s, w_s, full, empty, of_m, of_n, steps, STAGES, BLOCK_M, BLOCK_N, BLOCK_I, PARTS, TOGETHER)),
-    ], [4], [24])
+        (_products, (x_s, w_s, y_s, y_tiles, full, empty, of_m, of_n, steps, 0, STAGES, BLOCK_N, BLOCK_I, PARTS, TOGETHER)),
+        (_products, (x_s, w_s, y_s, y_tiles, full, empty, of_m, of_n, steps, 1, STAGES, BLOCK_N, BLOCK_I, PARTS, TOGETHER)),
+        (_loads, (x_tiles, w_tiles, x_s, w_s, full, empty, of_m, of_n, steps, STAGES, BLOCK_N, BLOCK_I, PARTS, TOGETHER)),
+    ], [4, LOADERS], [240, 24])
 
 
 def layout(rank):
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def many(x, w, gated, BM=128, BN=256, BI=64, stages=3, together=8, warps=8, sms=132, maxnreg=None):
+def many(x, w, gated, BN=256, BI=64, stages=4, together=8, sms=132, loaders=1):
     (T, I), rows = x.shape, w.shape[0]
     parts = 2 if gated else 1
     O = rows // parts
     y = x.new_empty(T, O)
-    tiles = triton.cdiv(T, BM) * triton.cdiv(O, BN // parts)
+    tiles = triton.cdiv(T, 128) * triton.cdiv(O, BN // parts)
     many_kernel[(min(sms, tiles),)](
-        TensorDescriptor(x, [T, I], [x.stride(0), 1], [BM, BI], layout(2)),
+        TensorDescriptor(x, [T, I], [x.stride(0), 1], [128, BI], layout(2)),
         TensorDescriptor(w, [parts, O, I], [O * I, I, 1], [parts, BN // parts, BI], layout(3)),
-        TensorDescriptor(y, [T, O], [O, 1], [BM, BN // parts], layout(2)),
-        T, O, I, STAGES=stages, BLOCK_M=BM, BLOCK_N=BN, BLOCK_I=BI, PARTS=parts, TOGETHER=together, num_warps=warps)
+        TensorDescriptor(y, [T, O], [O, 1], [64, BN // 2], layout(2)),
+        T, O, I, STAGES=stages, BLOCK_N=BN, BLOCK_I=BI, PARTS=parts, TOGETHER=together, LOADERS=loaders, num_warps=4)
     return y

@@ -23,7 +23,10 @@ def tiled(x, w, b=None, n=None):
     return PL._launch(x, w, b, True, OLD) if x.dim() == 2 and x.shape[0] >= 512 else today(x, w, b, n)
 def manyed(x, w, b=None, n=None):
     return launch_gated_hopper(x, w, b, 132) if x.dim() == 2 and x.shape[0] >= 512 else today(x, w, b, n)
-WAYS = {"today": today, "hopper": tiled, "many": manyed}
+from many import many
+def many2(x, w, b=None, n=None):
+    return many(x, w, True, loaders=4, together=8) if x.dim() == 2 and x.shape[0] >= 512 else today(x, w, b, n)
+WAYS = {"today": today, "hopper": tiled, "gated": manyed, "many": many2}
 def runs(batch, tokens, repeats, ways):
     prompts = R.random_prompts(batch, tokens)
     decoders, times = {}, defaultdict(list)
@@ -31,8 +34,7 @@ def runs(batch, tokens, repeats, ways):
         L.gated_linear = WAYS[way]
         decoders[way] = R.make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round")
         for _ in range(3): decoders[way].generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
-        if way == ways[0]: pass
-        break_memory = None
+        if way == ways[0]: profile(decoders[way], batch, tokens, 5); host(decoders[way], prompts)
     for _ in range(repeats):
         for way in ways:
             L.gated_linear = WAYS[way]
@@ -42,6 +44,29 @@ def runs(batch, tokens, repeats, ways):
                 times[way].append(1e3 * (time.perf_counter() - s))
     for way in ways: say(f"prefill {batch} x {tokens} {way}: median {median(times[way]):.2f} min {min(times[way]):.2f} ms")
     return decoders
+def host(decoder, prompts):
+    import cProfile, pstats
+    p = cProfile.Profile()
+    from specdec.bench.session import Session
+    session = Session(decoder)
+    for _ in range(10):
+        torch.cuda.synchronize(); p.enable()
+        session.submit(prompts, [SamplingParams(max_tokens=1, ignore_eos=True)] * len(prompts), speculate=True)
+        while not decoder.engine.is_idle: session.step()
+        p.disable()
+    pstats.Stats(p).sort_stats("tottime").print_stats(14)
+    p = cProfile.Profile()
+    for _ in range(10): torch.cuda.synchronize(); p.enable(); decoder.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True)); p.disable()
+    pstats.Stats(p).sort_stats("cumulative").print_stats(16)
+    waits = []
+    readback = decoder.engine.runner.readback
+    for _ in range(8):
+        torch.cuda.synchronize(); w, s = readback.wait_seconds, time.perf_counter()
+        session.submit(prompts, [SamplingParams(max_tokens=1, ignore_eos=True)] * len(prompts), speculate=True)
+        b = time.perf_counter()
+        while not decoder.engine.is_idle: session.step()
+        e = time.perf_counter(); waits.append((round(1e3 * (b - s), 2), round(1e3 * (e - s), 2), round(1e3 * (readback.wait_seconds - w), 2)))
+    say("submit, whole, waited ms", waits)
 def profile(decoder, batch, tokens, n):
     prompts = R.random_prompts(batch, tokens)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
@@ -64,8 +89,7 @@ def small(**k): return EngOpt(**k, kv_pool_bytes=None) if False else EngOpt(**k)
 which = sys.argv[1]
 import os
 if which == "1":
-    d = runs(1, 1024, 5, sys.argv[2].split(","))
-    L.gated_linear = today; profile(d["today"], 1, 1024, 5)
+    runs(1, 1024, 5, sys.argv[2].split(","))
 else:
     for way in sys.argv[2].split(","):
         L.gated_linear = WAYS[way]
@@ -75,5 +99,5 @@ else:
             torch.cuda.synchronize(); s = time.perf_counter()
             d.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True)); ts.append(1e3 * (time.perf_counter() - s))
         say(f"prefill 32 x 1024 {way}: {[round(t, 1) for t in ts]}")
-        if way != "hopper": profile(d, 32, 1024, 1)
+        if way == "today": profile(d, 32, 1024, 1)
         d.close(); del d; gc.collect(); torch.cuda.empty_cache()

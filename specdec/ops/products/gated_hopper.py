@@ -59,6 +59,14 @@ def _place(tile, of_t, of_o, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
+def _before(slot, STAGES: gl.constexpr):
+    """The stage of the step before.  A variable for it would hold the first slot for ever: Triton takes names for one value that
+    are one value before a loop.
+    """
+    return gl.where(slot == 0, STAGES, slot) - 1
+
+
+@gluon.jit
 def _load(
     x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps,
     ROWS: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
@@ -101,22 +109,20 @@ def _multiply(
     acc = gl.zeros([ROWS, 2 * OUTS], gl.float32, layout)
     for tile in range(gl.program_id(0), of_t * of_o, gl.num_programs(0)):
         t, o = _place(tile, of_t, of_o, TOGETHER)
-        last = slot
         for k in range(steps):
             mbarrier.wait(full.index(slot), phase)
             w = w_smem.index(slot)._reinterpret(dtype, [2 * OUTS, BLOCK_I], flat)
             acc = warpgroup_mma(x_smem.index(slot), w.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             _barrier()  # all warps have read the step before, whose memory is filled again
-            mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
-            last = slot
+            mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1, pred=k > 0)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _barrier()
-        mbarrier.arrive(empty.index(last), count=1)
+        mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1)
         gate, up = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, OUTS]), (0, 2, 1)))
         if HAS_BIAS:
             out_O = o * OUTS + gl.arange(0, OUTS, gl.SliceLayout(0, gate.type.layout))
