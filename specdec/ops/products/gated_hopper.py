@@ -60,8 +60,8 @@ def _place(tile, of_t, of_o, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _before(slot, STAGES: gl.constexpr):
-    """The stage of the step before.  A variable for it would hold the first slot for ever: Triton takes names for one value that
-    are one value before a loop.
+    """The stage of the step before.  A variable for it would hold the first slot for ever: names that hold one value
+    before a loop hold one value in it, too.
     """
     return gl.where(slot == 0, STAGES, slot) - 1
 
