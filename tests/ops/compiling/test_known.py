@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from toolkit.paths import ROOT
+
+from specdec.ops.compiling.known import ENDINGS
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +42,10 @@ def test_other_kernels_are_not_taken_for_known_ones(starts: dict[str, list[int]]
 def test_what_is_broken_is_compiled(starts: dict[str, list[int]], damage: str, found: list[int]) -> None:
     """Keeps out: a start that fails because someone cleaned the cache, or because a disk was full."""
     assert starts[damage] == found
+
+
+def test_modules_with_kernels_are_known_by_their_names() -> None:
+    """Keeps out: a change of a kernel that no later start notices, because its module is called otherwise."""
+    modules = [path for room in ("specdec", "attention", "draft", "verify") for path in (ROOT / room).rglob("*.py")]
+    kernels = [path for path in modules if re.search(r"^@(triton|gluon)\.jit", path.read_text(), re.MULTILINE)]
+    assert len(kernels) > 20 and all(path.stem.endswith(ENDINGS) for path in kernels)
