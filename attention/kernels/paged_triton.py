@@ -127,7 +127,9 @@ def in_range(scales_N, to: tl.constexpr):
 @triton.jit
 def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr):
     """The logits, and -inf for keys that are not there, before a query's first key, or from its end on."""
-    visible_MN = key_N[None, :] < end_M[:, None] if HAS_ENDS else ok_N[None, :]
+    visible_MN = ok_N[None, :]
+    if HAS_ENDS:
+        visible_MN = visible_MN & (key_N[None, :] < end_M[:, None])
     if HAS_STARTS:
         visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
     return tl.where(visible_MN, s_MN, -float("inf"))
@@ -270,7 +272,6 @@ def paged_attention_kernel(
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
-    end_M = tl.minimum(length - (queries - 1 - AHEAD - query_M), high)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
@@ -289,7 +290,7 @@ def paged_attention_kernel(
         if HAS_SLOPES:
             s_MN += (slope_M * (start - at_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
         if CAUSAL or HAS_STARTS:
-            s_MN = masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS, CAUSAL)
+            s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - AHEAD - query_M), HAS_STARTS, CAUSAL)
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         else:

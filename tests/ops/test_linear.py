@@ -192,14 +192,16 @@ def test_hopper_equals_the_definition(
     [(1, 8, 64, 132), (130, 136, 1000, 3), (500, 520, 264, 132), (1100, 264, 72, 5), (128, 128, 8, 1)],
 )
 def test_gated_hopper_equals_the_definition(T: int, O: int, I: int, programs: int, dtype: torch.dtype) -> None:
-    """Keeps out: a step that is loaded over one that is still read, a tile of the result that is written over one on its way to
-    memory, gate and up of other rows, places of tiles that no program computes.
+    """Keeps out: a step that is loaded over one that is still read or that nobody frees, a tile of the result that is written over
+    one on its way to memory, gate and up of other rows, places of tiles that no program computes.
     """
     from specdec.ops.products.gated_hopper import launch_gated_hopper
 
+    tiles = ProductTiles(128, 256, 64, 1, 4, 4, fetchers=1)
+
     x, weight, bias = strided(T, I, dtype), rand(2 * O, I, dtype=dtype), rand(2 * O, dtype=dtype)
     for b in (bias, None):
-        check(launch_gated_hopper(x, weight, b, programs), exact(x, weight, b, True), dtype)
+        check(launch_gated_hopper(x, weight, b, tiles, programs), exact(x, weight, b, True), dtype)
 
 
 MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 4096, False),
@@ -209,7 +211,7 @@ MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020])
+@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020, 2300])
 def test_real_shapes_on_a_gpu(T: int, dtype: torch.dtype) -> None:
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
     for O, I, gated in MODEL:
