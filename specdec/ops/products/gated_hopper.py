@@ -1,10 +1,10 @@
 """SiLU-mul of gate and up in one kernel for many rows, written in Gluon for Hopper GPUs, by groups of warps with a job each.
 
 cuBLAS computes such a product as fast as the tensor cores can, but writes gate and up to memory, where another kernel reads
-them again.  Here a tile of the weight holds as many rows of the gate as of up, so that a thread has both of a pair.  One group of
-warps asks the GPU's copy engine (TMA) for tiles and runs ahead, also into the next tile of the result; two groups multiply, each
-half of the rows of x, and neither waits for the other, so that one multiplies while the other writes its result.  There is one
-program an SM, and it computes tile after tile.
+them again.  Here a tile of the weight holds as many rows of the gate as of up, so that a thread has both of a pair.  One group
+of warps asks the GPU's copy engine (TMA) for tiles and runs ahead, also into the next tile of the result.  Two groups multiply,
+each half of the rows of x, and neither waits for the other, so that one multiplies while the other writes its result.  There is
+one program an SM, and it computes tile after tile.
 
 This module knows no model's shapes and chooses no tiles.
 

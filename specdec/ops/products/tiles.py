@@ -1,7 +1,7 @@
 """The tiles of the products' kernels, chosen by shapes alone.
 
-The choices were measured on an H100 and, for the kernels of linear_hopper.py and gated_hopper.py, on an H200: benchmarks/products/README.md, "Why
-the tiles and rules are what they are".  This module knows no tensor and no model.
+The choices were measured on an H100 and, for the kernels of linear_hopper.py and gated_hopper.py, on an H200:
+benchmarks/products/README.md, "Why the tiles and rules are what they are".  This module knows no tensor and no model.
 
 Shapes: T rows, I in, O out.
 """
@@ -102,7 +102,7 @@ def padded_rows(T: int) -> int:
 
 
 def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
-    """Tiles of linear_hopper.py's kernel in 16 bits, or gated_hopper.py's; None where neither can run or was found to be faster.
+    """Tiles of linear_hopper.py's or gated_hopper.py's kernel in 16 bits; None where neither can run or was found to be faster.
 
     Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
     all of its shared memory; elsewhere two programs share an SM.  Measured: benchmarks/products/README.md, "Why the tiles and
