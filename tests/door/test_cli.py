@@ -41,7 +41,8 @@ def noted(function, order: list[str]):
 
 def test_help_is_quick(tmp_path):
     """Keeps out: seconds of torch before a line of help."""
-    code = "import sys; from specdec import cli; print(cli.build_parser().format_help(), {'torch', 'rich'} & set(sys.modules))"
+    code = "import sys; from specdec.cli.entry import build_parser as parser; "
+    code += "print(parser().format_help(), {'torch', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.endswith(" set()\n") and "generate" in done.stdout
 
@@ -147,7 +148,22 @@ def test_interrupting_is_no_traceback(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("specdec.cli.doctor.run", interrupted)
-    assert run(capsys, "doctor")[0] == 130
+    assert run(capsys, "doctor") == (130, "", "specdec: interrupted\n")
+
+
+def test_interrupting_while_commands_are_imported_is_no_traceback(tmp_path):
+    """Keeps out: Ctrl-C in the first tenths of a second that shows forty lines of imports."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'specdec.cli.flags': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from specdec.cli import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "specdec: interrupted\n")
 
 
 def test_a_warning_is_one_line_too(capsys, monkeypatch):

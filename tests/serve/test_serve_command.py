@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +157,26 @@ def test_a_wrong_flag_is_one_line(started: list[Any], capsys: pytest.CaptureFixt
         warnings.simplefilter("ignore")
         assert said in error_of(capsys, *argv)
     assert not started
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_sigterm_while_models_load_is_one_line(
+    is_lost: bool, started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: ranks, memory and a port that nobody gives back, an end without a word, and a server that goes on because
+    the signal came where Python drops what is raised."""
+
+    def load(*_pair: Any, **_more: Any) -> Any:
+        with suppress(KeyboardInterrupt) if is_lost else nullcontext():
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("the signal did nothing")
+        return SimpleNamespace(decoder=SimpleNamespace(close=lambda: None))
+
+    monkeypatch.setattr(AsyncSpecDecoder, "from_pretrained", load)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["serve", "--port", "0"]) == 143
+    assert capsys.readouterr() == ("", "specdec: ended by SIGTERM\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_folder_with_spaces_has_a_name() -> None:
