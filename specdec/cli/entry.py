@@ -20,7 +20,8 @@ from specdec.cli.output import complain
 
 EPILOG = """exit codes:
   0    done
-  1    bench, verify: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed
+  1    bench, verify: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed;
+       plan: it does not fit
   2    something that was given is wrong, or the run failed; one line on stderr says what
   130  interrupted by Ctrl-C; 143: serve, by SIGTERM before it was ready
   141  whoever read the output stopped reading (specdec bench | head)
