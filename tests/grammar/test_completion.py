@@ -111,13 +111,16 @@ def test_forced_tokens_come_first(grammars: Grammars) -> None:
     assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
 
 
-def test_what_is_spelled_out_comes_before_what_may_be_chosen(grammars: Grammars) -> None:
+@pytest.mark.parametrize("after", ["og", "[og]"], ids=["three tokens", "one token"])
+def test_what_is_spelled_out_comes_before_what_may_be_chosen(grammars: Grammars, after: str) -> None:
     """Keeps out: places given to guesses after one node while the grammar spells out what follows another one."""
     a, b, x, d, o = map(first_id, "abxdo")
-    matcher = grammars.matcher(Grammar("regex", "a[xyz]1|bdog", (EOS,)))
+    matcher = grammars.matcher(Grammar("regex", f"a[xyz]1|bd{after}", (EOS,)))
     wrong = [first_id("q"), first_id("r")]
-    assert Completion(matcher, [7, a, b, *wrong], [0] * 5, DEEPEST, False).run() == ([7, a, b, d, o], [0, 0, 0, 2, 3])
+    assert Completion(matcher, [7, a, b, wrong[0]], [0] * 4, DEEPEST, False).run() == ([7, a, b, d], [0, 0, 0, 2])
     assert Completion(matcher, [7, b, a, *wrong], [0] * 5, 2, False).run() == ([7, b, a, d, x], [0, 0, 0, 1, 2])
+    if after == "og":
+        assert Completion(matcher, [7, a, b, *wrong], [0] * 5, DEEPEST, False).run() == ([7, a, b, d, o], [0, 0, 0, 2, 3])
 
 
 def test_a_draft_in_another_spelling_is_no_draft(grammars: Grammars) -> None:
