@@ -18,7 +18,7 @@ from specdec.draft.block.rounds.worker import STOP_BELOW, STOPPED, Walk
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 
-B, S, H, R, W = 3, 4, 5, 4, 9
+B, S, H, RANK, W = 3, 4, 5, 4, 9
 
 
 class Head:
