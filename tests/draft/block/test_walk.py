@@ -28,13 +28,8 @@ class Head:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        self._lm_HW, self._table_Wr, self._out_rW, self._sure_H, self._sure_r = (
-            draw(H, W),
-            draw(W, R),
-            draw(R, W),
-            draw(H),
-            draw(R),
-        )
+        self._lm_HW, self._table_Wr, self._out_rW = draw(H, W), draw(W, RANK), draw(RANK, W)
+        self._sure_H, self._sure_r = draw(H), draw(RANK)
         self.vocabulary, self.d2t_V, self.confidence = Vocabulary.of(W, ALONE), None, object()
         self.markov = SimpleNamespace(
             embed=lambda tokens: self._table_Wr[tokens],
