@@ -27,7 +27,7 @@ def of_rank(rank: int, layout: str) -> Tensor:
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "every second", "expanded"])
 def test_tensors_of_any_layout_are_exchanged(layout: str) -> None:
-    """Keeps out: numbers in the order of memory where they should be in that of the tensor, and those of a neighbour in memory."""
+    """Keeps out: numbers in the order of memory instead of the tensor's, and those of a neighbour in memory."""
     store = dist.HashStore()
 
     def exchange(rank: int) -> tuple[Tensor, Tensor]:
