@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-from specdec.checks import is_array, is_number, require_bool, require_choice, require_float, require_int, store
+from specdec.checks import distinct, is_array, is_number, require_bool, require_choice, require_float, require_int, store
 from specdec.grammar.keywords import check_keywords
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
@@ -252,9 +252,11 @@ def _json_schema(value: Any) -> str:
     """The schema as JSON.  What a text can be held to is for the library to say."""
     if isinstance(value, str):
         try:
-            schema = json.loads(value)
+            schema = json.loads(value, object_pairs_hook=distinct)
+        except RecursionError:
+            raise ValueError(_TOO_DEEP) from None
         except ValueError as error:
-            raise ValueError(f"json_schema is not JSON: {error}; expected a schema such as {_EXAMPLE}") from None
+            raise ValueError(f"json_schema is not usable JSON: {error}; expected a schema such as {_EXAMPLE}") from None
     else:
         schema = value
     if not isinstance(schema, Mapping):
@@ -263,6 +265,8 @@ def _json_schema(value: Any) -> str:
         raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {_EXAMPLE}{hint}; got {got}")
     try:
         written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     except (TypeError, ValueError) as error:
         raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
     check_keywords(schema)
@@ -270,6 +274,7 @@ def _json_schema(value: Any) -> str:
 
 
 _EXAMPLE = '{"type": "object"}'
+_TOO_DEEP = "json_schema is nested too deeply; nearest setting that works: its parts in $defs, with a $ref for each"
 
 
 def _check_stop(stop: Any) -> None:

@@ -99,7 +99,7 @@ def test_help_is_quick(tmp_path):
         (["generate", "--n", "3", "hi"], "--n 3 would print one text 3 times at --temperature 0"),
         (["generate", "--regex", "a", "--grammar", "start: x", "hi"], "regex and grammar both say what the text must be"),
         (["generate", "--json-schema", "/no/such/schema", "hi"], "expected JSON of an object, or a file that can be read"),
-        (["generate", "--json-schema", "{", "hi"], "json_schema is not JSON"),
+        (["generate", "--json-schema", "{", "hi"], "json_schema is not usable JSON"),
         (["generate", "--regex", "", "hi"], "expected a regular expression, got an empty value"),
         (["generate", "--grammar", "", "hi"], "expected a grammar, got an empty value"),
         (["generate", "--grammar", "no_file.lark", "hi"], "expected a grammar, or a file that can be read, got 'no_file.lark'"),
