@@ -17,6 +17,7 @@ from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE,
 
 LARGEST_SEED = 2**63 - 1
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
+LEAST_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
 LEAST_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
@@ -63,6 +64,11 @@ class SpecConfig:
                 f"num_draft_tokens - 1 must be at most topk + topk*topk*(num_steps-1) = {most - 1}, the candidates of a tree "
                 f"with num_steps={S} and topk={k}; got num_draft_tokens={nd}; "
                 f"nearest setting that works: num_draft_tokens={most}"
+            )
+        if S == "auto" and k > 1 and nd < LEAST_NODES:
+            raise ValueError(
+                f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those that it chooses "
+                f"from has {LEAST_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={LEAST_NODES}"
             )
         store(self, num_steps=S, topk=k, num_draft_tokens=nd)
 

@@ -39,6 +39,7 @@ SPEC_ERRORS = [
     (dict(num_draft_tokens=1), ValueError, "num_draft_tokens .* got 1; nearest .* num_draft_tokens=2"),
     (dict(num_draft_tokens=2.0), TypeError, "num_draft_tokens must be an int, got 2.0"),
     (dict(num_steps=5, topk=1, num_draft_tokens=16), ValueError, "= 6 when topk=1 .* got 16; .*=6, or num_steps=15"),
+    (dict(num_steps="auto", num_draft_tokens=4), ValueError, "topk=4 would do nothing .* topk=1, or num_draft_tokens=5$"),
     (dict(num_steps=2, topk=2, num_draft_tokens=8), ValueError, "at most .* = 6, .* got num_draft_tokens=8; .*=7"),
 ]
 SAMPLING_ERRORS = [
