@@ -67,7 +67,7 @@ class SpecConfig:
             )
         if S == "auto" and k > 1 and nd < LEAST_NODES:
             raise ValueError(
-                f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those that it chooses "
+                f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those it chooses "
                 f"from has {LEAST_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={LEAST_NODES}"
             )
         store(self, num_steps=S, topk=k, num_draft_tokens=nd)
