@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SamplingParams, cli, shipped
+from specdec.startup import Startup
 
 needs_pair = pytest.mark.skipif(not shipped.is_complete(), reason="the shipped pair is not complete")
 TINY = "--num-prompts 2 --batch-sizes 1,2 --spec 2,2,4 --max-tokens 6 --repeats 1 --device cpu".split()
@@ -270,8 +271,10 @@ def test_generate_with_every_option(capsys):
 def test_generate_reads_stdin_and_stops(capsys, monkeypatch):
     """Keeps out: flags that parse and don't arrive."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
+    monkeypatch.setattr("specdec.cli.generate.STARTUP", startup := Startup())
     code, out, _ = run(capsys, "generate", "--max-tokens", "40", "--stop", " ", "--device", "cpu")
     assert code == 0 and " " not in out.rstrip("\n")
+    assert list(startup.stages) == ["prompt from stdin"]  # for which one may wait long: no seconds of imports
     assert run(capsys, "generate", "hi", "--chat", "--device", "cpu")[0] == 2  # the pair has no chat template
     sampled = [
         run(capsys, "generate", "The", "--temperature", "1", "--seed", seed, "--max-tokens", "20", "--device", "cpu")[1]
