@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
-        if getattr(args, "tensor_parallel_size", 1) > 1:
+        if getattr(args, "tensor_parallel_size", 1) > 1 and os.environ.get("RANK"):  # as launchers such as torchrun say
             from specdec.loading.ranks import serve_first_rank
 
             serve_first_rank(engine_of(args))  # before a command takes ports, files or stdin, which are the first rank's

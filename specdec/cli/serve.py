@@ -86,6 +86,9 @@ def _ended_by_sigterm() -> Iterator[Callable[[], None]]:
     before = signal.signal(signal.SIGTERM, end) if is_main else None
     try:
         yield check
+    except Exception:
+        check()  # an import that was cut off may fail in a way of its own
+        raise
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

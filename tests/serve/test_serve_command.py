@@ -159,17 +159,19 @@ def test_a_wrong_flag_is_one_line(started: list[Any], capsys: pytest.CaptureFixt
     assert not started
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("after", ["raised", "dropped", "another error"])
 def test_sigterm_while_models_load_is_one_line(
-    is_lost: bool, started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    after: str, started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keeps out: ranks, memory and a port that nobody gives back, an end without a word, and a server that goes on because
-    the signal came where Python drops what is raised."""
+    """Keeps out: ranks, memory and a port that nobody gives back, an end without a word; a server that goes on because the
+    signal came where Python drops what is raised, or a traceback of what that left behind."""
 
     def load(*_pair: Any, **_more: Any) -> Any:
-        with suppress(KeyboardInterrupt) if is_lost else nullcontext():
+        with nullcontext() if after == "raised" else suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
             pytest.fail("the signal did nothing")
+        if after == "another error":
+            raise ImportError("cannot load module more than once per process")
         return SimpleNamespace(decoder=SimpleNamespace(close=lambda: None))
 
     monkeypatch.setattr(AsyncSpecDecoder, "from_pretrained", load)
