@@ -16,17 +16,13 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.topk_triton import LOWEST_64, key_index, make_key
 
-SLICE, ROWS, WARPS = 64, 16, 4  # tokens and rows of a program
+SLICE, ROWS, WARPS = 64, 16, 8  # tokens and rows of a program
 
 
 @triton.jit
 def _added(w2_Nr, w1_Cr, own_CN):
     """own + w2 w1, [C, N], rounded as a product and a sum are."""
-    if w1_Cr.shape[0] == 1:
-        added_CN = tl.sum(w2_Nr.to(tl.float32) * w1_Cr.to(tl.float32), 1)[None, :]
-    else:
-        added_CN = tl.dot(w1_Cr, tl.trans(w2_Nr), input_precision="ieee")
-    added_CN = added_CN.to(own_CN.dtype).to(tl.float32)
+    added_CN = tl.dot(w1_Cr, tl.trans(w2_Nr), input_precision="ieee").to(own_CN.dtype).to(tl.float32)
     return (own_CN.to(tl.float32) + added_CN).to(own_CN.dtype)
 
 
@@ -86,6 +82,7 @@ def chain_step_kernel(
     vocab,  # W
     stride_own,
     FIRST: tl.constexpr,
+    ALONE: tl.constexpr,  # whether B is 1
     RANK: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -107,6 +104,9 @@ def chain_step_kernel(
     if FIRST:
         own_CN = tl.load(own, mask=ok_CN, other=0.0)
         token_C = tl.load(before + c, mask=ok_C, other=0)
+    elif ALONE:
+        one = tl.arange(0, 1)
+        token_C = tl.broadcast_to(_best(before, one, one == 0, slices, offsets, PADDED_M, HAS_OFFSETS), (ROWS,))
     else:
         token_C = _best(before, c, ok_C, slices, offsets, PADDED_M, HAS_OFFSETS)
     w1_Cr = tl.load(w1 + token_C[:, None] * RANK + i[None, :], mask=ok_C[:, None] & ok_r[None, :], other=0.0)
@@ -145,10 +145,9 @@ def launch_corrected_logits(own_BW: Tensor, before_R: Tensor, w1_Vr: Tensor, w2_
     (B, W), R = own_BW.shape, len(before_R)
     _check(own_BW, before_R, w1_Vr, w2_Wr)
     logits_RW = own_BW.new_empty(R, W)
-    rows = 1 if R == 1 else ROWS
     if R:
-        corrected_logits_kernel[(triton.cdiv(W, SLICE), triton.cdiv(R, rows))](
-            own_BW, before_R, w1_Vr, w2_Wr, logits_RW, R, R // B, W, own_BW.stride(0), **_sizes(w1_Vr, rows),
+        corrected_logits_kernel[(triton.cdiv(W, SLICE), triton.cdiv(R, ROWS))](
+            own_BW, before_R, w1_Vr, w2_Wr, logits_RW, R, R // B, W, own_BW.stride(0), **_sizes(w1_Vr),
             num_warps=WARPS, **chained(own_BW.device),
         )  # fmt: skip
     return logits_RW
@@ -165,8 +164,8 @@ def launch_greedy_chain(own_BSW: Tensor, root_B: Tensor, w1_Vr: Tensor, w2_Wr: T
         own_BW, before = own_BSW[:, level], keys_SBM[level - 1] if level else root_B
         _check(own_BW, root_B, w1_Vr, w2_Wr)
         chain_step_kernel[(M,)](
-            own_BW, before, w1_Vr, w2_Wr, offsets, keys_SBM[level], B, M, W, own_BW.stride(0), FIRST=level == 0, **ids,
-            **_sizes(w1_Vr, 1 if B == 1 else ROWS), num_warps=WARPS, **chained(own_BSW.device),
+            own_BW, before, w1_Vr, w2_Wr, offsets, keys_SBM[level], B, M, W, own_BW.stride(0), FIRST=level == 0, ALONE=B == 1,
+            **ids, **_sizes(w1_Vr), num_warps=WARPS, **chained(own_BSW.device),
         )  # fmt: skip
     finish_chain_kernel[(B, S + 1)](
         keys_SBM, root_B, offsets, tokens_BN, B, S, M, **ids, num_warps=1, **chained(own_BSW.device)
@@ -180,6 +179,6 @@ def _check(own_BW: Tensor, before_R: Tensor, w1_Vr: Tensor, w2_Wr: Tensor) -> No
     assert own_BW.dtype == w1_Vr.dtype == w2_Wr.dtype and len(before_R) % len(own_BW) == 0
 
 
-def _sizes(w1_Vr: Tensor, rows: int) -> dict[str, int]:
+def _sizes(w1_Vr: Tensor) -> dict[str, int]:
     rank = w1_Vr.shape[1]
-    return {"RANK": rank, "PADDED": max(16, triton.next_power_of_2(rank)), "ROWS": rows, "SLICE": SLICE}
+    return {"RANK": rank, "PADDED": max(16, triton.next_power_of_2(rank)), "ROWS": ROWS, "SLICE": SLICE}
