@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.topk_triton import LOWEST_64, key_index, make_key
 
-SLICE, ROWS, WARPS = 64, 16, 8  # tokens and rows of a program
+SLICE, ROWS, WARPS = 64, 16, 4  # tokens and rows of a program
 
 
 @triton.jit
