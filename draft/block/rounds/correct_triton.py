@@ -13,22 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.ops.launch import chained, has_pdl
+from specdec.ops.launch import chained
 from specdec.ops.topk_triton import LOWEST_64, key_index, make_key
 
-SLICE, ROWS, WARPS = 64, 16, 4  # tokens and rows of a program
-SUM, EARLY = True, True
+SLICE, ROWS, WARPS = 64, 16, 4  # tokens and rows of a program; measured: benchmarks/rounds/README.md, "Heads of one pass"
 
 
 @triton.jit
 def _added(w2_Nr, w1_Cr, own_CN):
     """own + w2 w1, [C, N], rounded as a product and a sum are."""
-    return _rounded(own_CN, tl.dot(w1_Cr, tl.trans(w2_Nr), input_precision="ieee"))
-
-
-@triton.jit
-def _rounded(own_CN, added_CN):
-    added_CN = added_CN.to(own_CN.dtype).to(tl.float32)
+    added_CN = tl.dot(w1_Cr, tl.trans(w2_Nr), input_precision="ieee").to(own_CN.dtype).to(tl.float32)
     return (own_CN.to(tl.float32) + added_CN).to(own_CN.dtype)
 
 
@@ -89,8 +83,6 @@ def chain_step_kernel(
     stride_own,
     FIRST: tl.constexpr,
     ALONE: tl.constexpr,  # whether B is 1
-    SUMS: tl.constexpr,
-    AHEAD: tl.constexpr,
     RANK: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -106,10 +98,6 @@ def chain_step_kernel(
     w2_Nr = tl.load(w2 + n.to(tl.int64)[:, None] * RANK + i[None, :], mask=ok_N[:, None] & ok_r[None, :], other=0.0)
     if not FIRST:  # the step in front has waited for the kernel that wrote all levels' own logits, and then triggered
         own_CN = tl.load(own, mask=ok_CN, other=0.0, cache_modifier=".cg")
-    if AHEAD:
-        id_N = n.to(tl.int64)
-        if HAS_OFFSETS:
-            id_N += tl.load(offsets + n, mask=ok_N, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -123,22 +111,9 @@ def chain_step_kernel(
     else:
         token_C = _best(before, c, ok_C, slices, offsets, PADDED_M, HAS_OFFSETS)
     w1_Cr = tl.load(w1 + token_C[:, None] * RANK + i[None, :], mask=ok_C[:, None] & ok_r[None, :], other=0.0)
-    if SUMS:
-        added_CN = tl.sum(w2_Nr.to(tl.float32) * w1_Cr.to(tl.float32), 1)[None, :]
-        logits_CN = _rounded(own_CN, added_CN)
-    else:
-        logits_CN = _added(w2_Nr, w1_Cr, own_CN)
-    logits_CN = logits_CN.to(tl.float32)
+    logits_CN = _added(w2_Nr, w1_Cr, own_CN).to(tl.float32)
     key_CN = tl.where(ok_N[None, :], make_key(logits_CN, tl.broadcast_to(n[None, :], (ROWS, SLICE))), LOWEST_64)
-    best_C = tl.max(key_CN, 1)
-    tl.store(keys + c * slices + tl.program_id(0), best_C, mask=ok_C)
-    if AHEAD:
-        best = tl.max(tl.where(c == 0, best_C, LOWEST_64), 0)
-        token = tl.sum(tl.where(n == key_index(best), id_N, 0), 0)
-        at = w1 + token * RANK + tl.minimum(tl.arange(0, PADDED // 64) * 64, RANK - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
+    tl.store(keys + c * slices + tl.program_id(0), tl.max(key_CN, 1), mask=ok_C)
 
 
 @triton.jit(do_not_specialize=["rows", "levels", "slices"])
@@ -191,8 +166,7 @@ def launch_greedy_chain(own_BSW: Tensor, root_B: Tensor, w1_Vr: Tensor, w2_Wr: T
         _check(own_BW, root_B, w1_Vr, w2_Wr)
         chain_step_kernel[(M,)](
             own_BW, before, w1_Vr, w2_Wr, offsets, keys_SBM[level], B, M, W, own_BW.stride(0), FIRST=level == 0, ALONE=B == 1,
-            SUMS=SUM and B == 1, AHEAD=EARLY and B == 1 and has_pdl(own_BSW.device) and w1_Vr.shape[1] >= 64,
-            **ids, **(_sizes(w1_Vr) | ({"ROWS": 1} if SUM and B == 1 else {})), num_warps=WARPS, **chained(own_BSW.device),
+            **ids, **_sizes(w1_Vr), num_warps=WARPS, **chained(own_BSW.device),
         )  # fmt: skip
     finish_chain_kernel[(B, S + 1)](
         keys_SBM, root_B, offsets, tokens_BN, B, S, M, **ids, num_warps=1, **chained(own_BSW.device)
