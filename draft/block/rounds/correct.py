@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.ops.launch import use_kernels
 from specdec.ops.topk import greedy_tokens
 
-MAX_KERNEL_RANK = 256  # threshold: a program holds whole rows of w2 in registers
+MAX_KERNEL_RANK = 256  # threshold: a program holds whole rows of w2 in registers; float32 takes more, so an eighth
 MAX_KERNEL_ROWS = 16  # threshold of `greedy_chain`: each program finds the last level's token of every row
 
 
@@ -45,4 +45,5 @@ def greedy_chain(own_BSW: Tensor, root_B: Tensor, w1_Vr: Tensor, w2_Wr: Tensor, 
 
 
 def _fits(own: Tensor, w1_Vr: Tensor) -> bool:
-    return use_kernels(own) and w1_Vr.shape[1] <= MAX_KERNEL_RANK
+    most = MAX_KERNEL_RANK // 8 if own.dtype == torch.float32 else MAX_KERNEL_RANK
+    return use_kernels(own) and w1_Vr.shape[1] <= most
