@@ -33,14 +33,13 @@ from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
 from specdec.ops.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
-from specdec.ops.quantised.linear_registers import launch_quantised_registers
 from specdec.ops.quantised.linear_triton import launch_quantised_linear
-from specdec.ops.quantised.tiles import HopperTiles, RegisterTiles, kept_groups, quantised_tiles
+from specdec.ops.quantised.tiles import HopperTiles, kept_groups, quantised_tiles
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Kind, int], ...] = (("e4m3", 0), ("int4", 128))
 COLD_BYTES = 200_000_000
-ROWS = {1: 1, 32: 32, 6: 8, 16: 16, 64: 64, 128: 128, 256: 128}  # rows of x, and the tiles that hold them
+ROWS = {1: 1, 32: 32, 6: 8, 64: 64, 128: 128, 256: 128}  # rows of x, and the tiles that hold them
 LAYERS = 6
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 
@@ -51,10 +50,10 @@ class Trial(NamedTuple):
     kind: Kind
     group: int
     shape: str
-    tiles: HopperTiles | RegisterTiles
+    tiles: HopperTiles
 
     @property
-    def compiled(self) -> tuple[Kind, int, bool, HopperTiles | RegisterTiles]:
+    def compiled(self) -> tuple[Kind, int, bool, HopperTiles]:
         """What one compiled kernel is for."""
         return self.kind, self.group, self.shape == "gate_up", self.tiles
 
@@ -103,30 +102,8 @@ FORMS = {
 }  # fmt: skip
 
 
-# For the kernel that loads codes into registers: rows of the weight, splits, warps, slices, steps ahead, registers of a thread.
-IN_REGISTERS: dict[Kind, dict[str, tuple[tuple[int, ...], ...]]] = {
-    "int4": {
-        "qkv": ((16, 1, 4, 4, 2, 0), (16, 1, 4, 4, 4, 128), (16, 1, 8, 8, 2, 0), (16, 1, 8, 8, 2, 80), (32, 1, 8, 4, 2, 0)),
-        "o": ((16, 1, 8, 8, 2, 0), (16, 1, 8, 8, 2, 80), (16, 1, 4, 4, 4, 128), (16, 1, 16, 16, 1, 64), (32, 1, 8, 4, 2, 0)),
-        "gate_up": ((64, 1, 4, 1, 2, 0), (64, 1, 4, 1, 2, 96), (32, 1, 4, 2, 2, 0), (128, 1, 8, 1, 2, 0), (32, 1, 2, 1, 2, 0)),
-        "down": ((16, 1, 8, 8, 2, 0), (16, 1, 8, 8, 3, 128), (16, 1, 8, 8, 4, 160), (16, 1, 4, 4, 4, 0)),
-    },
-    "e4m3": {
-        "qkv": ((16, 1, 4, 4, 4, 128), (16, 1, 8, 8, 4, 128), (16, 1, 8, 8, 2, 80), (32, 1, 8, 4, 4, 128)),
-        "o": ((16, 1, 8, 8, 4, 128), (16, 1, 8, 8, 2, 80), (16, 1, 4, 4, 4, 128), (16, 1, 16, 16, 2, 64)),
-        "gate_up": ((64, 1, 4, 1, 2, 0), (64, 1, 4, 1, 4, 128), (32, 1, 4, 2, 4, 128), (128, 1, 8, 1, 4, 128)),
-        "down": ((16, 1, 8, 8, 4, 128), (16, 1, 8, 8, 3, 112), (16, 1, 8, 8, 2, 80), (16, 1, 4, 4, 6, 128)),
-    },
-}
-
-
 def trials() -> Iterator[Trial]:
-    """Of the kernel that loads codes into registers, then of those that keep them in shared memory: pipelines that fill it, and
-    those that leave room for the next product's programs.
-    """
-    for block_t, (kind, group), shape in itertools.product((1, 8, 16), FORMATS, SHAPES):
-        for numbers in IN_REGISTERS[kind][shape]:
-            yield Trial(kind, group, shape, RegisterTiles(block_t, *numbers))
+    """Pipelines that fill shared memory, and those that leave room for the next product's programs."""
     for block_t, (kind, group), shape in itertools.product(FORMS, FORMATS, SHAPES):
         O, I = SHAPES[shape]
         for block_o, slices, warps, splits in FORMS[block_t][shape]:
@@ -171,9 +148,7 @@ def difference(y: Tensor, x: Tensor, weight: Codes, gated: bool) -> float:
     return ((y.double() - want).norm() / want.norm()).item()
 
 
-def launched(x: Tensor, gated: bool, tiles: HopperTiles | RegisterTiles | ProductTiles, weight: Codes) -> Tensor:
-    if isinstance(tiles, RegisterTiles):
-        return launch_quantised_registers(x, weight, None, gated, tiles)
+def launched(x: Tensor, gated: bool, tiles: HopperTiles | ProductTiles, weight: Codes) -> Tensor:
     if isinstance(tiles, HopperTiles):
         return launch_quantised_hopper(x, weight, None, gated, tiles)
     return launch_quantised_linear(x, weight, None, gated, tiles)
@@ -226,28 +201,24 @@ def compiled(todo: list[Trial], seconds: float, processes: int) -> set[Any]:
     return done
 
 
-Best = dict[tuple[Kind, int, str], HopperTiles | RegisterTiles]  # by kind, rows and shape
-
-
-def timed(todo: list[Trial], T: int, until: float) -> tuple[list[dict[str, Any]], Best]:
+def timed(todo: list[Trial], T: int, until: float) -> tuple[list[dict[str, Any]], dict[tuple[Kind, int, str], HopperTiles]]:
     """A row for each tiling that was measured in time, and the best tiles."""
     rows: list[dict[str, Any]] = []
-    best: Best = {}
+    best: dict[tuple[Kind, int, str], HopperTiles] = {}
     for (kind, group), (name, (O, I)) in itertools.product(FORMATS, SHAPES.items()):
         size = row_bytes(kind, I) * O
         weights = [random_codes(kind, O, I, group) for _ in range(max(2, math.ceil(COLD_BYTES / size)))]
         x = torch.randn(T, I, device="cuda", dtype=torch.bfloat16)
-        found: list[tuple[float, HopperTiles | RegisterTiles]] = []
+        found = []
         for trial in todo:
             if (trial.kind, trial.shape, trial.tiles.block_t) == (kind, name, ROWS[T]) and time.time() < until:
                 us = measure(weights, partial(launched, x, name == "gate_up", trial.tiles))
-                found.append((round(us, 2), trial.tiles))
-        of = {"kind": kind, "shape": name, "T": T}
-        rows += [{**of, "kernel": type(tiles).__name__, "tiles": list(tiles), "us": us} for us, tiles in found]
-        found.sort()
+                found.append({"kind": kind, "shape": name, "T": T, "tiles": list(trial.tiles), "us": round(us, 2)})
+        rows += found
+        found.sort(key=lambda row: row["us"])
         if found:
-            best[kind, T, name] = found[0][1]
-        shown = [(us, type(tiles).__name__[0], *tiles[1:7]) for us, tiles in found[:6] + found[-1:]]
+            best[kind, T, name] = HopperTiles(*found[0]["tiles"])
+        shown = [(row["us"], *row["tiles"][1:7]) for row in found[:6] + found[-1:]]
         print(kind, name, T, f"limit {size / BANDWIDTH * 1e6:.1f}", *shown, flush=True)
         if T > 64 and time.time() < until:
             us = measure(weights, partial(through_scratch, x, name == "gate_up"))
@@ -257,7 +228,7 @@ def timed(todo: list[Trial], T: int, until: float) -> tuple[list[dict[str, Any]]
     return rows, best
 
 
-def layer(kind: Kind, group: int, T: int, best: Best) -> dict[str, Any]:
+def layer(kind: Kind, group: int, T: int, best: dict[tuple[Kind, int, str], HopperTiles]) -> dict[str, Any]:
     """Microseconds of a layer's four products, one after another, with the best tiles, and as before."""
     if any((kind, T, name) not in best for name in SHAPES):
         return {}
