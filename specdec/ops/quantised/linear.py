@@ -18,7 +18,7 @@ from specdec.ops.products.gpus import match_of
 from specdec.ops.products.linear import silu_mul, tma_reads
 from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, dequantise
-from specdec.ops.quantised.tiles import HopperTiles, RegisterTiles, hopper_tiles, quantised_tiles, register_tiles
+from specdec.ops.quantised.tiles import HopperTiles, hopper_tiles, quantised_tiles
 
 
 def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor:
@@ -44,13 +44,7 @@ def _numbers(x: Tensor, weight: Codes) -> Tensor:
     return launch_dequantise(weight, x.dtype)
 
 
-def _launch(
-    x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: ProductTiles | HopperTiles | RegisterTiles
-) -> Tensor:
-    if isinstance(tiles, RegisterTiles):
-        from specdec.ops.quantised.linear_registers import launch_quantised_registers
-
-        return launch_quantised_registers(x, weight, bias, gated, tiles)
+def _launch(x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: ProductTiles | HopperTiles) -> Tensor:
     if isinstance(tiles, HopperTiles):
         from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
@@ -60,13 +54,13 @@ def _launch(
     return launch_quantised_linear(x, weight, bias, gated, tiles)
 
 
-def _tiles(x: Tensor, weight: Codes, gated: bool) -> ProductTiles | HopperTiles | RegisterTiles | None:
+def _tiles(x: Tensor, weight: Codes, gated: bool) -> ProductTiles | HopperTiles | None:
     """A kernel's tiles; None where none runs."""
     if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
         return None
     shape = x.shape[0], weight.codes_OJ.shape[0], weight.columns
     if x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.codes_OJ):
-        form = weight.kind, weight.group, weight.zeros_OG is not None
-        if tiles := register_tiles(*shape, *form, gated) or hopper_tiles(*shape, *form, gated):
+        tiles = hopper_tiles(*shape, weight.kind, weight.group, weight.zeros_OG is not None, gated)
+        if tiles is not None:
             return tiles
     return quantised_tiles(*shape, weight.kind)

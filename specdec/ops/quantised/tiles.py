@@ -45,39 +45,6 @@ class HopperTiles(NamedTuple):
     slices: int
 
 
-class RegisterTiles(NamedTuple):
-    """What one program of linear_registers.py's kernel works on.
-
-    block_t: rows of x (padded).
-    block_o: rows of the weight.
-    splits: programs that share a tile's columns.
-    warps: Triton's.
-    slices: groups of warps that take different columns of a step.
-    ahead: steps whose codes a warp has asked for.
-    registers: of a thread, at most; 0: as many as the compiler takes.
-    """
-
-    block_t: int
-    block_o: int
-    splits: int
-    warps: int
-    slices: int
-    ahead: int
-    registers: int
-
-
-@cache
-def register_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, gated: bool) -> RegisterTiles | None:
-    """Tiles of linear_registers.py's kernel, for arguments as of `hopper_tiles`; None: another kernel."""
-    width = 64 * codes_a_word(kind)
-    if not 0 < T <= 16 or O % (16 if gated else 8) or I % width or group not in (0, width, width // 2) or zeros and not group:
-        return None
-    block_t = 1 if T == 1 else 8 if T <= 8 else 16
-    if O >= WIDE:
-        return RegisterTiles(block_t, 64, 1, 4, 1, 2, 0)
-    return RegisterTiles(block_t, 16, 1, 8, 8, 2, 0)
-
-
 @cache
 def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, gated: bool) -> HopperTiles | None:
     """Tiles of linear_hopper.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None: another one.

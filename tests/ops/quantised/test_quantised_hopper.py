@@ -12,7 +12,7 @@ from toolkit.kernels import DEVICE
 
 from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
-from specdec.ops.quantised.tiles import SEEN, HopperTiles, RegisterTiles, hopper_tiles, kept_groups, register_tiles
+from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles, kept_groups
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
@@ -32,22 +32,6 @@ def test_words_of_codes_are_pieces_of_consecutive_columns(kind: Kind) -> None:
     assert torch.equal(pieces.flatten(1), codes_OI.int())
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "int4"])
-def test_a_lane_loads_the_columns_of_its_codes(kind: Kind) -> None:
-    """What linear_registers.py loads, in torch: lane c of four holds words 8c to 8c + 7 of half a slice, and of x 4 pairs of
-    columns for each code of a word.  Keeps out: another order of columns in `pack`, which the kernel would not notice.
-    """
-    A, columns_I = codes_a_word(kind), torch.arange(64 * codes_a_word(kind))
-    low_I, high_I = columns_I % 16, columns_I // 16  # each column's number, in two codes
-    words = [pack(kind, part[None].to(torch.uint8)).view(torch.int16)[0].int() & 0xFFFF for part in (low_I, high_I)]
-    for half, lane, i, p, which in product(range(2), range(4), range(4), range(A), range(2)):
-        word, bits = half * 32 + lane * 8 + i * 2 + which, 16 // A
-        low, high = (int(part[word]) >> p * bits & (1 << bits) - 1 for part in words)
-        q = lane * A + p
-        pair = half * 16 * A + q // (2 * A) * (8 * A) + q % A * 8 + q // A % 2 * 4 + i
-        assert 2 * pair + which == 16 * high + low
-
-
 def test_tiles_fit_a_hopper() -> None:
     """Keeps out: more shared memory than an SM has, more split tiles than counters, a group in parts of two slices."""
     for (kind, group, zeros), T, (O, I, gated) in product(FORMATS, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128), SHAPES):
@@ -62,18 +46,6 @@ def test_tiles_fit_a_hopper() -> None:
         assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
         assert not tiles.slices or tiles.block_i == tiles.slices * 64 * codes_a_word(kind)
         assert tiles.slices or group % (tiles.block_i // 2) == 0
-
-
-def test_tiles_of_registers_fit_a_hopper() -> None:
-    """Keeps out: a group that is no half of a slice, warps without rows, more split tiles than counters."""
-    for (kind, group, zeros), T, (O, I, gated) in product(FORMATS, (1, 2, 8, 9, 16, 17), SHAPES):
-        tiles = register_tiles(T, O, I, kind, group, zeros, gated)
-        if tiles is None:
-            continue
-        assert T <= tiles.block_t <= 16 and group in (0, 32 * codes_a_word(kind), 64 * codes_a_word(kind))
-        assert tiles.block_o % (16 * tiles.warps // tiles.slices) == 0 and tiles.warps % tiles.slices == 0
-        assert tiles.splits == 1 or -(-O // tiles.block_o) <= ARRIVALS
-        assert tiles.registers * 32 * tiles.warps <= 65536
 
 
 # T, O, I, whether gated, tiles; a slice's columns are of the kind
@@ -109,32 +81,6 @@ def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool,
         for b in (bias, None):
             y = launch_quantised_hopper(x, weight, b, gated, tiles)
             assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, O, I, gated)
-
-
-# T, O, I, whether gated, tiles of registers
-IN_REGISTERS = (
-    (1, 72, 512, True, (1, 32, 1, 4, 2, 2, 0)), (1, 1048, 1280, False, (1, 64, 2, 4, 1, 2, 0)),
-    (6, 264, 4096, True, (8, 32, 1, 4, 2, 2, 0)), (13, 40, 3328, False, (16, 16, 1, 8, 8, 2, 0)),
-    (8, 264, 2304, True, (8, 64, 1, 8, 2, 3, 128)), (3, 48, 5376, False, (8, 16, 1, 2, 2, 2, 0)),
-)  # fmt: skip
-HALVES = (("e4m3", 64, False), ("int8", 128, True), ("int4", 128, True), ("int4", 256, False))
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize(("kind", "group", "zeros"), [form for form in FORMATS if form[1] in (0, 128)] + list(HALVES))
-def test_codes_in_registers_compute_the_product(kind: Kind, group: int, zeros: bool) -> None:
-    """Keeps out: columns of x in another order than codes, a scale of another half or step, steps that are left out or counted
-    twice at the end, gate and up of other rows, a slice beyond the last one, stores beyond T or O.
-    """
-    from specdec.ops.quantised.linear_registers import launch_quantised_registers
-
-    for n, (T, O, I, gated, numbers) in enumerate(IN_REGISTERS):
-        weight = random_weight(kind, group, zeros, 2 * O if gated else O, I)
-        x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
-        bias = torch.randn(2 * O if gated else O, device=DEVICE, dtype=torch.bfloat16) if n % 3 else None
-        y = launch_quantised_registers(x, weight, bias, gated, RegisterTiles(*numbers))
-        assert error(y, exact(x, weight, gated, bias)) < 4e-3, (T, O, I, gated)
 
 
 @pytest.mark.gpu

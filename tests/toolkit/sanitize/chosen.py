@@ -20,9 +20,6 @@ CHOSEN: dict[str, list[str]] = {
     "quantised_sliced_kernel": [
         "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[False-int4-64-True]"
     ],
-    "quantised_registers_kernel": [
-        "tests/ops/quantised/test_quantised_hopper.py::test_codes_in_registers_compute_the_product[int4-128-True]"
-    ],
     "quantised_hopper_kernel": [
         "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-64-True]"
     ],
