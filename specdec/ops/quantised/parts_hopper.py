@@ -16,15 +16,11 @@ from specdec.ops.quantised.linear_triton import E2M1_ASM, E4M3_ASM, INT4_ASM, IN
 
 
 @gluon.jit
-def whole_row(
-    x, low, I, A_WORD: gl.constexpr, SLICES: gl.constexpr, STEPS: gl.constexpr, num_warps: gl.constexpr
-):  # fmt: skip
+def whole_row(x, smem, low, I, A_WORD: gl.constexpr, SLICES: gl.constexpr, num_warps: gl.constexpr):
     """A program's columns of the only row of x, in shared memory as [STEPS * A_WORD, SLICES, 64] and perhaps more."""
     SLICE: gl.constexpr = 64 * A_WORD
-    AT_ONCE: gl.constexpr = 256 * num_warps
-    TIMES: gl.constexpr = (STEPS * SLICES * SLICE + AT_ONCE - 1) // AT_ONCE
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    smem = gl.allocate_shared_memory(gl.bfloat16, [TIMES, AT_ONCE], line)
+    TIMES: gl.constexpr = smem.shape[0]
+    AT_ONCE: gl.constexpr = smem.shape[1]
     for n in gl.static_range(TIMES):
         p = n * AT_ONCE + gl.arange(0, AT_ONCE, gl.BlockedLayout([8], [32], [num_warps], [0]))
         at = (low + p // (SLICES * SLICE)) * SLICES + p // 64 % SLICES
@@ -52,18 +48,17 @@ def scales_of_rows(
 
 @gluon.jit
 def complete(
-    acc, layout: gl.constexpr, scale, bias, y, partials, arrivals, tile, first_t, split, T, O,
+    acc, layout: gl.constexpr, scale, bias, y, partials, arrivals, tile, counted, first_t, split, T, O,
     GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr,
     HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the rows' scales, adds up the splits, and stores."""
+    """Multiplies by the rows' scales, adds up the splits, and stores.  counted: the number of the counter of arrivals."""
     if GROUP == 0:
         acc *= scale[:, None]
     if SPLITS == 1:
         _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: gl.constexpr = BLOCK_O * ROWS
-        counted = gl.program_id(0)
         mine = partials + counted.to(gl.int64) * (SPLITS * SIZE)
         cell = _cells(layout, 0, ROWS, BLOCK_O, ROWS)
         gl.store(mine + split * SIZE + cell, acc)

@@ -21,6 +21,7 @@ WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
 SEEN: tuple[tuple[Kind, int, bool], ...] = (("e4m3", 0, False), ("int4", 128, False))
 SHARED = 227_000  # bytes of shared memory that all programs of an SM may have
 CHUNK = 32  # groups whose scales a program of a Hopper kernel loads at once
+LOADERS, LOADER = 4, 24  # warps that the loading warp counts for, and registers that a thread of it keeps
 
 
 class HopperTiles(NamedTuple):
@@ -30,10 +31,11 @@ class HopperTiles(NamedTuple):
     block_o: rows of the weight.
     block_i: columns of a step.
     splits: programs that share a tile's columns.
-    warps: Triton's.
+    warps: that multiply.
     stages: steps whose codes are in shared memory at one time.
-    slices: groups of warps that take different columns of a step, each warp multiplying alone; 0: four warps multiply
-        together, and all take the same columns.
+    slices: groups of warps that take different columns; others take different rows.
+    alone: whether each warp multiplies alone, and slices are of a step; else four do together, and slices take steps in turn.
+    registers: of a thread, before the loading warp's are given to the others.
     """
 
     block_t: int
@@ -43,6 +45,19 @@ class HopperTiles(NamedTuple):
     warps: int
     stages: int
     slices: int
+    alone: bool
+    registers: int
+
+    @property
+    def of_program(self) -> int:
+        """Tiles of the weight that a program's groups of four warps take."""
+        return 1 if self.alone else self.warps // 4 // self.slices
+
+    @property
+    def others(self) -> int:
+        """Registers of a thread of a second group of four warps: as many as the first has."""
+        warps = self.warps + LOADERS
+        return (self.registers * warps - LOADER * LOADERS) // self.warps // 8 * 8
 
 
 @cache

@@ -50,12 +50,14 @@ def test_tiles_fit_a_hopper() -> None:
 
 # T, O, I, whether gated, tiles; a slice's columns are of the kind
 SLICED = (
-    (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1)),
-    (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1)),
+    (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4, True, 80)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1, True, 128)),
+    (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2, True, 80)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1, True, 128)),
+    (8, 264, 4096, False, (8, 32, 0, 1, 4, 2, 4, True, 80)),
 )  # fmt: skip
 WIDE = (
-    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 0)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 0)),
-    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 0)),
+    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 128)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 128)),
+    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, False, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, False, 168)),
+    (19, 264, 2048, True, (32, 64, 128, 2, 8, 4, 2, False, 128)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 128)),
 )  # fmt: skip
 
 
@@ -65,15 +67,16 @@ WIDE = (
 @pytest.mark.parametrize("wide", [False, True])
 def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool, wide: bool) -> None:
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a scale of another group or row, a split
-    without columns, stores beyond T or O, columns beyond I.
+    without columns, stores beyond T or O, columns beyond I, steps that both groups of warps take or none, a group's sum that is
+    left out.
     """
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
     for T, O, I, gated, numbers in WIDE if wide else SLICED:
         tiles = HopperTiles(*numbers)
-        if tiles.slices:  # a slice is 64 words
+        if tiles.alone:  # a slice is 64 words
             tiles = tiles._replace(block_i=tiles.slices * 64 * codes_a_word(kind))
-        if group and (I % group or group % (tiles.block_i // 2) and not tiles.slices):
+        if group and (I % group or group % (tiles.block_i // 2) and not tiles.alone):
             continue
         weight = random_weight(kind, group, zeros, 2 * O if gated else O, I)
         x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
