@@ -6,8 +6,8 @@ registers, are converted there to bfloat16, in which every code is exact, and ar
 multiply float32 sums.  So nothing is rounded before the end.
 
 - A scale for each row is applied once, to the complete sum.
-- Scales for groups of columns, and zeros, lie in shared memory before the wait too, since no kernel writes them.  A group's sum
-  is multiplied by its scale.
+- Scales for groups of columns, and zeros, are read into registers a step ahead, the first before the wait, since no kernel
+  writes them.  A group's sum is multiplied by its scale.
 
 One warp of a program only loads, and has its registers taken away for the others' sake.  A stage has two barriers: one says
 that its codes or columns are there, the other that they were read.
@@ -35,7 +35,7 @@ from specdec.ops.products.linear_hopper import EIGHT
 from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
 from specdec.ops.quantised.codes import codes_a_word
 from specdec.ops.quantised.sliced_hopper import quantised_sliced_kernel
-from specdec.ops.quantised.tiles import CHUNK, LOADER, kept_groups
+from specdec.ops.quantised.tiles import LOADER
 from specdec.ops.quantised.wide_hopper import quantised_hopper_kernel
 
 if TYPE_CHECKING:
@@ -64,9 +64,8 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     planes = scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO, partials, arrivals
     sizes = T, O, I, scales_OG.shape[1]
     common: dict[str, Any] = dict(
-        KIND=weight.kind, GROUP=weight.group, HELD=kept_groups(I, weight.group, tiles.block_i, tiles.splits),
-        HAS_ZEROS=weight.zeros_OG is not None, ROWS=tiles.block_t, BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits,
-        STAGES=tiles.stages, PARTS=parts, HAS_BIAS=bias_O is not None, CHUNK=CHUNK, LOADER=LOADER, maxnreg=tiles.registers,
+        KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None, ROWS=tiles.block_t, BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits,
+        STAGES=tiles.stages, PARTS=parts, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers,
         **chained(x_TI.device),
     )  # fmt: skip
     steps = triton.cdiv(I, tiles.block_i)

@@ -1,4 +1,4 @@
-"""What the kernels of linear_hopper.py are made of: codes as numbers in registers, scales in shared memory, splits added up.
+"""What the kernels of linear_hopper.py are made of: codes as numbers in registers, scales, splits added up.
 
 This module knows no tiles.
 
@@ -82,23 +82,16 @@ def weight_rows(r, tile, O, BLOCK_O: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def keep(
-    of_groups, smem, first_group, tile, O, G, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
-    SLICES: gl.constexpr, HELD: gl.constexpr, CHUNK: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """Scales or zeros of a program's rows and groups in shared memory, as float32 [GROUPS, BLOCK_O].
+def rows_of_groups(plane, tile, O, G, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
+    """Where the scales or zeros of a tile's rows begin; rows beyond its end stand in for row 0, and are not stored."""
+    row_O = weight_rows(gl.arange(0, BLOCK_O, layout), tile, O, BLOCK_O, PARTS)
+    return plane + gl.where(row_O < PARTS * O, row_O, 0).to(gl.int64) * G
 
-    The groups that slices need at one time lie next to each other.  HELD: groups of a slice of a step.
-    """
-    square: gl.constexpr = gl.BlockedLayout([CHUNK, 1], [1, 32], [1, num_warps], [0, 1])
-    chunks = smem._reinterpret(gl.float32, [GROUPS // CHUNK, CHUNK, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    row_O = weight_rows(gl.arange(0, BLOCK_O, gl.SliceLayout(0, square)), tile, O, BLOCK_O, PARTS)
-    for c in range(GROUPS // CHUNK):
-        at = c * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, square))
-        group = first_group + (at // (SLICES * HELD) * SLICES + at % SLICES) * HELD + at // SLICES % HELD
-        ok = (group < G)[:, None] & (row_O < PARTS * O)[None, :]
-        value = gl.load(of_groups + row_O.to(gl.int64)[None, :] * G + group[:, None], mask=ok, other=0)
-        chunks.index(c).store(value.to(gl.float32))
+
+@gluon.jit
+def of_groups(rows, group, G):
+    """The scales or zeros of a group of columns; groups beyond the last one, whose columns of x are 0, have its."""
+    return gl.load(rows + gl.minimum(group, G - 1)).to(gl.float32)
 
 
 @gluon.jit

@@ -11,12 +11,23 @@ Shapes: as in linear_hopper.py.  S slices, B rows of a tile, N rows of x in the 
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
-from specdec.ops.quantised.parts_hopper import columns_of, complete, keep, numbers_of, piece_of, scales_of_rows, whole_row
+from specdec.ops.quantised.parts_hopper import (
+    columns_of,
+    complete,
+    numbers_of,
+    of_groups,
+    piece_of,
+    rows_of_groups,
+    scales_of_rows,
+    whole_row,
+)
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
@@ -31,15 +42,14 @@ def quantised_sliced_kernel(
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T, O, I, G,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HELD: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     STEPS: gl.constexpr, LOADER: gl.constexpr,
-    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """SLICES groups of warps take different columns of a step.
 
-    STEPS: of a program, at most.  LOADER: registers of a thread of the loading warp.  HELD: groups of columns whose scales are
-    kept, at most.  PARTS: 2 if gated, else 1.
+    STEPS: of a program, at most.  LOADER: registers of a thread of the loading warp.  PARTS: 2 if gated, else 1.
     """
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     BLOCK_I: gl.constexpr = SLICES * 64 * A_WORD
@@ -65,22 +75,15 @@ def quantised_sliced_kernel(
         mbarrier.init(empty.index(s), count=1)
         if not ONE:
             mbarrier.init(full_x.index(s), count=1)
-    pair: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    scale_smem = full_w
-    zero_smem = full_w
-    if GROUP > 0:
-        scale_smem = gl.allocate_shared_memory(gl.float32, [HELD, BLOCK_O], pair)
-    if HAS_ZEROS:
-        zero_smem = gl.allocate_shared_memory(gl.float32, [HELD, BLOCK_O], pair)
     _barrier()
     twos: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
     w_cubes = w_smem._reinterpret(gl.int32, [STAGES, SLICES, BLOCK_O, 32], twos)
     gl.warp_specialize(
         [
             (multiply, (
-                x, x_smem, w_cubes, scale_smem, zero_smem, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals, tile,
-                split, low, steps, T, O, I, G, KIND, GROUP, HELD, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, PARTS,
-                HAS_BIAS, CHUNK, PDL, num_warps,
+                x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals, tile,
+                split, low, steps, T, O, I, G, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, PARTS,
+                HAS_BIAS, PDL, num_warps,
             )),
             (load, (
                 x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, low, steps, A_WORD, ROWS, BLOCK_O, SLICES,
@@ -140,11 +143,11 @@ def _load_columns(x_tiles, x_smem, full_x, step, slot, A_WORD: gl.constexpr, ROW
 
 @gluon.jit
 def multiply(
-    x, x_smem, w_cubes, scale_smem, zero_smem, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals,
+    x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals,
     tile, split, low, steps, T, O, I, G,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HELD: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """All other warps."""
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
@@ -153,17 +156,7 @@ def multiply(
     N: gl.constexpr = 8 if ONE else ROWS
     RUN: gl.constexpr = SLICE if GROUP == 0 else GROUP  # columns that have one scale a row
     RUNS: gl.constexpr = SLICE // RUN  # such runs of a slice
-    first_run = low * SLICES * RUNS
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, WARPS // SLICES, 1], [1, 16, 8])
-    pair: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if GROUP > 0:
-        keep(scales, scale_smem, first_run, tile, O, G, HELD, BLOCK_O, PARTS, SLICES, RUNS, CHUNK, WARPS)
-        scale_smem = scale_smem._reinterpret(gl.float32, [HELD // SLICES, SLICES, BLOCK_O], pair)
-    if HAS_ZEROS:
-        keep(zeros, zero_smem, first_run, tile, O, G, HELD, BLOCK_O, PARTS, SLICES, RUNS, CHUNK, WARPS)
-        zero_smem = zero_smem._reinterpret(gl.float32, [HELD // SLICES, SLICES, BLOCK_O], pair)
-    if GROUP > 0 or HAS_ZEROS:
-        _barrier()
     out: gl.constexpr = gl.SliceLayout(0, layout)
     row_scale = scales_of_rows(scales, tile, O, GROUP, BLOCK_O, PARTS, out)
     pairs: gl.constexpr = gl.DotOperandLayout(0, layout, 1)  # of words, as what a loop carries is not packed again
@@ -171,7 +164,10 @@ def multiply(
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
     other_acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
-    zero = gl.zeros([SLICES, BLOCK_O], gl.float32, gl.SliceLayout(2, left))
+    scale_at = _places(scales, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, layout))
+    zero_at = _places(zeros, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, left))
+    scale = _of_runs(scale_at, 0, G, GROUP > 0, RUNS, SLICES)
+    zero = _of_runs(zero_at, 0, G, HAS_ZEROS, RUNS, SLICES)
     mbarrier.wait(full_w.index(0), 0)
     codes = w_cubes.index(0).load(pairs)
     if ONE:
@@ -185,6 +181,9 @@ def multiply(
     slot = 0
     phase = 0
     for k in range(steps):
+        at = gl.minimum(k + 1, steps - 1)
+        next_scale = _of_runs(scale_at, at, G, GROUP > 0, RUNS, SLICES)
+        next_zero = _of_runs(zero_at, at, G, HAS_ZEROS, RUNS, SLICES)
         if not ONE:
             mbarrier.wait(full_x.index(slot), phase)
         columns = columns_of(x_places, (k if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right)
@@ -197,21 +196,42 @@ def multiply(
         mbarrier.wait(full_w.index(slot), phase)
         next_codes = w_cubes.index(slot).load(pairs)
         for n in gl.static_range(A_WORD):
-            if HAS_ZEROS:
-                if n % (RUN // 64) == 0:
-                    zero = zero_smem.index(k * RUNS + n * 64 // RUN).load(gl.SliceLayout(2, left))
-            numbers = numbers_of(piece_of(codes, n, A_WORD, left), zero, layout, KIND, HAS_ZEROS, 64)
+            numbers = numbers_of(piece_of(codes, n, A_WORD, left), zero[n * 64 // RUN], layout, KIND, HAS_ZEROS, 64)
             if GROUP > 0:  # short chains of products, which the tensor cores work at side by side
                 part = mma_v2(numbers, columns[n], gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout))
-                acc += part * scale_smem.index(k * RUNS + n * 64 // RUN).load(gl.SliceLayout(2, layout))[:, :, None]
+                acc += part * scale[n * 64 // RUN][:, :, None]
             elif n % 2 == 0:
                 acc = mma_v2(numbers, columns[n], acc)
             else:
                 other_acc = mma_v2(numbers, columns[n], other_acc)
         codes = next_codes
+        scale = next_scale
+        zero = next_zero
 
     total = gl.sum(acc + other_acc, axis=0)
     complete(
         total, out, row_scale, bias, y, partials, arrivals, tile, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS, HAS_BIAS,
         WARPS,
     )  # fmt: skip
+
+
+@gluon.jit
+def _places(
+    plane, low, tile, O, G, SLICES: gl.constexpr, RUNS: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Where rows of scales or zeros begin, [1, B], and the first run of a program's slices, [S, 1]."""
+    rows_B = rows_of_groups(plane, tile, O, G, BLOCK_O, PARTS, gl.SliceLayout(0, layout))
+    return rows_B[None, :], ((low * SLICES + gl.arange(0, SLICES, gl.SliceLayout(1, layout))) * RUNS)[:, None]
+
+
+@gluon.jit
+def _of_runs(places, k, G, needed: gl.constexpr, RUNS: gl.constexpr, SLICES: gl.constexpr):
+    """The scales or zeros of step k, [S, B] for each run of a slice."""
+    held = ()  # type: Any
+    for n in gl.static_range(RUNS):
+        if needed:
+            held = held + (of_groups(places[0], places[1] + k * (SLICES * RUNS) + n, G),)
+        else:
+            held = held + (0,)
+    return held

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
-from specdec.ops.quantised.parts_hopper import complete, keep, numbers_of, scales_of_rows
+from specdec.ops.quantised.parts_hopper import complete, numbers_of, of_groups, rows_of_groups, scales_of_rows
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
@@ -33,15 +33,14 @@ def quantised_hopper_kernel(
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T, O, I, G,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HELD: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     TILES: gl.constexpr, TURNS: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
-    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILES: of the weight, of a program; BLOCK_O rows each.  TURNS: groups of warps that take a tile's steps in turn.
 
-    LOADER, OTHERS: registers of a thread of the loading warp, and of the second group.  HELD: groups of columns whose scales
-    are kept, at most.  PARTS: 2 if gated, else 1.
+    LOADER, OTHERS: registers of a thread of the loading warp, and of the second group.  PARTS: 2 if gated, else 1.
     """
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     BLOCK_J: gl.constexpr = BLOCK_I // A_WORD
@@ -74,15 +73,13 @@ def quantised_hopper_kernel(
         swizzle_byte_width=128 if BLOCK_J >= 64 else 2 * BLOCK_J, element_bitwidth=16, rank=2
     )
     w_tiles = w_smem._reinterpret(gl.int16, [STAGES * TILES, BLOCK_O, BLOCK_J], flat)
-    scale_smem = _held(full_w, GROUP > 0, HELD, BLOCK_O)
-    zero_smem = _held(full_w, HAS_ZEROS, HELD, BLOCK_O)
     if TILES * TURNS == 1:
         gl.warp_specialize(
             [
                 (multiply, (
-                    x_smem, w_tiles, scale_smem, zero_smem, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials,
-                    arrivals, tile, counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HELD, HAS_ZEROS, ROWS,
-                    BLOCK_O, BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS, CHUNK,
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile, counted,
+                    first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS, STAGES,
+                    TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (load, (
                     x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O, BLOCK_I,
@@ -92,19 +89,17 @@ def quantised_hopper_kernel(
             [1], [LOADER],
         )  # fmt: skip
     else:
-        other_scales = _held(full_w, GROUP > 0, HELD, BLOCK_O)
-        other_zeros = _held(full_w, HAS_ZEROS, HELD, BLOCK_O)
         gl.warp_specialize(
             [
                 (multiply, (
-                    x_smem, w_tiles, scale_smem, zero_smem, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials,
-                    arrivals, tile, counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HELD, HAS_ZEROS, ROWS,
-                    BLOCK_O, BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS, CHUNK,
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile, counted,
+                    first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS, STAGES,
+                    TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (multiply, (
-                    x_smem, w_tiles, other_scales, other_zeros, full_w, full_x, empty, sums, summed, scales, zeros, bias, y,
-                    partials, arrivals, tile, counted, first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HELD, HAS_ZEROS,
-                    ROWS, BLOCK_O, BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS, CHUNK,
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile, counted,
+                    first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS, STAGES,
+                    TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (load, (
                     x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O, BLOCK_I,
@@ -113,15 +108,6 @@ def quantised_hopper_kernel(
             ],
             [4, 1], [OTHERS, LOADER],
         )  # fmt: skip
-
-
-@gluon.jit
-def _held(unread, needed: gl.constexpr, HELD: gl.constexpr, BLOCK_O: gl.constexpr):
-    """Shared memory of a tile's scales or zeros."""
-    if needed:
-        return gl.allocate_shared_memory(gl.float32, [HELD, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    else:
-        return unread
 
 
 @gluon.jit
@@ -167,54 +153,52 @@ def _load_codes(
 
 @gluon.jit
 def multiply(
-    x_smem, w_tiles, scale_smem, zero_smem, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals,
+    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals,
     tile, counted, first_t, split, low, steps, T, O, I, G,
-    WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HELD: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr,
+    TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Group WHO of four warps: its tile, or its steps of the only tile."""
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     HALF: gl.constexpr = BLOCK_I // 2
-    MORE: gl.constexpr = HALF // GROUP if GROUP > 0 else 0  # groups of columns from a step's first half to its second
     MINE: gl.constexpr = WHO if TILES > 1 else 0
     FIRST: gl.constexpr = WHO if TURNS > 1 else 0
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    first_group = low * BLOCK_I // GROUP if GROUP > 0 else 0
-    if GROUP > 0:
-        keep(scales, scale_smem, first_group, tile + MINE, O, G, HELD, BLOCK_O, PARTS, 1, 1, CHUNK, 4)
-    if HAS_ZEROS:
-        keep(zeros, zero_smem, first_group, tile + MINE, O, G, HELD, BLOCK_O, PARTS, 1, 1, CHUNK, 4)
-    if GROUP > 0 or HAS_ZEROS:
-        _barrier()
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     scale = scales_of_rows(scales, tile + MINE, O, GROUP, BLOCK_O, PARTS, layout)
+    scales_B = rows_of_groups(scales, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, layout))
+    zeros_B = rows_of_groups(zeros, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, left))
+    scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_I, G, GROUP > 0, GROUP, HALF)
+    zero_low, zero_high = _of_halves(zeros_B, (low + FIRST) * BLOCK_I, G, HAS_ZEROS, GROUP, HALF)
     acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
     mbarrier.wait(full_w.index(FIRST), 0)
-    group = (low + FIRST) * BLOCK_I // GROUP - first_group if GROUP > 0 else 0
-    numbers = _half(w_tiles.index(FIRST * TILES + MINE), 0, zero_smem, group, KIND, HAS_ZEROS, HALF, A_WORD, BLOCK_O, layout)
+    numbers = _half(w_tiles.index(FIRST * TILES + MINE), 0, zero_low, KIND, HAS_ZEROS, HALF, A_WORD, layout)
     slot = FIRST
     phase = 0
     for k in range(FIRST, steps, TURNS):
-        group = (low + k) * BLOCK_I // GROUP - first_group if GROUP > 0 else 0
+        more = k + TURNS < steps  # else the last step's codes are converted once more, for nothing
+        next_i = (low + gl.where(more, k + TURNS, k)) * BLOCK_I
+        next_scale_low, next_scale_high = _of_halves(scales_B, next_i, G, GROUP > 0, GROUP, HALF)
+        next_zero_low, next_zero_high = _of_halves(zeros_B, next_i, G, HAS_ZEROS, GROUP, HALF)
         mbarrier.wait(full_x.index(slot), phase)
         x = x_smem.index(slot)
-        w = w_tiles.index(slot * TILES + MINE)
         part = _begin(numbers, x, 0, acc, GROUP, HALF)
-        others = _half(w, 1, zero_smem, group + MORE, KIND, HAS_ZEROS, HALF, A_WORD, BLOCK_O, layout)
-        acc = _end(part, numbers, acc, scale_smem, group, GROUP, layout)
+        others = _half(w_tiles.index(slot * TILES + MINE), 1, zero_high, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+        acc = _end(part, numbers, acc, scale_low, GROUP)
         part = _begin(others, x, 1, acc, GROUP, HALF)
-        more = k + TURNS < steps  # else the last step's codes are converted once more, for nothing
         wraps = slot + TURNS >= STAGES
         next_slot = gl.where(more, gl.where(wraps, slot + TURNS - STAGES, slot + TURNS), slot)
         next_phase = gl.where(more & wraps, phase ^ 1, phase)
         mbarrier.wait(full_w.index(next_slot), next_phase)
-        w = w_tiles.index(next_slot * TILES + MINE)
-        next_group = (low + gl.where(more, k + TURNS, k)) * BLOCK_I // GROUP - first_group if GROUP > 0 else 0
-        numbers = _half(w, 0, zero_smem, next_group, KIND, HAS_ZEROS, HALF, A_WORD, BLOCK_O, layout)
-        acc = _end(part, others, acc, scale_smem, group + MORE, GROUP, layout)
+        numbers = _half(w_tiles.index(next_slot * TILES + MINE), 0, next_zero_low, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+        acc = _end(part, others, acc, scale_high, GROUP)
         mbarrier.arrive(empty.index(slot), count=1)
         slot = next_slot
         phase = next_phase
+        scale_low = next_scale_low
+        scale_high = next_scale_high
+        zero_high = next_zero_high
 
     if FIRST > 0:
         sums.store(acc)
@@ -231,16 +215,23 @@ def multiply(
 
 
 @gluon.jit
+def _of_halves(rows_B, i, G, needed: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """Scales or zeros of a step's halves, which starts at column i, from global memory."""
+    if needed:
+        low = of_groups(rows_B, i // GROUP, G)
+        high = of_groups(rows_B, (i + HALF) // GROUP, G) if HALF % GROUP == 0 else low
+        return low, high
+    else:
+        return 0, 0
+
+
+@gluon.jit
 def _half(
-    w, half: gl.constexpr, zero_smem, group, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, HALF: gl.constexpr,
-    A_WORD: gl.constexpr, BLOCK_O: gl.constexpr, layout: gl.constexpr,
+    w, half: gl.constexpr, zero, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, HALF: gl.constexpr, A_WORD: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """The numbers of a step's first or second half."""
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    zero = gl.zeros([BLOCK_O], gl.float32, gl.SliceLayout(1, left))
-    if HAS_ZEROS:
-        zero = zero_smem.index(group).load(gl.SliceLayout(1, left))
-    codes = w.slice(half * (HALF // A_WORD), HALF // A_WORD, dim=1).load(left)
+    codes = w.slice(half * (HALF // A_WORD), HALF // A_WORD, dim=1).load(gl.DotOperandLayout(0, layout, 2))
     return numbers_of(codes, zero, layout, KIND, HAS_ZEROS, HALF)
 
 
@@ -255,10 +246,10 @@ def _begin(numbers, x, half: gl.constexpr, acc, GROUP: gl.constexpr, HALF: gl.co
 
 
 @gluon.jit
-def _end(part, numbers, acc, scale_smem, group, GROUP: gl.constexpr, layout: gl.constexpr):
+def _end(part, numbers, acc, scale, GROUP: gl.constexpr):
     """acc when these products are complete.  Until then their numbers must stay in their registers."""
     part, _ = warpgroup_mma_wait(0, deps=(part, numbers))
     if GROUP > 0:
-        return acc + part * scale_smem.index(group).load(gl.SliceLayout(1, layout))[:, None]
+        return acc + part * scale[:, None]
     else:
         return part
