@@ -1,7 +1,7 @@
 """The product of few rows with a weight of 8 or 4 bits, written in Gluon for Hopper GPUs.
 
-Its two kernels are ops/products/linear_hopper.py's, whose docstring explains the order of loads and waits, over codes instead of
-numbers: the copy engine (TMA) fills all stages with codes before the product's input exists.  Codes go from shared memory to
+Its two kernels are ops/products/linear_hopper.py's, whose docstring explains the order of loads and waits, over codes instead
+of numbers: the copy engine (TMA) fills all stages with codes before the product's input exists.  Codes go from shared memory to
 registers, are converted there to bfloat16, in which every code is exact, and are the first operand of the tensor cores.  Scales
 multiply float32 sums.  So nothing is rounded before the end.
 
@@ -64,9 +64,9 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     planes = scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO, partials, arrivals
     sizes = T, O, I, scales_OG.shape[1]
     common: dict[str, Any] = dict(
-        KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None, ROWS=tiles.block_t, BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits,
-        STAGES=tiles.stages, PARTS=parts, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers,
-        **chained(x_TI.device),
+        KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None, ROWS=tiles.block_t,
+        BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
+        HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip
     steps = triton.cdiv(I, tiles.block_i)
     if tiles.alone:

@@ -11,8 +11,6 @@ Shapes: as in linear_hopper.py.  S slices, B rows of a tile, N rows of x in the 
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
@@ -210,8 +208,8 @@ def multiply(
 
     total = gl.sum(acc + other_acc, axis=0)
     complete(
-        total, out, row_scale, bias, y, partials, arrivals, tile, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS, HAS_BIAS,
-        WARPS,
+        total, out, row_scale, bias, y, partials, arrivals, tile, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS,
+        HAS_BIAS, WARPS,
     )  # fmt: skip
 
 
@@ -228,7 +226,7 @@ def _places(
 @gluon.jit
 def _of_runs(places, k, G, needed: gl.constexpr, RUNS: gl.constexpr, SLICES: gl.constexpr):
     """The scales or zeros of step k, [S, B] for each run of a slice."""
-    held = ()  # type: Any
+    held = ()
     for n in gl.static_range(RUNS):
         if needed:
             held = held + (of_groups(places[0], places[1] + k * (SLICES * RUNS) + n, G),)

@@ -77,13 +77,13 @@ def quantised_hopper_kernel(
         gl.warp_specialize(
             [
                 (multiply, (
-                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile, counted,
-                    first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS, STAGES,
-                    TILES, TURNS, PARTS, HAS_BIAS,
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS,
+                    STAGES, TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (load, (
-                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O, BLOCK_I,
-                    BLOCK_J, STAGES, TILES, PARTS, PDL,
+                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
+                    BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
                 )),
             ],
             [1], [LOADER],
@@ -92,18 +92,18 @@ def quantised_hopper_kernel(
         gl.warp_specialize(
             [
                 (multiply, (
-                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile, counted,
-                    first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS, STAGES,
-                    TILES, TURNS, PARTS, HAS_BIAS,
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS,
+                    STAGES, TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (multiply, (
-                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile, counted,
-                    first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS, STAGES,
-                    TILES, TURNS, PARTS, HAS_BIAS,
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I, SPLITS,
+                    STAGES, TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (load, (
-                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O, BLOCK_I,
-                    BLOCK_J, STAGES, TILES, PARTS, PDL,
+                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
+                    BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
                 )),
             ],
             [4, 1], [OTHERS, LOADER],

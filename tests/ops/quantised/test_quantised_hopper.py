@@ -12,7 +12,7 @@ from toolkit.kernels import DEVICE
 
 from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
-from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles, kept_groups
+from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
@@ -40,12 +40,13 @@ def test_tiles_fit_a_hopper() -> None:
             assert (kind, group, zeros) not in SEEN or T > 64 or I == 1032
             continue
         stage = tiles.block_o * tiles.block_i // codes_a_word(kind) * 2 + (T > 1) * tiles.block_t * tiles.block_i * 2
-        kept = 4 * tiles.block_o * kept_groups(I, group, tiles.block_i, tiles.splits) * (1 + zeros)
+        sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0
         row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
-        assert tiles.stages * stage + kept + row + 1024 <= 232_448 and tiles.stages > 1
+        assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
+        assert 24 <= tiles.others <= 255 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
         assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
-        assert not tiles.slices or tiles.block_i == tiles.slices * 64 * codes_a_word(kind)
-        assert tiles.slices or group % (tiles.block_i // 2) == 0
+        assert not tiles.alone or tiles.block_i == tiles.slices * 64 * codes_a_word(kind)
+        assert tiles.alone or group % (tiles.block_i // 2) == 0 and -(-I // tiles.block_i) // tiles.splits >= tiles.slices
 
 
 # T, O, I, whether gated, tiles; a slice's columns are of the kind
@@ -55,9 +56,9 @@ SLICED = (
     (8, 264, 4096, False, (8, 32, 0, 1, 4, 2, 4, True, 80)),
 )  # fmt: skip
 WIDE = (
-    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 128)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 128)),
+    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 96)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 80)),
     (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, False, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, False, 168)),
-    (19, 264, 2048, True, (32, 64, 128, 2, 8, 4, 2, False, 128)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 128)),
+    (19, 264, 2048, True, (32, 64, 128, 2, 8, 4, 2, False, 80)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 80)),
 )  # fmt: skip
 
 
