@@ -226,10 +226,14 @@ def _places(
 @gluon.jit
 def _of_runs(places, k, G, needed: gl.constexpr, RUNS: gl.constexpr, SLICES: gl.constexpr):
     """The scales or zeros of step k, [S, B] for each run of a slice."""
-    held = ()
-    for n in gl.static_range(RUNS):
-        if needed:
-            held = held + (of_groups(places[0], places[1] + k * (SLICES * RUNS) + n, G),)
+    if not needed:
+        return (0,) * RUNS
+    elif RUNS == 1:
+        return (of_groups(places[0], places[1] + k * SLICES, G),)
+    else:
+        run = places[1] + k * (SLICES * RUNS)
+        two = of_groups(places[0], run, G), of_groups(places[0], run + 1, G)
+        if RUNS == 2:
+            return two
         else:
-            held = held + (0,)
-    return held
+            return two + (of_groups(places[0], run + 2, G), of_groups(places[0], run + 3, G))
