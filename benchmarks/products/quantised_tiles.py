@@ -151,7 +151,8 @@ def trials() -> list[Trial]:
             alone = block_t <= ALONE
             width = slices * 64 * codes_a_word(kind) if alone else block_i
             tiles = HopperTiles(block_t, block_o, width, splits, warps, stages, slices, alone, registers)
-            found.append(Trial(kind, group, shape, tiles))
+            for rotated in (False,) if alone else (True, False):
+                found.append(Trial(kind, group, shape, tiles._replace(rotated=rotated)))
     return found
 
 
@@ -223,9 +224,9 @@ def sweep(todo: list[Trial], seconds: float, processes: int) -> Iterator[dict[st
 def compiled(todo: list[Trial], seconds: float, processes: int) -> set[Any]:
     """What was compiled in time, of which each kernel was held against float64."""
     start, done = time.time(), set[Any]()
-    kernels = {trial.compiled: trial for trial in reversed(todo)}
+    kernels = {trial.compiled: trial for trial in todo}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        results = pool.imap_unordered(compile_one, sorted(kernels.values(), key=lambda trial: trial.tiles.block_t))
+        results = pool.imap_unordered(compile_one, kernels.values())
         try:
             for _ in kernels:
                 why, trial = results.next(timeout=max(0.1, seconds - (time.time() - start)))

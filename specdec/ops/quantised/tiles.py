@@ -35,6 +35,7 @@ class HopperTiles(NamedTuple):
     stages: steps whose codes are in shared memory at one time.
     slices: groups of warps that take different columns; others take different rows.
     alone: whether each warp multiplies alone, and slices are of a step; else four do together, and slices take steps in turn.
+    rotated: whether programs begin with different steps.
     registers: of a thread, before the loading warp's are given to the others.
     """
 
@@ -47,6 +48,7 @@ class HopperTiles(NamedTuple):
     slices: int
     alone: bool
     registers: int
+    rotated: bool = False
 
     @property
     def of_program(self) -> int:
@@ -104,6 +106,8 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
     block_o, block_i, splits, warps, stages, slices, registers = MEASURED[a_word][block_t][shape]
     alone = block_t <= ALONE
     block_i = 64 * slices * a_word if alone else block_i
+    if not alone and I <= block_i:  # too few steps to take turns
+        warps, slices = 4, 1
     tiles = HopperTiles(block_t, block_o, block_i, 1, warps, stages, slices, alone, registers)
     count, steps = _parts(O, block_o) * tiles.of_program, _parts(I, block_i)
     if O > 8192 or count > MOST_TILES:
