@@ -151,8 +151,7 @@ def trials() -> list[Trial]:
             alone = block_t <= ALONE
             width = slices * 64 * codes_a_word(kind) if alone else block_i
             tiles = HopperTiles(block_t, block_o, width, splits, warps, stages, slices, alone, registers)
-            for rotated in (False,) if alone else (True, False):
-                found.append(Trial(kind, group, shape, tiles._replace(rotated=rotated)))
+            found.append(Trial(kind, group, shape, tiles))
     return found
 
 
@@ -195,22 +194,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--processes", type=int, default=7)
+    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS), help="rows of x")
     args = parser.parse_args()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
               "date": time.strftime("%Y-%m-%d"), "rows": [], "layers": []}  # fmt: skip
-    for found in sweep(trials(), args.seconds, args.processes):
+    todo = [trial for trial in trials() if trial.tiles.block_t in [ROWS[T] for T in args.rows]]
+    for found in sweep(todo, args.rows, args.seconds, args.processes):
         for name, rows in found.items():
             result[name] += rows
         if args.out:
             args.out.write_text(json.dumps(result) + "\n")
 
 
-def sweep(todo: list[Trial], seconds: float, processes: int) -> Iterator[dict[str, list[Any]]]:
+def sweep(todo: list[Trial], rows_of_x: list[int], seconds: float, processes: int) -> Iterator[dict[str, list[Any]]]:
     """For each number of rows and kind a row for each shape and tiling, and whole layers with some of them."""
     start = time.time()
     done = compiled(todo, 0.5 * seconds, processes)
     print(f"{len(done)} of {len(todo)} compiled in {time.time() - start:.1f} s", flush=True)
-    for T, (kind, group) in itertools.product(ROWS, FORMATS):
+    for T, (kind, group) in itertools.product(rows_of_x, FORMATS):
         if time.time() - start > 0.95 * seconds:
             print(f"no time for {T} rows of {kind}")
             continue

@@ -86,7 +86,7 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
         codes = _codes_of(weight, parts, tiles.block_o // tiles.of_program, tiles.block_i // a_word)
         x_tiles = TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], _layout(64, 2))
         quantised_hopper_kernel[(num_tiles, tiles.splits)](
-            x_tiles, codes, *planes, *sizes, BLOCK_I=tiles.block_i, TILES=tiles.of_program, TURNS=slices, ROTATED=tiles.rotated, OTHERS=tiles.others,
+            x_tiles, codes, *planes, *sizes, BLOCK_I=tiles.block_i, TILES=tiles.of_program, TURNS=slices, OTHERS=tiles.others,
             num_warps=4, **common,
         )  # fmt: skip
     return y_TO

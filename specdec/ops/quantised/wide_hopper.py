@@ -35,7 +35,7 @@ def quantised_hopper_kernel(
     T, O, I, G,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, TURNS: gl.constexpr, ROTATED: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
+    TILES: gl.constexpr, TURNS: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
     PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILES: of the weight, of a program; BLOCK_O rows each.  TURNS: groups of warps that take a tile's steps in turn.
@@ -52,7 +52,6 @@ def quantised_hopper_kernel(
     all_steps = gl.cdiv(I, BLOCK_I)
     low = all_steps * split // SPLITS
     steps = all_steps * (split + 1) // SPLITS - low
-    start = tile // TILES % steps if ROTATED else 0  # else all programs would ask L2 for the same columns of x at a time
 
     shape: gl.constexpr = [STAGES * TILES, BLOCK_O // PARTS // 8, PARTS, 8, BLOCK_J]
     w_smem = gl.allocate_shared_memory(gl.int16, shape, code_tiles.layout)
@@ -79,11 +78,11 @@ def quantised_hopper_kernel(
             [
                 (multiply, (
                     x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, start, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
+                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
                     SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (load, (
-                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, start, ROWS, BLOCK_O,
+                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
                     BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
                 )),
             ],
@@ -94,16 +93,16 @@ def quantised_hopper_kernel(
             [
                 (multiply, (
                     x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, start, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
+                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
                     SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (multiply, (
                     x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, start, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
+                    counted, first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
                     SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
                 )),
                 (load, (
-                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, start, ROWS, BLOCK_O,
+                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
                     BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
                 )),
             ],
@@ -113,39 +112,32 @@ def quantised_hopper_kernel(
 
 @gluon.jit
 def load(
-    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, start,
+    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
     TILES: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: codes of all stages, then, once x exists, its columns; then each stage that was emptied."""
     for s in gl.static_range(STAGES):
         if s < steps:
-            _load_codes(code_tiles, w_smem, full_w, tile, low + _turned(s, start, steps), s, BLOCK_O, BLOCK_J, TILES, PARTS)
+            _load_codes(code_tiles, w_smem, full_w, tile, low + s, s, BLOCK_O, BLOCK_J, TILES, PARTS)
     if PDL:
         _wait_for_the_kernel_in_front()
         _let_the_next_kernel_start()
     for s in gl.static_range(STAGES):
         if s < steps:
             mbarrier.expect(full_x.index(s), ROWS * BLOCK_I * 2)
-            _fetch(x_tiles, [first_t, (low + _turned(s, start, steps)) * BLOCK_I], full_x.index(s), x_smem.index(s))
+            _fetch(x_tiles, [first_t, (low + s) * BLOCK_I], full_x.index(s), x_smem.index(s))
     slot = 0
     phase = 0
     for k in range(STAGES, steps):
         mbarrier.wait(empty.index(slot), phase)
-        _load_codes(code_tiles, w_smem, full_w, tile, low + _turned(k, start, steps), slot, BLOCK_O, BLOCK_J, TILES, PARTS)
+        _load_codes(code_tiles, w_smem, full_w, tile, low + k, slot, BLOCK_O, BLOCK_J, TILES, PARTS)
         mbarrier.expect(full_x.index(slot), ROWS * BLOCK_I * 2)
-        _fetch(x_tiles, [first_t, (low + _turned(k, start, steps)) * BLOCK_I], full_x.index(slot), x_smem.index(slot))
+        _fetch(x_tiles, [first_t, (low + k) * BLOCK_I], full_x.index(slot), x_smem.index(slot))
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
-
-
-@gluon.jit
-def _turned(k, start, steps):
-    """The step that a program takes as its k-th."""
-    k += start
-    return gl.where(k >= steps, k - steps, k)
 
 
 @gluon.jit
@@ -162,7 +154,7 @@ def _load_codes(
 @gluon.jit
 def multiply(
     x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals,
-    tile, counted, first_t, split, low, steps, start, T, O, I, G,
+    tile, counted, first_t, split, low, steps, T, O, I, G,
     WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -177,8 +169,8 @@ def multiply(
     scale = scales_of_rows(scales, tile + MINE, O, GROUP, BLOCK_O, PARTS, layout)
     scales_B = rows_of_groups(scales, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, layout))
     zeros_B = rows_of_groups(zeros, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, left))
-    scale_low, scale_high = _of_halves(scales_B, (low + _turned(FIRST, start, steps)) * BLOCK_I, G, GROUP > 0, GROUP, HALF)
-    zero_low, zero_high = _of_halves(zeros_B, (low + _turned(FIRST, start, steps)) * BLOCK_I, G, HAS_ZEROS, GROUP, HALF)
+    scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_I, G, GROUP > 0, GROUP, HALF)
+    zero_low, zero_high = _of_halves(zeros_B, (low + FIRST) * BLOCK_I, G, HAS_ZEROS, GROUP, HALF)
     acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
     mbarrier.wait(full_w.index(FIRST), 0)
     numbers = _half(w_tiles.index(FIRST * TILES + MINE), 0, zero_low, KIND, HAS_ZEROS, HALF, A_WORD, layout)
@@ -186,7 +178,7 @@ def multiply(
     phase = 0
     for k in range(FIRST, steps, TURNS):
         more = k + TURNS < steps  # else the last step's codes are converted once more, for nothing
-        next_i = (low + _turned(gl.where(more, k + TURNS, k), start, steps)) * BLOCK_I
+        next_i = (low + gl.where(more, k + TURNS, k)) * BLOCK_I
         next_scale_low, next_scale_high = _of_halves(scales_B, next_i, G, GROUP > 0, GROUP, HALF)
         next_zero_low, next_zero_high = _of_halves(zeros_B, next_i, G, HAS_ZEROS, GROUP, HALF)
         mbarrier.wait(full_x.index(slot), phase)
