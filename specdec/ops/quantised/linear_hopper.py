@@ -9,8 +9,9 @@ multiply float32 sums.  So nothing is rounded before the end.
 - Scales for groups of columns, and zeros, are read into registers a step ahead, the first before the wait, since no kernel
   writes them.  A group's sum is multiplied by its scale.
 
-One warp of a program only loads, and has its registers taken away for the others' sake.  A stage has two barriers: one says
-that its codes or columns are there, the other that they were read.
+One warp of a program only loads, and has its registers taken away for the others' sake.  A stage has barriers for its codes
+and for its columns, which say that they are there, and one that says that they were read.  Where that warp loads x, it alone
+waits for the kernel in front; the others write nothing before columns of x have come, so not before that wait is over.
 
 Up to 16 rows each warp multiplies alone (sliced_hopper.py).  From 17 on four warps multiply together (wide_hopper.py).  This
 module knows no model's shapes and chooses no tiles.
@@ -71,7 +72,7 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     steps = triton.cdiv(I, tiles.block_i)
     if tiles.alone:
         width = 64 * a_word
-        assert tiles.block_i == slices * width and I % width == 0
+        assert tiles.block_i == slices * width and I % width == 0 and steps >= tiles.splits
         codes = _slices_of(weight, parts, tiles.block_o, slices)
         shape, strides = [a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
         block = [a_word, slices, tiles.block_t, 64]
