@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import nn
 
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
@@ -135,11 +136,11 @@ def random_pair(
     return model, head
 
 
-def round_weights(model: CausalLM, quantize: str) -> None:
-    """Stores the target's matrices in 8 or 4 bits, as EngineOptions.quantize does at load: all but the output layer."""
+def round_weights(model: nn.Module, quantize: str, but: Linear | None = None) -> None:
+    """Stores matrices, all `but` one, in 8 or 4 bits, as quantize does at load a target's, and draft_quantize a head's."""
     form = ROUNDED[quantize]
     for matrix in model.modules():
-        if isinstance(matrix, Linear) and matrix is not model.lm_head:
+        if isinstance(matrix, Linear) and matrix is not but:
             numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
             for part, weight in numbers.items():
                 matrix.fill(part, rounded(weight, form.kind, form.group))
@@ -290,13 +291,16 @@ def main() -> None:
     parser.add_argument("--no-auto", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
     parser.add_argument("--quantize", choices=("none", *ROUNDED), default="none", help="the target's weights in 8 or 4 bits")
+    parser.add_argument("--draft-quantize", choices=("none", *ROUNDED), default="none", help="the head's weights likewise")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
     if args.quantize != "none":
-        round_weights(model, args.quantize)
-        torch.cuda.empty_cache()
+        round_weights(model, args.quantize, but=model.lm_head)
+    if args.draft_quantize != "none":
+        round_weights(head, args.draft_quantize)
+    torch.cuda.empty_cache()
     rows = []
     for case in () if args.prefills else CASES:
         if args.only and not case.name.startswith(tuple(args.only)):
@@ -328,7 +332,7 @@ def main() -> None:
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
-        "quantize": args.quantize,
+        "quantize": args.quantize, "draft_quantize": args.draft_quantize,
         "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills, "generate": rates,
     }  # fmt: skip
     if args.out:

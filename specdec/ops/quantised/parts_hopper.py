@@ -1,4 +1,4 @@
-"""What the kernels of linear_hopper.py are made of: codes as numbers in registers, scales in shared memory, splits added up.
+"""What the kernels of linear_hopper.py are made of: codes as numbers in registers, scales, splits added up.
 
 This module knows no tiles.
 
@@ -16,15 +16,11 @@ from specdec.ops.quantised.linear_triton import E2M1_ASM, E4M3_ASM, INT4_ASM, IN
 
 
 @gluon.jit
-def whole_row(
-    x, low, I, A_WORD: gl.constexpr, SLICES: gl.constexpr, STEPS: gl.constexpr, num_warps: gl.constexpr
-):  # fmt: skip
+def whole_row(x, smem, low, I, A_WORD: gl.constexpr, SLICES: gl.constexpr, num_warps: gl.constexpr):
     """A program's columns of the only row of x, in shared memory as [STEPS * A_WORD, SLICES, 64] and perhaps more."""
     SLICE: gl.constexpr = 64 * A_WORD
-    AT_ONCE: gl.constexpr = 256 * num_warps
-    TIMES: gl.constexpr = (STEPS * SLICES * SLICE + AT_ONCE - 1) // AT_ONCE
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    smem = gl.allocate_shared_memory(gl.bfloat16, [TIMES, AT_ONCE], line)
+    TIMES: gl.constexpr = smem.shape[0]
+    AT_ONCE: gl.constexpr = smem.shape[1]
     for n in gl.static_range(TIMES):
         p = n * AT_ONCE + gl.arange(0, AT_ONCE, gl.BlockedLayout([8], [32], [num_warps], [0]))
         at = (low + p // (SLICES * SLICE)) * SLICES + p // 64 % SLICES
@@ -52,18 +48,17 @@ def scales_of_rows(
 
 @gluon.jit
 def complete(
-    acc, layout: gl.constexpr, scale, bias, y, partials, arrivals, tile, first_t, split, T, O,
+    acc, layout: gl.constexpr, scale, bias, y, partials, arrivals, tile, counted, first_t, split, T, O,
     GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr,
     HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the rows' scales, adds up the splits, and stores."""
+    """Multiplies by the rows' scales, adds up the splits, and stores.  counted: the number of the counter of arrivals."""
     if GROUP == 0:
         acc *= scale[:, None]
     if SPLITS == 1:
         _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: gl.constexpr = BLOCK_O * ROWS
-        counted = gl.program_id(0)
         mine = partials + counted.to(gl.int64) * (SPLITS * SIZE)
         cell = _cells(layout, 0, ROWS, BLOCK_O, ROWS)
         gl.store(mine + split * SIZE + cell, acc)
@@ -87,23 +82,16 @@ def weight_rows(r, tile, O, BLOCK_O: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def keep(
-    of_groups, smem, first_group, tile, O, G, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
-    SLICES: gl.constexpr, HELD: gl.constexpr, CHUNK: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """Scales or zeros of a program's rows and groups in shared memory, as float32 [GROUPS, BLOCK_O].
+def rows_of_groups(plane, tile, O, G, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
+    """Where the scales or zeros of a tile's rows begin; rows beyond its end stand in for row 0, and are not stored."""
+    row_O = weight_rows(gl.arange(0, BLOCK_O, layout), tile, O, BLOCK_O, PARTS)
+    return plane + gl.where(row_O < PARTS * O, row_O, 0).to(gl.int64) * G
 
-    The groups that slices need at one time lie next to each other.  HELD: groups of a slice of a step.
-    """
-    square: gl.constexpr = gl.BlockedLayout([CHUNK, 1], [1, 32], [1, num_warps], [0, 1])
-    chunks = smem._reinterpret(gl.float32, [GROUPS // CHUNK, CHUNK, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    row_O = weight_rows(gl.arange(0, BLOCK_O, gl.SliceLayout(0, square)), tile, O, BLOCK_O, PARTS)
-    for c in range(GROUPS // CHUNK):
-        at = c * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, square))
-        group = first_group + (at // (SLICES * HELD) * SLICES + at % SLICES) * HELD + at // SLICES % HELD
-        ok = (group < G)[:, None] & (row_O < PARTS * O)[None, :]
-        value = gl.load(of_groups + row_O.to(gl.int64)[None, :] * G + group[:, None], mask=ok, other=0)
-        chunks.index(c).store(value.to(gl.float32))
+
+@gluon.jit
+def of_groups(rows, group, G):
+    """The scales or zeros of a group of columns; groups beyond the last one, whose columns of x are 0, have its."""
+    return gl.load(rows + gl.minimum(group, G - 1)).to(gl.float32)
 
 
 @gluon.jit

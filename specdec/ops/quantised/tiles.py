@@ -19,8 +19,9 @@ FEW = 64  # threshold in rows of x: more are left to cuBLAS
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
 # The kinds, columns of a scale and zeros whose products by the Hopper kernels were held against float64 on a GPU.
 SEEN: tuple[tuple[Kind, int, bool], ...] = (("e4m3", 0, False), ("int4", 128, False))
-SHARED = 227_000  # bytes of shared memory that all programs of an SM may have
-CHUNK = 32  # groups whose scales a program of a Hopper kernel loads at once
+SHARED = 220_000  # bytes of shared memory that a program may have, less some for barriers and sums
+ALONE = 8  # threshold in rows of x: more are multiplied by four warps together
+LOADERS, LOADER = 4, 24  # warps that the loading warp counts for, and registers that a thread of it keeps
 
 
 class HopperTiles(NamedTuple):
@@ -30,10 +31,11 @@ class HopperTiles(NamedTuple):
     block_o: rows of the weight.
     block_i: columns of a step.
     splits: programs that share a tile's columns.
-    warps: Triton's.
+    warps: that multiply.
     stages: steps whose codes are in shared memory at one time.
-    slices: groups of warps that take different columns of a step, each warp multiplying alone; 0: four warps multiply
-        together, and all take the same columns.
+    slices: groups of warps that take different columns; others take different rows.
+    alone: whether each warp multiplies alone, and slices are of a step; else four do together, and slices take steps in turn.
+    registers: of a thread, before the loading warp's are given to the others.
     """
 
     block_t: int
@@ -43,66 +45,75 @@ class HopperTiles(NamedTuple):
     warps: int
     stages: int
     slices: int
+    alone: bool
+    registers: int
+
+    @property
+    def of_program(self) -> int:
+        """Tiles of the weight that a program's groups of four warps take."""
+        return 1 if self.alone else self.warps // 4 // self.slices
+
+    @property
+    def others(self) -> int:
+        """Registers of a thread of a second group of four warps: as many as the first has."""
+        warps = self.warps + LOADERS
+        return (self.registers * warps - LOADER * LOADERS) // self.warps // 8 * 8
+
+
+# By codes of a word, rows of x and a weight's shape: block_o, block_i (0: slices'), splits, warps, stages, slices, registers.
+MEASURED: dict[int, dict[int, dict[str, tuple[int, int, int, int, int, int, int]]]] = {
+    2: {
+        1: {"square": (16, 0, 1, 4, 5, 4, 64), "tall": (16, 0, 1, 4, 5, 4, 64), "wide": (128, 0, 1, 4, 5, 1, 128),
+            "long": (16, 0, 1, 4, 8, 4, 80)},
+        8: {"square": (16, 0, 1, 4, 4, 4, 64), "tall": (32, 0, 1, 8, 4, 4, 80), "wide": (128, 0, 1, 4, 5, 1, 80),
+            "long": (32, 0, 1, 8, 8, 4, 80)},
+        16: {"square": (64, 256, 2, 8, 4, 2, 80), "tall": (64, 256, 2, 8, 4, 2, 80), "wide": (128, 128, 1, 8, 4, 1, 80),
+             "long": (64, 256, 2, 8, 6, 2, 128)},
+        32: {"square": (64, 256, 2, 8, 4, 2, 128), "tall": (64, 256, 1, 8, 5, 2, 128), "wide": (128, 256, 1, 8, 2, 1, 80),
+             "long": (64, 256, 2, 8, 6, 2, 128)},
+        64: {"square": (64, 128, 2, 8, 6, 2, 128), "tall": (64, 128, 1, 8, 6, 2, 128), "wide": (128, 128, 1, 8, 3, 1, 80),
+             "long": (64, 128, 2, 8, 6, 2, 128)},
+    },
+    4: {
+        1: {"square": (16, 0, 1, 4, 4, 4, 80), "tall": (32, 0, 1, 8, 3, 4, 80), "wide": (64, 0, 1, 4, 4, 1, 64),
+            "long": (64, 0, 4, 4, 4, 1, 80)},
+        8: {"square": (16, 0, 1, 4, 2, 4, 80), "tall": (32, 0, 1, 8, 2, 4, 80), "wide": (128, 0, 1, 8, 4, 1, 80),
+            "long": (64, 0, 4, 4, 4, 1, 80)},
+        16: {"square": (64, 256, 2, 8, 4, 2, 80), "tall": (64, 256, 2, 8, 4, 2, 80), "wide": (128, 256, 1, 8, 3, 1, 80),
+             "long": (64, 256, 4, 8, 4, 2, 80)},
+        32: {"square": (64, 256, 2, 8, 4, 2, 128), "tall": (64, 256, 1, 8, 4, 2, 128), "wide": (128, 256, 1, 4, 2, 1, 128),
+             "long": (64, 256, 2, 8, 6, 2, 128)},
+        64: {"square": (64, 128, 2, 8, 6, 2, 128), "tall": (64, 128, 1, 8, 6, 2, 128), "wide": (256, 128, 1, 8, 5, 1, 168),
+             "long": (64, 128, 2, 8, 6, 2, 128)},  # held against float64, but not timed
+    },
+}  # fmt: skip
 
 
 @cache
 def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, gated: bool) -> HopperTiles | None:
     """Tiles of linear_hopper.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None: another one.
 
-    group: columns of a scale, 0: all.  zeros: whether there are zeros.  Those of 1 and of 17 to 32 rows were measured on an
-    H200, those of 2 to 16 and of 64 with an earlier form of the kernels: benchmarks/products/README.md, "Weights in 8 and 4
-    bits".
+    group: columns of a scale, 0: all.  zeros: whether there are zeros.  Products of other shapes than the measured ones take
+    the tiles of the most similar one.
     """
-    if not 0 < T <= FEW or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * codes_a_word(kind)):
+    a_word = codes_a_word(kind)
+    if not 0 < T <= FEW or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * a_word):
         return None
     block_t = 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
-    if T == 1:
-        block_o, slices, warps, splits, spare = _of_one_row(O, I, kind)
-    elif T <= 16:
-        block_o, slices, warps, spare = (128, 1, 8, 0) if O >= WIDE else (64, 1, 4, 0 if I > LONG else 2)
-        splits = 1 if O >= WIDE else max(1, 3 * SMS // _parts(O, block_o))
-    else:
-        block_o, slices, warps, splits, spare = _of_more_rows_together(T, O, I, kind)
-    block_i = 64 * slices * codes_a_word(kind) or (256 if T <= 32 else 128)
-    tiles = _parts(O, block_o)
-    splits = min(splits, _parts(I, 2 * block_i)) if tiles <= MOST_TILES else 1
-    programs = _parts(tiles * splits, SMS) + spare  # that an SM has room for, some of them the next product's
-    stage = 2 * block_i * (block_o // codes_a_word(kind) + (block_t if T > 1 else 0))
-    kept = 4 * block_o * kept_groups(I, group, block_i, splits) + (2 * _parts(I, splits) if T == 1 else 0)
-    stages = max(2, min(12, (SHARED // min(programs, 5) - kept - 3000) // stage))
-    return HopperTiles(block_t, block_o, block_i, splits, warps, stages, slices)
-
-
-def _of_one_row(O: int, I: int, kind: Kind) -> tuple[int, int, int, int, int]:
-    """block_o, slices, warps, splits, and room for how many programs more."""
-    if O >= WIDE:
-        return 128, 1, 4, 1, 0
-    if codes_a_word(kind) == 2:
-        block_o, warps = (16, 4) if I > LONG else (32, 8)
-        return block_o, 4, warps, 1, int(_parts(O, block_o) <= SMS)
-    if O <= 4096 and I <= LONG:
-        return 32, 4, 4, 1, 1
-    return 64, 1, 4, max(1, 4 if I <= LONG else 2 * SMS // _parts(O, 64)), 2
-
-
-def _of_more_rows_together(T: int, O: int, I: int, kind: Kind) -> tuple[int, int, int, int, int]:
-    """The same for more than 16 rows."""
-    if O >= WIDE:
-        return 128, 0, 4 if T <= 32 else 8, 1, 0
-    tiles = _parts(O, 64)
-    if codes_a_word(kind) == 2:
-        splits = max(2 if tiles <= SMS else 1, SMS // tiles)
-        return 64, 0, 4, splits, int(tiles * splits <= SMS and I <= LONG)
-    splits = max(1, (2 if I > LONG else 1) * SMS // tiles)
-    return 64, 0, 4, splits, int(tiles * splits <= SMS)
-
-
-def kept_groups(columns: int, group: int, block_i: int, splits: int) -> int:
-    """Groups whose scales such a program keeps in shared memory: all that its columns can touch, in whole chunks."""
-    if not group:
-        return 0
-    steps = _parts(_parts(columns, block_i), splits)
-    return _parts(_parts(steps * block_i, group) + (block_i % group > 0), CHUNK) * CHUNK
+    shape = "wide" if O >= WIDE else "long" if I > LONG else "square" if O <= 4096 else "tall"
+    block_o, block_i, splits, warps, stages, slices, registers = MEASURED[a_word][block_t][shape]
+    alone = block_t <= ALONE
+    block_i = 64 * slices * a_word if alone else block_i
+    if not alone and I <= block_i:  # too few steps to take turns
+        warps, slices = 4, 1
+    tiles = HopperTiles(block_t, block_o, block_i, 1, warps, stages, slices, alone, registers)
+    count, steps = _parts(O, block_o) * tiles.of_program, _parts(I, block_i)
+    if O > 8192 or count > MOST_TILES:
+        splits = 1
+    splits = max(1, min(splits, steps // 2))
+    stage = 2 * block_i * (block_o // a_word + (block_t if T > 1 else 0))
+    row = 2 * _parts(I, splits) + 1024 * warps if T == 1 else 0
+    return tiles._replace(splits=splits, stages=max(2, min(stages, (SHARED - row) // stage)))
 
 
 def _parts(whole: int, size: int) -> int:

@@ -12,12 +12,12 @@ from toolkit.kernels import DEVICE
 
 from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
-from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles, kept_groups
+from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (10240, 8192, False),
-          (57344, 8192, True), (8192, 28672, False), (1024, 512, False), (2056, 1032, False))  # fmt: skip
+          (57344, 8192, True), (8192, 28672, False), (1024, 512, False), (1024, 256, False), (2056, 1032, False))  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
@@ -33,29 +33,35 @@ def test_words_of_codes_are_pieces_of_consecutive_columns(kind: Kind) -> None:
 
 
 def test_tiles_fit_a_hopper() -> None:
-    """Keeps out: more shared memory than an SM has, more split tiles than counters, a group in parts of two slices."""
+    """Keeps out: more shared memory or registers than an SM has, more split tiles than counters, a group in parts of two
+    slices, a group of warps without a step, which would wait for one without end.
+    """
     for (kind, group, zeros), T, (O, I, gated) in product(FORMATS, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128), SHAPES):
         tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
         if tiles is None:
             assert (kind, group, zeros) not in SEEN or T > 64 or I == 1032
             continue
         stage = tiles.block_o * tiles.block_i // codes_a_word(kind) * 2 + (T > 1) * tiles.block_t * tiles.block_i * 2
-        kept = 4 * tiles.block_o * kept_groups(I, group, tiles.block_i, tiles.splits) * (1 + zeros)
+        sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0
         row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
-        assert tiles.stages * stage + kept + row + 1024 <= 232_448 and tiles.stages > 1
+        assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
+        assert tiles.alone or tiles.block_o // tiles.of_program in (64, 128)
+        assert 24 <= tiles.others <= 255 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
         assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
-        assert not tiles.slices or tiles.block_i == tiles.slices * 64 * codes_a_word(kind)
-        assert tiles.slices or group % (tiles.block_i // 2) == 0
+        assert not tiles.alone or tiles.block_i == tiles.slices * 64 * codes_a_word(kind)
+        assert tiles.alone or group % (tiles.block_i // 2) == 0 and -(-I // tiles.block_i) // tiles.splits >= tiles.slices
 
 
 # T, O, I, whether gated, tiles; a slice's columns are of the kind
 SLICED = (
-    (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1)),
-    (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1)),
+    (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4, True, 80)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1, True, 128)),
+    (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2, True, 80)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1, True, 128)),
+    (8, 264, 4096, False, (8, 32, 0, 1, 4, 2, 4, True, 80)),
 )  # fmt: skip
 WIDE = (
-    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 0)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 0)),
-    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 0)),
+    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 96)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 80)),
+    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, False, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, False, 168)),
+    (19, 264, 2048, True, (32, 64, 128, 2, 8, 4, 2, False, 80)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 80)),
 )  # fmt: skip
 
 
@@ -65,15 +71,16 @@ WIDE = (
 @pytest.mark.parametrize("wide", [False, True])
 def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool, wide: bool) -> None:
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a scale of another group or row, a split
-    without columns, stores beyond T or O, columns beyond I.
+    without columns, stores beyond T or O, columns beyond I, steps that both groups of warps take or none, a group's sum that is
+    left out.
     """
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
     for T, O, I, gated, numbers in WIDE if wide else SLICED:
         tiles = HopperTiles(*numbers)
-        if tiles.slices:  # a slice is 64 words
+        if tiles.alone:  # a slice is 64 words
             tiles = tiles._replace(block_i=tiles.slices * 64 * codes_a_word(kind))
-        if group and (I % group or group % (tiles.block_i // 2) and not tiles.slices):
+        if group and (I % group or group % (tiles.block_i // 2) and not tiles.alone):
             continue
         weight = random_weight(kind, group, zeros, 2 * O if gated else O, I)
         x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]

@@ -1,0 +1,239 @@
+"""The kernel of linear_hopper.py for up to 16 rows of x: each warp multiplies alone (mma).
+
+Latency counts, so groups of warps may take different columns of a step, and one warp of its own loads: the others wait for each
+other once a step, to say that a stage was read.  The codes of a step are in registers before those of the last one are
+multiplied.
+
+This module knows no model's shapes and chooses no tiles.
+
+Shapes: as in linear_hopper.py.  S slices, B rows of a tile, N rows of x in the tensor cores' tiles.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
+
+from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
+from specdec.ops.quantised.parts_hopper import (
+    columns_of,
+    complete,
+    numbers_of,
+    of_groups,
+    piece_of,
+    rows_of_groups,
+    scales_of_rows,
+    whole_row,
+)
+
+
+@gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
+def quantised_sliced_kernel(
+    x,  # [1, I] if ROWS is 1
+    x_tiles,  # else tiles [A_WORD, SLICES, ROWS, 64] of x as [A_WORD, I / SLICE, T, 64]
+    code_tiles,  # tiles [SLICES, BLOCK_O / PARTS / 8, PARTS, 8, 64] of the words as [J / 64, O / 8, PARTS, 8, 64]
+    scales,  # [PARTS * O, G]
+    zeros,  # as scales
+    bias,  # [PARTS * O]
+    y,  # [T, O]
+    partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
+    arrivals,  # [ARRIVALS] int32, zero before and after
+    T, O, I, G,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    STEPS: gl.constexpr, LOADER: gl.constexpr,
+    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """SLICES groups of warps take different columns of a step.
+
+    STEPS: of a program, at most.  LOADER: registers of a thread of the loading warp.  PARTS: 2 if gated, else 1.
+    """
+    A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
+    BLOCK_I: gl.constexpr = SLICES * 64 * A_WORD
+    ONE: gl.constexpr = ROWS == 1  # then the row lies in shared memory once, and all columns of the sums are its
+    TIMES: gl.constexpr = (STEPS * BLOCK_I + 256 * num_warps - 1) // (256 * num_warps)
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    all_steps = gl.cdiv(I, BLOCK_I)
+    low = all_steps * split // SPLITS
+    steps = all_steps * (split + 1) // SPLITS - low
+
+    w_smem = gl.allocate_shared_memory(gl.int16, [STAGES, SLICES, BLOCK_O // PARTS // 8, PARTS, 8, 64], code_tiles.layout)
+    full_w = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_x = full_w  # what a kernel doesn't need is not read
+    if ONE:
+        x_smem = gl.allocate_shared_memory(gl.bfloat16, [TIMES, 256 * num_warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, A_WORD, SLICES, ROWS, 64], x_tiles.layout)
+        full_x = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full_w.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+        if not ONE:
+            mbarrier.init(full_x.index(s), count=1)
+    _barrier()
+    twos: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    w_cubes = w_smem._reinterpret(gl.int32, [STAGES, SLICES, BLOCK_O, 32], twos)
+    gl.warp_specialize(
+        [
+            (multiply, (
+                x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals, tile,
+                split, low, steps, T, O, I, G, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, PARTS,
+                HAS_BIAS, PDL, num_warps,
+            )),
+            (load, (
+                x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, low, steps, A_WORD, ROWS, BLOCK_O, SLICES,
+                STAGES, PARTS, PDL,
+            )),
+        ],
+        [1], [LOADER],
+    )  # fmt: skip
+
+
+@gluon.jit
+def load(
+    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, low, steps,
+    A_WORD: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: codes of all stages, then, once x exists, its columns; then each stage that was emptied.
+
+    Columns of the only row are loaded by the warps that multiply.
+    """
+    for s in gl.static_range(STAGES):
+        if s < steps:
+            _load_codes(code_tiles, w_smem, full_w, tile, low + s, s, BLOCK_O, SLICES, PARTS)
+    if ROWS > 1:
+        if PDL:
+            _wait_for_the_kernel_in_front()
+            _let_the_next_kernel_start()
+        for s in gl.static_range(STAGES):
+            if s < steps:
+                _load_columns(x_tiles, x_smem, full_x, low + s, s, A_WORD, ROWS, SLICES)
+    slot = 0
+    phase = 0
+    for k in range(STAGES, steps):
+        mbarrier.wait(empty.index(slot), phase)
+        _load_codes(code_tiles, w_smem, full_w, tile, low + k, slot, BLOCK_O, SLICES, PARTS)
+        if ROWS > 1:
+            _load_columns(x_tiles, x_smem, full_x, low + k, slot, A_WORD, ROWS, SLICES)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _load_codes(
+    code_tiles, w_smem, full_w, tile, step, slot, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, PARTS: gl.constexpr
+):  # fmt: skip
+    mbarrier.expect(full_w.index(slot), SLICES * BLOCK_O * 128)
+    _fetch(code_tiles, [step * SLICES, tile * (BLOCK_O // PARTS // 8), 0, 0, 0], full_w.index(slot), w_smem.index(slot))
+
+
+@gluon.jit
+def _load_columns(x_tiles, x_smem, full_x, step, slot, A_WORD: gl.constexpr, ROWS: gl.constexpr, SLICES: gl.constexpr):
+    mbarrier.expect(full_x.index(slot), A_WORD * SLICES * ROWS * 128)
+    _fetch(x_tiles, [0, step * SLICES, 0, 0], full_x.index(slot), x_smem.index(slot))
+
+
+@gluon.jit
+def multiply(
+    x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals,
+    tile, split, low, steps, T, O, I, G,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """All other warps."""
+    A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
+    SLICE: gl.constexpr = 64 * A_WORD  # columns of a slice of a step: as many as lie in a row of 128 bytes
+    ONE: gl.constexpr = ROWS == 1
+    N: gl.constexpr = 8 if ONE else ROWS
+    RUN: gl.constexpr = SLICE if GROUP == 0 else GROUP  # columns that have one scale a row
+    RUNS: gl.constexpr = SLICE // RUN  # such runs of a slice
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, WARPS // SLICES, 1], [1, 16, 8])
+    out: gl.constexpr = gl.SliceLayout(0, layout)
+    row_scale = scales_of_rows(scales, tile, O, GROUP, BLOCK_O, PARTS, out)
+    pairs: gl.constexpr = gl.DotOperandLayout(0, layout, 1)  # of words, as what a loop carries is not packed again
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
+    other_acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
+    scale_at = _places(scales, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, layout))
+    zero_at = _places(zeros, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, left))
+    scale = _of_runs(scale_at, 0, G, GROUP > 0, RUNS, SLICES)
+    zero = _of_runs(zero_at, 0, G, HAS_ZEROS, RUNS, SLICES)
+    mbarrier.wait(full_w.index(0), 0)
+    codes = w_cubes.index(0).load(pairs)
+    if ONE:
+        if PDL:
+            _wait_for_the_kernel_in_front()
+            _let_the_next_kernel_start()
+        x_places = whole_row(x, x_smem, low, I, A_WORD, SLICES, WARPS)
+    else:
+        cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+        x_places = x_smem._reinterpret(gl.bfloat16, [STAGES * A_WORD, SLICES, ROWS, 64], cube)
+    slot = 0
+    phase = 0
+    for k in range(steps):
+        at = gl.minimum(k + 1, steps - 1)
+        next_scale = _of_runs(scale_at, at, G, GROUP > 0, RUNS, SLICES)
+        next_zero = _of_runs(zero_at, at, G, HAS_ZEROS, RUNS, SLICES)
+        if not ONE:
+            mbarrier.wait(full_x.index(slot), phase)
+        columns = columns_of(x_places, (k if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right)
+        if k + STAGES < steps:
+            mbarrier.arrive(empty.index(slot), count=1)
+        goes_on = k + 1 < steps  # else the last step is read once more, for nothing
+        wraps = slot + 1 == STAGES
+        slot = gl.where(goes_on, gl.where(wraps, 0, slot + 1), slot)
+        phase = gl.where(goes_on & wraps, phase ^ 1, phase)
+        mbarrier.wait(full_w.index(slot), phase)
+        next_codes = w_cubes.index(slot).load(pairs)
+        for n in gl.static_range(A_WORD):
+            numbers = numbers_of(piece_of(codes, n, A_WORD, left), zero[n * 64 // RUN], layout, KIND, HAS_ZEROS, 64)
+            if GROUP > 0:  # short chains of products, which the tensor cores work at side by side
+                part = mma_v2(numbers, columns[n], gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout))
+                acc += part * scale[n * 64 // RUN][:, :, None]
+            elif n % 2 == 0:
+                acc = mma_v2(numbers, columns[n], acc)
+            else:
+                other_acc = mma_v2(numbers, columns[n], other_acc)
+        codes = next_codes
+        scale = next_scale
+        zero = next_zero
+
+    total = gl.sum(acc + other_acc, axis=0)
+    complete(
+        total, out, row_scale, bias, y, partials, arrivals, tile, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS,
+        HAS_BIAS, WARPS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _places(
+    plane, low, tile, O, G, SLICES: gl.constexpr, RUNS: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Where rows of scales or zeros begin, [1, B], and the first run of a program's slices, [S, 1]."""
+    rows_B = rows_of_groups(plane, tile, O, G, BLOCK_O, PARTS, gl.SliceLayout(0, layout))
+    return rows_B[None, :], ((low * SLICES + gl.arange(0, SLICES, gl.SliceLayout(1, layout))) * RUNS)[:, None]
+
+
+@gluon.jit
+def _of_runs(places, k, G, needed: gl.constexpr, RUNS: gl.constexpr, SLICES: gl.constexpr):
+    """The scales or zeros of step k, [S, B] for each run of a slice."""
+    if not needed:
+        return (0,) * RUNS
+    elif RUNS == 1:
+        return (of_groups(places[0], places[1] + k * SLICES, G),)
+    else:
+        run = places[1] + k * (SLICES * RUNS)
+        two = of_groups(places[0], run, G), of_groups(places[0], run + 1, G)
+        if RUNS == 2:
+            return two
+        else:
+            return two + (of_groups(places[0], run + 2, G), of_groups(places[0], run + 3, G))

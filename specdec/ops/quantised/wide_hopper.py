@@ -1,0 +1,255 @@
+"""The kernel of linear_hopper.py for 17 rows of x and more: four warps multiply together (wgmma).
+
+One or two such groups of warps multiply, and one warp of its own loads, so that a group never waits for the other, or for a
+stage to be filled again.  Two groups take different rows of the weight, which halves the reads of x from L2, or take steps in
+turn, and add their sums in shared memory.
+
+A step has two halves: while one is multiplied, the codes of the next are converted.  A half has one scale a row.  The two
+halves' numbers lie in registers of their own: products that run still read theirs.
+
+This module knows no model's shapes and chooses no tiles.
+
+Shapes: as in linear_hopper.py.  B rows of the weight that a group takes, N rows of x.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
+from specdec.ops.quantised.parts_hopper import complete, numbers_of, of_groups, rows_of_groups, scales_of_rows
+
+
+@gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
+def quantised_hopper_kernel(
+    x_tiles,  # tiles [ROWS, BLOCK_I] of x [T, I]
+    code_tiles,  # tiles [BLOCK_O / PARTS / 8, PARTS, 8, BLOCK_J] of the words as [O / 8, PARTS, 8, J]
+    scales,  # [PARTS * O, G]
+    zeros,  # as scales
+    bias,  # [PARTS * O]
+    y,  # [T, O]
+    partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
+    arrivals,  # [ARRIVALS] int32, zero before and after
+    T, O, I, G,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, TURNS: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
+    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """TILES: of the weight, of a program; BLOCK_O rows each.  TURNS: groups of warps that take a tile's steps in turn.
+
+    LOADER, OTHERS: registers of a thread of the loading warp, and of the second group.  PARTS: 2 if gated, else 1.
+    """
+    A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
+    BLOCK_J: gl.constexpr = BLOCK_I // A_WORD
+    of_t = gl.cdiv(T, ROWS)  # neighbouring programs read the same tiles of the weight
+    tile = gl.program_id(0) // of_t * TILES
+    first_t = gl.program_id(0) % of_t * ROWS
+    counted = gl.program_id(0) * TILES
+    split = gl.program_id(1)
+    all_steps = gl.cdiv(I, BLOCK_I)
+    low = all_steps * split // SPLITS
+    steps = all_steps * (split + 1) // SPLITS - low
+
+    shape: gl.constexpr = [STAGES * TILES, BLOCK_O // PARTS // 8, PARTS, 8, BLOCK_J]
+    w_smem = gl.allocate_shared_memory(gl.int16, shape, code_tiles.layout)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_I], x_tiles.layout)
+    full_w = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full_w.index(s), count=1)
+        mbarrier.init(full_x.index(s), count=1)
+        mbarrier.init(empty.index(s), count=TILES)
+    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(summed, count=1)
+    sums = summed  # what a kernel doesn't need is not read
+    if TURNS > 1:
+        sums = gl.allocate_shared_memory(gl.float32, [BLOCK_O, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    _barrier()
+    flat: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128 if BLOCK_J >= 64 else 2 * BLOCK_J, element_bitwidth=16, rank=2
+    )
+    w_tiles = w_smem._reinterpret(gl.int16, [STAGES * TILES, BLOCK_O, BLOCK_J], flat)
+    if TILES * TURNS == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
+                    SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
+                )),
+                (load, (
+                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
+                    BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
+                )),
+            ],
+            [1], [LOADER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
+                    SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
+                )),
+                (multiply, (
+                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
+                    SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
+                )),
+                (load, (
+                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
+                    BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
+                )),
+            ],
+            [4, 1], [OTHERS, LOADER],
+        )  # fmt: skip
+
+
+@gluon.jit
+def load(
+    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps,
+    ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: codes of all stages, then, once x exists, its columns; then each stage that was emptied."""
+    for s in gl.static_range(STAGES):
+        if s < steps:
+            _load_codes(code_tiles, w_smem, full_w, tile, low + s, s, BLOCK_O, BLOCK_J, TILES, PARTS)
+    if PDL:
+        _wait_for_the_kernel_in_front()
+        _let_the_next_kernel_start()
+    for s in gl.static_range(STAGES):
+        if s < steps:
+            mbarrier.expect(full_x.index(s), ROWS * BLOCK_I * 2)
+            _fetch(x_tiles, [first_t, (low + s) * BLOCK_I], full_x.index(s), x_smem.index(s))
+    slot = 0
+    phase = 0
+    for k in range(STAGES, steps):
+        mbarrier.wait(empty.index(slot), phase)
+        _load_codes(code_tiles, w_smem, full_w, tile, low + k, slot, BLOCK_O, BLOCK_J, TILES, PARTS)
+        mbarrier.expect(full_x.index(slot), ROWS * BLOCK_I * 2)
+        _fetch(x_tiles, [first_t, (low + k) * BLOCK_I], full_x.index(slot), x_smem.index(slot))
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _load_codes(
+    code_tiles, w_smem, full_w, tile, step, slot,
+    BLOCK_O: gl.constexpr, BLOCK_J: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    mbarrier.expect(full_w.index(slot), TILES * BLOCK_O * BLOCK_J * 2)
+    for n in gl.static_range(TILES):
+        at = [(tile + n) * (BLOCK_O // PARTS // 8), 0, 0, step * BLOCK_J]
+        _fetch(code_tiles, at, full_w.index(slot), w_smem.index(slot * TILES + n))
+
+
+@gluon.jit
+def multiply(
+    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals,
+    tile, counted, first_t, split, low, steps, T, O, I, G,
+    WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Group WHO of four warps: its tile, or its steps of the only tile."""
+    A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
+    HALF: gl.constexpr = BLOCK_I // 2
+    MINE: gl.constexpr = WHO if TILES > 1 else 0
+    FIRST: gl.constexpr = WHO if TURNS > 1 else 0
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    scale = scales_of_rows(scales, tile + MINE, O, GROUP, BLOCK_O, PARTS, layout)
+    scales_B = rows_of_groups(scales, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, layout))
+    zeros_B = rows_of_groups(zeros, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, left))
+    scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_I, G, GROUP > 0, GROUP, HALF)
+    zero_low, zero_high = _of_halves(zeros_B, (low + FIRST) * BLOCK_I, G, HAS_ZEROS, GROUP, HALF)
+    acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
+    mbarrier.wait(full_w.index(FIRST), 0)
+    numbers = _half(w_tiles.index(FIRST * TILES + MINE), 0, zero_low, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+    slot = FIRST
+    phase = 0
+    for k in range(FIRST, steps, TURNS):
+        more = k + TURNS < steps  # else the last step's codes are converted once more, for nothing
+        next_i = (low + gl.where(more, k + TURNS, k)) * BLOCK_I
+        next_scale_low, next_scale_high = _of_halves(scales_B, next_i, G, GROUP > 0, GROUP, HALF)
+        next_zero_low, next_zero_high = _of_halves(zeros_B, next_i, G, HAS_ZEROS, GROUP, HALF)
+        mbarrier.wait(full_x.index(slot), phase)
+        x = x_smem.index(slot)
+        part = _begin(numbers, x, 0, acc, GROUP, HALF)
+        others = _half(w_tiles.index(slot * TILES + MINE), 1, zero_high, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+        acc = _end(part, numbers, acc, scale_low, GROUP)
+        part = _begin(others, x, 1, acc, GROUP, HALF)
+        wraps = slot + TURNS >= STAGES
+        next_slot = gl.where(more, gl.where(wraps, slot + TURNS - STAGES, slot + TURNS), slot)
+        next_phase = gl.where(more & wraps, phase ^ 1, phase)
+        mbarrier.wait(full_w.index(next_slot), next_phase)
+        numbers = _half(w_tiles.index(next_slot * TILES + MINE), 0, next_zero_low, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+        acc = _end(part, others, acc, scale_high, GROUP)
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot = next_slot
+        phase = next_phase
+        scale_low = next_scale_low
+        scale_high = next_scale_high
+        zero_high = next_zero_high
+
+    if FIRST > 0:
+        sums.store(acc)
+        _barrier()
+        mbarrier.arrive(summed, count=1)
+    else:
+        if TURNS > 1:
+            mbarrier.wait(summed, 0)
+            acc += sums.load(layout)
+        complete(
+            acc, layout, scale, bias, y, partials, arrivals, tile + MINE, counted + MINE, first_t, split, T, O, GROUP, ROWS,
+            BLOCK_O, SPLITS, PARTS, HAS_BIAS, 4,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _of_halves(rows_B, i, G, needed: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """Scales or zeros of a step's halves, which starts at column i, from global memory."""
+    if needed:
+        low = of_groups(rows_B, i // GROUP, G)
+        high = of_groups(rows_B, (i + HALF) // GROUP, G) if HALF % GROUP == 0 else low
+        return low, high
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def _half(
+    w, half: gl.constexpr, zero, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, HALF: gl.constexpr, A_WORD: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """The numbers of a step's first or second half."""
+    codes = w.slice(half * (HALF // A_WORD), HALF // A_WORD, dim=1).load(gl.DotOperandLayout(0, layout, 2))
+    return numbers_of(codes, zero, layout, KIND, HAS_ZEROS, HALF)
+
+
+@gluon.jit
+def _begin(numbers, x, half: gl.constexpr, acc, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """Starts the products of a half: added to acc, or by themselves where groups have scales."""
+    columns = x.slice(half * HALF, HALF, dim=1).permute((1, 0))
+    if GROUP > 0:
+        return warpgroup_mma(numbers, columns, gl.zeros_like(acc), is_async=True)
+    else:
+        return warpgroup_mma(numbers, columns, acc, is_async=True)
+
+
+@gluon.jit
+def _end(part, numbers, acc, scale, GROUP: gl.constexpr):
+    """acc when these products are complete.  Until then their numbers must stay in their registers."""
+    part, _ = warpgroup_mma_wait(0, deps=(part, numbers))
+    if GROUP > 0:
+        return acc + part * scale[:, None]
+    else:
+        return part
