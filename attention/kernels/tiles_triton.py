@@ -45,15 +45,9 @@ def padded(D: int, int8_product: bool = False) -> int:
 
 @lru_cache
 def paged_tiles(
-    packed_queries: int,
-    D: int,
-    itemsize: int,
-    quant: str,
-    causal: bool,
-    waves: float,
-    max_keys: int,
+    packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float, max_keys: int,
     int8_queries: bool = False,
-) -> PagedTiles:
+) -> PagedTiles:  # fmt: skip
     """The tiles for `packed_queries` queries x heads a row and kv head.
 
     D: head dim.  The tiles were measured for 128; other dims keep the bytes of a pipeline stage.
