@@ -67,6 +67,11 @@ class StepHead(DraftModel):
         """`forward` over pairs of prompts, among which a text's first pair may be."""
         return self(ids_T, hidden_TH, positions_T, attn, rows_R)
 
+    def level(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> tuple[Tensor, Tensor]:
+        """`forward`, and its result's `logits`, for the branches of one level of a draft."""
+        next_TH = self(ids_T, hidden_TH, positions_T, attn)
+        return next_TH, self.logits(next_TH)
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V]: logits over the draft vocabulary."""

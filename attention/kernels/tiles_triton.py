@@ -45,15 +45,9 @@ def padded(D: int, int8_product: bool = False) -> int:
 
 @lru_cache
 def paged_tiles(
-    packed_queries: int,
-    D: int,
-    itemsize: int,
-    quant: str,
-    causal: bool,
-    waves: float,
-    max_keys: int,
+    packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float, max_keys: int,
     int8_queries: bool = False,
-) -> PagedTiles:
+) -> PagedTiles:  # fmt: skip
     """The tiles for `packed_queries` queries x heads a row and kv head.
 
     D: head dim.  The tiles were measured for 128; other dims keep the bytes of a pipeline stage.
@@ -65,8 +59,9 @@ def paged_tiles(
     int8_queries: whether int8 keys are multiplied as they are.
 
     Up to 64 packed queries, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
-    each, and small where there are many rows and an SM holds two programs.  A single query has little to merge, so it is
-    split further.  Beyond 64, arithmetic takes the time; with few rows and few keys, tiles of 64 then give more SMs work.
+    each, and small where an SM holds two programs: with many rows, and for a few queries of one row with many keys.  A single
+    query has little to merge, so it is split further.  Beyond 64, arithmetic takes the time; with few rows and few keys, tiles
+    of 64 then give more SMs work.
     Long prompts have enough tiles for two programs an SM, one of which computes while the other waits.  float32 does not use
     tensor cores, and larger tiles would spill registers.  8-bit keys are converted to 16 bits on the way into a product of 64
     rows or more; a smaller product would read them byte by byte.  Where only keys have 8 bits, products of 16 rows are faster
@@ -96,6 +91,8 @@ def paged_tiles(
             return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
         return PagedTiles(16, keys(64), 4, 4)
     if wanted == 32:
+        if waves < 0.1 and max_keys > SHORT:
+            return PagedTiles(32, keys(64), 4, 3, an_sm=2)
         return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
     if wanted == 64 or D > 128:
         return PagedTiles(64, keys(64), 4, 4 if waves < 0.8 else 3)

@@ -82,6 +82,22 @@ class Eagle3Head(EagleHead):
     def forward(
         self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
     ) -> Tensor:
+        return self._outputs(ids_T, hidden_TH, positions_T, attn, rows_R)[0]
+
+    def level(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> tuple[Tensor, Tensor]:
+        hidden_TH, read_TH = self._outputs(ids_T, hidden_TH, positions_T, attn)
+        return hidden_TH, self.lm_head(read_TH)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.norm(hidden) if self.config.norms_logits and not self.returns_normed else hidden)
+
+    def _outputs(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(what `forward` returns, what the language-model head reads).
+
+        One launch adds and norms: a sum by torch would keep the kernels after it from starting early.
+        """
         embed, norm, H = self.embed_tokens.weight, self.hidden_norm, hidden_TH.shape[-1]
         rotation, layers = self.rotary.at(positions_T), [cast(DecoderLayer, layer) for layer in self.layers]
         x = pair_rms_norm(ids_T, embed, self.input_layernorm.weight, hidden_TH, norm.weight, norm.eps)
@@ -94,13 +110,11 @@ class Eagle3Head(EagleHead):
         for index, layer in enumerate(layers, 1):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
-        if self.returns_normed:
-            return self.norm.add(residual, delta)[1]
-        return self.group.add(residual, delta)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        reads_hidden = self.returns_normed or not self.config.norms_logits
-        return self.lm_head(hidden if reads_hidden else self.norm(hidden))
+        if not self.returns_normed and not self.config.norms_logits:
+            hidden = self.group.add(residual, delta)
+            return hidden, hidden
+        total, normed = self.norm.add(residual, delta)
+        return normed if self.returns_normed else total, normed
 
 
 class Eagle1Head(EagleHead):

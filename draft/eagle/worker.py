@@ -86,10 +86,8 @@ class DraftWorker(Drafter):
                 segment = causal_segment(group.pages, own.ends_PB[step], 1)
                 plan = AttentionPlan(split_shared(segment, group.shared), positions_B)
                 tables.append(PassTables(plan, own.slots[step]))
-            hidden_BH = self.head(tokens_B, hidden_BH, positions_B, self._attention(tables))
-            tokens_B = self.head.vocabulary.greedy(
-                self.head.logits(hidden_BH), self.head.d2t_V, noise=noise and noise.at(step + 2)
-            )
+            hidden_BH, logits_BV = self.head.level(tokens_B, hidden_BH, positions_B, self._attention(tables))
+            tokens_B = self.head.vocabulary.greedy(logits_BV, self.head.d2t_V, noise=noise and noise.at(step + 2))
             drawn.append(tokens_B)
         return DraftTree.chain(torch.stack(drawn, dim=1))
 
@@ -114,16 +112,8 @@ class DraftWorker(Drafter):
                 for prefix, own in zip(prefixes, rows, strict=True)
             ]
             tokens_R = beam.tokens_BK.flatten()
-            hidden = self.head(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self._attention(tables))
-            beam = expand(
-                candidates,
-                level,
-                beam,
-                self.head.logits(hidden),
-                self.head.d2t_V,
-                self.head.vocabulary,
-                noise and noise.at(level),
-            )
+            hidden, logits_RV = self.head.level(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self._attention(tables))
+            beam = expand(candidates, level, beam, logits_RV, self.head.d2t_V, self.head.vocabulary, noise and noise.at(level))
             ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 

@@ -274,11 +274,11 @@ FORMATS = [
 def test_tiles_fit_shared_memory(itemsize: int, quant: str, int8_queries: bool) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
     packed, dims = (1, 4, 24, 64, 128, 240, 4096), (8, 24, 64, 80, 128, 256)
-    for queries, head_dim, causal, waves in itertools.product(packed, dims, (False, True), (0.06, 2.0)):
-        tiles = paged_tiles(queries, head_dim, itemsize, quant, causal, waves, 2048 if waves < 1 else 65536, int8_queries)
+    for queries, head_dim, causal, waves, keys in itertools.product(packed, dims, (False, True), (0.06, 2.0), (2048, 65536)):
+        tiles = paged_tiles(queries, head_dim, itemsize, quant, causal, waves, keys, int8_queries)
         row = padded(head_dim) * itemsize
         narrow = tiles.stages * padded(head_dim) + row  # 8-bit blocks, and one made wider
-        keys, values = narrow if quant else tiles.stages * row, narrow if quant in ("head", "token") else tiles.stages * row
-        case = (queries, head_dim, causal, waves, tiles)
-        assert tiles.block_m * row + tiles.block_n * (keys + values) <= 227 * 1024, case
+        key, value = narrow if quant else tiles.stages * row, narrow if quant in ("head", "token") else tiles.stages * row
+        case = (queries, head_dim, causal, waves, keys, tiles)
+        assert tiles.block_m * row + tiles.block_n * (key + value) <= 227 * 1024, case
         assert tiles.block_m >= 16 and tiles.block_n >= 16, case

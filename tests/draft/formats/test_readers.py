@@ -79,11 +79,14 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, write: Callable[..., Files], opt
     fused, want = head.fuse(features), parts.fuse(features)
     positions = torch.arange(9)
     for _ in range(2):  # the second step reads what the first one left
-        fused = head(ids, fused, positions, DenseAttention(spec.model.layer_kinds))
+        inputs = ids, fused, positions, DenseAttention(spec.model.layer_kinds)
+        (at_level, logits_at_level), fused = head.level(*inputs), head(*inputs)
+        assert torch.equal(at_level, fused)
         want = parts.hidden(ids, want, target.embed_tokens.weight)
         torch.testing.assert_close(fused, want, rtol=1e-5, atol=2e-5)  # tables of angles are float32
         logits = parts.logits(want, target.lm_head.rows(torch.arange(40)))
-        torch.testing.assert_close(head.logits(fused), logits, rtol=1e-5, atol=2e-5)
+        for got in (head.logits(fused), logits_at_level):
+            torch.testing.assert_close(got, logits, rtol=1e-5, atol=2e-5)
 
 
 HEADS = {  # but z-lab's and SpecForge's of one pass: nothing tells their folders apart

@@ -63,7 +63,7 @@ def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest
     beams, hiddens = [torch.arange(spec.topk, device=decoder.settings.device).expand(batch, -1)], []
     head = decoder.head
     assert head is not None
-    expand, logits = worker.expand, head.logits
+    expand, level_of = worker.expand, head.level
 
     def watched_expand(candidates: Candidates, level: int, *rest: Any) -> Any:
         beam = expand(candidates, level, *rest)
@@ -71,12 +71,13 @@ def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest
         beams.append(beam.indices_BK)
         return beam
 
-    def watched_logits(hidden: Tensor) -> Tensor:
+    def watched_level(*inputs: Any) -> tuple[Tensor, Tensor]:
+        hidden, logits = level_of(*inputs)
         hiddens.append(hidden.view(batch, spec.topk, -1).clone())
-        return logits(hidden)
+        return hidden, logits
 
     monkeypatch.setattr(worker, "expand", watched_expand)
-    monkeypatch.setattr(head, "logits", watched_logits)
+    monkeypatch.setattr(head, "level", watched_level)
     tree = Driver(decoder).draft(batch, spec)
     if spec.topk > 1:
         paths = [paths_of(grown[-1], row) for row in range(batch)]
