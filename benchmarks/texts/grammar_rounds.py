@@ -2,11 +2,12 @@
 
     python benchmarks texts.grammar_rounds --tokenizer tokenizer.json --out benchmarks/texts/results/grammar_rounds.json
 
-tokenizer.json: of at most 128,256 ids.  The texts are arrays of objects that never end: rows write strings, numbers and keys.
+tokenizer.json: of at most 128,256 ids; texts end with --eos.  The texts are arrays of objects that never end: rows write strings,
+numbers and keys.
 "phases" is a batch without a grammar whose rounds run phase by phase, as those with a grammar do.  Every line is a round's wall
 time through the engine, as in rounds/round_8b.py; "trees" is the time from when the draft is enqueued until the host has
-completed the trees, the device's draft included; "masks" is the time that the host takes to make a round's masks and enqueue
-their copy, while the device runs the target.
+completed the trees, the device's draft included; "completing" is what the host does of that for the rows' trees; "masks" is the
+time that the host takes to make a round's masks and enqueue their copy, while the device runs the target.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rounds.round_8b import TARGET, Case, make_decoder, random_pair, random_prom
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams
+from specdec.grammar.completion import Completion
 from specdec.grammar.library import Grammars
 
 CASES = (Case("plain", 1, 1024), Case("5,4,16", 1, 1024), Case("5,4,16", 8, 1024), Case("5,1,6", 32, 1024))
@@ -41,16 +43,23 @@ ITEM = {
     "additionalProperties": False,
 }  # fmt: skip
 ENDLESS = {"type": "array", "minItems": 1000, "items": ITEM}
-EOS = 1
+RUN = Completion.run
 SETTLE = 16  # rounds before those that count: kernels compile, graphs are captured, the library learns its states
 
 
 class Clock:
-    """Adds up what the host does for masks, and how long it takes until trees are complete."""
+    """Adds up what the host does for masks and trees, and how long it takes until trees are complete."""
 
     def __init__(self, rows: Any) -> None:
-        self.rounds, self.masks, self.trees = 0, 0.0, 0.0
-        send, complete = rows._send, rows.complete
+        self.rounds, self.masks, self.trees, self.completing = 0, 0.0, 0.0, 0.0
+        send, complete, run = rows._send, rows.complete, RUN
+
+        def timed_run(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return run(*args)
+            finally:
+                self.completing += time.perf_counter() - start
 
         def timed_send(*args: Any) -> Any:
             start = time.perf_counter()
@@ -67,20 +76,21 @@ class Clock:
                 self.rounds += 1
                 self.trees += time.perf_counter() - start
 
-        rows._send, rows.complete = timed_send, timed_trees  # type: ignore[method-assign]
+        rows._send, rows.complete = timed_send, timed_trees
+        Completion.run = timed_run  # type: ignore[method-assign]
 
     def read(self) -> dict[str, float]:
         """Milliseconds a round since the last call."""
         rounds = max(1, self.rounds)
-        found = {"masks_ms": 1e3 * self.masks / rounds, "trees_ms": 1e3 * self.trees / rounds}
-        self.rounds, self.masks, self.trees = 0, 0.0, 0.0
-        return found
+        found = {name: 1e3 * getattr(self, name) / rounds for name in ("trees", "completing", "masks")}
+        self.rounds, self.masks, self.trees, self.completing = 0, 0.0, 0.0, 0.0
+        return {f"{name}_ms": value for name, value in found.items()}
 
 
 def session_of(case: Case, pair: Any, tokenizer: str, graphs: GraphMode) -> Session:
-    """A decoder whose texts end with EOS, over a tokenizer that only grammars use."""
+    """A decoder over a tokenizer that only grammars use."""
     decoder = make_decoder(*pair, spec_of(case.spec), case.batch, case.context, graphs)
-    decoder.grammars = Grammars(lambda: tokenizer, TARGET.vocab_size, [EOS])
+    decoder.grammars = Grammars(lambda: tokenizer, TARGET.vocab_size, pair[0].config.eos_ids)
     return Session(decoder)
 
 
@@ -115,19 +125,21 @@ def lines_of(case: Case, pair: Any, tokenizer: str, rounds: int) -> Iterator[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--eos", type=int, default=1, help="the id with which texts end; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--only", help="cases whose spec:batch:context starts with this")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    pair = random_pair(4096, torch.device("cuda", 0), replace(TARGET, eos_ids=(EOS,)))
+    pair = random_pair(4096, torch.device("cuda", 0), replace(TARGET, eos_ids=(args.eos,)))
     tokenizer, lines = args.tokenizer.read_text(), []
     for case in CASES:
         if args.only and not case.name.startswith(args.only):
             continue
         for line in lines_of(case, pair, tokenizer, args.rounds):
             lines.append(line)
-            host = f"trees {line['trees_ms']:.3f} ms, masks {line['masks_ms']:.3f} ms" if "masks_ms" in line else ""
+            parts = [f"{name} {line[f'{name}_ms']:.3f}" for name in ("trees", "completing", "masks") if f"{name}_ms" in line]
+            host = ", ".join(parts)
             print(f"{case.name:>16} {line['grammar']:<10} {line['ms']:7.3f} ms  {host}", flush=True)
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
