@@ -2,9 +2,9 @@
 
     python benchmarks texts.grammar_rounds --tokenizer tokenizer.json --out benchmarks/texts/results/grammar_rounds.json
 
-tokenizer.json: of at most 128,256 ids; texts end with --eos.  The texts are arrays of objects that never end: rows write strings,
-numbers and keys.
-"phases" is a batch without a grammar whose rounds run phase by phase, as those with a grammar do.  Every line is a round's wall
+tokenizer.json: of at most 128,256 ids; texts end with --eos.  The texts are arrays of objects that never end: rows write
+strings, numbers and keys.  "phases" is a batch without a grammar whose rounds run phase by phase, as those with a grammar do.
+Every line is a round's wall
 time through the engine, as in rounds/round_8b.py; "trees" is the time from when the draft is enqueued until the host has
 completed the trees, the device's draft included; "completing" is what the host does of that for the rows' trees; "masks" is the
 time that the host takes to make a round's masks and enqueue their copy, while the device runs the target.
