@@ -1,7 +1,7 @@
 """Which tokens may come next in one text, and after each node of a draft tree: masks of one bit a token.
 
 A text is at one place of its grammar.  From there the matcher walks along the tree's paths and back, so each node's mask is
-that of its own path.  This module knows no tensor.
+that of its own path; what it finds at a place is kept until the text goes on.  This module knows no tensor.
 
 The library has limits, and what it has looked at counts towards them: other drafts of a text, and other texts with the same
 grammar.  So where the library fails, a new matcher is led along the text alone, as in plain decoding; only if that one fails
@@ -24,12 +24,33 @@ class LimitError(Exception):
     """The library has failed at something that a grammar may allow."""
 
 
+class Place:
+    """Where a text stands, or would stand after some further tokens, and what the library has said there so far.
+
+    above, token: the place before, and the token after which this one follows; the text's own place has none.
+    depth: tokens after the text's own place.  is_end: whether the token ends the text, so that nothing follows.
+    only: the tokens that the grammar spells out from here on.  few: all that may follow, where they are few (completion.py).
+    Both are None until somebody asks.
+    """
+
+    __slots__ = ("above", "after", "depth", "few", "is_end", "mask_X", "only", "token")
+
+    def __init__(self, above: Place | None, token: int, is_end: bool) -> None:
+        self.above, self.token, self.is_end = above, token, is_end
+        self.depth: int = 0 if above is None else above.depth + 1
+        self.after: dict[int, Place] = {}
+        self.mask_X: np.ndarray | None = None
+        self.only: Sequence[int] | None = None
+        self.few: Sequence[int] | None = None
+
+
 class Matcher:
     """The place of one text in its grammar.
 
     start: makes the library's matcher at the beginning of a text; it may share what it learns with others of that grammar.
     renew: makes one that shares nothing.
     ends: ids that end the text.  They may stand where it is complete, or where the grammar itself has them.
+    here: the text's own place.
     is_over: whether the text has ended, or holds a token that its grammar does not allow; then nobody reads its masks.
     is_stuck: whether the library failed at the text itself, because of its limits.  Then no token is allowed.
     is_alone: whether the library failed at a draft.  From then on drafts are not looked at, and none may be accepted.
@@ -39,6 +60,7 @@ class Matcher:
     def __init__(self, start: Callable[[], Any], renew: Callable[[], Any], ends: Sequence[int], vocab_size: int) -> None:
         self._renew, self.ends, self.vocab_size = renew, frozenset(ends), vocab_size
         self.inner = start()
+        self.here = self._at = Place(None, -1, False)  # _at: where the library's matcher stands
         self._tokens: list[int] = []
         self._end_words = [(token >> 5, np.array(1 << (token & 31), np.uint32).view(np.int32)) for token in sorted(ends)]
         self.is_over = self.is_stuck = self.is_alone = False
@@ -49,6 +71,7 @@ class Matcher:
         for token in tokens:
             if self.is_over or self.is_stuck:
                 return
+            self.here = self._at = Place(None, -1, False)
             if self._goes_on(token):
                 self._tokens.append(token)
             elif not self.may_follow(token):
@@ -65,27 +88,31 @@ class Matcher:
         A node that its parent's mask bans is padding, and all nodes after it are: their masks allow everything, because nobody
         reads what the target says there.  So are nodes after the end of the text, and all nodes where `is_alone`.
         """
-        masks_NX[:] = ALL
         if self.is_over:
+            masks_NX[:] = ALL
             return
         if not self.is_stuck:
             self._fill_root(masks_NX[0])
+        masks_NX[1:] = ALL
         if self.is_stuck:
             masks_NX[:] = 0
         elif not self.is_alone and len(tokens_N) > 1:
             children: list[list[int]] = [[] for _ in range(len(masks_NX))]
             for node in range(1, len(tokens_N)):
                 children[parents_N[node]].append(node)
-            if not self.walk(lambda: self._fill_after(0, masks_NX, tokens_N, children)):
+            if not self.walk(lambda: self._fill_after(0, self.here, masks_NX, tokens_N, children)):
                 masks_NX[1:] = ALL
 
+    # ---- places ----
+
     def walk(self, visit: Callable[[], None]) -> bool:
-        """Calls a function that moves the library's matcher along drafts and back to the text, or raises LimitError.
+        """Calls a function that looks at places after the text's own, or raises LimitError.  The library's matcher comes back.
 
         False: it raised that, and no draft may be accepted any more.
         """
         try:
             visit()
+            self.go(self.here)
         except LimitError:
             self.is_alone = True
             self._begin_anew()
@@ -95,36 +122,87 @@ class Matcher:
         """Whether a text can go on with a token, whatever its grammar.  Drafts may be any ids."""
         return 0 <= token < self.vocab_size and token not in self.ends
 
-    def may_end(self, token: int) -> bool:
-        """Whether a token would end the text, which is complete at the place of the library's matcher."""
-        return token in self.ends and self.inner.is_accepting()
+    def step(self, place: Place, token: int) -> Place | None:
+        """The place after one more token; None if the grammar does not allow the token there.  LimitError as in `go`."""
+        found = place.after.get(token)
+        if found is None and self._allows(place, token):
+            found = self.next_place(place, token)
+        return found
 
-    def mask(self) -> np.ndarray:
-        """[X] int32: the mask at the place of the library's matcher.  LimitError if the library fails."""
-        mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
-        if not self._fill_one(mask_X):
-            raise LimitError
-        return mask_X
+    def next_place(self, place: Place, token: int) -> Place:
+        """The place after a token that the place's mask allows."""
+        found = place.after.get(token)
+        if found is None:
+            found = place.after[token] = Place(place, token, token in self.ends)
+        return found
 
-    def back(self, tokens: int = 1) -> None:
-        """Moves the library's matcher back."""
-        if not self.inner.rollback(tokens):
+    def _allows(self, place: Place, token: int) -> bool:
+        if place.is_end or not 0 <= token < self.vocab_size:
+            return False
+        if place.mask_X is not None:
+            return has(place.mask_X, token)
+        self.go(place)
+        if token in self.ends:
+            return bool(self.inner.is_accepting())
+        only = self.only_token(place)
+        return only in (None, token) and not self.inner.is_stopped() and bool(self.inner.validate_tokens([token]))
+
+    def only_token(self, place: Place) -> int | None:
+        """The only token that may follow at a place, if the grammar spells out what comes next.  LimitError as in `go`."""
+        if place.only is None:
+            self.go(place)
+            place.only = [] if self.inner.is_stopped() else self.inner.compute_ff_tokens()
+        return place.only[0] if place.only else None
+
+    def mask(self, place: Place) -> np.ndarray:
+        """[X] int32: the mask at a place, not to be changed.  LimitError if the library fails."""
+        if place.mask_X is None:
+            self.go(place)
+            mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
+            if not self._fill_one(mask_X):
+                raise LimitError
+            place.mask_X = mask_X
+        return place.mask_X
+
+    def go(self, place: Place) -> None:
+        """Moves the library's matcher to a place.  LimitError if the library fails."""
+        if place is self._at:
+            return
+        here, there, back, ahead = self._at, place, 0, list[int]()
+        while here is not there:
+            if here.depth >= there.depth:
+                assert here.above is not None
+                here, back = here.above, back + 1
+            else:
+                assert there.above is not None
+                ahead.append(there.token)
+                there = there.above
+        if back and not self.inner.rollback(back):
             raise LimitError
+        if ahead and self.inner.try_consume_tokens(ahead[::-1]) != len(ahead):
+            raise LimitError
+        self._at = place
+
+    # ---- the text itself ----
 
     def _fill_root(self, mask_X: np.ndarray) -> None:
-        if not self._fill_one(mask_X):
-            self.is_stuck = not (self._begin_anew() and self._fill_one(mask_X))
+        if self.here.mask_X is None:
+            if not self._fill_one(mask_X):
+                self.is_stuck = not (self._begin_anew() and self._fill_one(mask_X))
+            if not self.is_stuck:
+                self.here.mask_X = mask_X.copy()
+        else:
+            mask_X[:] = self.here.mask_X
 
-    def _fill_after(self, node: int, masks_NX: np.ndarray, tokens_N: Sequence[int], children: list[list[int]]) -> None:
-        """Fills the masks of all nodes after one at which the library's matcher stands, and whose own mask is there."""
+    def _fill_after(
+        self, node: int, place: Place, masks_NX: np.ndarray, tokens_N: Sequence[int], children: list[list[int]]
+    ) -> None:
+        """Fills the masks of all nodes after one whose own mask is there."""
         for child in children[node]:
-            token = tokens_N[child]
-            if not self.may_follow(token) or not has(masks_NX[node], token):
-                continue
-            if not self._goes_on(token) or not self._fill_one(masks_NX[child]):
-                raise LimitError
-            self._fill_after(child, masks_NX, tokens_N, children)
-            self.back()
+            next_ = self.step(place, tokens_N[child])
+            if next_ is not None and not next_.is_end:
+                masks_NX[child] = self.mask(next_)
+                self._fill_after(child, next_, masks_NX, tokens_N, children)
 
     def _goes_on(self, token: int) -> bool:
         """Moves the library's matcher on, if the token neither ends the text nor breaks the grammar."""
@@ -147,6 +225,7 @@ class Matcher:
     def _begin_anew(self) -> bool:
         """Leads a new matcher of the library along the text.  False: it fails there, so the text is stuck."""
         self.inner = self._renew()
+        self.here = self._at = Place(None, -1, False)
         mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
         for token in self._tokens:  # with a mask before each token, as in plain decoding: masks move the library's limits
             self.inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)

@@ -14,7 +14,7 @@ import pytest
 from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, mask_after, paths_of, tokenizer_json
 
 from specdec.config import GrammarKind
-from specdec.grammar.completion import FEW, Completion, _banned, _few
+from specdec.grammar.completion import FEW, Completion, look_ahead
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
@@ -69,6 +69,8 @@ def test_the_target_reads_no_broken_draft(grammars: Grammars, kind: GrammarKind,
     for _ in range(14):
         masks = Masks(grammars, kind, text)
         drafts, above = random_tree(draw, masks, text[-1] if text else 0, is_chain)
+        if draw.random() < 0.5:
+            look_ahead(matcher, len(drafts), DEEPEST, is_chain)
         tokens, parents = Completion(matcher, drafts, above, DEEPEST, is_chain).run()
         assert len(tokens) == len(parents) == len(drafts) and tokens[0] == drafts[0]
         assert all(0 <= parent < node for node, parent in enumerate(parents) if node) and {*tokens[1:]} <= {*range(V)}
@@ -111,6 +113,19 @@ def test_forced_tokens_come_first(grammars: Grammars) -> None:
     assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_what_was_looked_at_ahead_is_not_asked_again(grammars: Grammars, is_chain: bool) -> None:
+    """Keeps out: a host that asks the library again for what it found while the device drafted, so that the device waits."""
+    matcher = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
+    nodes = DEEPEST + 1 if is_chain else N
+    parents = [0, *(range(nodes - 1) if is_chain else [0] * (nodes - 1))]
+    look_ahead(matcher, nodes, DEEPEST, is_chain)
+    matcher.inner = None  # nobody can be asked any more
+    tokens, above = Completion(matcher, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
+    fresh = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
+    assert (tokens, above) == Completion(fresh, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
+
+
 def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
     """Keeps out: a search without end for a token that a grammar bans, and equal siblings."""
 
@@ -127,24 +142,3 @@ def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
     matcher = Matcher(Free, Free, (EOS,), V)
     assert Completion(matcher, [1, 5, 6, 7], [0, 0, 0, 0], 2, False).run() == ([1, 0, 1, 2], [0, 0, 0, 0])
     assert Completion(matcher, [1, 5, 6], [0, 0, 1], 2, True).run() == ([1, 5, 0], [0, 0, 1])
-
-
-def test_a_mask_s_tokens_are_those_of_its_bits() -> None:
-    """Of vocabularies that end in the middle of a word.
-
-    Keeps out: as many tokens as are worth a place, less one; padding beyond the vocabulary, whose bits are 0 too.
-    """
-    draw = random.Random(4)
-    for _ in range(300):
-        vocab = draw.randrange(1, 200)
-        fits = sorted(draw.sample(range(vocab), min(vocab, draw.choice([0, 1, FEW - 1, FEW, FEW + 1, vocab]))))
-        mask_X = np.zeros(-(-vocab // 32), np.uint32)
-        for token in fits:
-            mask_X[token >> 5] |= np.uint32(1 << (token & 31))
-        mask_X = mask_X.view(np.int32)
-        assert _few(mask_X) == (fits if len(fits) <= FEW else [])
-        most = draw.randrange(1, 9)
-        banned = _banned(mask_X, vocab, most)
-        words = {token >> 5 for token in range(vocab) if token not in fits}
-        assert not {*banned} & {*fits} and all(0 <= token < vocab for token in banned)
-        assert len(banned) == len({token >> 5 for token in banned}) == min(most, len(words))

@@ -19,7 +19,7 @@ from toolkit.driver import Driver
 from transformers import AutoModelForCausalLM
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder
-from specdec.grammar.matcher import LimitError, Matcher
+from specdec.grammar.matcher import LimitError, Matcher, Place
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.steps import Grammar
 
@@ -187,16 +187,16 @@ def test_a_limit_that_drafts_reach_ends_no_text(
 ) -> None:
     """The library fails at some drafts, while trees are completed or masks are made.  Keeps out: a request that fails for that;
     drafts that are accepted without a mask; other rows that stop drafting; a row that stops in the next request too."""
-    calls, back = iter(range(10**9)), Matcher.back
+    calls, go = iter(range(10**9)), Matcher.go
 
-    def fails(matcher: Matcher, tokens: int = 1) -> None:
-        if next(calls) in (15, 40):
+    def fails(matcher: Matcher, place: Place) -> None:
+        if place.depth and next(calls) in (15, 40):
             raise LimitError
-        back(matcher, tokens)
+        go(matcher, place)
 
     whole = [out.stats.accepted for out in decoder.generate(PROMPTS[:3], PARAMS[:3])]
     with monkeypatch.context() as patch:
-        patch.setattr(Matcher, "back", fails)
+        patch.setattr(Matcher, "go", fails)
         outputs = decoder.generate(PROMPTS[:3], PARAMS[:3])
     assert [out.token_ids for out in outputs] == plain[:3]
     accepted = [out.stats.accepted for out in outputs]
