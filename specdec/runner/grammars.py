@@ -28,7 +28,7 @@ from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.parallel.group import ALONE, Group
 from specdec.runner.readback import Readback, Ticket
-from specdec.steps import Entry, LeaveRows, PromptPart
+from specdec.steps import Entry, Grammar, LeaveRows, PromptPart
 
 HostTree: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens and parents
 HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # by row
@@ -63,7 +63,7 @@ class Unread(NamedTuple):
 class GrammarRows:
     """The rows with a grammar, by row of the batch.  vocab_size: the target's.  group: the ranks of the model.
 
-    grammars: compiles what rows ask for; None as long as nobody may ask.
+    grammars: compiles what rows ask for; None as long as nobody may ask, and on ranks after the first.
     """
 
     def __init__(self, readback: Readback, vocab_size: int, group: Group = ALONE) -> None:
@@ -79,9 +79,13 @@ class GrammarRows:
     def enter(self, entry: Entry) -> None:
         """A request takes a row, which `leave` has cleared."""
         if entry.grammar is not None:
-            assert self.grammars is not None, "whoever checks grammars hands the runner what compiles them"
-            matcher = self.grammars.matcher(entry.grammar) if self._group.rank == 0 else None
-            self._rows[entry.row] = GrammarRow(matcher, entry.speculates)
+            self._rows[entry.row] = GrammarRow(self._matcher(entry.grammar), entry.speculates)
+
+    def _matcher(self, grammar: Grammar) -> Matcher | None:
+        if self._group.rank != 0:
+            return None
+        assert self.grammars is not None, "whoever checks grammars hands the runner what compiles them"
+        return self.grammars.matcher(grammar)
 
     def leave(self, step: LeaveRows) -> None:
         """Rows move and end."""
