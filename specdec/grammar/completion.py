@@ -29,7 +29,7 @@ class Completion:
         self.matcher, self.is_chain, self.most_depth = matcher, is_chain, most_depth
         self._drafts, self._above, self._nodes = drafts_N, parents_N, len(drafts_N)
         self.tokens, self.parents = [drafts_N[0]], [0]
-        self._places, self._held = [matcher.here], [set[int]()]  # by node; its children's tokens
+        self._places, self._is_leaf = [matcher.here], [True]  # by node
 
     def run(self) -> tuple[list[int], list[int]]:
         """The tree's tokens and parents, as many as were drafted.  The matcher stays at its place."""
@@ -56,10 +56,23 @@ class Completion:
 
     def _keep_drafts(self) -> None:
         """Adds the drafts that keep the grammar, in their own order."""
-        step, places, kept = self.matcher.step, self._places, {0: 0}
-        for node, (token, parent) in enumerate(zip(self._drafts, self._above, strict=True)):
-            if node and (above := kept.get(parent)) is not None and (place := step(places[above], token)) is not None:
-                kept[node] = self._add(above, token, place)
+        step, drafts = self.matcher.step, self._drafts
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self._above):
+            if node:
+                children.setdefault(parent, []).append(node)
+        found, left = {0: self.matcher.here}, [0]
+        while left:  # path by path, so that the library's matcher moves little
+            above = left.pop()
+            place = found[above]
+            for node in children[above] if above in children else ():
+                next_ = step(place, drafts[node])
+                if next_ is not None:
+                    found[node] = next_
+                    left.append(node)
+        kept = {0: 0}
+        for node in sorted(found)[1:]:
+            kept[node] = self._add(kept[self._above[node]], drafts[node], found[node])
 
     # ---- what the grammar says by itself ----
 
@@ -80,7 +93,7 @@ class Completion:
         node = 0
         while node < len(self.tokens) < self._nodes:
             place = self._places[node]
-            if place.depth < self.most_depth and not place.is_end and not self._held[node]:
+            if self._is_leaf[node] and place.depth < self.most_depth and not place.is_end:
                 yield node, place
             node += 1
 
@@ -94,15 +107,16 @@ class Completion:
                 self.tokens += islice(cycle(banned or [self._drafts[0]]), room)
                 self.parents += range(last, last + room) if self.is_chain else [0] * room
             else:
-                token = next(token for token in range(self.matcher.vocab_size) if token not in self._held[last])
+                held = {token for token, above in zip(self.tokens[1:], self.parents[1:], strict=True) if above == last}
+                token = next(token for token in range(self.matcher.vocab_size) if token not in held)
                 self._add(last, token, Place(place, token, token in self.matcher.ends))
 
     def _add(self, above: int, token: int, place: Place) -> int:
         self.tokens.append(token)
         self.parents.append(above)
         self._places.append(place)
-        self._held[above].add(token)
-        self._held.append(set())
+        self._is_leaf[above] = False
+        self._is_leaf.append(True)
         return len(self.tokens) - 1
 
 

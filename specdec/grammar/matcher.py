@@ -141,11 +141,14 @@ class Matcher:
             return False
         if place.mask_X is not None:
             return has(place.mask_X, token)
-        self.go(place)
         if token in self.ends:
+            self.go(place)
             return bool(self.inner.is_accepting())
         only = self.only_token(place)
-        return only in (None, token) and not self.inner.is_stopped() and bool(self.inner.validate_tokens([token]))
+        if only is not None:
+            return only == token
+        self.go(place)
+        return bool(self.inner.validate_tokens([token]))  # no token, where the library has stopped
 
     def only_token(self, place: Place) -> int | None:
         """The only token that may follow at a place, if the grammar spells out what comes next.  LimitError as in `go`."""
@@ -199,9 +202,17 @@ class Matcher:
     ) -> None:
         """Fills the masks of all nodes after one whose own mask is there."""
         for child in children[node]:
-            next_ = self.step(place, tokens_N[child])
-            if next_ is not None and not next_.is_end:
-                masks_NX[child] = self.mask(next_)
+            token = tokens_N[child]
+            if not self.may_follow(token) or not has(masks_NX[node], token):
+                continue
+            next_ = self.next_place(place, token)
+            if next_.mask_X is not None:
+                masks_NX[child] = next_.mask_X
+            else:
+                self.go(next_)
+                if not self._fill_one(masks_NX[child]):
+                    raise LimitError
+            if children[child]:
                 self._fill_after(child, next_, masks_NX, tokens_N, children)
 
     def _goes_on(self, token: int) -> bool:
