@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from toolkit.parallel.gpus import in_turn
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
@@ -79,3 +81,12 @@ def test_graphs_read_completed_trees(spec: SpecConfig) -> None:
     assert accepted["cuda", "step"] == eager == accepted["cuda", "round"]
     # A drafter's scores differ in their last bits between devices, so a tree may have another node here and there.
     assert abs(sum(eager) - sum(accepted["cpu", False])) <= 0.05 * sum(eager)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_obey_the_first_one_s_grammars(expected: list[list[int]]) -> None:
+    """Keeps out: a rank whose target reads the drafted tree, or chooses with the masks of another round."""
+    with in_turn(), load(cuda_graphs="round", max_batch_size=4, tensor_parallel_size=2) as decoder:
+        for speculate in (True, True, False):
+            outputs = decoder.generate(prompts(), params(), speculate=speculate)
+            assert [out.token_ids for out in outputs] == expected
