@@ -56,8 +56,8 @@ class Watch:
             done = self._run(tree)
             self.seconds += time.thread_time() - start
             self.trees += 1
-            self.added += len(tree._depths) - 1
-            self.padding += len(tree._drafts) - len(tree._depths)
+            self.added += len(tree._places) - 1
+            self.padding += len(tree._drafts) - len(tree._places)
             return done if self.completes else (tree._drafts, tree._above)
 
         return run
