@@ -14,7 +14,8 @@ Shapes: B rows of a pass, N nodes, G of the rows that have a grammar, X words of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -71,7 +72,7 @@ class GrammarRows:
         self.grammars: Grammars | None = None
         self._rows: dict[int, GrammarRow] = {}
         self._unread: deque[Unread] = deque()
-        self._followed: Unread | None = None  # of the last round, whose texts have taken nothing of it yet
+        self._follows = True  # whether texts go on along what rounds emit
         self._buffers: dict[tuple[int, int], BitMasks] = {}  # by B and N, since graphs read them
 
     # ---- rows come and go ----
@@ -116,17 +117,17 @@ class GrammarRows:
 
     def follow_round(self, emitted_BX: torch.Tensor) -> None:
         """Has the texts take what a round emits, once it is on the host.  emitted_BX: see Round."""
-        self._followed = None
-        if (texts := self._running(emitted_BX.shape[0])) and self._group.rank == 0:
-            self._followed = Unread(self._readback.start(emitted_BX), texts, True)
-            self._unread.append(self._followed)
+        if self._follows and self._group.rank == 0 and (texts := self._running(emitted_BX.shape[0])):
+            self._unread.append(Unread(self._readback.start(emitted_BX), texts, True))
 
-    def forget_round(self) -> None:
-        """The last round was only tried, so no text takes what it emitted."""
-        if self._followed is not None:
-            self._unread.remove(self._followed)
-            self._followed.ticket.drop()
-            self._followed = None
+    @contextmanager
+    def only_trying(self) -> Iterator[None]:
+        """Inside, rounds are only tried: no text takes what they emit."""
+        self._follows = False
+        try:
+            yield
+        finally:
+            self._follows = True
 
     def _take(self) -> None:
         """Waits for what earlier passes have emitted."""

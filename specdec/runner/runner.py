@@ -201,8 +201,8 @@ class DeviceRunner:
             if isinstance(tried, CatchUp):
                 self._catch_up(tried)
             else:
-                self._launch_round(tried)
-                self.grammars.forget_round()
+                with self.grammars.only_trying():
+                    self._launch_round(tried)
             done = self.readback.mark()
             for tensor, value in zip(changed, saved, strict=True):
                 tensor.copy_(value)

@@ -14,7 +14,7 @@ import pytest
 from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, mask_after, paths_of, tokenizer_json
 
 from specdec.config import GrammarKind
-from specdec.grammar.completion import FEW, Completion, look_ahead
+from specdec.grammar.completion import FEW, Completion, _banned, _few, look_ahead
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
@@ -142,3 +142,26 @@ def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
     matcher = Matcher(Free, Free, (EOS,), V)
     assert Completion(matcher, [1, 5, 6, 7], [0, 0, 0, 0], 2, False).run() == ([1, 0, 1, 2], [0, 0, 0, 0])
     assert Completion(matcher, [1, 5, 6], [0, 0, 1], 2, True).run() == ([1, 5, 0], [0, 0, 1])
+
+
+def test_a_mask_s_tokens_are_those_of_its_bits() -> None:
+    """Of vocabularies that end in the middle of a word.
+
+    Keeps out: as many tokens as are worth a place, less one; padding beyond the vocabulary, whose bits are 0 too.
+    """
+    draw = random.Random(4)
+    for _ in range(300):
+        vocab = draw.randrange(1, 200)
+        fits = sorted(draw.sample(range(vocab), min(vocab, draw.choice([0, 1, FEW - 1, FEW, FEW + 1, vocab]))))
+        mask_X = np.zeros(-(-vocab // 32), np.uint32)
+        for token in fits:
+            mask_X[token >> 5] |= np.uint32(1 << (token & 31))
+        mask_X = mask_X.view(np.int32)
+        assert _few(mask_X) == (fits if len(fits) <= FEW else ())
+        most = draw.randrange(1, 9)
+        matcher = Matcher(lambda: None, lambda: None, (), vocab)
+        matcher.here.mask_X = mask_X
+        banned = _banned(matcher, matcher.here, most)
+        words = {token >> 5 for token in range(vocab) if token not in fits}
+        assert not {*banned} & {*fits} and all(0 <= token < vocab for token in banned)
+        assert len(banned) == len({token >> 5 for token in banned}) == min(most, len(words))

@@ -202,3 +202,14 @@ def test_a_limit_that_drafts_reach_ends_no_text(
     accepted = [out.stats.accepted for out in outputs]
     assert sum(accepted) < sum(whole) and accepted[1] == whole[1]
     assert decoder.generate(PROMPTS[0], PARAMS[0])[0].stats.accepted == whole[0]
+
+
+def test_rounds_that_are_only_tried_lead_no_text_on(plain: list[list[int]]) -> None:
+    """All shapes, of batches with grammars and without.  Keeps out: a text that takes a trial's tokens, and a trial without
+    grammars that takes from a text what its last round has emitted."""
+    decoder = load(None, SpecConfig("auto", 4, 16))
+    driver = Driver(decoder)
+    driver.set_depth(1)
+    controller = driver.controller_that_tries()
+    controller.wanted = lambda rows, share, ready: [shape for shape in (None, *controller.shapes) if shape not in ready]
+    assert [out.token_ids for out in decoder.generate(PROMPTS, PARAMS)] == plain
