@@ -10,13 +10,13 @@ This module knows no tensor.  Shapes: N nodes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
 
 import numpy as np
 
 from specdec.grammar.matcher import ALL, Matcher, Place
 
 FEW = 16  # threshold: where the grammar allows at most so many tokens, all of them are worth a place that nobody else takes
+FIRST_WORDS = 16  # of a mask, where a banned token is looked for first: nearly every mask bans one there
 
 
 class Completion:
@@ -56,23 +56,11 @@ class Completion:
 
     def _keep_drafts(self) -> None:
         """Adds the drafts that keep the grammar, in their own order."""
-        step, drafts = self.matcher.step, self._drafts
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self._above):
-            if node:
-                children.setdefault(parent, []).append(node)
-        found, left = {0: self.matcher.here}, [0]
-        while left:  # path by path, so that the library's matcher moves little
-            above = left.pop()
-            place = found[above]
-            for node in children[above] if above in children else ():
-                next_ = step(place, drafts[node])
-                if next_ is not None:
-                    found[node] = next_
-                    left.append(node)
-        kept = {0: 0}
-        for node in sorted(found)[1:]:
-            kept[node] = self._add(kept[self._above[node]], drafts[node], found[node])
+        drafts, above, next_place, nodes = self._drafts, self._above, self.matcher.next_place, {0: 0}
+        for draft, keeps in enumerate(self.matcher.allows(drafts, above)):
+            if keeps and draft:
+                parent = nodes[above[draft]]
+                nodes[draft] = self._add(parent, drafts[draft], next_place(self._places[parent], drafts[draft]))
 
     # ---- what the grammar says by itself ----
 
@@ -98,18 +86,18 @@ class Completion:
             node += 1
 
     def _pad(self) -> None:
-        """Fills the tree with tokens that are banned where they stand.  Where nothing is banned, any token is a draft."""
+        """Fills the tree with a token that is banned where it stands.  Where nothing is banned, any token is a draft."""
         while room := self._nodes - len(self.tokens):
             last = len(self.tokens) - 1 if self.is_chain else 0
             place = self._places[last]
-            banned = [] if place.is_end else _banned(self.matcher, place, room)
-            if place.is_end or banned:
-                self.tokens += islice(cycle(banned or [self._drafts[0]]), room)
+            banned = self._drafts[0] if place.is_end else _banned(self.matcher, place)
+            if banned is not None:
+                self.tokens += [banned] * room
                 self.parents += range(last, last + room) if self.is_chain else [0] * room
             else:
                 held = {token for token, above in zip(self.tokens[1:], self.parents[1:], strict=True) if above == last}
                 token = next(token for token in range(self.matcher.vocab_size) if token not in held)
-                self._add(last, token, Place(place, token, token in self.matcher.ends))
+                self._add(last, token, self.matcher.next_place(place, token))
 
     def _add(self, above: int, token: int, place: Place) -> int:
         self.tokens.append(token)
@@ -124,8 +112,8 @@ def look_ahead(matcher: Matcher, nodes: int, most_depth: int, is_chain: bool) ->
     """Looks at the places of the tree that a grammar makes by itself, so that completing a drafted one takes less time."""
 
     def look() -> None:
-        matcher.mask(matcher.here)
         ahead = [matcher.here]
+        _banned(matcher, matcher.here)
         for place in ahead:
             if len(ahead) >= nodes:
                 return
@@ -145,9 +133,9 @@ def _proposed(matcher: Matcher, place: Place) -> Sequence[int]:
 
 
 def _few(mask_X: np.ndarray) -> Sequence[int]:
-    words = mask_X.nonzero()[0]
-    if len(words) > FEW:
+    if np.count_nonzero(mask_X) > FEW:
         return ()
+    words = mask_X.nonzero()[0]
     tokens: list[int] = []
     for word, bits in zip(words.tolist(), mask_X[words].view(np.uint32).tolist(), strict=True):
         if len(tokens) + bits.bit_count() > FEW:
@@ -158,13 +146,20 @@ def _few(mask_X: np.ndarray) -> Sequence[int]:
     return tokens
 
 
-def _banned(matcher: Matcher, place: Place, most: int) -> list[int]:
-    """Up to `most` tokens that a place's mask bans, at most one of each word."""
-    mask_X = matcher.mask(place)
-    words = (mask_X != ALL).nonzero()[0][:most]
-    pairs = zip(words.tolist(), (~mask_X[words]).view(np.uint32).tolist(), strict=True)
-    tokens = (32 * word + _lowest(bits) for word, bits in pairs)
-    return [token for token in tokens if token < matcher.vocab_size]
+def _banned(matcher: Matcher, place: Place) -> int | None:
+    """A token that a place's mask bans; None if it bans none.  LimitError if the library fails."""
+    if place.banned is None:
+        place.banned = _first_banned(matcher.mask(place), matcher.vocab_size)
+    return place.banned if place.banned < matcher.vocab_size else None
+
+
+def _first_banned(mask_X: np.ndarray, vocab_size: int) -> int:
+    """The first token that a mask bans; vocab_size if it bans none."""
+    for word, bits in enumerate(mask_X[:FIRST_WORDS].tolist()):
+        if bits != ALL:
+            return min(32 * word + _lowest(~bits), vocab_size)
+    words = (mask_X != ALL).nonzero()[0]
+    return min(32 * int(words[0]) + _lowest(~int(mask_X[words[0]])), vocab_size) if len(words) else vocab_size
 
 
 def _lowest(bits: int) -> int:

@@ -29,11 +29,11 @@ class Place:
 
     above, token: the place before, and the token after which this one follows; the text's own place has none.
     depth: tokens after the text's own place.  is_end: whether the token ends the text, so that nothing follows.
-    only: the tokens that the grammar spells out from here on.  few: all that may follow, where they are few (completion.py).
-    Both are None until somebody asks.
+    only: the tokens that the grammar spells out from here on.  few: all that may follow, where they are few; banned: one that
+    may not (completion.py).  Each is None until somebody asks.
     """
 
-    __slots__ = ("above", "after", "depth", "few", "is_end", "mask_X", "only", "token")
+    __slots__ = ("above", "after", "banned", "depth", "few", "is_end", "mask_X", "only", "token")
 
     def __init__(self, above: Place | None, token: int, is_end: bool) -> None:
         self.above, self.token, self.is_end = above, token, is_end
@@ -42,6 +42,7 @@ class Place:
         self.mask_X: np.ndarray | None = None
         self.only: Sequence[int] | None = None
         self.few: Sequence[int] | None = None
+        self.banned: int | None = None
 
 
 class Matcher:
@@ -68,16 +69,17 @@ class Matcher:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Goes on along tokens that the text has got."""
-        for token in tokens:
-            if self.is_over or self.is_stuck:
-                return
-            self.here = self._at = Place(None, -1, False)
-            if self._goes_on(token):
-                self._tokens.append(token)
-            elif not self.may_follow(token):
-                self.is_over = True
-            else:
-                self._take_anew(token)
+        if not tokens or self.is_over or self.is_stuck:
+            return
+        self.here = self._at = Place(None, -1, False)
+        count = self._go_on(tokens)
+        if count == len(tokens):
+            return
+        if not self.may_follow(tokens[count]):
+            self.is_over = True
+        else:
+            self._take_anew(tokens[count])
+            self.take(tokens[count + 1 :])
 
     def fill(self, masks_NX: np.ndarray, tokens_N: Sequence[int] = (), parents_N: Sequence[int] = ()) -> None:
         """Writes the mask after each node of a tree.
@@ -122,12 +124,47 @@ class Matcher:
         """Whether a text can go on with a token, whatever its grammar.  Drafts may be any ids."""
         return 0 <= token < self.vocab_size and token not in self.ends
 
-    def step(self, place: Place, token: int) -> Place | None:
-        """The place after one more token; None if the grammar does not allow the token there.  LimitError as in `go`."""
-        found = place.after.get(token)
-        if found is None and self._allows(place, token):
-            found = self.next_place(place, token)
-        return found
+    def allows(self, tokens_N: Sequence[int], parents_N: Sequence[int]) -> list[bool | None]:
+        """Of each node of a tree, whether the grammar allows its path.  Any ids.  LimitError as in `go`.
+
+        Of the root, which is the text's last token: True.
+        """
+        nodes = len(tokens_N)
+        keeps: list[bool | None] = [True, *[None] * (nodes - 1)]
+        paths: list[list[int]] = [[]]
+        for node in range(1, nodes):
+            paths.append([*paths[parents_N[node]], tokens_N[node]])
+        count = self._count_plain if nodes == 1 or self._plain(tokens_N[1:]) == nodes - 1 else self._count
+        for last in range(nodes - 1, 0, -1):  # deep nodes first, so that one question decides about a whole path
+            if keeps[last] is None:
+                node, unknown = last, []
+                while keeps[node] is None:
+                    unknown.append(node)
+                    node = parents_N[node]
+                depth, kept = len(paths[last]), count(paths[last]) if keeps[node] else 0
+                for node in unknown:
+                    keeps[node] = depth <= kept
+                    depth -= 1
+        return keeps
+
+    def _count(self, tokens: list[int]) -> int:
+        """How many of these tokens may follow the text's own place one after the other."""
+        plain = self._plain(tokens)
+        count = self._count_plain(tokens[:plain]) if plain else 0
+        if count == plain < len(tokens) and tokens[plain] in self.ends:
+            place = self.here
+            for token in tokens[:plain]:
+                place = self.next_place(place, token)
+            count += has(self.mask(place), tokens[plain])
+        return count
+
+    def _count_plain(self, tokens: list[int]) -> int:
+        """The same, of tokens with which a text can go on."""
+        self.go(self.here)
+        count: int = self.inner.validate_tokens(tokens)
+        if count < len(tokens) and self.inner.is_error():
+            raise LimitError
+        return count
 
     def next_place(self, place: Place, token: int) -> Place:
         """The place after a token that the place's mask allows."""
@@ -135,20 +172,6 @@ class Matcher:
         if found is None:
             found = place.after[token] = Place(place, token, token in self.ends)
         return found
-
-    def _allows(self, place: Place, token: int) -> bool:
-        if place.is_end or not 0 <= token < self.vocab_size:
-            return False
-        if place.mask_X is not None:
-            return has(place.mask_X, token)
-        if token in self.ends:
-            self.go(place)
-            return bool(self.inner.is_accepting())
-        only = self.only_token(place)
-        if only is not None:
-            return only == token
-        self.go(place)
-        return bool(self.inner.validate_tokens([token]))  # no token, where the library has stopped
 
     def only_token(self, place: Place) -> int | None:
         """The only token that may follow at a place, if the grammar spells out what comes next.  LimitError as in `go`."""
@@ -215,17 +238,26 @@ class Matcher:
             if children[child]:
                 self._fill_after(child, next_, masks_NX, tokens_N, children)
 
-    def _goes_on(self, token: int) -> bool:
-        """Moves the library's matcher on, if the token neither ends the text nor breaks the grammar."""
-        return self.may_follow(token) and self.inner.try_consume_tokens([token]) == 1
+    def _go_on(self, tokens: Sequence[int]) -> int:
+        """Moves the library's matcher on along the text, until a token ends that or breaks the grammar.  How many it took."""
+        plain = self._plain(tokens)
+        count: int = self.inner.try_consume_tokens(tokens[:plain]) if plain else 0
+        self._tokens += tokens[:count]
+        return count
+
+    def _plain(self, tokens: Sequence[int]) -> int:
+        """How many tokens there are before the first with which no text can go on."""
+        if self.ends.isdisjoint(tokens) and min(tokens) >= 0 and max(tokens) < self.vocab_size:
+            return len(tokens)
+        return next(number for number, token in enumerate(tokens) if not self.may_follow(token))
 
     def _take_anew(self, token: int) -> None:
         """Goes on along a token at which the library did not."""
         mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
         if not self._begin_anew() or not self._fill_one(mask_X):
             self.is_stuck = True
-        elif self._goes_on(token):
-            self._tokens.append(token)
+        elif self._go_on([token]):
+            return
         elif has(mask_X, token):
             self.inner.consume_tokens([token])  # says why; the library keeps the error to itself where tokens are only tried
             self._keep_reason()

@@ -155,32 +155,35 @@ class GrammarRows:
         return trees
 
     def _completed(self, tree: DraftTree) -> HostTrees:
-        ticket = self._readback.start(torch.stack((tree.tokens_BN, tree.parents_BN)))
+        drafted_2BN = torch.stack((tree.tokens_BN, tree.parents_BN))
+        ticket, made_2BN = self._readback.start(drafted_2BN), self._host(drafted_2BN)
         self._take()
         drafting = [
             (place, row.matcher)
             for place, row in self._running(len(tree.tokens_BN))
             if row.speculates and row.matcher is not None and not row.matcher.is_over and not row.matcher.is_stuck
         ]
-        for _, matcher in drafting:  # while the device extends and drafts
+        for _, matcher in drafting:  # as long as the device extends and drafts
+            if ticket.device_waits:
+                break
             look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain)
-        tokens_BN, parents_BN = ticket.read()
-        trees, is_changed = HostTrees(), False
+        values, trees, is_changed = ticket.read(), HostTrees(), False
         for place, matcher in drafting:
-            drafted = tokens_BN[place], parents_BN[place]
+            drafted = values[0][place], values[1][place]
             trees[place] = Completion(matcher, *drafted, tree.max_depth, tree.is_chain).run()
-            is_changed = is_changed or trees[place] != drafted
+            if trees[place] != drafted:
+                values[0][place], values[1][place] = trees[place]
+                is_changed = True
         if is_changed:
-            for place, made in trees.items():
-                tokens_BN[place], parents_BN[place] = made
-            self._write(tree, [tokens_BN] if tree.is_chain else [tokens_BN, parents_BN])
+            made_2BN.numpy()[:] = values
+            tree.tokens_BN.copy_(made_2BN[0], non_blocking=True)
+            if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
+                tree.parents_BN.copy_(made_2BN[1], non_blocking=True)
         return trees
 
-    def _write(self, tree: DraftTree, values: list[list[list[int]]]) -> None:
-        """Overwrites the trees on the device.  values: tokens, and parents if there are some to be written."""
-        host = torch.tensor(values, pin_memory=self._readback.device.type == "cuda")
-        for target_BN, source_BN in zip((tree.tokens_BN, tree.parents_BN), host, strict=False):
-            target_BN.copy_(source_BN, non_blocking=True)
+    def _host(self, like: Tensor) -> Tensor:
+        """New memory on the host, for a copy to the device: copies out of older memory may be under way."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._readback.device.type == "cuda")
 
     def of_round(self, rows: int, nodes: int, trees: HostTrees) -> BitMasks:
         """The masks of a round's nodes.  trees: what `complete` gave."""
@@ -225,23 +228,20 @@ class GrammarRows:
         return [(place, row) for place, row in sorted(self._rows.items()) if row.runs and place < rows]
 
     def _send(self, rows: int, nodes: int, texts: Sequence[tuple[int, Matcher | None, HostTree]]) -> BitMasks:
-        """Makes the masks of texts at these places, and copies them to the device.
-
-        The host's memory is new for each pass, since copies out of it may be under way; torch keeps pinned memory for that.
-        """
-        device, words = self._readback.device, -(-self._vocab_size // 32)
-        is_pinned = device.type == "cuda"
+        """Makes the masks of texts at these places, and copies them to the device."""
         if (rows, nodes) not in self._buffers:
+            device, words = self._readback.device, -(-self._vocab_size // 32)
             buffer = torch.zeros(rows, nodes, words, dtype=torch.int32, device=device)
             self._buffers[rows, nodes] = BitMasks(buffer, torch.full((rows,), -1, dtype=torch.int32, device=device))
         masks = self._buffers[rows, nodes]
-        place_B = torch.full((rows,), -1, dtype=torch.int32, pin_memory=is_pinned)
-        for number, (place, *_) in enumerate(texts):
-            place_B[place] = number
+        place_B = self._host(masks.place_B)
+        number_B = place_B.numpy()
+        number_B[:] = -1
+        number_B[[place for place, *_ in texts]] = range(len(texts))
         masks.place_B.copy_(place_B, non_blocking=True)
         words_GNX = masks.words_GNX[: len(texts)]
         if self._group.rank == 0:
-            host_GNX = torch.empty(len(texts), nodes, words, dtype=torch.int32, pin_memory=is_pinned)
+            host_GNX = self._host(words_GNX)
             for host_NX, (_, matcher, tree) in zip(host_GNX.numpy(), texts, strict=True):
                 assert matcher is not None
                 matcher.fill(host_NX, *tree)
