@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, mask_after, paths_of, tokenizer_json
+from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id, mask_after, paths_of, tokenizer_json
 
 from specdec.config import GrammarKind
 from specdec.grammar.completion import FEW, Completion, _banned, _few, look_ahead
@@ -100,8 +100,8 @@ def test_the_target_reads_no_broken_draft(grammars: Grammars, kind: GrammarKind,
 
 
 def test_forced_tokens_come_first(grammars: Grammars) -> None:
-    """Keeps out: the names of a schema's keys left to a drafter that does not know them."""
-    rule, run, mask_1X = Grammar("regex", "the name of the dog", (EOS,)), list[int](), np.zeros((1, V // 32), np.int32)
+    """Keeps out: the names of a schema's keys left to a drafter that does not know them, or spells them in other tokens."""
+    rule, run, mask_1X = Grammar("regex", "name the dog", (EOS,)), list[int](), np.zeros((1, V // 32), np.int32)
     while len(run) < DEEPEST:
         matcher = grammars.matcher(rule)
         matcher.take(run)
@@ -110,6 +110,9 @@ def test_forced_tokens_come_first(grammars: Grammars) -> None:
     assert len(run) == DEEPEST, "one token a place"
     wrong = [token for token in range(V) if token not in run][:DEEPEST]
     tokens, parents = Completion(grammars.matcher(rule), [7, *wrong], [0, 0, 0, 0, 0], DEEPEST, False).run()
+    assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
+    half = first_id("a")  # of "am": masks hold one spelling of what is forced
+    tokens, parents = Completion(grammars.matcher(rule), [7, run[0], half, *wrong[:2]], [0, 0, 1, 0, 0], DEEPEST, False).run()
     assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
 
 
