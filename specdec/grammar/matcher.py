@@ -27,17 +27,16 @@ class LimitError(Exception):
 class Place:
     """Where a text stands, or would stand after some further tokens, and what the library has said there so far.
 
-    above, token: the place before, and the token after which this one follows; the text's own place has none.
-    depth: tokens after the text's own place.  is_end: whether the token ends the text, so that nothing follows.
+    path: the tokens between the text's own place and this one.  is_end: whether the last one ends the text, so that nothing
+    follows.  after: places one token on.
     only: the tokens that the grammar spells out from here on.  few: all that may follow, where they are few; banned: one that
     may not (completion.py).  Each is None until somebody asks.
     """
 
-    __slots__ = ("above", "after", "banned", "depth", "few", "is_end", "mask_X", "only", "token")
+    __slots__ = ("after", "banned", "depth", "few", "is_end", "mask_X", "only", "path")
 
-    def __init__(self, above: Place | None, token: int, is_end: bool) -> None:
-        self.above, self.token, self.is_end = above, token, is_end
-        self.depth: int = 0 if above is None else above.depth + 1
+    def __init__(self, path: tuple[int, ...] = (), is_end: bool = False) -> None:
+        self.path, self.depth, self.is_end = path, len(path), is_end
         self.after: dict[int, Place] = {}
         self.mask_X: np.ndarray | None = None
         self.only: Sequence[int] | None = None
@@ -61,7 +60,8 @@ class Matcher:
     def __init__(self, start: Callable[[], Any], renew: Callable[[], Any], ends: Sequence[int], vocab_size: int) -> None:
         self._renew, self.ends, self.vocab_size = renew, frozenset(ends), vocab_size
         self.inner = start()
-        self.here = self._at = Place(None, -1, False)  # _at: where the library's matcher stands
+        self.here = Place()
+        self._at: tuple[int, ...] = ()  # the path to where the library's matcher stands
         self._tokens: list[int] = []
         self._end_words = [(token >> 5, np.array(1 << (token & 31), np.uint32).view(np.int32)) for token in sorted(ends)]
         self.is_over = self.is_stuck = self.is_alone = False
@@ -71,7 +71,7 @@ class Matcher:
         """Goes on along tokens that the text has got."""
         if not tokens or self.is_over or self.is_stuck:
             return
-        self.here = self._at = Place(None, -1, False)
+        self.here, self._at = Place(), ()
         count = self._go_on(tokens)
         if count == len(tokens):
             return
@@ -170,7 +170,7 @@ class Matcher:
         """The place after a token that the place's mask allows."""
         found = place.after.get(token)
         if found is None:
-            found = place.after[token] = Place(place, token, token in self.ends)
+            found = place.after[token] = Place((*place.path, token), token in self.ends)
         return found
 
     def only_token(self, place: Place) -> int | None:
@@ -192,22 +192,20 @@ class Matcher:
 
     def go(self, place: Place) -> None:
         """Moves the library's matcher to a place.  LimitError if the library fails."""
-        if place is self._at:
+        at, path = self._at, place.path
+        if at == path:
             return
-        here, there, back, ahead = self._at, place, 0, list[int]()
-        while here is not there:
-            if here.depth >= there.depth:
-                assert here.above is not None
-                here, back = here.above, back + 1
-            else:
-                assert there.above is not None
-                ahead.append(there.token)
-                there = there.above
-        if back and not self.inner.rollback(back):
+        common = 0
+        if at == path[: len(at)]:
+            common = len(at)
+        else:
+            while at[: common + 1] == path[: common + 1]:
+                common += 1
+            if not self.inner.rollback(len(at) - common):
+                raise LimitError
+        if common < len(path) and self.inner.try_consume_tokens(path[common:]) != len(path) - common:
             raise LimitError
-        if ahead and self.inner.try_consume_tokens(ahead[::-1]) != len(ahead):
-            raise LimitError
-        self._at = place
+        self._at = path
 
     # ---- the text itself ----
 
@@ -268,7 +266,7 @@ class Matcher:
     def _begin_anew(self) -> bool:
         """Leads a new matcher of the library along the text.  False: it fails there, so the text is stuck."""
         self.inner = self._renew()
-        self.here = self._at = Place(None, -1, False)
+        self.here, self._at = Place(), ()
         mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
         for token in self._tokens:  # with a mask before each token, as in plain decoding: masks move the library's limits
             self.inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)
