@@ -62,6 +62,8 @@ class Matcher:
         self.inner = start()
         self.here = Place()
         self._at: tuple[int, ...] = ()  # the path to where the library's matcher stands
+        self._masks: list[np.ndarray] = []  # memory for masks of places after `here`, of which so many are taken:
+        self._taken = 0
         self._tokens: list[int] = []
         self._end_words = [(token >> 5, np.array(1 << (token & 31), np.uint32).view(np.int32)) for token in sorted(ends)]
         self.is_over = self.is_stuck = self.is_alone = False
@@ -71,7 +73,7 @@ class Matcher:
         """Goes on along tokens that the text has got."""
         if not tokens or self.is_over or self.is_stuck:
             return
-        self.here, self._at = Place(), ()
+        self._leave_places()
         count = self._go_on(tokens)
         if count == len(tokens):
             return
@@ -184,10 +186,12 @@ class Matcher:
         """[X] int32: the mask at a place, not to be changed.  LimitError if the library fails."""
         if place.mask_X is None:
             self.go(place)
-            mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
+            if self._taken == len(self._masks):
+                self._masks.append(np.empty(-(-self.vocab_size // 32), np.int32))
+            mask_X = self._masks[self._taken]
             if not self._fill_one(mask_X):
                 raise LimitError
-            place.mask_X = mask_X
+            place.mask_X, self._taken = mask_X, self._taken + 1
         return place.mask_X
 
     def go(self, place: Place) -> None:
@@ -236,6 +240,10 @@ class Matcher:
             if children[child]:
                 self._fill_after(child, next_, masks_NX, tokens_N, children)
 
+    def _leave_places(self) -> None:
+        """Forgets the text's own place, and all that came after it."""
+        self.here, self._at, self._taken = Place(), (), 0
+
     def _go_on(self, tokens: Sequence[int]) -> int:
         """Moves the library's matcher on along the text, until a token ends that or breaks the grammar.  How many it took."""
         plain = self._plain(tokens)
@@ -266,7 +274,7 @@ class Matcher:
     def _begin_anew(self) -> bool:
         """Leads a new matcher of the library along the text.  False: it fails there, so the text is stuck."""
         self.inner = self._renew()
-        self.here, self._at = Place(), ()
+        self._leave_places()
         mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
         for token in self._tokens:  # with a mask before each token, as in plain decoding: masks move the library's limits
             self.inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)
