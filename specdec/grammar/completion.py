@@ -55,17 +55,16 @@ class Completion:
     # ---- what was drafted ----
 
     def _keep_drafts(self) -> None:
-        """Adds the drafts that keep the grammar, in their own order.
-
-        Where the grammar spells out what comes next, masks hold one spelling alone, and drafts with another one are banned.
-        """
-        matcher, drafts, above, nodes = self.matcher, self._drafts, self._above, {0: 0}
-        for draft, keeps in enumerate(matcher.allows(drafts, above)):
-            if keeps and draft and above[draft] in nodes:
+        """Adds the drafts that keep the grammar, in their own order."""
+        drafts, above, nodes = self._drafts, self._above, {0: 0}
+        keeps = self.matcher.allows(drafts, above)
+        if all(keeps):
+            self.tokens, self.parents = list(drafts), list(above)
+            return
+        for draft in range(1, self._nodes):
+            if keeps[draft]:
                 parent, token = nodes[above[draft]], drafts[draft]
-                place = self._places[parent]
-                if matcher.only_token(place) in (None, token):
-                    nodes[draft] = self._add(parent, token, matcher.next_place(place, token))
+                nodes[draft] = self._add(parent, token, self.matcher.next_place(self._places[parent], token))
 
     # ---- what the grammar says by itself ----
 

@@ -127,9 +127,9 @@ class Matcher:
         return 0 <= token < self.vocab_size and token not in self.ends
 
     def allows(self, tokens_N: Sequence[int], parents_N: Sequence[int]) -> list[bool | None]:
-        """Of each node of a tree, whether the grammar allows its path.  Any ids.  LimitError as in `go`.
+        """Of each node of a tree, whether the masks along its path allow it.  Any ids.  LimitError as in `go`.
 
-        Of the root, which is the text's last token: True.
+        Where the grammar spells out what comes next, masks hold one spelling alone.  Of the root, the text's last token: True.
         """
         nodes = len(tokens_N)
         keeps: list[bool | None] = [True, *[None] * (nodes - 1)]
@@ -137,17 +137,37 @@ class Matcher:
         for node in range(1, nodes):
             paths.append([*paths[parents_N[node]], tokens_N[node]])
         count = self._count_plain if nodes == 1 or self._plain(tokens_N[1:]) == nodes - 1 else self._count
+        only = {0: self.only_token(self.here)}  # by node
         for last in range(nodes - 1, 0, -1):  # deep nodes first, so that one question decides about a whole path
-            if keeps[last] is None:
-                node, unknown = last, []
-                while keeps[node] is None:
-                    unknown.append(node)
-                    node = parents_N[node]
-                depth, kept = len(paths[last]), count(paths[last]) if keeps[node] else 0
-                for node in unknown:
-                    keeps[node] = depth <= kept
-                    depth -= 1
+            if keeps[last] is not None:
+                continue
+            node, unknown = last, []
+            while keeps[node] is None:
+                unknown.append(node)
+                node = parents_N[node]
+            path = paths[last]
+            depth, at, kept = len(path) - len(unknown), 0, count(path) if keeps[node] else 0
+            for child in reversed(unknown):
+                if depth < kept and node not in only:
+                    only[node], at = self._only_after(path, at, depth), depth
+                if depth >= kept or only[node] not in (None, tokens_N[child]):
+                    kept = 0
+                keeps[child], node, depth = depth < kept, child, depth + 1
+            if at and not self.inner.rollback(at):
+                raise LimitError
         return keeps
+
+    def _only_after(self, path: list[int], at: int, depth: int) -> int | None:
+        """Moves the library's matcher from the text's own place, or `at` tokens on, to `depth` tokens of a path.
+
+        Returns the only token that may follow there; see only_token.
+        """
+        if not at:
+            self.go(self.here)
+        if self.inner.try_consume_tokens(path[at:depth]) != depth - at:
+            raise LimitError
+        only = () if self.inner.is_stopped() else self.inner.compute_ff_tokens()
+        return only[0] if only else None
 
     def _count(self, tokens: list[int]) -> int:
         """How many of these tokens may follow the text's own place one after the other."""
