@@ -7,6 +7,7 @@ Python puts this folder on its path, so that a script imports its neighbours as 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from difflib import SequenceMatcher
@@ -15,6 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 USAGE = "python benchmarks ROOM.SCRIPT [its options]; with --help a script says what it does and which options it has"
+BROKEN_PIPE = 141  # the exit code of a command whose reader went away, as that of `specdec`
 FULL_PROG = sys.version_info >= (3, 14)  # argparse puts "python" before the name of a program in a folder
 
 
@@ -76,8 +78,32 @@ def main(arguments: list[str]) -> int | None:
         told = f"no script is called {name!r}; the nearest is {nearest(name)!r}; `python benchmarks` lists all"
         print(told, file=sys.stderr)
         return 2
-    return run(name, arguments[1:])
+    options = arguments[1:]
+    for option, value in zip(options, [*options[1:], ""]):
+        if option == "--out" and not (Path.cwd() / value).parent.is_dir():  # said before hours of measurement, not after
+            raise ValueError(f"--out {value} can't be written: the folder {(Path.cwd() / value).parent} does not exist")
+    return run(name, options)
+
+
+def answer(arguments: list[str]) -> int | None:
+    """As main, but a wrong value that specdec refuses, or a file that is missing, is one line, and `| head` is no error.
+
+    An error of any other kind keeps its traceback: it may have ended a measurement that took long.
+    """
+    try:
+        code = main(arguments)
+        sys.stdout.flush()  # a reader that went away is noticed here, not when Python exits
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, TypeError, OSError) as error:
+        if os.environ.get("SPECDEC_DEBUG"):
+            raise
+        told = " ".join(str(error).split())
+        print(f"python benchmarks {' '.join(arguments[:1])}: error: {told} (SPECDEC_DEBUG=1 shows where)", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(answer(sys.argv[1:]))

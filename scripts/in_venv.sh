@@ -5,4 +5,5 @@
 set -euo pipefail
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh" "$1"
+export SPECDEC_BEGAN="${EPOCHREALTIME:-}" # to the system, the command is as old as this script, which may have installed for minutes
 exec "$root/.venv/bin/$2" "${@:3}"

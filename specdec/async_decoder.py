@@ -120,7 +120,7 @@ class AsyncSpecDecoder:
         streaming: bool = False,
     ) -> Request:
         """A checked request for `run`, or with `streaming` for `chunks`.  name: what errors call the prompt."""
-        check_one_prompt(prompt)
+        check_one_prompt(prompt, "asyncio.gather of a call for each")
         params = SamplingParams() if sampling is None else sampling
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling must be a SamplingParams, got {sampling!r} of type {type(sampling).__name__}")

@@ -64,6 +64,16 @@ def require_choice(name: str, value: Any, choices: Sequence[Any], default: Any) 
     raise ValueError(f"{expected}; nearest setting that works: {name}={(alike or default)!r}")
 
 
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What json.loads is to make of an object's pairs: ValueError for a key that stands there twice, as one would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        left = dict(made)
+        twice = next(name for name, _ in pairs if left.pop(name, left) is left)
+        raise ValueError(f"the key {ascii(twice[:100])} stands twice in one object")
+    return made
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """The known name that is spelled most like this one, in letters of either case; empty if none is alike."""
     known = list(known)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-from specdec.checks import is_array, is_number, require_bool, require_choice, require_float, require_int, store
+from specdec.checks import distinct, is_array, is_number, require_bool, require_choice, require_float, require_int, store
 from specdec.grammar.keywords import check_keywords
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
 LARGEST_SEED = 2**63 - 1
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
+LEAST_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
 LEAST_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
@@ -63,6 +64,11 @@ class SpecConfig:
                 f"num_draft_tokens - 1 must be at most topk + topk*topk*(num_steps-1) = {most - 1}, the candidates of a tree "
                 f"with num_steps={S} and topk={k}; got num_draft_tokens={nd}; "
                 f"nearest setting that works: num_draft_tokens={most}"
+            )
+        if S == "auto" and k > 1 and nd < LEAST_NODES:
+            raise ValueError(
+                f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those it chooses "
+                f"from has {LEAST_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={LEAST_NODES}"
             )
         store(self, num_steps=S, topk=k, num_draft_tokens=nd)
 
@@ -252,9 +258,11 @@ def _json_schema(value: Any) -> str:
     """The schema as JSON.  What a text can be held to is for the library to say."""
     if isinstance(value, str):
         try:
-            schema = json.loads(value)
+            schema = json.loads(value, object_pairs_hook=distinct)
+        except RecursionError:
+            raise ValueError(_TOO_DEEP) from None
         except ValueError as error:
-            raise ValueError(f"json_schema is not JSON: {error}; expected a schema such as {_EXAMPLE}") from None
+            raise ValueError(f"json_schema is not usable JSON: {error}; expected a schema such as {_EXAMPLE}") from None
     else:
         schema = value
     if not isinstance(schema, Mapping):
@@ -263,6 +271,8 @@ def _json_schema(value: Any) -> str:
         raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {_EXAMPLE}{hint}; got {got}")
     try:
         written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     except (TypeError, ValueError) as error:
         raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
     check_keywords(schema)
@@ -270,6 +280,7 @@ def _json_schema(value: Any) -> str:
 
 
 _EXAMPLE = '{"type": "object"}'
+_TOO_DEEP = "json_schema is nested too deeply; nearest setting that works: its parts in $defs, with a $ref for each"
 
 
 def _check_stop(stop: Any) -> None:

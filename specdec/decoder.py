@@ -242,7 +242,7 @@ class SpecDecoder:
 
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
-        check_one_prompt(prompt)
+        check_one_prompt(prompt, "generate")
         (params,) = _per_prompt(sampling, 1)
         return self._chunks(self.new_request(prompt, params, "prompt", streaming=True, speculate=speculate))
 
@@ -303,13 +303,13 @@ class SpecDecoder:
         return request
 
 
-def check_one_prompt(prompt: Any) -> None:
-    """TypeError for a list of prompts."""
+def check_one_prompt(prompt: Any, several: str) -> None:
+    """TypeError for a list of prompts.  several: what takes those."""
     if not is_one_prompt(prompt):
         got = " ".join(f"{prompt!r} of type {type(prompt).__name__}".split())[:400]
         raise TypeError(
             f"prompt must be one string, one list of token ids or one list of chat messages, got {got}; "
-            "nearest thing that works for several prompts: generate"
+            f"nearest thing that works for several prompts: {several}"
         )
 
 

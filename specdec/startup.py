@@ -11,9 +11,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+BEGAN = "SPECDEC_BEGAN"  # the variable in which scripts/in_venv.sh says when it became the command, after it had set up .venv
+
 
 def process_age() -> float:
-    """Seconds since this process began; 0 on systems without Linux' /proc, where nothing says it."""
+    """Seconds since this process began, or since it became this command, if a script says so.
+
+    0 on systems without Linux' /proc, where nothing says it.
+    """
+    try:
+        since_set_up = time.time() - float(
+            os.environ[BEGAN].replace(",", ".")
+        )  # bash writes numbers as the user's language does
+    except (KeyError, ValueError):
+        since_set_up = float("inf")
+    return min(_seconds_of_process(), max(since_set_up, 0.0))  # a process that the command has started is younger
+
+
+def _seconds_of_process() -> float:
     try:
         with open("/proc/self/stat") as file:
             began_ticks = float(file.read().rpartition(")")[2].split()[19])

@@ -13,6 +13,7 @@ import torch
 import triton
 
 SHORT = 4096  # threshold in keys: with more, tiles of fewer queries cost more than they gain, because keys are read again
+FEW_SPLITS = 4  # threshold: up to so many, two at a time are merged faster than eight
 
 
 class PagedTiles(NamedTuple):
@@ -133,9 +134,13 @@ def splits_for(programs_per_split: int, max_keys: int, least: int, programs: int
 def chunk_for(splits: int, group_elements: int) -> int:
     """How many split states the merge kernel reads at once: as many as fit in one warp's registers.
 
-    group_elements: padded heads of a group x padded head dim.
+    group_elements: padded heads of a group x padded head dim.  Few splits mean many queries, and with fewer registers more
+    programs run at once: two states then, unless more take no more room than two of four heads of 128.
     """
-    return 1 if splits <= 1 else max(1, min(8, 4096 // group_elements))
+    if splits <= 1:
+        return 1
+    most = max(2, 1024 // group_elements) if splits <= FEW_SPLITS else 8
+    return max(1, min(8, most, 4096 // group_elements))
 
 
 @lru_cache

@@ -195,6 +195,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, to find what is wrong")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if unknown := ", ".join(name for name in args.heads.split(",") if name not in HEADS):
+        parser.error(f"argument --heads: expected some of {', '.join(HEADS)}, got {unknown}")
     cases = [case.split(":") for case in args.shapes.split()] or [(s, str(b)) for b in BATCHES for s in SHAPES]
     torch.manual_seed(0)
     device = torch.device("cuda", 0)

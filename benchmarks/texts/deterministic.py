@@ -301,6 +301,10 @@ def main() -> None:
     parser.add_argument("--pool-share", type=float, default=0.85, help="of the free memory for kept prefixes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if unknown := ", ".join(name for name in args.models.split(",") if name not in MODELS):
+        parser.error(f"argument --models: expected some of {', '.join(MODELS)}, got {unknown}")
+    if any(number not in [str(n) for n in range(1, len(WAYS) + 1)] for number in args.ways.split(",")):
+        parser.error(f"argument --ways: expected numbers from 1 to {len(WAYS)}, got {args.ways}")
     torch.manual_seed(0)
     memory.POOL_SHARE = args.pool_share
     costs: list[dict[str, Any]] = []

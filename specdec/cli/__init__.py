@@ -1,5 +1,22 @@
-"""The command line: `specdec generate`, `specdec bench`, `specdec serve`, `specdec doctor`.  Help waits for no torch."""
+"""The command line: `specdec generate`, `specdec bench`, `specdec serve`, `specdec doctor`.  Help waits for no torch.
 
-from specdec.cli.entry import build_parser, main
+This file knows no command.  It is what runs first, so that Ctrl-C while the commands are imported is no traceback either.
+"""
 
-__all__ = ["build_parser", "main"]
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    try:
+        from specdec.cli.entry import main as run_command
+
+        return run_command(argv)
+    except KeyboardInterrupt as end:
+        by = end.args[0] if end.args else signal.SIGINT  # `specdec serve` takes SIGTERM for one, too
+        print("specdec: interrupted" if by == signal.SIGINT else f"specdec: ended by {by.name}", file=sys.stderr)
+        return 128 + by

@@ -2,6 +2,6 @@
 
 import sys
 
-from specdec.cli.entry import main
+from specdec.cli import main
 
 sys.exit(main())

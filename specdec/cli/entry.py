@@ -20,13 +20,14 @@ from specdec.cli.output import complain
 
 EPILOG = """exit codes:
   0    done
-  1    bench, verify: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed
+  1    bench, verify: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed;
+       plan: it does not fit
   2    something that was given is wrong, or the run failed; one line on stderr says what
-  130  interrupted by Ctrl-C
+  130  interrupted by Ctrl-C; 143: serve, by SIGTERM before it was ready
   141  whoever read the output stopped reading (specdec bench | head)
 
 SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
-INTERRUPTED, BROKEN_PIPE = 130, 141
+BROKEN_PIPE = 141
 COMMANDS = (
     ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
     ("train", train), ("eval-head", eval_head), ("tune", tune), ("doctor", doctor),
@@ -34,7 +35,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Runs one command; returns the exit code.  KeyboardInterrupt is the caller's, `specdec.cli.main`."""
     if sys.stderr is None:  # closed by whoever started this; print would write its messages to stdout instead
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if sys.stdout is None:
@@ -43,16 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
-        if getattr(args, "tensor_parallel_size", 1) > 1:
+        if getattr(args, "tensor_parallel_size", 1) > 1 and os.environ.get("RANK"):  # as launchers such as torchrun say
             from specdec.loading.ranks import serve_first_rank
 
             serve_first_rank(engine_of(args))  # before a command takes ports, files or stdin, which are the first rank's
         code = args.run(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not by a traceback when Python exits
         return code
-    except KeyboardInterrupt:
-        print("specdec: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -23,6 +23,7 @@ from specdec.cli.flags import (
 )
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
+from specdec.startup import STARTUP
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
@@ -77,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
         _show_logprobs(decoder, generation)
     if args.stats:
         from specdec.loading.drafters import drafter_line
-        from specdec.startup import STARTUP
 
         draft = f"\ndraft: {drafter_line(decoder.head, decoder.settings)}" if decoder.head is not None else ""
         about = _about(decoder, generations, seconds)
@@ -109,6 +109,8 @@ def _read_prompt(argument: str | None) -> str:
             f"PROMPT is not UTF-8 text from {unit} {error.start} on; nearest thing that works: what iconv -f ENCODING -t UTF-8 "
             "makes of it"
         ) from None
+    if argument is None:
+        STARTUP.lap("prompt from stdin")  # whoever writes it may take minutes, which are no imports
     if not prompt:
         raise ValueError("PROMPT is empty: expected text")
     return prompt

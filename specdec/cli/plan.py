@@ -8,7 +8,7 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, tree_shape
+from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.output import console
 from specdec.options import EngineOptions, setting_of
 
@@ -16,22 +16,19 @@ if TYPE_CHECKING:
     from specdec.loading.plan import MemoryPlan
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
-USED = ("draft_format", "draft_pickle", "draft_quantize")
+# Engine options that have the same flags here as in other commands.
+USED = ("dtype", "quantize", "kv_cache_dtype", "page_size", "draft_format", "draft_pickle", "draft_quantize")
 UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", type=not_empty, required=True, metavar="DIR", help="folder or hub id of the model")
-    add("--draft", type=not_empty, metavar="DIR", help="folder or hub id of its draft head, or mtp or ngram")
+    add("--target", type=not_empty, metavar="DIR", help="folder or hub id of the model; default: the shipped pair")
+    draft = "folder or hub id of its draft head, or mtp or ngram; without it, a --target is planned alone"
+    add("--draft", type=not_empty, metavar="DIR", help=draft)
     add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
-    add("--dtype", default="auto", metavar="NAME", help="as for generate on a GPU; default: the checkpoint's own")
-    quantize = "none, fp8 or int4, as for generate; default: the weights as they are stored"
-    add("--quantize", default="none", metavar="NAME", help=quantize)
-    add("--kv-cache-dtype", default="auto", metavar="NAME", help="as for generate; default: the dtype of the weights")
-    add("--page-size", type=int, default=16, metavar="N", help="tokens of a page; default: 16")
     add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB or 141GB; default: this machine's GPU")
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
     add("--json", action="store_true", help="print JSON")
@@ -41,27 +38,23 @@ def run(args: argparse.Namespace) -> int:
     from specdec.config import SpecConfig
     from specdec.loading.plan import plan_memory
 
-    if args.spec is not None and args.draft is None:
-        raise ValueError("--spec would do nothing without --draft")
+    target, draft = pair_of(args, ["--spec"] if args.spec else [])
     for flag, name, value in (("--context", "max_seq_len", args.context), ("--batch", "max_batch_size", args.batch)):
         item = EngineOptions.__dataclass_fields__[name]
         setting_of(item).check(flag, value, item.default)
-    options = EngineOptions(
-        max_seq_len=args.context, max_batch_size=args.batch, dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
-        page_size=args.page_size, quantize=args.quantize, draft_format=args.draft_format, draft_pickle=args.draft_pickle,
-        draft_quantize=args.draft_quantize,
-    )  # fmt: skip
-    spec = None if args.draft is None else args.spec or SpecConfig()
+    used = {name: getattr(args, name) for name in USED}
+    options = EngineOptions(max_seq_len=args.context, max_batch_size=args.batch, **used)
+    spec = None if draft is None else args.spec or SpecConfig()
     memory = args.gpu_memory or _gpu_memory()
     try:
-        plan = plan_memory(args.target, args.draft, spec, options, memory)
+        plan = plan_memory(target, draft, spec, options, memory)
     except ValueError as error:  # which names options as `generate` calls them
         raise ValueError(str(error).replace("max_seq_len", "--context").replace("max_batch_size", "--batch")) from error
     if args.json:
         print(json.dumps({**plan._asdict(), "total": plan.total, "fits": plan.total <= plan.memory}, indent=1))
     else:
         _show(plan)
-    return 0
+    return 0 if plan.total <= plan.memory else 1
 
 
 def _show(plan: MemoryPlan) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +35,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with _ended_by_sigterm() as check:
+        return _serve(args, check)
+
+
+def _serve(args: argparse.Namespace, check: Callable[[], None]) -> int:
+    """check: raises if a signal has come in the meantime."""
     if missing := [name.replace("_", "-") for name in NEEDED if find_spec(name) is None]:
         commands = "pip install '/path/to/the/clone[serve]', or in a clone ./scripts/setup.sh serve"
         raise ValueError(f"specdec serve needs {', '.join(missing)}; install them with: {commands}")
@@ -49,9 +59,39 @@ def run(args: argparse.Namespace) -> int:
 
         decoder = AsyncSpecDecoder.from_pretrained(target, draft, args.spec, options=engine)
         try:
+            check()
             return serve(decoder, options, listener)
         finally:
             decoder.decoder.close()
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[Callable[[], None]]:
+    """Inside, SIGTERM is KeyboardInterrupt, as Ctrl-C is, so that ranks and memory are given back while models are loading.
+
+    Gives a function that raises it again if it has come and was lost: Python drops what is raised while it clears up objects.
+    The server has a handler of its own while it runs, which lets requests finish.
+    """
+    come: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        come.append(number)
+        check()
+
+    def check() -> None:
+        if come:
+            raise KeyboardInterrupt(signal.Signals(come[0]))
+
+    is_main = threading.current_thread() is threading.main_thread()  # Python has handlers on no other
+    before = signal.signal(signal.SIGTERM, end) if is_main else None
+    try:
+        yield check
+    except Exception:
+        check()  # an import that was cut off may fail in a way of its own
+        raise
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:

@@ -24,7 +24,7 @@ def no_token(request: Request, tokens: Sequence[int], is_first: bool) -> Excepti
         if not (rest := _left_by_ends(request, left, len(text))):
             return NoTokenLeft(
                 f"{grammar.kind} and min_tokens leave no token {where}: the text is complete; nearest setting that works: "
-                "min_tokens=0"
+                f"min_tokens={len(text) - len(request.prompt_ids)}"
             )
         if not _left_by_words(request, rest, text):
             return NoTokenLeft(

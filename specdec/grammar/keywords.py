@@ -29,6 +29,7 @@ ANNOTATIONS = (  # the last four are OpenAPI's
     "externalDocs",
 )  # fmt: skip
 KNOWN = (*BY_NAME, *IN_A_ROW, *SCHEMAS, *VALUES, *ANNOTATIONS)
+GUIDANCE = "x-guidance"  # the library's own settings, which it reads in the whole schema alone
 OWN = "x-"  # with which names begin that a program adds for itself
 ELSEWHERE = {"nullable": 'a type such as ["string", "null"]', "divisibleBy": "multipleOf", "extends": "allOf"}
 
@@ -38,9 +39,19 @@ def check_keywords(schema: Mapping[str, Any]) -> None:
 
     The library's own `"x-guidance": {"lenient": true}` says that keywords which hold a text to nothing are wanted.
     """
-    options = schema.get("x-guidance")
-    if isinstance(options, Mapping) and options.get("lenient") is True:
+    options = schema.get(GUIDANCE, {})
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f'json_schema must have an object for {GUIDANCE}, such as {{"lenient": true}}, got {str(options)[:100]}; nearest '
+            "setting that works: leave it out"
+        )
+    if options.get("lenient") is True:
         return
+    if isinstance(schema.get("schema"), Mapping):
+        raise ValueError(
+            "json_schema must be the schema itself, got an object that holds it as 'schema', as OpenAI's response_format does; "
+            "nearest setting that works: what 'schema' holds"
+        )
     left: list[tuple[Any, str]] = [(schema, "#")]  # what is still to be looked at; no recursion, since schemas may be deep
     while left:
         value, place = left.pop()
@@ -50,6 +61,11 @@ def check_keywords(schema: Mapping[str, Any]) -> None:
                 left += [(each, f"{place}/{name}/{own}") for own, each in inner]
                 if name in IN_A_ROW or name in SCHEMAS:
                     left.append((held, f"{place}/{name}"))
+                elif name == GUIDANCE and place != "#":
+                    raise ValueError(
+                        f"json_schema has {GUIDANCE} at {place[:200]}, where it would do nothing; nearest setting that works: "
+                        "one in the whole schema"
+                    )
                 elif name not in KNOWN and not str(name).startswith(OWN):
                     raise ValueError(_unknown(str(name)[:100], place))
         elif isinstance(value, Sequence) and not isinstance(value, str):

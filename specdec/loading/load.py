@@ -48,10 +48,12 @@ class CheckedPair(NamedTuple):
         return (self.chosen.config, *(self.drafter.configs if self.drafter else ()))
 
 
-def check_pair(target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions) -> CheckedPair:
+def check_pair(
+    target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions, *, warns: bool = True
+) -> CheckedPair:
     """TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
 
-    target, draft: as of `load_pair`.  spec: not used without a drafter.
+    target, draft: as of `load_pair`.  spec: not used without a drafter.  warns: of a shape that the drafter was not made for.
     """
     if draft is not None or spec is not None:
         require_spec(spec)
@@ -68,7 +70,7 @@ def check_pair(target: str | Path, draft: str | Path | None, spec: SpecConfig | 
     if drafter is None:
         return pair
     assert settings.spec is not None
-    drafter.model.shapes(settings.spec, warns=True)
+    drafter.model.shapes(settings.spec, warns)
     settings = replace(settings, attention_backend=choose_attention(settings, *pair.configs))
     return pair._replace(settings=settings.with_drafter(drafter.model))
 
@@ -95,7 +97,7 @@ def load_pair(
     """
     require_spec(spec)
     STARTUP.lap("imports")
-    pair = check_pair(target, draft, spec, options)
+    pair = check_pair(target, draft, spec, options, warns=group.size == 1)  # several have warned before they were started
     folder, settings, drafter = pair.folder, pair.settings, pair.drafter
     device, dtype, graphs = settings.device, settings.dtype, bool(settings.cuda_graphs)
     max_positions = settings.max_seq_len + settings.lookahead

@@ -45,7 +45,7 @@ class WantedPair(NamedTuple):
             return load_pair(self.target, self.draft, self.spec, options, group)
         except torch.OutOfMemoryError as error:
             folders = [folder for folder in (self.target, self.draft) if folder is not None and not is_name(folder)]
-            configs = check_pair(self.target, self.draft, self.spec, self.options).configs
+            configs = check_pair(self.target, self.draft, self.spec, self.options, warns=False).configs
             whole = sum(weights_bytes(resolve_folder(folder, "folder")) for folder in folders)
             raise RuntimeError(no_room(whole, group, torch.device(options.device), configs)) from error
 

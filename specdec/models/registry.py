@@ -81,7 +81,12 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     family = text(raw, "model_type", str(path))
     native = family_of(family) if family not in GPT_OSS or is_coded(raw) else None
     if backend == "transformers":
-        return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
+        try:
+            return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
+        except ValueError as error:
+            if native is None or not _parses(native, raw, path):
+                raise
+            raise ValueError(f"{error}; or backend='native', which computes this target") from error
     if native is None:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
@@ -95,6 +100,15 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
             raise
         return _fall_back(folder, error)
     return TargetChoice("native", "asked for by name" if backend == "native" else f"a native module for {family!r}", config)
+
+
+def _parses(native: Family, raw: dict[str, Any], path: Path) -> bool:
+    """Whether specdec's own module takes a config."""
+    try:
+        native.parse(raw, str(path))
+    except ValueError:
+        return False
+    return True
 
 
 def refuse_ranks(choice: TargetChoice, size: int) -> None:

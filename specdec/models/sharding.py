@@ -66,12 +66,30 @@ def misfit(config: ModelConfig, size: int) -> str:
         return f"{kv_heads} key/value heads"
     if isinstance(config, DiffLlamaConfig) and kv_heads % (2 * size):
         return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
-    widths = {"intermediate_size": config.intermediate_size}
-    if isinstance(config, DeepseekConfig) and config.experts is not None:
-        widths["moe_intermediate_size"] = config.experts.intermediate_size
-    for group in () if config.quantization is None else config.quantization.groups:
-        heads_width = heads * (config.value_dim if isinstance(config, DeepseekConfig) else config.head_dim)
-        for name, width in {"intermediate_size": config.intermediate_size, "attention outputs": heads_width}.items():
+    if why := _broken_groups(config, size):
+        return why
+    widths = {"intermediate_size": config.intermediate_size, **_expert_widths(config)}
+    return next((f"{name} {width}" for name, width in widths.items() if width % size), "")
+
+
+def _expert_widths(config: ModelConfig) -> dict[str, int]:
+    experts = config.experts if isinstance(config, DeepseekConfig) else None
+    return {} if experts is None else {"moe_intermediate_size": experts.intermediate_size}
+
+
+def _broken_groups(config: ModelConfig, size: int) -> str:
+    """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
+    if config.quantization is None:
+        return ""
+    heads_width = config.num_heads * (config.value_dim if isinstance(config, DeepseekConfig) else config.head_dim)
+    shared = {  # what columns are, their number, and the matrices of a layer that may have them
+        "intermediate_size": (config.intermediate_size, ("mlp.down_proj", "mlp.experts.down_proj")),
+        "attention outputs": (heads_width, ("self_attn.o_proj",)),
+        **{name: (width, ("mlp.experts.0.down_proj",)) for name, width in _expert_widths(config).items()},
+    }
+    for name, (width, matrices) in shared.items():
+        names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
+        for group in config.quantization.groups(names):
             if width % group == 0 and width // size % group:
                 return f"{name} {width} in whole groups of {group}"
-    return next((f"{name} {width}" for name, width in widths.items() if width % size), "")
+    return ""

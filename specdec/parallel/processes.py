@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -295,6 +296,7 @@ def start(size: int, work: Work) -> Followers:
 def _run(work: Work, rank: int, size: int, port: int, pipe: Connection) -> None:
     """What the process of another rank does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
+    warnings.filterwarnings("ignore", module=r"specdec\.")  # the first rank is on this machine, and warns of the same
     store = dist.TCPStore(HOST, port, size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
     follow_line(work, Seat(rank, size, store), Line(pipe))
     os._exit(0)  # Python's own end would give back the device's memory piece by piece, while the first rank waits

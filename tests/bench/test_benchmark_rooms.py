@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -125,6 +126,56 @@ def test_an_unknown_name_is_refused(asked: str, near: str, capsys: pytest.Captur
     assert door.main([asked]) == 2
     told = capsys.readouterr()
     assert told.out == "" and f"no script is called {asked!r}; the nearest is {near!r};" in told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["texts.grammar_drafts", "--target", "BAD"], "target: expected an existing model folder or a hub id like 'org/name'"),
+        (["texts.grammar_drafts", "--prompts", "BAD"], "No such file or directory: 'BAD'"),
+        (["texts.grammar_drafts", "--out", "no_folder/out.json"], "--out no_folder/out.json can't be written: the folder"),
+        (["texts.deterministic", "--models", "dense,BAD"], "argument --models: expected some of pair, dense"),
+        (["texts.deterministic", "--ways", "0,8"], "argument --ways: expected numbers from 1 to 7, got 0,8"),
+        (["rounds.round_block", "--heads", "BAD"], "argument --heads: expected some of eagle3"),
+    ],
+)
+def test_a_wrong_value_is_one_line(
+    arguments: list[str], said: str, as_command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: a traceback for a folder that does not exist; a file that can't be written, told after the measurement."""
+    monkeypatch.delenv("SPECDEC_DEBUG", raising=False)
+    try:
+        code = door.answer(arguments)
+    except SystemExit as end:  # what argparse refuses
+        code = end.code
+    told = capsys.readouterr()
+    last = told.err.splitlines()[-1]
+    assert (code, told.out) == (2, "") and last.startswith(f"python benchmarks {arguments[0]}: error: "), told.err
+    assert said in last and "Traceback" not in told.err
+
+
+def test_a_fault_of_a_script_keeps_its_traceback(as_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a measurement that took long and failed on the device, of which one line is left."""
+
+    def fails(name: str, options: list[str]) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(door, "run", fails)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        door.answer([SCRIPTS[0]])
+    monkeypatch.setattr(door, "run", lambda name, options: int("x"))
+    monkeypatch.setenv("SPECDEC_DEBUG", "1")
+    with pytest.raises(ValueError, match="invalid literal"):
+        door.answer([SCRIPTS[0]])
+
+
+def test_a_reader_that_went_away_is_141() -> None:
+    """Keeps out: a traceback of `python benchmarks | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-P", str(BENCHMARKS)], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def faults_of_page(room: Path) -> list[str]:

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 import specdec
-from specdec import cli, shipped
+from specdec import shipped
 from specdec.bench.measurement import Measurement
 from specdec.bench.prompt_file import read_prompts
+from specdec.cli.entry import build_parser
 from specdec.train.__main__ import build_parser as train_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,9 +150,9 @@ def test_no_class_is_on_the_page_that_is_not_public() -> None:
 
 def test_every_flag_is_on_the_page_and_no_other() -> None:
     """Keeps out: a flag that --help knows and the page does not, and the reverse."""
-    parsers, shared = subparsers(cli.build_parser()), documented_flags(SHARED_FLAGS)
+    parsers, shared = subparsers(build_parser()), documented_flags(SHARED_FLAGS)
     assert set(re.findall(r"^### specdec ([\w-]+)$", PAGE, re.M)) == set(parsers)
-    assert flags(cli.build_parser()) == documented_flags("The command line")
+    assert flags(build_parser()) == documented_flags("The command line")
     for command, parser in parsers.items():
         listed = documented_flags(f"specdec {command}") | (shared if command in SHARING else set())
         assert listed == flags(parser), f"docs/API.md, section specdec {command}"

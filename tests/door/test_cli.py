@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SamplingParams, cli, shipped
+from specdec.startup import Startup
 
 needs_pair = pytest.mark.skipif(not shipped.is_complete(), reason="the shipped pair is not complete")
 TINY = "--num-prompts 2 --batch-sizes 1,2 --spec 2,2,4 --max-tokens 6 --repeats 1 --device cpu".split()
@@ -41,7 +42,8 @@ def noted(function, order: list[str]):
 
 def test_help_is_quick(tmp_path):
     """Keeps out: seconds of torch before a line of help."""
-    code = "import sys; from specdec import cli; print(cli.build_parser().format_help(), {'torch', 'rich'} & set(sys.modules))"
+    code = "import sys; from specdec.cli.entry import build_parser as parser; "
+    code += "print(parser().format_help(), {'torch', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.endswith(" set()\n") and "generate" in done.stdout
 
@@ -98,7 +100,7 @@ def test_help_is_quick(tmp_path):
         (["generate", "--n", "3", "hi"], "--n 3 would print one text 3 times at --temperature 0"),
         (["generate", "--regex", "a", "--grammar", "start: x", "hi"], "regex and grammar both say what the text must be"),
         (["generate", "--json-schema", "/no/such/schema", "hi"], "expected JSON of an object, or a file that can be read"),
-        (["generate", "--json-schema", "{", "hi"], "json_schema is not JSON"),
+        (["generate", "--json-schema", "{", "hi"], "json_schema is not usable JSON"),
         (["generate", "--regex", "", "hi"], "expected a regular expression, got an empty value"),
         (["generate", "--grammar", "", "hi"], "expected a grammar, got an empty value"),
         (["generate", "--grammar", "no_file.lark", "hi"], "expected a grammar, or a file that can be read, got 'no_file.lark'"),
@@ -147,7 +149,22 @@ def test_interrupting_is_no_traceback(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("specdec.cli.doctor.run", interrupted)
-    assert run(capsys, "doctor")[0] == 130
+    assert run(capsys, "doctor") == (130, "", "specdec: interrupted\n")
+
+
+def test_interrupting_while_commands_are_imported_is_no_traceback(tmp_path):
+    """Keeps out: Ctrl-C in the first tenths of a second that shows forty lines of imports."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'specdec.cli.flags': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from specdec.cli import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "specdec: interrupted\n")
 
 
 def test_a_warning_is_one_line_too(capsys, monkeypatch):
@@ -254,8 +271,10 @@ def test_generate_with_every_option(capsys):
 def test_generate_reads_stdin_and_stops(capsys, monkeypatch):
     """Keeps out: flags that parse and don't arrive."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
+    monkeypatch.setattr("specdec.cli.generate.STARTUP", startup := Startup())
     code, out, _ = run(capsys, "generate", "--max-tokens", "40", "--stop", " ", "--device", "cpu")
     assert code == 0 and " " not in out.rstrip("\n")
+    assert list(startup.stages) == ["prompt from stdin"]  # for which one may wait long: no seconds of imports
     assert run(capsys, "generate", "hi", "--chat", "--device", "cpu")[0] == 2  # the pair has no chat template
     sampled = [
         run(capsys, "generate", "The", "--temperature", "1", "--seed", seed, "--max-tokens", "20", "--device", "cpu")[1]

@@ -13,6 +13,7 @@ import pytest
 
 from specdec import EngineOptions, SpecConfig, cli, shipped
 from specdec.bench.prompt_file import KEYS
+from specdec.cli.entry import build_parser
 from specdec.cli.flags import engine_of, flag_of, tree_shape
 from specdec.options import setting_of, usable_cpus
 from specdec.train.__main__ import build_parser as train_parser
@@ -75,7 +76,7 @@ def test_every_option_is_in_the_help(capsys: pytest.CaptureFixture[str], command
         assert instead is not None or flag_of(item.name) in said, item.name
 
 
-@pytest.mark.parametrize("parser", [cli.build_parser(), train_parser()], ids=["specdec", "train"])
+@pytest.mark.parametrize("parser", [build_parser(), train_parser()], ids=["specdec", "train"])
 def test_every_flag_says_what_it_means(parser: argparse.ArgumentParser) -> None:
     """Keeps out: a flag of which --help knows the default alone."""
     for command in next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices.values():
@@ -91,7 +92,7 @@ def test_the_help_names_every_key_of_a_prompt_file(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_arrives(command: str) -> None:
     """Keeps out: a flag that parses and does nothing, and a default that differs from the library's."""
-    parse = cli.build_parser().parse_args
+    parse = build_parser().parse_args
     assert engine_of(parse([command])) == EngineOptions()
     for item in OPTIONS:
         if command in setting_of(item).decided_by:

@@ -39,6 +39,7 @@ SPEC_ERRORS = [
     (dict(num_draft_tokens=1), ValueError, "num_draft_tokens .* got 1; nearest .* num_draft_tokens=2"),
     (dict(num_draft_tokens=2.0), TypeError, "num_draft_tokens must be an int, got 2.0"),
     (dict(num_steps=5, topk=1, num_draft_tokens=16), ValueError, "= 6 when topk=1 .* got 16; .*=6, or num_steps=15"),
+    (dict(num_steps="auto", num_draft_tokens=4), ValueError, "topk=4 would do nothing .* topk=1, or num_draft_tokens=5$"),
     (dict(num_steps=2, topk=2, num_draft_tokens=8), ValueError, "at most .* = 6, .* got num_draft_tokens=8; .*=7"),
 ]
 SAMPLING_ERRORS = [
@@ -75,7 +76,9 @@ SAMPLING_ERRORS = [
     (dict(bad_words=["a", ""]), ValueError, "bad_words must not hold an empty word"),
     (dict(json_schema=3), TypeError, "json_schema must be a dict, or JSON of an object, .* got 3 of type int"),
     (dict(json_schema="[1]"), TypeError, "json_schema must be a dict, or JSON of an object"),
-    (dict(json_schema="{"), ValueError, "json_schema is not JSON: .* expected a schema such as"),
+    (dict(json_schema="{"), ValueError, "json_schema is not usable JSON: .* expected a schema such as"),
+    (dict(json_schema='{"type": 1, "type": 2}'), ValueError, "not usable JSON: the key 'type' stands twice in one object; exp"),
+    (dict(json_schema='{"items":' * 9999), ValueError, "json_schema is nested too deeply; nearest .* in .defs"),
     (dict(json_schema={"const": {1}}), TypeError, "json_schema must hold what JSON can hold"),
     (dict(regex=3), TypeError, "regex must be a string, got 3 of type int"),
     (dict(grammar=""), ValueError, "grammar must not be empty; nearest .* leave it out"),

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from specdec import cli
+from specdec.cli.entry import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
@@ -88,7 +88,7 @@ def test_commands_are_known(path: Path) -> None:
     """Keeps out: a page that tells its readers to use a flag which was renamed."""
     for line, argv in specdec_commands(path.read_text()):
         try:
-            cli.build_parser().parse_args(argv)
+            build_parser().parse_args(argv)
         except SystemExit as error:
             raise AssertionError(f"{path.name}: specdec does not know {line!r}") from error
 

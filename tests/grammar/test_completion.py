@@ -129,6 +129,26 @@ def test_what_was_looked_at_ahead_is_not_asked_again(grammars: Grammars, is_chai
     assert (tokens, above) == Completion(fresh, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
 
 
+@pytest.mark.parametrize("after", ["og", "[og]"], ids=["three tokens", "one token"])
+def test_what_is_spelled_out_comes_before_what_may_be_chosen(grammars: Grammars, after: str) -> None:
+    """Keeps out: places given to guesses after one node while the grammar spells out what follows another one."""
+    a, b, x, d, o = map(first_id, "abxdo")
+    matcher = grammars.matcher(Grammar("regex", f"a[xyz]1|bd{after}", (EOS,)))
+    wrong = [first_id("q"), first_id("r")]
+    assert Completion(matcher, [7, a, b, wrong[0]], [0] * 4, DEEPEST, False).run() == ([7, a, b, d], [0, 0, 0, 2])
+    assert Completion(matcher, [7, b, a, *wrong], [0] * 5, 2, False).run() == ([7, b, a, d, x], [0, 0, 0, 1, 2])
+    if after == "og":
+        assert Completion(matcher, [7, a, b, *wrong], [0] * 5, DEEPEST, False).run() == ([7, a, b, d, o], [0, 0, 0, 2, 3])
+
+
+def test_a_draft_in_another_spelling_is_no_draft(grammars: Grammars) -> None:
+    """Keeps out: a place for a token that begins what is spelled out, and that the mask bans, as it allows the longer one."""
+    dn, a, y, d, n = map(first_id, ("dn", "a", "y", "d", "n"))
+    matcher = grammars.matcher(Grammar("regex", "dnay", (EOS,)))
+    assert matcher.inner.validate_tokens([d, n]) == 2, "the library itself would take it"
+    assert Completion(matcher, [7, d, n, 5], [0, 0, 1, 0], DEEPEST, False).run() == ([7, dn, a, y], [0, 0, 1, 2])
+
+
 def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
     """Keeps out: a search without end for a token that a grammar bans, and equal siblings."""
 

@@ -22,6 +22,10 @@ WRONG = {"type": "string", "maxlength": 3}
             r"'nullable' at #/properties/age; .*, .null",
         ),
         ({"type": "string", "zzz": 1}, "'zzz' at #; .* works: leave it out$"),
+        ({"type": "object", "x-guidance": 5}, "must have an object for x-guidance, .* got 5; .* works: leave it out$"),
+        ({"x-guidance": None}, "must have an object for x-guidance, .* got None"),
+        ({"properties": {"a": {"x-guidance": {"lenient": True}}}}, "x-guidance at #/properties/a, where it would do nothing"),
+        ({"name": "pet", "schema": {"type": "object"}}, "must be the schema itself, .* works: what 'schema' holds$"),
         ({"$defs": {"a": {"anyOf": [{}, {"items": WRONG}]}}}, "'maxlength' at #/[$]defs/a/anyOf/1/items; "),
     ],
 )
@@ -44,7 +48,7 @@ def test_what_is_no_keyword_is_left_alone() -> None:
     for name in KNOWN:
         SamplingParams(json_schema={name: {} if name in BY_NAME else [] if name in IN_A_ROW else True})
     taken: list[dict[str, Any]] = [
-        {"properties": {"maxlength": {"type": "string"}}, "required": ["maxlength"]},
+        {"properties": {"maxlength": {"type": "string"}, "schema": {}, "x-guidance": {}}, "required": ["maxlength"]},
         {"enum": [WRONG], "default": WRONG, "const": WRONG, "examples": [WRONG]},
         {"type": "string", "x-order": 3},
         {**WRONG, "x-guidance": {"lenient": True}},

@@ -74,13 +74,16 @@ def test_what_fits_is_the_most_that_fits() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a first try that needs folders, and an exit code that says of a pair which does not fit that it does."""
     flags = ["plan", "--target", str(TARGET), "--draft", str(DRAFT), "--batch", "2", "--gpu-memory", "2GB"]
     assert cli.main(flags) == 0
     assert "it fits" in capsys.readouterr().out
     assert cli.main([*flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["total"] == sum(found["parts"].values()) and found["fits"] and found["batch"] == 2
-    assert cli.main([*flags[:-1], "1MB"]) == 0
+    assert cli.main(["plan", "--batch", "2", "--gpu-memory", "2GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found  # the pair in the box
+    assert cli.main([*flags[:-1], "1MB"]) == 1  # so that a script need not read the words
     shown = capsys.readouterr().out
     assert "does not fit" in shown and "0.00 " not in shown
 

@@ -75,16 +75,18 @@ def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool,
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize(("T", "block_t"), [(27, 32), (33, 48), (48, 48)])
+@pytest.mark.parametrize(("T", "block_t"), [(27, 32), (33, 48), (48, 48), (150, 192)])
 @pytest.mark.parametrize(("O", "I"), [(72, 64), (40, 104)])
 def test_wide_equals_the_definition(T: int, block_t: int, O: int, I: int, gated: bool, dtype: torch.dtype) -> None:
-    """Keeps out: the second piece of x or the second tile of the weight at the wrong rows, stores beyond T or O."""
+    """Keeps out: the second piece of x or the second tile of the weight at the wrong rows, or either of them transposed; stores
+    beyond T or O.
+    """
     x, weight, bias = (
         strided(T, I, dtype),
         rand(2 * O if gated else O, I, dtype=dtype),
         rand(2 * O if gated else O, dtype=dtype),
     )
-    tiles = ProductTiles(block_t, 128 if HAS_GPU else 32, 64, 1, 4, 3)
+    tiles = ProductTiles(block_t, 128 if HAS_GPU else 32, 32 if block_t == 192 else 64, 1, 4, 3)
     check(launch_wide_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
     check(launch_wide_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from toolkit.serving.server import Served
 
-from specdec import SpecDecoder, cli, shipped
+from specdec import SpecDecoder, shipped
+from specdec.cli.entry import build_parser
 from specdec.serve.options import KEY_VARIABLE
 from specdec.serve.run import LAST_SECONDS
 
@@ -57,7 +58,7 @@ def settings() -> Iterator[tuple[str, str]]:
 
 def grace_of(argv: list[str]) -> int:
     """The grace period of a command line of `specdec serve`, whose flags must all be known."""
-    seconds = cli.build_parser().parse_args(argv).grace_seconds
+    seconds = build_parser().parse_args(argv).grace_seconds
     assert isinstance(seconds, int)
     return seconds
 
@@ -120,7 +121,7 @@ def test_the_unit_starts_and_stops_the_server() -> None:
     argv = shlex.split(unit["ExecStart"])
     assert argv[:2] == ["/opt/specdec/bin/specdec", "serve"]
     assert int(unit["TimeoutStopSec"]) > grace_of(argv[1:]) + AFTER_GRACE
-    assert unit["KillSignal"] == "SIGTERM" and unit["Restart"] == "on-failure"
+    assert unit["KillSignal"] == "SIGTERM" and unit["Restart"] == "on-failure" and unit["SuccessExitStatus"] == "143"
     assert unit["EnvironmentFile"] == "/etc/specdec/key.env" and KEY_VARIABLE in UNIT.read_text()
     assert "--api-key" not in argv and KEY_VARIABLE not in str(unit)
     cache = unit["Environment"].partition("TRITON_CACHE_DIR=")[2]

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
 import torch
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.pairs import FailingPair
@@ -76,6 +77,16 @@ def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo, monkeypatc
             with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code (-9|None)"):
                 decoder.generate(PROMPTS, SAMPLINGS)
             decoder.close()
+
+
+@pytest.mark.slow
+def test_ranks_warn_once(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: one warning for each rank, and one more of the look at the pair before they start."""
+    folders = zoo.target("qwen3"), zoo.head("qwen3", "p-eagle")
+    with pytest.warns(UserWarning) as said:
+        SpecDecoder.from_pretrained(*folders, SpecConfig(8, 2, 9), **SETTINGS, tensor_parallel_size=2).close()  # type: ignore
+    assert [str(each.message) for each in said if "num_steps=5" in str(each.message)] == [str(said[0].message)]
+    assert "warning" not in capfd.readouterr().err.lower()  # what the other process would say
 
 
 @pytest.mark.slow

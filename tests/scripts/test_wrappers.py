@@ -78,6 +78,16 @@ def test_a_script_finds_its_clone_by_any_relative_path(clone: Path, script: str,
     assert done.stdout.startswith(f"usage: {script}")
 
 
+def test_the_seconds_of_set_up_are_no_part_of_a_start(clone: Path, tmp_path: Path) -> None:
+    """Keeps out: `generate --stats` in a fresh clone that counts minutes of pip as imports."""
+    ends = f"sleep 1; printf %s ${{EPOCHREALTIME/,/.}} >'{clone}/ended'\n"
+    (clone / "scripts/setup.sh").write_text(SETUP.format(clone=clone, python=sys.executable) + ends)
+    code = "import time; from specdec.startup import process_age; print(process_age(), time.time())"
+    done = run([clone / "scripts/in_venv.sh", "", "python", "-P", "-c", code], tmp_path)
+    age, now = map(float, done.stdout.split())
+    assert 0 < age <= now - float((clone / "ended").read_text()), done.stderr
+
+
 def test_a_script_hands_on_its_exit_status_and_every_argument(clone: Path, tmp_path: Path) -> None:
     """Keeps out: a wrapper that ends with 0 whatever happened, and one that splits an argument at its spaces."""
     done = run(

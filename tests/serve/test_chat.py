@@ -107,6 +107,16 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
         ({"response_format": {"type": "yaml"}}, "response_format", "type is one of text, json_object, json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object such as"),
         (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}}},
+            "response_format.json_schema.strict",
+            "strict must be true or false, got 'yes'",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}, "strict": None}}},
+            "response_format.json_schema.name",
+            "name must be a text, got 5",
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
             "must be a JSON schema",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +157,28 @@ def test_a_wrong_flag_is_one_line(started: list[Any], capsys: pytest.CaptureFixt
         warnings.simplefilter("ignore")
         assert said in error_of(capsys, *argv)
     assert not started
+
+
+@pytest.mark.parametrize("after", ["raised", "dropped", "another error"])
+def test_sigterm_while_models_load_is_one_line(
+    after: str, started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: ranks, memory and a port that nobody gives back, an end without a word; a server that goes on because the
+    signal came where Python drops what is raised, or a traceback of what that left behind."""
+
+    def load(*_pair: Any, **_more: Any) -> Any:
+        with nullcontext() if after == "raised" else suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("the signal did nothing")
+        if after == "another error":
+            raise ImportError("cannot load module more than once per process")
+        return SimpleNamespace(decoder=SimpleNamespace(close=lambda: None))
+
+    monkeypatch.setattr(AsyncSpecDecoder, "from_pretrained", load)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["serve", "--port", "0"]) == 143
+    assert capsys.readouterr() == ("", "specdec: ended by SIGTERM\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_folder_with_spaces_has_a_name() -> None:

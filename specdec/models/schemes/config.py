@@ -6,7 +6,7 @@ Read strictly: a key or a value that nobody here has read about is an error, sin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -67,11 +67,10 @@ class Quantization:
             return None
         return found
 
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Columns of a scale, of each format that has scales for groups."""
-        found = [_group_of(format) for _, format in self.formats]
-        return tuple(sorted({group for group in found if group}))
+    def groups(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Columns of a scale, of each format in which matrices of these names may be and which has scales for groups."""
+        found = {format for name in names if (format := self.format_of(name, lambda _: True)) is not None}
+        return tuple(sorted({group for format in found if (group := _group_of(format))}))
 
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(describe(format) for _, format in self.formats))

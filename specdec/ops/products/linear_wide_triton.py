@@ -5,6 +5,10 @@ addresses and pads with zeros.  A program multiplies two tiles of weight rows wi
 neighbours.  Triton's tiles are powers of two, so 192 rows of x become two pieces, 128 and 64, that share one read of the
 weight.  The launch is chained as in linear_triton.py.  This module knows no model's shapes and chooses no tiles.
 
+The tensor cores take 64 rows of the first factor at a time, and up to 256 of the second one.  So where every piece of x has at
+least 64 rows, x is the first factor and both tiles of the weight are one second factor: at 192 rows operands are then read from
+shared memory 20 percent less often than with the weight in front, and a GPU at its power limit is faster for it.
+
 Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.
 """
 
@@ -23,6 +27,7 @@ from specdec.ops.products.linear_triton import _prefetch
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
 
+ROWS_OF_FIRST = 64  # of the first factor: the tensor cores multiply so many at once
 AHEAD = 256  # elements of each row that are requested from L2 before the wait; measured
 
 
@@ -45,12 +50,7 @@ def wide_linear_kernel(
         a = tl.program_id(0) * (2 * HALF)
         b = a + HALF
     if PDL:
-        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-        row = a + tl.arange(0, HALF)
-        ahead = tl.arange(0, AHEAD // LINE) * LINE
-        at = weight + row.to(tl.int64)[:, None] * I + ahead[None, :]
-        _prefetch(at, (row < O)[:, None] & (ahead < I)[None, :])
-        _prefetch(at + (b - a).to(tl.int64) * I, (row + (0 if GATED else HALF) < O)[:, None] & (ahead < I)[None, :])
+        _ask_for_rows(weight, a, b, O, I, HALF, GATED, AHEAD)
         tl.extra.cuda.gdc_wait()
 
     a_low = tl.zeros([HALF, LOW], tl.float32)
@@ -76,6 +76,48 @@ def wide_linear_kernel(
     _finish_pair(a_low, b_low, bias, y, a, 0, T, O, LOW, HALF, GATED, HAS_BIAS)
     if HIGH > 0:
         _finish_pair(a_high, b_high, bias, y, a, LOW, T, O, HIGH, HALF, GATED, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["T"])
+def x_first_linear_kernel(
+    x_low,  # tiles [LOW, BLOCK_I] of x [T, I]
+    x_high,  # tiles [HIGH, BLOCK_I]
+    weight_tiles,  # tiles [2, HALF, BLOCK_I] of weight as [2, O, I] if GATED, or [1, 2 * HALF, BLOCK_I] of [1, O, I]
+    weight, bias, y,  # these and the rest as above
+    T, O, I,
+    LOW: tl.constexpr, HIGH: tl.constexpr, HALF: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same product in two pieces of x, which are the first factor."""
+    a = tl.program_id(0) * (HALF if GATED else 2 * HALF)
+    if PDL:
+        _ask_for_rows(weight, a, a + (O if GATED else HALF), O, I, HALF, GATED, AHEAD)
+        tl.extra.cuda.gdc_wait()
+    low = tl.zeros([LOW, 2 * HALF], tl.float32)
+    high = tl.zeros([HIGH, 2 * HALF], tl.float32)
+    halfway = I // BLOCK_I // 2 * BLOCK_I
+    for k in tl.range(0, I, BLOCK_I, num_stages=STAGES):
+        if PDL:
+            if k == halfway:
+                tl.extra.cuda.gdc_launch_dependents()
+        w_IR = tl.trans(tl.reshape(weight_tiles.load([0, a, k]), [2 * HALF, BLOCK_I]))
+        low = tl.dot(x_low.load([0, k]), w_IR, low, input_precision="ieee")
+        high = tl.dot(x_high.load([LOW, k]), w_IR, high, input_precision="ieee")
+    a_low, b_low = tl.split(tl.permute(tl.reshape(low, [LOW, 2, HALF]), (2, 0, 1)))
+    _finish_pair(a_low, b_low, bias, y, a, 0, T, O, LOW, HALF, GATED, HAS_BIAS)
+    a_high, b_high = tl.split(tl.permute(tl.reshape(high, [HIGH, 2, HALF]), (2, 0, 1)))
+    _finish_pair(a_high, b_high, bias, y, a, LOW, T, O, HIGH, HALF, GATED, HAS_BIAS)
+
+
+@triton.jit
+def _ask_for_rows(weight, a, b, O, I, HALF: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr):
+    """Requests the first AHEAD elements of a program's rows of the weight from L2."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    row = a + tl.arange(0, HALF)
+    ahead = tl.arange(0, AHEAD // LINE) * LINE
+    at = weight + row.to(tl.int64)[:, None] * I + ahead[None, :]
+    _prefetch(at, (row < O)[:, None] & (ahead < I)[None, :])
+    _prefetch(at + (b - a).to(tl.int64) * I, (row + (0 if GATED else HALF) < O)[:, None] & (ahead < I)[None, :])
 
 
 @triton.jit
@@ -109,8 +151,12 @@ def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, g
     assert 0 < T <= tiles.block_t and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1
     assert x_TI.dtype == weight_OI.dtype and (bias_O is None or bias_O.shape == (rows,)) and tiles.splits == 1
     y_TO = x_TI.new_empty(T, O)
-    wide_linear_kernel[(triton.cdiv(O, half if gated else tiles.block_o),)](
-        _rows_of(x_TI, low, tiles), _rows_of(x_TI, high or low, tiles), _rows_of(weight_OI, half, tiles),
+    kernel, of_weight = wide_linear_kernel, _tiles_of(weight_OI, half, tiles.block_i)
+    if high >= ROWS_OF_FIRST:
+        parts, kernel = 2 if gated else 1, x_first_linear_kernel
+        of_weight = _tiles_of(weight_OI.view(parts, O, I), parts, tiles.block_o // parts, tiles.block_i)
+    kernel[(triton.cdiv(O, half if gated else tiles.block_o),)](
+        _tiles_of(x_TI, low, tiles.block_i), _tiles_of(x_TI, high or low, tiles.block_i), of_weight,
         weight_OI, weight_OI if bias_O is None else bias_O, y_TO, T, O, I,
         LOW=low, HIGH=high, HALF=half, BLOCK_I=tiles.block_i, STAGES=tiles.stages, GATED=gated,
         HAS_BIAS=bias_O is not None, AHEAD=AHEAD, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TI.device),
@@ -118,6 +164,6 @@ def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, g
     return y_TO
 
 
-def _rows_of(matrix: Tensor, rows: int, tiles: ProductTiles) -> TensorDescriptor:
-    """The copy engine's descriptor of tiles of `rows` rows."""
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, tiles.block_i])
+def _tiles_of(matrix: Tensor, *sides: int) -> TensorDescriptor:
+    """The copy engine's descriptor of tiles with these sides."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(sides))

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from starlette.types import Receive
 
+from specdec.checks import distinct
 from specdec.serve.wire.errors import ApiError, ClientGone, wrong
 
 
@@ -47,7 +48,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise wrong(None, "the body is empty: expected a JSON object")
     try:
         text = body.decode()
-        found = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        found = json.loads(text, object_pairs_hook=distinct, parse_constant=_refuse_constant)
         if "\\ud" in text.lower():  # a pair of such escapes is a character, half of one is not
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
@@ -63,15 +64,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise wrong(None, f"the body must be a JSON object, got {type(found).__name__}")
     return found
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        left = dict(made)
-        twice = next(name for name, _ in pairs if left.pop(name, left) is left)
-        raise ValueError(f"the key {ascii(twice[:100])} stands twice in one object")
-    return made
 
 
 def _refuse_constant(name: str) -> NoReturn:

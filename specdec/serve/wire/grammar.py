@@ -44,7 +44,11 @@ def _response_format(value: Any) -> Any:
     if not isinstance(held, dict):
         raise wrong(name, f'{name} must be an object such as {{"name": "answer", "schema": {{...}}}}, got {held!r}'[:400])
     # Texts are always held to the schema, strictly; a name and a description are for models that are told of the schema.
-    schema = only_used(held, ("name", "description", "schema", "strict"), {}, f"{name}.").get("schema")
+    used = only_used(held, ("name", "description", "schema", "strict"), {}, f"{name}.")
+    for key, of, is_named in (("name", str, "a text"), ("description", str, "a text"), ("strict", bool, "true or false")):
+        if (given := used.get(key)) is not None and not isinstance(given, of):
+            raise wrong(f"{name}.{key}", f"{name}.{key} must be {is_named}, got {given!r}"[:400])
+    schema = used.get("schema")
     if not isinstance(schema, dict):
         raise wrong(f"{name}.schema", f"{name}.schema must be a JSON schema, an object, got {schema!r}"[:400])
     return schema

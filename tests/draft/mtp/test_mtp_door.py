@@ -164,3 +164,18 @@ def test_a_target_through_transformers_leaves_its_layers_out(
     assert texts[0] == texts[1] and "LOAD REPORT" not in caplog.text
     with pytest.raises(ValueError, match="got a target through transformers' code; nearest .* backend='native'"):
         SpecDecoder.from_pretrained(folder, "mtp", SpecConfig(2, 1, 3), backend="transformers", **options)
+
+
+@pytest.mark.parametrize("target", ["v32", "mimo"])
+def test_a_target_that_transformers_does_not_run_names_the_backend_that_does(
+    mtp_zoo: MtpZoo, target: str, tmp_path: Path
+) -> None:
+    """Keeps out: advice to take keys out of a published config, where specdec's own module runs it as it is."""
+    folder = mtp_zoo.target(target)
+    with pytest.raises(ValueError, match="; or backend='native', which computes this target$"):
+        SpecDecoder.from_pretrained(folder, backend="transformers", device="cpu")
+    raw = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "odd": 1}))
+    with pytest.raises(ValueError) as info:
+        choose_target(tmp_path, "transformers")
+    assert "backend='native'" not in str(info.value), "which would refuse this one, too"

@@ -9,6 +9,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.ngrams import accepted_by_round
 
 from specdec import SamplingParams, SpecConfig
+from specdec.draft.ngram.store import TokenStore
 
 CASES = [  # target, shape, settings
     ("llama", (4, 1, 5), {"page_size": 1}),
@@ -35,6 +36,17 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, shape: Any, settings: dict[
     fast, plain = (decoder.generate(prompts[:2], sampled, speculate=on) for on in (True, False))
     assert [out.token_ids for out in fast] == [out.token_ids for out in plain]
     driver.assert_nothing_leaked()
+
+
+def test_only_the_first_group_s_pages_hold_text() -> None:
+    """Keeps out: pages of a second group, which are numbered anew, whose copies put text into pages of the first."""
+    store = TokenStore(24, torch.device("cpu"))
+    store.write(torch.arange(24), torch.arange(100, 124))
+    pages = torch.tensor([1, 2]), torch.tensor([2, 5])  # sources and targets overlap
+    store.copy_pages(*pages, 4, 1)
+    assert store.tokens_N.tolist() == list(range(100, 124))
+    store.copy_pages(*pages, 4, 0)
+    assert store.tokens_N.tolist() == [*range(100, 108), *range(104, 108), *range(112, 120), *range(108, 112)]
 
 
 def drafted_and_true(zoo: Zoo, spec: SpecConfig, text: list[int], chunk: int, **settings: Any) -> set[tuple[int, ...]]:

@@ -146,7 +146,7 @@ def test_bad_input_is_refused_before_anything_runs(decoder: SpecDecoder) -> None
         await shared.generate(*args, **more)  # type: ignore[arg-type]
 
     for args, more, said in (
-        (([[1], [2]],), {}, "prompt must be one string"),
+        (([[1], [2]],), {}, "prompt must be one string, .* nearest thing that works for several prompts: asyncio.gather"),
         (([1], [GREEDY]), {}, "sampling must be a SamplingParams"),
         (([1], GREEDY), {"speculate": 1}, "speculate must be a bool"),
         (([99999],), {}, "token id 99999"),

@@ -77,11 +77,12 @@ def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:
     Driver(decoder).assert_nothing_leaked()
 
 
-@pytest.mark.parametrize(("topk", "nodes"), [(1, 2), (1, 5), (1, None), (2, 2), (4, None), (4, 40), (10, 60), (64, 1024)])
+@pytest.mark.parametrize(("topk", "nodes"), [(1, 2), (1, 5), (1, None), (2, 5), (4, None), (4, 40), (10, 60), (64, 1024)])
 def test_what_auto_chooses_from(topk: int, nodes: int | None) -> None:
     """Keeps out: a shape that asks for more nodes than its tree has or than was allowed, and more look-ahead than was kept."""
     spec = SpecConfig("auto", topk, nodes)
     chains = [shape.max_steps for shape in spec.shapes if shape.topk == 1]
+    assert any(shape.topk > 1 for shape in spec.shapes) == (topk > 1)  # a topk that does nothing is refused
     assert chains == [levels for levels in (1, 2, 3, 4, 5, 7, 10) if levels < spec.num_draft_tokens]
     assert len(set(spec.shapes)) == len(spec.shapes) and SpecConfig(5, 1).shapes == (SpecConfig(5, 1),)
     for shape in spec.shapes:

@@ -16,11 +16,12 @@ from toolkit.driver import Driver
 from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
 from toolkit.oracles.stored import hold_stored_text, is_clearly_the_oracle_s_text
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
+from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench.session import Session
+from specdec.cli.entry import build_parser
 from specdec.cli.flags import engine_of
 from specdec.engine.pages.groups import ALL
 from specdec.loading.memory import kv_page_bytes
@@ -214,5 +215,5 @@ def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> No
 
 def test_the_command_line_passes_it_on() -> None:
     for command in (["generate", "x"], ["bench"]):
-        args = cli.build_parser().parse_args([*command, "--kv-cache-dtype", "fp8"])
+        args = build_parser().parse_args([*command, "--kv-cache-dtype", "fp8"])
         assert engine_of(args).kv_cache_dtype == "fp8"

@@ -1,12 +1,14 @@
 """Targets in 8 and 4 bits, end to end: their texts, their drafters, and what is refused before any weight is read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.deepseek import save_deepseek
 from toolkit.models import save_eagle3, save_target
 from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 
@@ -15,6 +17,7 @@ from specdec.cli.entry import main
 from specdec.loading.doctor import scheme_rows
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target
+from specdec.models.schemes.config import Rule
 from specdec.models.sharding import share_of
 from specdec.ops.quantised.codes import dequantise
 from specdec.parallel.shard import Shard
@@ -105,6 +108,21 @@ def test_ranks_share_whole_groups(tmp_path: Path) -> None:
     config = choose_target(quantised).config
     with pytest.raises(ValueError, match="attention outputs 128 in whole groups of 128 evenly, got 2"):
         share_of(config, Shard(0, 2))
+    assert config.quantization is not None
+    kept = replace(config.quantization, kept=(Rule("regex", r".*\.(o|down)_proj$"),))  # as gpt-oss keeps attention's
+    assert share_of(replace(config, quantization=kept), Shard(0, 2)).num_heads == config.num_heads // 2
+    half = replace(config.quantization, kept=(Rule("regex", r".*layers\.0\..*"),))  # other layers are as they were
+    with pytest.raises(ValueError, match="attention outputs 128 in whole groups of 128 evenly, got 2"):
+        share_of(replace(config, quantization=half), Shard(0, 2))
+
+
+def test_ranks_share_whole_groups_of_experts(tmp_path: Path) -> None:
+    """Keeps out: ranks that are started, and then find that they can't share the experts."""
+    path = save_deepseek(tmp_path, "v3", moe_intermediate_size=256, intermediate_size=1024)
+    config = choose_target(path, quantize="int4").config
+    assert share_of(config, Shard(0, 2)).intermediate_size == 512
+    with pytest.raises(ValueError, match="moe_intermediate_size 256 in whole groups of 128 evenly, got 4; .* setting .*=2$"):
+        share_of(config, Shard(0, 4))
 
 
 def change(folder: Path, tensors: dict[str, Any] | None = None, **quantization: Any) -> Path:

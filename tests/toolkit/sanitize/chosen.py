@@ -14,6 +14,7 @@ CHOSEN: dict[str, list[str]] = {
     "linear_kernel": ["tests/ops/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
     "hopper_linear_kernel": ["tests/ops/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-1-True-dtype1]"],
     "wide_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
+    "x_first_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-150-192-gated-dtype2]"],
     "quantised_linear_kernel": [
         "tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_product[int4-32-True]"
     ],
