@@ -246,6 +246,6 @@ class GrammarRows:
                 assert matcher is not None
                 matcher.fill(host_NX, *tree)
             words_GNX.copy_(host_GNX, non_blocking=True)
-        if self._group.size > 1:
+        if texts and self._group.size > 1:
             words_GNX.copy_(self._group.from_first(words_GNX))
         return masks
