@@ -71,7 +71,12 @@ def main() -> None:
     args = parser.parse_args()
     total = torch.cuda.mem_get_info()[1]
     model, head = random_pair(8192, torch.device("cuda:0"))
-    rows = [measure(model, head, case) for case in CASES]
+    rows = []
+    for case in CASES:
+        rows.append(measure(model, head, case))
+        foreseen = sum(bytes for part, bytes in rows[-1]["parts"].items() if part != "CUDA itself")
+        off = foreseen / rows[-1]["allocated"] - 1
+        print(f"{case}: allocated {rows[-1]['allocated'] / 1e9:.2f} GB, foreseen {foreseen / 1e9:.2f} ({off:+.1%})", flush=True)
     # Kernels are loaded as they are first used, so what CUDA itself takes is looked at last.
     context = total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
     for row in rows:

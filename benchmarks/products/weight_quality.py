@@ -1,9 +1,11 @@
-"""What fewer bits of the target's weights cost in quality: accept length and next tokens of the shipped pair, on any device.
+"""What fewer bits of the target's weights cost in quality: accept length and next tokens of a pair, on a CPU.
 
     python benchmarks products.weight_quality --out benchmarks/products/results/weight_quality_cpu.json
+    python benchmarks products.weight_quality --target DIR --draft DIR --prompts FILE.jsonl --out FILE
 
-The shipped target's weights are rounded to nearest; the head stays as it is.  Its text is another one then, so the accept
-length is compared over each target's own text, and the next tokens over the text of the ordinary weights.
+Without a pair it takes the shipped one.  The target's weights are rounded to nearest, or to bfloat16; the head stays as it is.
+Its text is another one then, so the accept length is compared over each target's own text, and the next tokens over the text
+of the ordinary weights.  All computes in float32.
 """
 
 from __future__ import annotations
@@ -13,36 +15,77 @@ import json
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench.prompt_file import read_prompts
 from specdec.models.linear import Linear
 from specdec.models.schemes.formats import rounded
-from specdec.ops.quantised.codes import Kind
+from specdec.models.schemes.rows import CodedRows
+from specdec.ops.quantised.codes import Kind, values
 
-SCHEMES: dict[str, tuple[Kind, int] | None] = {
-    "ordinary": None, "fp8 row": ("e4m3", 0), "fp8 128": ("e4m3", 128), "int8 128": ("int8", 128), "int4 128": ("int4", 128),
-    "int4 32": ("int4", 32),
-}  # fmt: skip
 SHAPES = ((5, 1, 6), (5, 4, 16))
+MX_LARGEST, NV_LARGEST = 6.0, 6.0 * 448.0  # of e2m1; of e2m1 with a scale in e4m3
 
 
-def round_target(decoder: SpecDecoder, kind: Kind, group: int) -> None:
-    """Stores all matrices of the target but the output layer in that form, where their columns are whole groups."""
-    head = decoder.model.get_submodule("lm_head")
+class Scheme(NamedTuple):
+    """kind: None leaves ordinary numbers, in bfloat16 if `group` is 16, else as the checkpoint has them.
+
+    group: columns of a scale; 0, and where the columns are no whole groups: all of a row.
+    """
+
+    kind: Kind | None
+    group: int = 0
+
+
+SCHEMES = {
+    "ordinary": Scheme(None), "bf16": Scheme(None, 16), "fp8 row": Scheme("e4m3"), "fp8 128": Scheme("e4m3", 128),
+    "int8 128": Scheme("int8", 128), "int4 128": Scheme("int4", 128), "int4 32": Scheme("int4", 32),
+    "mxfp4": Scheme("e2m1", 32), "nvfp4": Scheme("e2m1", 16),
+}  # fmt: skip
+
+
+def rounded_floats(weight_OI: Tensor, group: int) -> CodedRows:
+    """e2m1: mxfp4's scales are powers of two, nvfp4's (groups of 16) e4m3 numbers times one scale of the matrix."""
+    group = group if weight_OI.shape[1] % group == 0 else 0
+    runs_OGg = weight_OI.float().unflatten(1, (-1, group or weight_OI.shape[1]))
+    largest_OG = runs_OGg.abs().amax(dim=2)
+    if group == 16:
+        whole = largest_OG.max() / NV_LARGEST
+        scales_OG = (largest_OG / MX_LARGEST / whole).to(torch.float8_e4m3fn).float() * whole
+    else:
+        scales_OG = 2.0 ** (largest_OG.log2().floor() - 2)  # OCP's rule: what is above 6 becomes 6
+    scales_OG = torch.where(scales_OG == 0, 1.0, scales_OG)
+    scaled_OI = (runs_OGg / scales_OG[..., None]).flatten(1)
+    table = values("e2m1", torch.arange(8, dtype=torch.uint8))
+    middles = (table[1:] + table[:-1]) / 2
+    magnitudes = torch.bucketize(scaled_OI.abs().clamp(max=MX_LARGEST), middles)
+    codes_OI = (magnitudes + 8 * (scaled_OI < 0)).to(torch.uint8)
+    return CodedRows("e2m1", codes_OI, scales_OG, None, group)
+
+
+def round_target(decoder: SpecDecoder, scheme: Scheme) -> None:
+    """Stores all matrices of the target but the output layer in that form."""
+    head, kind = decoder.model.get_submodule("lm_head"), scheme.kind
     for matrix in decoder.model.modules():
-        if isinstance(matrix, Linear) and matrix is not head:
-            parts = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
-            for part, weight in parts.items():
-                matrix.fill(part, rounded(weight, kind, group))
+        if not isinstance(matrix, Linear) or matrix is head:
+            continue
+        parts = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
+        for part, weight in parts.items():
+            if kind is None:
+                weight.copy_(weight.bfloat16())
+            elif kind == "e2m1":
+                matrix.fill(part, rounded_floats(weight, scheme.group))
+            else:
+                matrix.fill(part, rounded(weight, kind, scheme.group))
 
 
 @torch.inference_mode()
-def next_tokens(decoder: SpecDecoder, sequences: list[list[int]]) -> list[torch.Tensor]:
+def next_tokens(decoder: SpecDecoder, sequences: list[list[int]]) -> list[Tensor]:
     """The likeliest next token at every place of each text."""
     model, found = decoder.model, []
     for ids in sequences:
@@ -54,20 +97,24 @@ def next_tokens(decoder: SpecDecoder, sequences: list[list[int]]) -> list[torch.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--target", default=str(shipped.target_folder()), metavar="DIR")
+    parser.add_argument("--draft", default=str(shipped.draft_folder()), metavar="DIR")
+    parser.add_argument("--prompts", default=str(shipped.prompts_file()), metavar="FILE")
+    parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES), metavar="NAME")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    prompts = read_prompts(shipped.prompts_file(), args.prompts)
+    prompts = read_prompts(args.prompts, args.num_prompts)
     rows: list[dict[str, Any]] = []
     sequences: list[list[int]] = []
-    want: list[torch.Tensor] = []
+    want: list[Tensor] = []
     for shape in SHAPES:
-        for name, scheme in SCHEMES.items():
-            folders = shipped.target_folder(), shipped.draft_folder()
+        for name in dict.fromkeys(("ordinary", *args.schemes)):
+            folders = args.target, args.draft
             with SpecDecoder.from_pretrained(*folders, SpecConfig(*shape), dtype="float32", device="cpu") as decoder:
-                if scheme is not None:
-                    round_target(decoder, *scheme)
+                if name != "ordinary":
+                    round_target(decoder, SCHEMES[name])
                 made = decoder.generate(prompts, SamplingParams(max_tokens=args.max_tokens, ignore_eos=True))
                 if not sequences:
                     sequences = [[*out.prompt_token_ids, *out.token_ids] for out in made]

@@ -245,8 +245,9 @@ def generate_rate(
     decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, 1024, "round")
     session, prompts, seconds = Session(decoder), random_prompts(batch, 1024), {}
     session.force_acceptance([probability] * 5)
-    for asked in (40, 1, tokens):  # the first compiles and captures, the second ends with the prompts
-        sampling = [SamplingParams(max_tokens=asked, ignore_eos=True)] * batch
+    # Rows leave the first run one after the other, so that it captures rounds of every size.  The second ends with the prompts.
+    for asked, more in ((40, 8), (1, 0), (tokens, 0)):
+        sampling = [SamplingParams(max_tokens=asked + more * row, ignore_eos=True) for row in range(batch)]
         torch.cuda.synchronize()
         start = time.perf_counter()
         session.generate(prompts, sampling, speculate=True)

@@ -57,14 +57,14 @@ class DFlashHead(DraftHead):
         """
         R, rotation = len(ids_R), self.rotary.at(positions)
         layers = [cast(DecoderLayer, layer) for layer in self.layers]
-        x = F.embedding(ids_R, self.embed_tokens.weight)
-        normed = layers[0].input_layernorm(x)
+        x, normed_TH = layers[0].input_layernorm.embed(ids_R, self.embed_tokens.weight, context_CH)
         for index, layer in enumerate(layers):
-            attended = _attended(layer.self_attn, torch.cat((normed, context_CH)), rotation, attn, index, R)
+            attended = _attended(layer.self_attn, normed_TH, rotation, attn, index, R)
             x, normed = layer.post_attention_layernorm.add(x, attended)
-            next_norm = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.norm
-            x, normed = next_norm.add(x, layer.mlp(normed))
-        return normed
+            is_last = index + 1 == len(layers)
+            next_norm, below = (self.norm, None) if is_last else (layers[index + 1].input_layernorm, context_CH)
+            x, normed_TH = next_norm.add(x, layer.mlp(normed), below_CH=below)
+        return normed_TH
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

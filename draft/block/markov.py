@@ -33,6 +33,12 @@ class Markov(nn.Module):
         """[R, r]: the embeddings of the tokens before, ids (int64) of the target's vocabulary."""
         return F.embedding(ids_R, self.w1.weight)
 
+    @property
+    def plain(self) -> tuple[Tensor, Tensor] | None:
+        """(w1 [V, r], w2 [W, r]) where the correction is their product alone, and no policy says how it is computed."""
+        is_plain = self.kind == "vanilla" and self.w2.weight is not None and not self.w2.numerics.is_invariant
+        return (self.w1.weight, self.w2.weight) if is_plain and self.w2.weight is not None else None
+
     def step(self, hidden_RH: Tensor, embedded_Rr: Tensor, state_Rr: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """([R, r], of which `w2` makes what is added to the rows' logits; the state after the rows).
 

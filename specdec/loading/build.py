@@ -116,7 +116,9 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
     shapes = head.shapes(settings.spec) if head and settings.spec else ()
     spec = shapes[0] if len(shapes) == 1 else None
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, can_rehearse(model, settings), spec)
+    needed = head.needs.models if head else ()
+    purpose = repr((model.config, type(head).__name__, needed, settings)) if can_rehearse(model, settings) else None
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, purpose, spec)
 
 
 def can_rehearse(model: Target, settings: EngineSettings) -> bool:

@@ -161,33 +161,44 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
     own, config, drafter = pair.checkpoint, pair.chosen.config, pair.drafter
     mtp = mtp_prefixes(config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
-    weights, scratch = tensor_bytes(own, settings.dtype, without), scratch_numbers(own, without)
+    weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_numbers(own, without)
     if drafter is None or drafter.files is None:  # one without files keeps a few bytes of each token, and reads no weights
         return Models(pair.configs, (weights,), scratch=scratch)
     if isinstance(drafter.files, OpenMtp):
         checkpoint, spec = drafter.files
-        without = set(checkpoint.names()) - set(stored_tensors(checkpoint, spec))
+        without, layers = set(checkpoint.names()) - set(stored_tensors(checkpoint, spec)), spec.model
         features = spec.model.hidden_size
         kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
     else:
-        checkpoint, head, kept = drafter.files.files.checkpoint, drafter.files.reading.spec, 0
-        without = {"d2t", "t2d", *drafter.files.reading.beside}
-        without |= set() if head.own_embeddings else {"embed_tokens.weight"}
-        without |= set() if head.own_lm_head else {"lm_head.weight"}
-        features = head.feature_size
-    drafted = tensor_bytes(checkpoint, settings.dtype, without)
+        checkpoint, reading, kept = drafter.files.files.checkpoint, drafter.files.reading, 0
+        head = reading.spec
+        without = {"d2t", "t2d", *reading.beside}
+        # Copies of the target's are given back once they were compared with it, but for one of a matrix in 8 or 4 bits.
+        own_lm_head = head.own_lm_head and (not reading.copies or own.format_of("lm_head") is not None)
+        without |= set() if head.own_embeddings and not reading.copies else {"embed_tokens.weight"}
+        without |= set() if own_lm_head else {"lm_head.weight"}
+        features, layers = head.feature_size, head.model
+    drafted = tensor_bytes(checkpoint, layers, settings.dtype, without)
     return Models(pair.configs, (weights, drafted), features, page_bytes=kept, scratch=scratch)
 
 
-def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:
-    """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep."""
+def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:
+    """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep.
+
+    config: of the layers that they are of.  A file has one norm for all query heads, and one for all key heads; the model keeps
+    a copy for each head (HeadsRMSNorm).
+    """
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
     formats = _formats(checkpoint, names)
     coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
     own = [name for name in own if name not in coded_names]
     coded = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
-    return coded + sum(math.prod(checkpoint.shape(name)) for name in own) * dtype.itemsize
+    heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
+    numbers = sum(
+        math.prod(checkpoint.shape(name)) * heads.get(name.removesuffix(".weight").rpartition(".")[2], 1) for name in own
+    )
+    return coded + numbers * dtype.itemsize
 
 
 def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:

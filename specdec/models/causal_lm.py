@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, LayerInputs
@@ -125,11 +123,11 @@ class CausalLM(Target):
         With rows_R, layers whose other rows nobody reads compute those rows only: the last layer, and all layers of the model's
         end that store no keys and values.  The output of a captured layer has every token.
         """
-        x = F.embedding(ids_T, self.embed_tokens.weight)
         rotation = self.rotary.at(positions_T)
         layers = [cast(PreNormLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
-        normed, captured = layers[0].input_layernorm(x), []
+        x, normed = layers[0].input_layernorm.embed(ids_T, self.embed_tokens.weight)
+        aux_TAH = x.new_empty(x.shape[0], len(aux_layers), x.shape[1])  # the norms after these layers write their outputs here
         last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
         asked = rows_R  # None as soon as x has these rows only
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
@@ -139,12 +137,10 @@ class CausalLM(Target):
                 attn, asked = rows_of(attn, asked), None
             early = asked if index == last and last not in aux_layers else None
             x, delta = layer(x, normed, rotation, attn, index, early)
-            x, normed = next_norm.add(x, delta)
+            x, normed = next_norm.add(x, delta, aux_TAH[:, aux_layers.index(index)] if index in aux_layers else None)
             asked = asked if early is None else None
-            if index in aux_layers:
-                captured.append(x)
         hidden = normed if asked is None else select_rows(normed, asked)
-        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
+        return TargetOutput(hidden, aux_TAH.flatten(1) if len(aux_layers) else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of final hidden states [..., H]."""

@@ -18,7 +18,7 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.yarn import YarnRope, yarn_frequencies
-from specdec.ops.norm import rms_norm
+from specdec.ops.norm import embed_rms_norm, rms_norm
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
@@ -45,12 +45,19 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def add(
+        self, x_TH: Tensor, delta_TH: Tensor, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
         delta: this rank's term of what the layer before computed.
+        out_TH: memory for the sum.  below_CH: rows that follow the normed ones, so that the second result is [T + C, H].
         """
-        return self.group.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
+        return self.group.add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
+
+    def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The pair (embeddings of the ids (int64), their norm), each [T, H].  below_CH: as of `add`."""
+        return embed_rms_norm(ids_T, table_VH, self.weight, self.eps, below_CH)
 
 
 class HeadsRMSNorm(nn.Module):

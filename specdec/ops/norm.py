@@ -1,9 +1,10 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), fused with what comes right before it.
 
-That is the residual sum, or EAGLE-3's pair of inputs.  On a CPU and under autograd each function runs its definition here; on a
-GPU it is one launch of norm_triton.py.  Both round a sum to its dtype before it is normed.
+That is the residual sum, the reading of embeddings, or EAGLE-3's pair of inputs.  What follows may want other rows below the
+normed ones, in one matrix.  On a CPU and under autograd each function runs its definition here; on a GPU it is one launch of
+norm_triton.py.  Both round a sum to its dtype before it is normed.
 
-Shapes: T tokens, H hidden, V vocabulary.
+Shapes: T tokens, H hidden, V vocabulary, C rows below.
 """
 
 from __future__ import annotations
@@ -27,16 +28,44 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight_H.shape, weight_H, eps)
 
 
-def add_rms_norm(x_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm): the new residual stream, and the input of the next block."""
-    if use_operator(x_TH):
-        return ADD_RMS_NORM(x_TH, delta_TH, weight_H, eps)
+def add_rms_norm(
+    x_TH: Tensor,
+    delta_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    out_TH: Tensor | None = None,
+    below_CH: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm): the new residual stream, and the input of the next block.
+
+    out_TH: memory for the sum; its rows may be strided.  below_CH: rows that follow the normed ones in the second result.
+    """
     if use_kernels(x_TH):
         from specdec.ops.norm_triton import launch_add_rms_norm
 
-        return launch_add_rms_norm(x_TH, delta_TH, weight_H, eps)
-    x_TH = x_TH + delta_TH
-    return x_TH, F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+        return launch_add_rms_norm(x_TH, delta_TH, weight_H, eps, out_TH=out_TH, below_CH=below_CH)
+    if use_operator(x_TH):
+        total_TH, normed_TH = ADD_RMS_NORM(x_TH, delta_TH, weight_H, eps)
+    else:
+        total_TH = x_TH + delta_TH
+        normed_TH = F.rms_norm(total_TH, weight_H.shape, weight_H, eps)
+    return total_TH if out_TH is None else out_TH.copy_(total_TH), _above(normed_TH, below_CH)
+
+
+def embed_rms_norm(
+    ids_T: Tensor, table_VH: Tensor, weight_H: Tensor, eps: float, below_CH: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(the embeddings of the ids (int64), their norm).  below_CH: as of `add_rms_norm`."""
+    if use_kernels(table_VH):
+        from specdec.ops.norm_triton import launch_add_rms_norm
+
+        return launch_add_rms_norm(table_VH, None, weight_H, eps, ids_T=ids_T, below_CH=below_CH)
+    x_TH = F.embedding(ids_T, table_VH)
+    return x_TH, _above(rms_norm(x_TH, weight_H, eps), below_CH)
+
+
+def _above(x_TH: Tensor, below_CH: Tensor | None) -> Tensor:
+    return x_TH if below_CH is None else torch.cat((x_TH, below_CH))
 
 
 def pair_rms_norm(

@@ -1,9 +1,11 @@
 """The kernels of norm.py: one program for each row, which is read once and held in registers.
 
-Shapes: T tokens, H hidden, V vocabulary.
+Shapes: T tokens, H hidden, V vocabulary, C rows below.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -13,11 +15,28 @@ from torch import Tensor
 from specdec.ops.launch import chained
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
-    x, delta, weight, total, normed, stride_x, stride_delta, eps,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    ids,  # [T] int64: rows of x, if EMBEDS
+    x,
+    delta,
+    weight,
+    below,  # [C, H]
+    total,
+    normed,  # [T + C, H]
+    rows,  # T
+    stride_x,
+    stride_delta,
+    stride_below,
+    stride_total,
+    eps,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    EMBEDS: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_BELOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, PADDED)
     ok = h < SIZE
@@ -27,12 +46,20 @@ def add_rms_norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    value = tl.load(x + row * stride_x + h, mask=ok, other=0.0)
+    if HAS_BELOW:
+        if row >= rows:
+            tl.store(normed + row * SIZE + h, tl.load(below + (row - rows) * stride_below + h, mask=ok), mask=ok)
+            return
+    source = row
+    if EMBEDS:
+        source = tl.load(ids + row)
+    value = tl.load(x + source * stride_x + h, mask=ok, other=0.0)
     if HAS_DELTA:
         value = (value.to(tl.float32) + tl.load(delta + row * stride_delta + h, mask=ok, other=0.0).to(tl.float32)).to(
             value.dtype
         )
-        tl.store(total + row * SIZE + h, value, mask=ok)
+    if HAS_DELTA or EMBEDS:
+        tl.store(total + row * stride_total + h, value, mask=ok)
     value = value.to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
     tl.store(normed + row * SIZE + h, value.to(normed.dtype.element_ty), mask=ok)
@@ -60,17 +87,39 @@ def pair_rms_norm_kernel(
     tl.store(at, value.to(normed.dtype.element_ty), mask=ok)
 
 
-def launch_add_rms_norm(x: Tensor, delta: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm); without delta, (x, its norm).  Rows may be strided."""
+def launch_add_rms_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    *,
+    ids_T: Tensor | None = None,
+    out_TH: Tensor | None = None,
+    below_CH: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm); without delta, (x, its norm).  Rows may be strided.
+
+    ids_T: int64; x is a table whose rows of these numbers are meant.  out_TH, below_CH: see `norm.add_rms_norm`.
+    """
     x_TH, H = _rows(x), x.shape[-1]
+    shape = x.shape if ids_T is None else (*ids_T.shape, H)
+    T, C = math.prod(shape[:-1]), 0 if below_CH is None else below_CH.shape[0]
     delta_TH = x_TH if delta is None else _rows(delta)
-    normed = x.new_empty(x.shape)
-    total = x if delta is None else x.new_empty(x.shape)
-    assert weight_H.shape == (H,) and delta_TH.shape == x_TH.shape and delta_TH.dtype == x.dtype
-    if x_TH.shape[0]:
-        add_rms_norm_kernel[(x_TH.shape[0],)](
-            x_TH, delta_TH, weight_H, total, normed, x_TH.stride(0), delta_TH.stride(0), eps,
-            SIZE=H, PADDED=triton.next_power_of_2(H), HAS_DELTA=delta is not None, num_warps=_warps(H), **chained(x.device),
+    normed = x.new_empty(shape if below_CH is None else (T + C, H))
+    total = x
+    if delta is not None or ids_T is not None:
+        total = x.new_empty(shape) if out_TH is None else out_TH
+    total_TH, below = _rows(total), x_TH if below_CH is None else below_CH
+    assert weight_H.shape == (H,) and below.shape[1] == H and below.stride(1) == 1 and below.dtype == x.dtype
+    assert delta is None or (delta_TH.shape == x_TH.shape and delta_TH.dtype == x.dtype)
+    assert total.shape == shape and total.stride(-1) == 1 and total.dtype == x.dtype
+    assert ids_T is None or ids_T.is_contiguous()
+    if T + C:
+        add_rms_norm_kernel[(T + C,)](
+            x_TH if ids_T is None else ids_T, x_TH, delta_TH, weight_H, below, total_TH, normed, T,
+            x_TH.stride(0), delta_TH.stride(0), below.stride(0), total_TH.stride(0), eps,
+            SIZE=H, PADDED=triton.next_power_of_2(H), EMBEDS=ids_T is not None, HAS_DELTA=delta is not None,
+            HAS_BELOW=below_CH is not None, num_warps=_warps(H), **chained(x.device),
         )  # fmt: skip
     return total, normed
 

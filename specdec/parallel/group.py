@@ -64,9 +64,20 @@ class Group(ABC):
         """x + all ranks' terms.  x: the same on all ranks, as the result is."""
         return x_TH + self.sum(term_TH)
 
-    def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(x + all ranks' terms, its norm).  x: the same on all ranks, as both results are."""
-        return add_rms_norm(x_TH, self.sum(term_TH), weight_H, eps)
+    def add_rms_norm(
+        self,
+        x_TH: Tensor,
+        term_TH: Tensor,
+        weight_H: Tensor,
+        eps: float,
+        out_TH: Tensor | None = None,
+        below_CH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(x + all ranks' terms, its norm).  x: the same on all ranks, as both results are.
+
+        out_TH, below_CH: as of the function of that name (ops/norm.py).
+        """
+        return add_rms_norm(x_TH, self.sum(term_TH), weight_H, eps, out_TH, below_CH)
 
     def least(self, value: float, device: torch.device) -> float:
         """The smallest of all ranks' values.  The host waits for it."""

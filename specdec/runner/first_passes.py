@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from specdec.batch.state import BatchState
 from specdec.config import SpecConfig
+from specdec.ops.compiling.known import KnownKernels
 from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
@@ -21,11 +22,14 @@ class FirstPasses:
     """Rehearses before the first chunk runs, and before the first round does if that is not the expected one.
 
     spec: the shape of the first speculative round; None: nobody knows it yet.
+    purpose: a text that is equal for decoders whose first passes need the same kernels; None: no kernels are known from earlier
+        starts, and no later start will know these.
     """
 
-    def __init__(self, prompts: PromptRunner, rounds: RoundRunner, spec: SpecConfig | None) -> None:
-        self._prompts, self._rounds, self._spec = prompts, rounds, spec
+    def __init__(self, prompts: PromptRunner, rounds: RoundRunner, spec: SpecConfig | None, purpose: str | None = None) -> None:
+        self._prompts, self._rounds, self._spec, self._purpose = prompts, rounds, spec, purpose
         self._rehearsals: Rehearsals | None = None
+        self._known: KnownKernels | None = None
         self._expected: dict[RunRound, Callable[[], None]] = {}  # a round that is being compiled, and how to wait for it
 
     def before_chunk(self, state: BatchState, chunk: RunChunk) -> None:
@@ -36,6 +40,9 @@ class FirstPasses:
         if self._rehearsals is not None or chunk.needs.grammar:
             return
         self._rehearsals = Rehearsals(state.lens_B.device)
+        if self._purpose is not None:
+            self._known = KnownKernels(state.lens_B.device, self._purpose)
+            self._rehearsals.recall(self._known)
         wait = self._rehearsals.rehearse(lambda: self._prompts.rehearse(chunk))
         if not chunk.drafted:
             self._begin(state, RunRound(state.rows, "plain", None, chunk.needs))
@@ -53,6 +60,8 @@ class FirstPasses:
         if step not in self._expected:
             self._begin(state, step).begin()
         self._expected[step]()
+        if self._known is not None and self._rehearsals is not None:
+            self._known.add(self._rehearsals.functions)
         STARTUP.lap("kernels of the first round")
         self.close()
         return True

@@ -68,7 +68,8 @@ class DeviceRunner:
     graphs: see RoundRunner.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
     shared: buffers for the pages that rows read together; None where rows never do.
-    rehearses: whether the first passes may be rehearsed, so that their kernels are compiled side by side.
+    rehearses: the purpose for which the first passes are rehearsed (see FirstPasses), so that their kernels are compiled side
+        by side; None: they may not be.
     spec: the shape of the first speculative round; None: nobody knows it yet.
     """
 
@@ -78,7 +79,7 @@ class DeviceRunner:
         graphs: GraphMode,
         most_captured: int = 0,
         shared: SharedPrefix | None = None,
-        rehearses: bool = False,
+        rehearses: str | None = None,
         spec: SpecConfig | None = None,
     ) -> None:
         self.workers, self.shared = workers, shared
@@ -93,7 +94,7 @@ class DeviceRunner:
         self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
         self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
-        self._first = FirstPasses(self.prompts, self.rounds, spec) if rehearses else None
+        self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
         self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
             EnterRows: self._enter,
             RunChunk: self._chunk,

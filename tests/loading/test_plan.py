@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toolkit.models import save_target
+from toolkit.heads.block_zoo import HEADS as BLOCK_HEADS
+from toolkit.heads.block_zoo import save_block_head
+from toolkit.models import Zoo, save_target
 
 from specdec import SpecConfig, SpecDecoder, cli, shipped
 from specdec.cli.plan import _bytes
@@ -40,6 +42,25 @@ def test_weights_and_keys_are_those_of_a_decoder(draft: object) -> None:
         pool = plan_pool(decoder.model, decoder.head, decoder.settings)
         assert plan.parts["keys and values"] == pool.bytes
         assert sum(plan.kv_token) * 16 == sum(pool.page_bytes)
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_HEADS))
+def test_weights_of_every_head_of_one_pass_are_those_of_a_decoder(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: norms of queries and keys counted once for all heads, which each have a copy, also in Qwen3 targets; copies of
+    the target's embeddings and language-model head counted, whose memory DeepSpec's heads give back.
+    """
+    target = zoo.target("qwen3")
+    head = save_block_head(tmp_path / "head", target, name)
+    options = EngineOptions(max_batch_size=2, max_seq_len=64, dtype="bfloat16", prefix_caching=False)
+    plan = plan_memory(target, head, SpecConfig(4, 1, 5), options, 10**9)
+    with SpecDecoder.from_pretrained(
+        target, head, SpecConfig(4, 1, 5), device="cpu", dtype="bfloat16", max_batch_size=2, max_seq_len=64, smoke=False
+    ) as decoder:
+        assert decoder.head is not None
+        shared = {id(weight) for weight in decoder.model.parameters()}
+        assert plan.parts["weights of the target"] == sum(weight.nbytes for weight in decoder.model.parameters())
+        own = sum(weight.nbytes for weight in decoder.head.parameters() if id(weight) not in shared)
+        assert plan.parts["weights of the draft head"] == own
 
 
 def test_the_command_counts_rounded_weights(capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,12 +130,13 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
             for I in (16, 256, 4096, 14336, 28672):
                 for kind in (H100, H200):
                     tiles = product_tiles(T, O, I, dtype, O == 28672, kind)
-                    most = 256 if kind == H200 and dtype != torch.float32 and I >= 1024 else 192
-                    many = 0 < T <= most
+                    hopper = kind == H200 and dtype != torch.float32 and I >= 1024
+                    many = 0 < T <= (256 if hopper else 192) or (hopper and T >= 1024)
                     ours = 0 < T <= 64 or (O == 28672 and many) or (O == 128256 and 0 < T <= 128)
                     assert (tiles is not None) == ours or dtype == torch.float32
                     if tiles is not None:
-                        assert (tiles.block_t >= T or tiles.lag == 1) and tiles.shared_bytes(dtype.itemsize) <= 232_448
+                        assert tiles.block_t >= T or tiles.lag == 1 or tiles.fetchers
+                        assert tiles.shared_bytes(dtype.itemsize) <= 232_448
                         assert tiles.splits == 1 or -(-O // tiles.block_o) <= ARRIVALS
                         assert tiles.lag < 0 or (
                             kind == H200 and O % 8 == I % 8 == 0 and tiles.splits <= -(-I // tiles.block_i)
@@ -186,6 +187,26 @@ def test_hopper_equals_the_definition(
         check(got, exact(x, weight, b, gated), dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper GPUs")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("T", "O", "I", "programs"),
+    [(1, 8, 64, 132), (130, 136, 1000, 3), (500, 520, 264, 132), (1100, 264, 72, 5), (128, 128, 8, 1)],
+)
+def test_gated_hopper_equals_the_definition(T: int, O: int, I: int, programs: int, dtype: torch.dtype) -> None:
+    """Keeps out: a step that is loaded over one that is still read, or that nobody frees; a tile of the result that is written
+    over one on its way to memory; gate and up of other rows; places of tiles that no program computes.
+    """
+    from specdec.ops.products.gated_hopper import launch_gated_hopper
+
+    tiles = ProductTiles(128, 256, 64, 1, 4, 4, fetchers=1)
+
+    x, weight, bias = strided(T, I, dtype), rand(2 * O, I, dtype=dtype), rand(2 * O, dtype=dtype)
+    for b in (bias, None):
+        check(launch_gated_hopper(x, weight, b, tiles, programs), exact(x, weight, b, True), dtype)
+
+
 MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 4096, False),
          (6144, 8192, False), (4096, 12288, False), (16600, 264, False), (16600, 264, True), (1400, 256, False),
          (256, 700, False)]  # fmt: skip
@@ -193,7 +214,7 @@ MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020])
+@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020, 2300])
 def test_real_shapes_on_a_gpu(T: int, dtype: torch.dtype) -> None:
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
     for O, I, gated in MODEL:

@@ -1,6 +1,6 @@
 """The norm kernels against their definition.  Under Triton's interpreter where there is no GPU.
 
-Shapes: T tokens, H hidden, V vocabulary.
+Shapes: T tokens, H hidden, V vocabulary, C rows below.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
-from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
+from specdec.ops.norm import add_rms_norm, embed_rms_norm, pair_rms_norm, rms_norm
 from specdec.ops.norm_triton import launch_add_rms_norm, launch_pair_rms_norm
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -39,6 +39,39 @@ def test_sum_and_norm_equal_the_definition(T: int, H: int, dtype: torch.dtype) -
     same, alone = launch_add_rms_norm(x, None, weight, EPS)
     assert same is x
     check(alone, rms_norm(x.double().cpu(), weight.double().cpu(), EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_into_given_memory_above_other_rows(dtype: torch.dtype) -> None:
+    """Keeps out: a sum written over its neighbours' columns, rows below that are normed or that another's place holds."""
+    T, C, H = 3, 4, 96
+    x, delta, weight = rand(T, H, seed=1, dtype=dtype), rand(T, H, seed=2, dtype=dtype), rand(H, seed=3, dtype=dtype)
+    below = rand(C, H + 8, seed=4, dtype=dtype)[:, :H]
+    outs = torch.full((T, 3, H), 7.0, dtype=dtype, device=DEVICE)
+    total, normed = launch_add_rms_norm(x, delta, weight, EPS, out_TH=outs[:, 1], below_CH=below)
+    assert total.data_ptr() == outs[:, 1].data_ptr() and torch.equal(outs[:, 1], x + delta) and bool((outs[:, ::2] == 7).all())
+    assert torch.equal(normed[T:], below)
+    exact = [t.double().cpu() for t in (x, delta, weight)]
+    want_out = torch.empty(T, H, dtype=torch.float64)
+    want = add_rms_norm(*exact, EPS, want_out, below.double().cpu())
+    assert want[0] is want_out and torch.equal(want_out, exact[0] + exact[1])
+    check(normed, want[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("C", [0, 5])
+def test_norm_of_embeddings(C: int, dtype: torch.dtype) -> None:
+    """Keeps out: an id that reads another's row, the row of the table left where its embedding is wanted."""
+    T, H, V = 5, 96, 40
+    table, weight = rand(V, H, seed=4, dtype=dtype), rand(H, seed=6, dtype=dtype)
+    below = rand(C, H, seed=7, dtype=dtype) if C else None
+    ids = torch.randint(V, (T,), generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    x, normed = launch_add_rms_norm(table, None, weight, EPS, ids_T=ids, below_CH=below)
+    exact = None if below is None else below.double().cpu()
+    want_x, want = embed_rms_norm(ids.cpu(), table.double().cpu(), weight.double().cpu(), EPS, exact)
+    assert torch.equal(x.double().cpu(), want_x) and torch.equal(want_x, table.double().cpu()[ids.cpu()])
+    check(normed, want)
+    assert normed.shape == (T + C, H) and (below is None or torch.equal(normed[T:], below))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

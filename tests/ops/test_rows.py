@@ -9,8 +9,8 @@ from toolkit.kernels import DEVICE
 
 from specdec.attention.segment import uniform_cu_seqlens
 from specdec.ops.index import arange, kept, predecessors
-from specdec.ops.rows import take_rows
-from specdec.ops.rows_triton import launch_take_rows
+from specdec.ops.rows import prepend, take_rows, take_run
+from specdec.ops.rows_triton import launch_prepend, launch_take_rows
 
 
 @pytest.mark.slow_cases
@@ -26,6 +26,25 @@ def test_picked_rows(B: int, N: int, E: int, F: int, dtype: torch.dtype) -> None
     assert launch_take_rows(x, index_BE, out) is out and torch.equal(out.cpu(), want)
     assert torch.equal(launch_take_rows(x, index_BE, None).cpu(), want)
     assert torch.equal(take_rows(x.cpu(), index_BE.cpu(), torch.empty_like(want)), want)
+
+
+@pytest.mark.parametrize(("B", "N", "E", "F"), [(1, 6, 3, 40), (3, 9, 6, 2100)])
+def test_runs_of_rows(B: int, N: int, E: int, F: int) -> None:
+    """Keeps out: a run that begins at another sequence's row, or that stays at its first one."""
+    x, first_B = torch.randn(B, N, F).to(DEVICE), torch.randint(N - E + 1, (B,)).to(DEVICE)
+    want = take_run(x.cpu(), first_B.cpu(), E)
+    assert all(torch.equal(want[b], x[b, first : first + E].cpu()) for b, first in enumerate(first_B.tolist()))
+    out = torch.full((B, E, F), torch.nan, device=DEVICE)
+    assert launch_take_rows(x, first_B[:, None], out, run=E) is out and torch.equal(out.cpu(), want)
+
+
+@pytest.mark.parametrize(("B", "S"), [(1, 7), (3, 1), (40, 5)])
+def test_a_column_in_front(B: int, S: int) -> None:
+    """Keeps out: ids of another row, and rows whose stride is taken for their length."""
+    first_B, ids_BS = torch.randint(90, (B,)).to(DEVICE), torch.randint(90, (B, S + 2)).to(DEVICE)[:, :S]
+    got = launch_prepend(first_B, ids_BS)
+    assert torch.equal(got.cpu(), prepend(first_B.cpu(), ids_BS.cpu()))
+    assert got[:, 0].tolist() == first_B.tolist() and torch.equal(got[:, 1:], ids_BS)
 
 
 def test_constants_are_made_once() -> None:

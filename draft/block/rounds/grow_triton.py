@@ -3,8 +3,8 @@
 The frontier holds nodes whose parents are taken already: of each taken node its first child, and the next sibling of each
 taken child.  All other nodes come after one of these in the order, so the best of the frontier is the next node of the tree.
 
-A node's key holds its score and, below it, its level, its parent's number and its rank among its siblings, inverted; so the
-largest key is the first node in the order.
+A node's key has two halves: its score, and its level, its parent's number and its rank among its siblings, inverted.  So the
+largest key is the first node in the order.  Halves have 32 bits, of which a warp finds the largest with one instruction.
 
 Shapes: B sequences, S levels, K tokens of a level, N nodes with the root, F places of the frontier.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.topk_triton import LOWEST_64, key_value, ordered_32
+from specdec.ops.topk_triton import LOWEST_32, ordered_32
 
 LEAST = tl.constexpr(-1e30)
 TIES = tl.constexpr(0x7FFFFFFF)
@@ -25,9 +25,8 @@ LEVEL, PARENT = tl.constexpr(1 << 20), tl.constexpr(1 << 8)  # how far levels an
 
 
 @triton.jit
-def _key(score, level, parent, rank):
-    low = TIES - (level * LEVEL + parent * PARENT + rank)
-    return (ordered_32(score).to(tl.int64) << 32) | low.to(tl.int64)
+def _place(level, parent, rank):
+    return TIES - (level * LEVEL + parent * PARENT + rank)
 
 
 @triton.jit
@@ -60,27 +59,29 @@ def best_paths_kernel(
         tl.extra.cuda.gdc_wait()
     tl.store(tokens, tl.load(root + b))
     tl.store(parents, tl.zeros([], tl.int64))
-    lowest = tl.full([], LOWEST_64, tl.int64)
     none = tl.full([], 0, tl.int32)
-    key_F = tl.where(place == 0, _key(_logp(logp, 0), none, none, none), lowest)
-    base_F = tl.zeros([PADDED], tl.float32)  # the score of each place's parent
+    score_F = tl.where(place == 0, ordered_32(_logp(logp, 0)), LOWEST_32)
+    place_F = tl.where(place == 0, _place(none, none, none), -1)
+    base_F = tl.zeros([PADDED], tl.int32)  # the bits of the score of each place's parent
     for number in range(1, num_nodes):
-        best = tl.max(key_F, 0)
-        is_best_F = key_F == best
-        base = tl.sum(tl.where(is_best_F, base_F, 0.0), 0)
-        score = key_value(best)
-        ties = TIES - (best & TIES).to(tl.int32)
+        best = tl.max(score_F, 0)
+        first = tl.max(tl.where(score_F == best, place_F, -1), 0)
+        is_best_F = (score_F == best) & (place_F == first)
+        base = tl.sum(tl.where(is_best_F, base_F, 0), 0).to(tl.float32, bitcast=True)
+        score = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        ties = TIES - first
         level, parent, rank = ties // LEVEL, (ties % LEVEL) // PARENT, ties % PARENT
         tl.store(tokens + number, tl.load(token + level * K + rank))
         tl.store(parents + number, parent.to(tl.int64))
         has_next, goes_on = rank + 1 < K, level + 1 < levels
-        sibling = _logp(logp, tl.where(has_next, level * K + rank + 1, 0))
-        child = _logp(logp, tl.where(goes_on, (level + 1) * K, 0))
-        next_key = tl.where(has_next, _key(base + sibling, level, parent, rank + 1), lowest)
-        child_key = tl.where(goes_on, _key(score + child, level + 1, number, none), lowest)
-        key_F = tl.where(is_best_F, next_key, key_F)
-        key_F = tl.where(place == number, child_key, key_F)
-        base_F = tl.where(place == number, score, base_F)
+        sibling = base + _logp(logp, tl.where(has_next, level * K + rank + 1, 0))
+        child = score + _logp(logp, tl.where(goes_on, (level + 1) * K, 0))
+        score_F = tl.where(is_best_F, tl.where(has_next, ordered_32(sibling), LOWEST_32), score_F)
+        place_F = tl.where(is_best_F, tl.where(has_next, _place(level, parent, rank + 1), -1), place_F)
+        is_new_F = place == number
+        score_F = tl.where(is_new_F, tl.where(goes_on, ordered_32(child), LOWEST_32), score_F)
+        place_F = tl.where(is_new_F, tl.where(goes_on, _place(level + 1, number, none), -1), place_F)
+        base_F = tl.where(is_new_F, score.to(tl.int32, bitcast=True), base_F)
 
 
 def launch_best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.block.rounds.pairs import fill_pairs
 from specdec.draft.block.rounds.tables import BlockTables, block_tables
 from specdec.ops.index import arange
-from specdec.ops.rows import take_rows
+from specdec.ops.rows import take_rows, take_run
 
 
 class Pages(NamedTuple):
@@ -95,20 +95,20 @@ class PairPass(BlockPass):
         self.mask_1H = head.mask_feature().detach()
 
     def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
-        (B, E), S, device = emitted.tokens_BE.shape, self.steps, emitted.tokens_BE.device
+        (B, E), S = emitted.tokens_BE.shape, self.steps
         W = E + S - 1
-        fused_BEH = self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1)
-        ids_BW, fused_BWH = fill_pairs(emitted.tokens_BE, emitted.last_B, fused_BEH, self.head.block.mask_id, self.mask_1H, W)
         tables, positions_T = [], None
         for table, shared in zip(pages.tables, pages.shared, strict=True):
             rows = table.next_tokens(emitted.base_lens_B, W)
             positions_T = rows.positions.flatten() if positions_T is None else positions_T
             segment = causal_segment(table, rows.ends_PB[-1], W)
             tables.append(PassTables(AttentionPlan(split_shared(segment, shared), positions_T), rows.slots.flatten()))
+        fused_BEH = self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1)
+        ids_BW, fused_BWH = fill_pairs(emitted.tokens_BE, emitted.last_B, fused_BEH, self.head.block.mask_id, self.mask_1H, W)
         assert positions_T is not None
         attn = PagedAttention(self.backend, self.cache, *tables)
         hidden_TH = self.head(ids_BW.flatten(), fused_BWH.flatten(0, 1), positions_T, attn)
-        return take_rows(hidden_TH.view(B, W, -1), emitted.last_B[:, None] + arange(S, device), out)
+        return take_run(hidden_TH.view(B, W, -1), emitted.last_B, S, out)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         """Two passes: over the prompts' pairs, and over the last of each with unknown ones after it."""
@@ -145,7 +145,10 @@ class ContextPass(BlockPass):
             for table in pages.tables
         ]
         hidden_BSH = self._run(made, emitted.lens_B, emitted.features_BEF.flatten(0, 1), pages)
-        return hidden_BSH if out is None else out.copy_(hidden_BSH)
+        if out is None:
+            return hidden_BSH
+        B, S = hidden_BSH.shape[:2]
+        return take_rows(hidden_BSH, arange(S, hidden_BSH.device).expand(B, S), out)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         groups, block = self.cache.group_numbers, self.head.block

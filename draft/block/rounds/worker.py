@@ -24,6 +24,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.block.rounds.correct import corrected_logits, greedy_chain
 from specdec.draft.block.rounds.grow import best_paths
 from specdec.draft.block.rounds.passes import BlockPass, ContextPass, Emitted, Pages, PairPass
 from specdec.draft.block.rounds.rows import BlockRows
@@ -31,7 +32,9 @@ from specdec.draft.drafter import Drafter, Place
 from specdec.draft.shared_noise import noise_of, noise_of_levels
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
+from specdec.ops.index import arange
 from specdec.ops.noise.gumbel import Noise
+from specdec.ops.rows import prepend
 from specdec.steps import Needs
 
 # A threshold: where a token is less likely than this to be accepted with all tokens before it, it counts after all other nodes.
@@ -118,7 +121,7 @@ def tree_of(
     noise = noise and noise_of_levels(noise, S)
     if spec.topk == 1:
         tokens_BS = head.vocabulary.greedy(logits_TW, head.d2t_V, noise=noise).view(-1, S)
-        return DraftTree.chain(torch.cat((bonus_B[:, None], tokens_BS), dim=1))
+        return DraftTree.chain(prepend(bonus_B, tokens_BS))
     logp_TK, tokens_TK = head.vocabulary.top(logits_TW, spec.topk, head.d2t_V, noise=noise)
     logp_BSK, tokens_BSK = logp_TK.view(-1, S, spec.topk), tokens_TK.view(-1, S, spec.topk)
     return best_paths(logp_BSK, tokens_BSK, bonus_B, spec.num_draft_tokens)
@@ -135,46 +138,57 @@ class Walk:
         self.own_BSW = head.logits(hidden_BSH.flatten(0, 1)).view(*hidden_BSH.shape[:2], -1)
 
     def chain(self, bonus_B: Tensor) -> DraftTree:
+        head, plain = self.head, self.head.markov.plain
+        if plain is not None and self.noise is None and head.vocabulary.group.size == 1:
+            return DraftTree.chain(greedy_chain(self.own_BSW, bonus_B, *plain, head.d2t_V))
         tokens, state_Br = [bonus_B], None
         for step in range(self.hidden_BSH.shape[1]):
-            logits_BW, state_Br = self._logits(step, self.head.markov.embed(tokens[-1]), state_Br)
+            logits_BW, state_Br = self._logits(step, tokens[-1], state_Br)
             noise = self.noise and self.noise.at(step + 1)
-            tokens.append(self.head.vocabulary.greedy(logits_BW, self.head.d2t_V, noise=noise))
+            tokens.append(head.vocabulary.greedy(logits_BW, head.d2t_V, noise=noise))
         return DraftTree.chain(torch.stack(tokens, dim=1))
 
     def tree(self, bonus_B: Tensor, spec: SpecConfig) -> DraftTree:
         """The best K branches of a level go on, and the best nodes of all are the tree."""
         head, (B, S, _), K = self.head, self.hidden_BSH.shape, spec.topk
         candidates = Candidates.empty(B, K, S, bonus_B.device)
-        embedded_Rr = head.markov.embed(bonus_B)
-        logits_BW, state_Rr = self._logits(0, embedded_Rr, None)
+        logits_BW, state_Rr = self._logits(0, bonus_B, None)
         logp_BK, tokens_BK = head.vocabulary.top(logits_BW, K, head.d2t_V, noise=self.noise)
         beam = first_level(candidates, tokens_BK, logp_BK)
-        sure_R = None if head.confidence is None else self._sure(0, embedded_Rr)
+        sure_R = None if head.confidence is None else self._sure(0, bonus_B)
         for level in range(2, S + 1):
-            parents_R = (beam.parents_BK + torch.arange(B, device=bonus_B.device)[:, None] * (1 if level == 2 else K)).flatten()
-            state_Rr = None if state_Rr is None else state_Rr.index_select(0, parents_R)
-            embedded_Rr = head.markov.embed(beam.tokens_BK.flatten())
-            logits_RW, state_Rr = self._logits(level - 1, embedded_Rr, state_Rr)
+            tokens_R = beam.tokens_BK.flatten()
+            if state_Rr is not None or sure_R is not None:
+                first_B = arange(B, bonus_B.device, 1 if level == 2 else K)
+                parents_R = (beam.parents_BK + first_B[:, None]).flatten()
+                state_Rr = None if state_Rr is None else state_Rr.index_select(0, parents_R)
+            logits_RW, state_Rr = self._logits(level - 1, tokens_R, state_Rr)
             if sure_R is not None:
-                sure_R = sure_R.index_select(0, parents_R) + self._sure(level - 1, embedded_Rr)
+                sure_R = sure_R.index_select(0, parents_R) + self._sure(level - 1, tokens_R)
                 stopped_R = torch.where(sure_R < math.log(STOP_BELOW), -STOPPED, 0.0)
                 beam = replace(beam, scores_BK=beam.scores_BK + stopped_R.view(B, K))
             noise = self.noise and self.noise.at(level)
             beam = expand(candidates, level, beam, logits_RW, head.d2t_V, head.vocabulary, noise)
         return best_nodes(candidates, bonus_B, spec.num_draft_tokens, S)
 
-    def _logits(self, step: int, embedded_Rr: Tensor, state_Rr: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """([R, W], the state after): of the rows' step, equally many branches for each sequence."""
-        each = len(embedded_Rr) // len(self.hidden_BSH)
-        hidden_RH = self.hidden_BSH[:, step].repeat_interleave(each, 0) if each > 1 else self.hidden_BSH[:, step]
-        row_Rr, state_Rr = self.head.markov.step(hidden_RH, embedded_Rr, state_Rr)
-        added_RW = self.head.markov.w2(row_Rr)
-        own_BW = self.own_BSW[:, step]
-        return (own_BW[:, None] + added_RW.unflatten(0, (-1, each))).flatten(0, 1), state_Rr
+    def _logits(self, step: int, before_R: Tensor, state_Rr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """([R, W], the state after): of the rows' step, equally many branches for each sequence.
 
-    def _sure(self, step: int, embedded_Rr: Tensor) -> Tensor:
+        before_R: int64, the token before.
+        """
+        own_BW, markov = self.own_BSW[:, step], self.head.markov
+        if (plain := markov.plain) is not None:
+            return corrected_logits(own_BW, before_R, *plain), None
+        row_Rr, state_Rr = markov.step(self._hidden(step, before_R), markov.embed(before_R), state_Rr)
+        added_RW = markov.w2(row_Rr)
+        return (own_BW[:, None] + added_RW.unflatten(0, (len(own_BW), -1))).flatten(0, 1), state_Rr
+
+    def _hidden(self, step: int, before_R: Tensor) -> Tensor:
+        """[R, H]: the row of the step, for each branch."""
+        each = len(before_R) // len(self.hidden_BSH)
+        return self.hidden_BSH[:, step].repeat_interleave(each, 0) if each > 1 else self.hidden_BSH[:, step]
+
+    def _sure(self, step: int, before_R: Tensor) -> Tensor:
         """[R] float32: the logarithm of the estimate that the token of that step is accepted if those before it are."""
-        each = len(embedded_Rr) // len(self.hidden_BSH)
-        hidden_RH = self.hidden_BSH[:, step].repeat_interleave(each, 0)
+        hidden_RH, embedded_Rr = self._hidden(step, before_R), self.head.markov.embed(before_R)
         return F.logsigmoid(self.head.confidences(hidden_RH, embedded_Rr).float())

@@ -17,8 +17,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from specdec.ops.compiling.known import KnownKernels
 from specdec.ops.launch import has_triton
 
 MOST_THREADS = 16  # more would wait for each other, since a part of each compilation is Python
@@ -83,6 +84,22 @@ class Rehearsals:
                 future.result(ignore_errors=True)
 
         return wait
+
+    def recall(self, known: KnownKernels) -> None:
+        """Loads kernels that earlier starts have compiled, so that rehearsals find them."""
+        loading = []
+        for load in known.loads():
+            loading.append(self.submit(load))
+            self.begin()
+        for future in loading:
+            with suppress(CancelledError):  # by `close`
+                future.result()
+
+    @property
+    def functions(self) -> set[Any]:
+        """The sources of all kernels that were compiled so far because a rehearsal launched them."""
+        compiled = (future.kernel for future in self._compilers.future_kernels.values())
+        return {kernel.src.fn for kernel in compiled if kernel is not None}
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         """As an executor's: the call's future.  Triton's mode asks for it."""

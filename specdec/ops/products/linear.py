@@ -1,9 +1,10 @@
 """Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up) and `silu_mul`.
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
-kernel in linear_triton.py or, on an H200, the one in linear_hopper.py, and products of up to 192 rows with wide weights the one
-in linear_wide_triton.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The
-policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
+kernel in linear_triton.py or, on an H200, the one in linear_hopper.py, products of up to 192 rows with wide weights the one in
+linear_wide_triton.py, and gated products of many rows the one in gated_hopper.py, for those shapes for which they were measured
+to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (numerics.py); under an invariant one no library computes
+anything.  This module knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
@@ -102,6 +103,11 @@ def tma_reads(*matrices: Tensor) -> bool:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    if tiles.fetchers:
+        from specdec.ops.products.gated_hopper import launch_gated_hopper
+
+        assert gated
+        return launch_gated_hopper(x, weight, bias, tiles, _sms(x.device))
     if tiles.lag >= 0:
         from specdec.ops.products.linear_hopper import launch_hopper_linear
 
@@ -124,6 +130,11 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
     return properties.shared_memory_per_block_optin
+
+
+@cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The tiles of the products' kernels, chosen by shapes alone.
 
-The choices were measured on an H100 and, for the kernel of linear_hopper.py, on an H200: benchmarks/products/README.md, "Why
-the tiles and rules are what they are".  This module knows no tensor and no model.
+The choices were measured on an H100 and, for the kernels of linear_hopper.py and gated_hopper.py, on an H200:
+benchmarks/products/README.md, "Why the tiles and rules are what they are".  This module knows no tensor and no model.
 
 Shapes: T rows, I in, O out.
 """
@@ -20,6 +20,7 @@ STEP = 128  # columns of a step of invariant products whose columns are split: b
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 LEAST_ROWS, LEAST_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
+MANY, MANY_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
 
 class ProductTiles(NamedTuple):
@@ -33,6 +34,7 @@ class ProductTiles(NamedTuple):
     columns: of a split, for linear_tiled_triton.py's kernel, which takes any number of rows; 0 for the other kernels.
     lag: for linear_hopper.py's kernel, how many steps the tensor cores may be late: 0 fills each stage again at once, and 1
         keeps the tensor cores busy; -1 for the other kernels.
+    fetchers: groups of warps that only ask for tiles: 1 for gated_hopper.py's kernel, 0 for the others.
     """
 
     block_t: int
@@ -43,6 +45,7 @@ class ProductTiles(NamedTuple):
     stages: int
     columns: int = 0
     lag: int = -1
+    fetchers: int = 0
 
     def shared_bytes(self, itemsize: int) -> int:
         """Bytes of shared memory that the pipeline's stages take."""
@@ -99,7 +102,7 @@ def padded_rows(T: int) -> int:
 
 
 def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
-    """Tiles of linear_hopper.py's kernel in 16 bits; None where it can't run or was not found to be faster.
+    """Tiles of linear_hopper.py's or gated_hopper.py's kernel in 16 bits; None where neither can run or was found to be faster.
 
     Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
     all of its shared memory; elsewhere two programs share an SM.  Measured: benchmarks/products/README.md, "Why the tiles and
@@ -107,6 +110,8 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
     """
     if O % (16 if gated else 8) or I % 8:
         return None
+    if T > MANY and gated and O >= 16384 and _fills_waves(-(-O // 256) * -(-T // 128), MANY_FULL):
+        return ProductTiles(128, 256, 64, 1, 4, 4, fetchers=1)
     if T > FEW:
         if not (192 < T <= 256 and gated and O >= 16384 and _fills_waves(-(-O // 128) * -(-T // 256))):
             return None
@@ -133,9 +138,9 @@ def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> ProductTiles
     return tiles if _fills_waves(-(-O // tiles.block_o)) else None
 
 
-def _fills_waves(programs: int) -> bool:
-    """Whether so many programs, one an SM, give work to nearly all SMs in all waves."""
-    return programs >= WAVE_FULL * SMS * -(-programs // SMS)
+def _fills_waves(programs: int, share: float = WAVE_FULL) -> bool:
+    """Whether so many programs, one an SM, give work to that share of all SMs, on average over all waves."""
+    return programs >= share * SMS * -(-programs // SMS)
 
 
 def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:

@@ -76,10 +76,20 @@ class SymmetricGroup(Group):
             return self._rows(x_TH, term_TH, None, 0.0)[0]
         return self.base.add(x_TH, term_TH)
 
-    def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self._has_rows(term_TH) and x_TH.dtype == weight_H.dtype == term_TH.dtype:
-            return self._rows(x_TH, term_TH, weight_H, eps)
-        return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps)
+    def add_rms_norm(
+        self,
+        x_TH: Tensor,
+        term_TH: Tensor,
+        weight_H: Tensor,
+        eps: float,
+        out_TH: Tensor | None = None,
+        below_CH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if not self._has_rows(term_TH) or not x_TH.dtype == weight_H.dtype == term_TH.dtype:
+            return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps, out_TH, below_CH)
+        total_TH, normed_TH = self._rows(x_TH, term_TH, weight_H, eps)
+        total_TH = total_TH if out_TH is None else out_TH.copy_(total_TH)
+        return total_TH, normed_TH if below_CH is None else torch.cat((normed_TH, below_CH))
 
     def use_one_order(self, on: bool) -> None:
         super().use_one_order(on)

@@ -33,8 +33,7 @@ class Head:
         self.vocabulary, self.d2t_V, self.confidence = Vocabulary.of(W, ALONE), None, object()
         self.markov = SimpleNamespace(
             embed=lambda tokens: self._table_Wr[tokens],
-            step=lambda hidden, embedded, state: (embedded, None),
-            w2=lambda row: row @ self._out_rW,
+            plain=(self._table_Wr, self._out_rW.T),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

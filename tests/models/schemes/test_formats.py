@@ -30,7 +30,8 @@ def planned(folder: Path, quantize: str = "none") -> tuple[int, int]:
     """Bytes of a target's weights: as planned from headers, and as they are."""
     chosen = choose_target(folder, quantize=quantize)
     model = load_chosen(chosen, folder, 64, torch.device("cpu"), torch.bfloat16, False)
-    return tensor_bytes(open_target(folder, chosen.config), torch.bfloat16, set()), sum(w.nbytes for w in model.parameters())
+    foreseen = tensor_bytes(open_target(folder, chosen.config), chosen.config, torch.bfloat16, set())
+    return foreseen, sum(weight.nbytes for weight in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["deepseek fp8", "w4a16 g32 zeros", "awq", "gptq8 v2", "nvfp4"])

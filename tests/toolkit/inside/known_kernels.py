@@ -1,0 +1,86 @@
+"""Starts that know kernels of earlier starts, on a machine that needs no GPU.
+
+Run this file in a process of its own: in it Triton believes that there is a GPU, and kernels are compiled but never loaded.  A
+start is what a fresh process does: the tables in which Triton finds its kernels are empty.  Prints, for each start by its name,
+how many kernels were known and how many of two were compiled or read by Triton.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+
+from specdec.ops.compiling.known import KnownKernels
+from specdec.ops.compiling.rehearsal import Rehearsals
+from specdec.ops.products import linear_hopper, linear_triton
+from specdec.ops.products.tiles import ProductTiles
+
+DEVICE = torch.device("cuda", 0)
+FUNCTIONS = linear_hopper.hopper_linear_kernel, linear_triton.silu_mul_kernel
+
+
+class NoGpu:
+    """What Triton asks of a GPU before it loads a kernel."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def launches() -> None:
+    x_TI, weight_OI = torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.bfloat16)
+    linear_hopper.launch_hopper_linear(x_TI, weight_OI, None, True, ProductTiles(16, 64, 64, 1, 4, 2, lag=0))
+    linear_triton.launch_silu_mul(weight_OI)
+
+
+def start(purpose: str = "one") -> tuple[int, int]:
+    """Kernels that were known, and those that Triton was asked for."""
+    for function in FUNCTIONS:
+        function.device_caches.clear()
+    rehearsals, known = Rehearsals(DEVICE), KnownKernels(DEVICE, purpose)
+    rehearsals.recall(known)
+    number = sum(len(function.device_caches[0][0]) for function in FUNCTIONS)
+    rehearsals.rehearse(launches)()
+    asked = len(rehearsals._compilers.future_kernels)
+    known.add(rehearsals.functions)
+    rehearsals.close()
+    return number, asked
+
+
+def main() -> None:
+    loose: Any = torch.cuda
+    loose.get_device_name, loose.get_device_capability, loose.set_device = lambda _: "H200", lambda _: (9, 0), lambda _: None
+    driver.set_active(NoGpu())
+    CompiledKernel._init_handles = lambda self: None
+    for module in (linear_hopper, linear_triton):
+        module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    folder = Path(knobs.cache.dir)
+    found = {"first": start(), "second": start(), "another purpose": start("two")}
+    source: Any = linear_triton.silu_mul_kernel
+    source.raw_src = [*source.raw_src, "# changed\n"]
+    found["another source"] = start()
+    found["the same again"] = start()
+    next(folder.glob("*/silu_mul_kernel.cubin")).unlink()
+    found["a file is gone"] = start()
+    for file in (folder / "specdec").iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    found["cut short"] = start()
+    shutil.rmtree(folder / "specdec")
+    (folder / "specdec").write_text("no folder")
+    found["nowhere to write"] = start()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
