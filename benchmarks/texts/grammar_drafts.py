@@ -42,6 +42,7 @@ class Watch:
     def __init__(self, completes: bool) -> None:
         self.completes, self.trees, self.seconds = completes, 0, 0.0
         self.kept = self.added = self.padding = 0
+        self._kept_here = 0  # of the tree that is being completed
         self._run, self._keep = Completion.run, Completion._keep_drafts
 
     @contextmanager
@@ -56,8 +57,9 @@ class Watch:
             done = self._run(tree)
             self.seconds += time.thread_time() - start
             self.trees += 1
-            self.added += len(tree._depths) - 1
-            self.padding += len(tree._drafts) - len(tree._depths)
+            held = max(len(tree._places), self._kept_here + 1)  # a tree of which all is kept has no places
+            self.added += held - 1 - self._kept_here
+            self.padding += len(tree._drafts) - held
             return done if self.completes else (tree._drafts, tree._above)
 
         return run
@@ -66,8 +68,8 @@ class Watch:
     def _counted(self) -> Any:
         def keep(tree: Completion) -> None:
             self._keep(tree)
-            self.kept += len(tree.tokens) - 1
-            self.added -= len(tree.tokens) - 1
+            self._kept_here = len(tree.tokens) - 1
+            self.kept += self._kept_here
 
         return keep
 

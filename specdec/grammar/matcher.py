@@ -1,7 +1,7 @@
 """Which tokens may come next in one text, and after each node of a draft tree: masks of one bit a token.
 
 A text is at one place of its grammar.  From there the matcher walks along the tree's paths and back, so each node's mask is
-that of its own path.  This module knows no tensor.
+that of its own path; what it finds at a place is kept until the text goes on.  This module knows no tensor.
 
 The library has limits, and what it has looked at counts towards them: other drafts of a text, and other texts with the same
 grammar.  So where the library fails, a new matcher is led along the text alone, as in plain decoding; only if that one fails
@@ -24,12 +24,33 @@ class LimitError(Exception):
     """The library has failed at something that a grammar may allow."""
 
 
+class Place:
+    """Where a text stands, or would stand after some further tokens, and what the library has said there so far.
+
+    path: the tokens between the text's own place and this one.  is_end: whether the last one ends the text, so that nothing
+    follows.  after: places one token on.
+    only: the tokens that the grammar spells out from here on.  few: all that may follow, where they are few; banned: one that
+    may not (completion.py).  Each is None until somebody asks.
+    """
+
+    __slots__ = ("after", "banned", "depth", "few", "is_end", "mask_X", "only", "path")
+
+    def __init__(self, path: tuple[int, ...] = (), is_end: bool = False) -> None:
+        self.path, self.depth, self.is_end = path, len(path), is_end
+        self.after: dict[int, Place] = {}
+        self.mask_X: np.ndarray | None = None
+        self.only: Sequence[int] | None = None
+        self.few: Sequence[int] | None = None
+        self.banned: int | None = None
+
+
 class Matcher:
     """The place of one text in its grammar.
 
     start: makes the library's matcher at the beginning of a text; it may share what it learns with others of that grammar.
     renew: makes one that shares nothing.
     ends: ids that end the text.  They may stand where it is complete, or where the grammar itself has them.
+    here: the text's own place.
     is_over: whether the text has ended, or holds a token that its grammar does not allow; then nobody reads its masks.
     is_stuck: whether the library failed at the text itself, because of its limits.  Then no token is allowed.
     is_alone: whether the library failed at a draft.  From then on drafts are not looked at, and none may be accepted.
@@ -39,6 +60,10 @@ class Matcher:
     def __init__(self, start: Callable[[], Any], renew: Callable[[], Any], ends: Sequence[int], vocab_size: int) -> None:
         self._renew, self.ends, self.vocab_size = renew, frozenset(ends), vocab_size
         self.inner = start()
+        self.here = Place()
+        self._at: tuple[int, ...] = ()  # the path to where the library's matcher stands
+        self._masks: list[np.ndarray] = []  # memory for masks of places after `here`, of which so many are taken:
+        self._taken = 0
         self._tokens: list[int] = []
         self._end_words = [(token >> 5, np.array(1 << (token & 31), np.uint32).view(np.int32)) for token in sorted(ends)]
         self.is_over = self.is_stuck = self.is_alone = False
@@ -46,15 +71,17 @@ class Matcher:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Goes on along tokens that the text has got."""
-        for token in tokens:
-            if self.is_over or self.is_stuck:
-                return
-            if self._goes_on(token):
-                self._tokens.append(token)
-            elif not self.may_follow(token):
-                self.is_over = True
-            else:
-                self._take_anew(token)
+        if not tokens or self.is_over or self.is_stuck:
+            return
+        self._leave_places()
+        count = self._go_on(tokens)
+        if count == len(tokens):
+            return
+        if not self.may_follow(tokens[count]):
+            self.is_over = True
+        else:
+            self._take_anew(tokens[count])
+            self.take(tokens[count + 1 :])
 
     def fill(self, masks_NX: np.ndarray, tokens_N: Sequence[int] = (), parents_N: Sequence[int] = ()) -> None:
         """Writes the mask after each node of a tree.
@@ -65,27 +92,31 @@ class Matcher:
         A node that its parent's mask bans is padding, and all nodes after it are: their masks allow everything, because nobody
         reads what the target says there.  So are nodes after the end of the text, and all nodes where `is_alone`.
         """
-        masks_NX[:] = ALL
         if self.is_over:
+            masks_NX[:] = ALL
             return
         if not self.is_stuck:
             self._fill_root(masks_NX[0])
+        masks_NX[1:] = ALL
         if self.is_stuck:
             masks_NX[:] = 0
         elif not self.is_alone and len(tokens_N) > 1:
             children: list[list[int]] = [[] for _ in range(len(masks_NX))]
             for node in range(1, len(tokens_N)):
                 children[parents_N[node]].append(node)
-            if not self.walk(lambda: self._fill_after(0, masks_NX, tokens_N, children)):
+            if not self.walk(lambda: self._fill_after(0, self.here, masks_NX, tokens_N, children)):
                 masks_NX[1:] = ALL
 
+    # ---- places ----
+
     def walk(self, visit: Callable[[], None]) -> bool:
-        """Calls a function that moves the library's matcher along drafts and back to the text, or raises LimitError.
+        """Calls a function that looks at places after the text's own, or raises LimitError.  The library's matcher comes back.
 
         False: it raised that, and no draft may be accepted any more.
         """
         try:
             visit()
+            self.go(self.here)
         except LimitError:
             self.is_alone = True
             self._begin_anew()
@@ -95,48 +126,164 @@ class Matcher:
         """Whether a text can go on with a token, whatever its grammar.  Drafts may be any ids."""
         return 0 <= token < self.vocab_size and token not in self.ends
 
-    def may_end(self, token: int) -> bool:
-        """Whether a token would end the text, which is complete at the place of the library's matcher."""
-        return token in self.ends and self.inner.is_accepting()
+    def allows(self, tokens_N: Sequence[int], parents_N: Sequence[int]) -> list[bool | None]:
+        """Of each node of a tree, whether the masks along its path allow it.  Any ids.  LimitError as in `go`.
 
-    def mask(self) -> np.ndarray:
-        """[X] int32: the mask at the place of the library's matcher.  LimitError if the library fails."""
-        mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
-        if not self._fill_one(mask_X):
-            raise LimitError
-        return mask_X
+        Where the grammar spells out what comes next, masks hold one spelling alone.  Of the root, the text's last token: True.
+        """
+        nodes = len(tokens_N)
+        keeps: list[bool | None] = [True, *[None] * (nodes - 1)]
+        paths: list[list[int]] = [[]]
+        for node in range(1, nodes):
+            paths.append([*paths[parents_N[node]], tokens_N[node]])
+        count = self._count_plain if nodes == 1 or self._plain(tokens_N[1:]) == nodes - 1 else self._count
+        only = {0: self.only_token(self.here)}  # by node
+        for last in range(nodes - 1, 0, -1):  # deep nodes first, so that one question decides about a whole path
+            if keeps[last] is not None:
+                continue
+            node, unknown = last, []
+            while keeps[node] is None:
+                unknown.append(node)
+                node = parents_N[node]
+            path = paths[last]
+            depth, at, kept = len(path) - len(unknown), 0, count(path) if keeps[node] else 0
+            for child in reversed(unknown):
+                if depth < kept and node not in only:
+                    only[node], at = self._only_after(path, at, depth), depth
+                if depth >= kept or only[node] not in (None, tokens_N[child]):
+                    kept = 0
+                keeps[child], node, depth = depth < kept, child, depth + 1
+            if at and not self.inner.rollback(at):
+                raise LimitError
+        return keeps
 
-    def back(self, tokens: int = 1) -> None:
-        """Moves the library's matcher back."""
-        if not self.inner.rollback(tokens):
+    def _only_after(self, path: list[int], at: int, depth: int) -> int | None:
+        """Moves the library's matcher from the text's own place, or `at` tokens on, to `depth` tokens of a path.
+
+        Returns the only token that may follow there; see only_token.
+        """
+        if not at:
+            self.go(self.here)
+        if self.inner.try_consume_tokens(path[at:depth]) != depth - at:
             raise LimitError
+        only = () if self.inner.is_stopped() else self.inner.compute_ff_tokens()
+        return only[0] if only else None
+
+    def _count(self, tokens: list[int]) -> int:
+        """How many of these tokens may follow the text's own place one after the other."""
+        plain = self._plain(tokens)
+        count = self._count_plain(tokens[:plain]) if plain else 0
+        if count == plain < len(tokens) and tokens[plain] in self.ends:
+            place = self.here
+            for token in tokens[:plain]:
+                place = self.next_place(place, token)
+            count += has(self.mask(place), tokens[plain])
+        return count
+
+    def _count_plain(self, tokens: list[int]) -> int:
+        """The same, of tokens with which a text can go on."""
+        self.go(self.here)
+        count: int = self.inner.validate_tokens(tokens)
+        if count < len(tokens) and self.inner.is_error():
+            raise LimitError
+        return count
+
+    def next_place(self, place: Place, token: int) -> Place:
+        """The place after a token that the place's mask allows."""
+        found = place.after.get(token)
+        if found is None:
+            found = place.after[token] = Place((*place.path, token), token in self.ends)
+        return found
+
+    def only_token(self, place: Place) -> int | None:
+        """The only token that may follow at a place, if the grammar spells out what comes next.  LimitError as in `go`."""
+        if place.only is None:
+            self.go(place)
+            place.only = [] if self.inner.is_stopped() else self.inner.compute_ff_tokens()
+        return place.only[0] if place.only else None
+
+    def mask(self, place: Place) -> np.ndarray:
+        """[X] int32: the mask at a place, not to be changed.  LimitError if the library fails."""
+        if place.mask_X is None:
+            self.go(place)
+            if self._taken == len(self._masks):
+                self._masks.append(np.empty(-(-self.vocab_size // 32), np.int32))
+            mask_X = self._masks[self._taken]
+            if not self._fill_one(mask_X):
+                raise LimitError
+            place.mask_X, self._taken = mask_X, self._taken + 1
+        return place.mask_X
+
+    def go(self, place: Place) -> None:
+        """Moves the library's matcher to a place.  LimitError if the library fails."""
+        at, path = self._at, place.path
+        if at == path:
+            return
+        common = 0
+        if at == path[: len(at)]:
+            common = len(at)
+        else:
+            while at[: common + 1] == path[: common + 1]:
+                common += 1
+            if not self.inner.rollback(len(at) - common):
+                raise LimitError
+        if common < len(path) and self.inner.try_consume_tokens(path[common:]) != len(path) - common:
+            raise LimitError
+        self._at = path
+
+    # ---- the text itself ----
 
     def _fill_root(self, mask_X: np.ndarray) -> None:
-        if not self._fill_one(mask_X):
-            self.is_stuck = not (self._begin_anew() and self._fill_one(mask_X))
+        if self.here.mask_X is None:
+            if not self._fill_one(mask_X):
+                self.is_stuck = not (self._begin_anew() and self._fill_one(mask_X))
+            if not self.is_stuck:
+                self.here.mask_X = mask_X.copy()
+        else:
+            mask_X[:] = self.here.mask_X
 
-    def _fill_after(self, node: int, masks_NX: np.ndarray, tokens_N: Sequence[int], children: list[list[int]]) -> None:
-        """Fills the masks of all nodes after one at which the library's matcher stands, and whose own mask is there."""
+    def _fill_after(
+        self, node: int, place: Place, masks_NX: np.ndarray, tokens_N: Sequence[int], children: list[list[int]]
+    ) -> None:
+        """Fills the masks of all nodes after one whose own mask is there."""
         for child in children[node]:
             token = tokens_N[child]
             if not self.may_follow(token) or not has(masks_NX[node], token):
                 continue
-            if not self._goes_on(token) or not self._fill_one(masks_NX[child]):
-                raise LimitError
-            self._fill_after(child, masks_NX, tokens_N, children)
-            self.back()
+            next_ = self.next_place(place, token)
+            if next_.mask_X is not None:
+                masks_NX[child] = next_.mask_X
+            else:
+                self.go(next_)
+                if not self._fill_one(masks_NX[child]):
+                    raise LimitError
+            if children[child]:
+                self._fill_after(child, next_, masks_NX, tokens_N, children)
 
-    def _goes_on(self, token: int) -> bool:
-        """Moves the library's matcher on, if the token neither ends the text nor breaks the grammar."""
-        return self.may_follow(token) and self.inner.try_consume_tokens([token]) == 1
+    def _leave_places(self) -> None:
+        """Forgets the text's own place, and all that came after it."""
+        self.here, self._at, self._taken = Place(), (), 0
+
+    def _go_on(self, tokens: Sequence[int]) -> int:
+        """Moves the library's matcher on along the text, until a token ends that or breaks the grammar.  How many it took."""
+        plain = self._plain(tokens)
+        count: int = self.inner.try_consume_tokens(tokens[:plain]) if plain else 0
+        self._tokens += tokens[:count]
+        return count
+
+    def _plain(self, tokens: Sequence[int]) -> int:
+        """How many tokens there are before the first with which no text can go on."""
+        if self.ends.isdisjoint(tokens) and min(tokens) >= 0 and max(tokens) < self.vocab_size:
+            return len(tokens)
+        return next(number for number, token in enumerate(tokens) if not self.may_follow(token))
 
     def _take_anew(self, token: int) -> None:
         """Goes on along a token at which the library did not."""
         mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
         if not self._begin_anew() or not self._fill_one(mask_X):
             self.is_stuck = True
-        elif self._goes_on(token):
-            self._tokens.append(token)
+        elif self._go_on([token]):
+            return
         elif has(mask_X, token):
             self.inner.consume_tokens([token])  # says why; the library keeps the error to itself where tokens are only tried
             self._keep_reason()
@@ -147,6 +294,7 @@ class Matcher:
     def _begin_anew(self) -> bool:
         """Leads a new matcher of the library along the text.  False: it fails there, so the text is stuck."""
         self.inner = self._renew()
+        self._leave_places()
         mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
         for token in self._tokens:  # with a mask before each token, as in plain decoding: masks move the library's limits
             self.inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)

@@ -10,14 +10,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
-from specdec.loading.build import build_engine, build_runner, free_memory, grammars_of, plan_pool
+from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
 from specdec.loading.pair import Loaded
 from specdec.loading.resolve import EngineSettings, resolve_device
 from specdec.models.target import Target
@@ -25,7 +24,6 @@ from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.launched import follow_first, launched, meet_others
 from specdec.parallel.processes import Followers, Line, Seat, start
-from specdec.prompts import Tokenizer
 from specdec.runner.runner import Call, DeviceRunner
 from specdec.steps import Step
 
@@ -151,7 +149,7 @@ class Follower:
     def __init__(self, seat: Seat, line: Line) -> None:
         self._seat, self._line = seat, line
         self._group: Group | None = None
-        self._held: tuple[Target, DraftModel | None, torch.device, Path] | None = None
+        self._held: tuple[Target, DraftModel | None, torch.device] | None = None
         self._runner: DeviceRunner | None = None
 
     def take(self, message: Any) -> None:
@@ -174,19 +172,18 @@ class Follower:
             self._group = self._seat.join(device)
         self._runner = self._held = None
         free_memory(device)
-        model, head, _, folder = wanted.load(self._group, options)
-        self._held = model, head, device, folder
+        model, head, *_ = wanted.load(self._group, options)
+        self._held = model, head, device
         self._line.tell("loaded")
 
     def _build(self, settings: EngineSettings, drafts: bool) -> None:
         assert self._held is not None, "Build comes after Load"
-        model, head, device, folder = self._held
+        model, head, device = self._held
         head = head if drafts else None
         self._runner = None
         free_memory(device)  # of the last runner's pool and graphs
         settings = replace(settings, device=device, options=replace(settings.options, device=str(device)))
         self._runner = build_runner(model, head, settings, plan_pool(model, head, settings))
-        self._runner.grammars.grammars = grammars_of(Tokenizer(folder), model.config)
 
 
 def run_rank(seat: Seat, line: Line) -> None:

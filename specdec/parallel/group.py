@@ -31,6 +31,10 @@ class Group(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """[N, *x.shape]: x of every rank, in the order of ranks."""
 
+    def from_first(self, x: Tensor) -> Tensor:
+        """What the first rank has, of the shape and dtype of x."""
+        return self.gather(x)[0]
+
     def swap(self, x: Tensor) -> Tensor:
         """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
         return self.gather(x)[:, self.rank].contiguous()

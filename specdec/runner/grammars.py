@@ -2,8 +2,11 @@
 
 Masks are made on the host.  A round's trees come to the host in one copy through pinned memory; those with drafts that break a
 grammar are completed, and written back before the target reads them.  The masks of all nodes are made while it does, and go
-back in one copy before tokens are chosen.  What a round emits comes in a copy of its own, which is read before the next round's
-trees are completed.  All ranks of a model do the same with the same tokens.
+back in one copy before tokens are chosen.  What a round emits comes in a copy of its own as soon as it is known, so that the
+host looks at what may follow while the device extends and drafts.
+
+Of the ranks of a model the first alone has matchers: how near to its limits the library is depends on all that it has looked
+at, and ranks that ask it apart could end drafts at different places.  The others take trees, masks and ends from the first.
 
 Shapes: B rows of a pass, N nodes, G of the rows that have a grammar, X words of a mask.
 """
@@ -11,31 +14,37 @@ Shapes: B rows of a pass, N nodes, G of the rows that have a grammar, X words of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from specdec.batch.masks import BitMasks
 from specdec.batch.tree import DraftTree
-from specdec.grammar.completion import Completion
+from specdec.grammar.completion import Completion, look_ahead
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
+from specdec.parallel.group import ALONE, Group
 from specdec.runner.readback import Readback, Ticket
-from specdec.steps import Entry, LeaveRows, PromptPart
+from specdec.steps import Entry, Grammar, LeaveRows, PromptPart
 
-HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # tokens and parents of trees, by row
+HostTree: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens and parents
+HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # by row
+NO_TREE: HostTree = (), ()
 
 
 @dataclass
 class GrammarRow:
     """One text.  speculates: whether draft tokens may be accepted in it.  runs: whether its prompt is complete.
 
+    matcher: of the first rank; others have none.
     is_unreported: whether its drafts have ended here, and the scheduler does not know yet.
     """
 
-    matcher: Matcher
+    matcher: Matcher | None
     speculates: bool
     runs: bool = False
     is_unreported: bool = False
@@ -53,16 +62,17 @@ class Unread(NamedTuple):
 
 
 class GrammarRows:
-    """The rows with a grammar, by row of the batch.  vocab_size: the target's.
+    """The rows with a grammar, by row of the batch.  vocab_size: the target's.  group: the ranks of the model.
 
-    grammars: compiles what rows ask for; None as long as nobody may ask.
+    grammars: compiles what rows ask for; None as long as nobody may ask, and on ranks after the first.
     """
 
-    def __init__(self, readback: Readback, vocab_size: int) -> None:
-        self._readback, self._vocab_size = readback, vocab_size
+    def __init__(self, readback: Readback, vocab_size: int, group: Group = ALONE) -> None:
+        self._readback, self._vocab_size, self._group = readback, vocab_size, group
         self.grammars: Grammars | None = None
         self._rows: dict[int, GrammarRow] = {}
         self._unread: deque[Unread] = deque()
+        self._follows = True  # whether texts go on along what rounds emit
         self._buffers: dict[tuple[int, int], BitMasks] = {}  # by B and N, since graphs read them
 
     # ---- rows come and go ----
@@ -70,8 +80,13 @@ class GrammarRows:
     def enter(self, entry: Entry) -> None:
         """A request takes a row, which `leave` has cleared."""
         if entry.grammar is not None:
-            assert self.grammars is not None, "whoever checks grammars hands the runner what compiles them"
-            self._rows[entry.row] = GrammarRow(self.grammars.matcher(entry.grammar), entry.speculates)
+            self._rows[entry.row] = GrammarRow(self._matcher(entry.grammar), entry.speculates)
+
+    def _matcher(self, grammar: Grammar) -> Matcher | None:
+        if self._group.rank != 0:
+            return None
+        assert self.grammars is not None, "whoever checks grammars hands the runner what compiles them"
+        return self.grammars.matcher(grammar)
 
     def leave(self, step: LeaveRows) -> None:
         """Rows move and end."""
@@ -97,13 +112,22 @@ class GrammarRows:
         texts = [(place, self._rows[part.row]) for place, part in enumerate(parts) if part.is_last and part.row in self._rows]
         for _, row in texts:
             row.runs = True
-        if texts:
+        if texts and self._group.rank == 0:
             self._unread.append(Unread(self._readback.start(tokens_B), texts, False))
 
     def follow_round(self, emitted_BX: torch.Tensor) -> None:
         """Has the texts take what a round emits, once it is on the host.  emitted_BX: see Round."""
-        if texts := self._running(emitted_BX.shape[0]):
+        if self._follows and self._group.rank == 0 and (texts := self._running(emitted_BX.shape[0])):
             self._unread.append(Unread(self._readback.start(emitted_BX), texts, True))
+
+    @contextmanager
+    def only_trying(self) -> Iterator[None]:
+        """Inside, rounds are only tried: no text takes what they emit."""
+        self._follows = False
+        try:
+            yield
+        finally:
+            self._follows = True
 
     def _take(self) -> None:
         """Waits for what earlier passes have emitted."""
@@ -111,50 +135,78 @@ class GrammarRows:
             ticket, texts, is_round = self._unread.popleft()
             values = ticket.read()
             for place, row in texts:
+                assert row.matcher is not None
                 row.matcher.take(values[place][1 : values[place][0] + 2] if is_round else [values[place]])
 
     # ---- masks ----
 
     def complete(self, tree: DraftTree) -> HostTrees:
-        """Takes drafts that break a grammar out of the trees on the device, and waits for that: see completion.py."""
+        """Takes drafts that break a grammar out of the trees on the device, and waits for that: see completion.py.
+
+        Returns the trees of rows with a grammar; on ranks after the first, which do not wait, none.
+        """
         if tree.num_nodes == 1:
             return {}
-        ticket = self._readback.start(torch.stack((tree.tokens_BN, tree.parents_BN)))
-        self._take()
-        tokens_BN, parents_BN = ticket.read()
-        trees, changed = HostTrees(), []
-        for place, row in self._running(len(tokens_BN)):
-            if not row.speculates or row.matcher.is_over or row.matcher.is_stuck:
-                continue
-            drafted = tokens_BN[place], parents_BN[place]
-            trees[place] = Completion(row.matcher, *drafted, tree.max_depth, tree.is_chain).run()
-            if trees[place] != drafted:
-                changed.append([place, *trees[place][0], *trees[place][1]])
-        if changed:
-            self._write(tree, changed)
+        trees = self._completed(tree) if self._group.rank == 0 else HostTrees()
+        if self._group.size > 1:
+            tree.tokens_BN.copy_(self._group.from_first(tree.tokens_BN))
+            if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
+                tree.parents_BN.copy_(self._group.from_first(tree.parents_BN))
         return trees
 
-    def _write(self, tree: DraftTree, changed: list[list[int]]) -> None:
-        """Changes trees on the device.  changed: each one's place, tokens and parents."""
-        device, N = self._readback.device, tree.num_nodes
-        values_GX = torch.tensor(changed, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        tree.tokens_BN.index_copy_(0, values_GX[:, 0], values_GX[:, 1 : N + 1])
-        if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
-            tree.parents_BN.index_copy_(0, values_GX[:, 0], values_GX[:, N + 1 :])
+    def _completed(self, tree: DraftTree) -> HostTrees:
+        drafted_2BN = torch.stack((tree.tokens_BN, tree.parents_BN))
+        ticket, made_2BN = self._readback.start(drafted_2BN), self._host(drafted_2BN)
+        self._take()
+        drafting = [
+            (place, row.matcher)
+            for place, row in self._running(len(tree.tokens_BN))
+            if row.speculates and row.matcher is not None and not row.matcher.is_over and not row.matcher.is_stuck
+        ]
+        for _, matcher in drafting:  # as long as the device extends and drafts
+            if ticket.device_waits:
+                break
+            look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain)
+        values, trees, is_changed = ticket.read(), HostTrees(), False
+        for place, matcher in drafting:
+            drafted = values[0][place], values[1][place]
+            trees[place] = Completion(matcher, *drafted, tree.max_depth, tree.is_chain).run()
+            if trees[place] != drafted:
+                values[0][place], values[1][place] = trees[place]
+                is_changed = True
+        if is_changed:
+            made_2BN.numpy()[:] = values
+            tree.tokens_BN.copy_(made_2BN[0], non_blocking=True)
+            if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
+                tree.parents_BN.copy_(made_2BN[1], non_blocking=True)
+        return trees
+
+    def _host(self, like: Tensor) -> Tensor:
+        """New memory on the host, for a copy to the device: copies out of older memory may be under way."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._readback.device.type == "cuda")
 
     def of_round(self, rows: int, nodes: int, trees: HostTrees) -> BitMasks:
         """The masks of a round's nodes.  trees: what `complete` gave."""
         self._take()
-        texts = [(place, row.matcher, *trees.get(place, ((), ()))) for place, row in self._running(rows)]
+        texts = [(place, row.matcher, trees.get(place, NO_TREE)) for place, row in self._running(rows)]
         return self._send(rows, nodes, texts)
 
-    def end_drafts(self, rows: int) -> list[int]:
-        """The rows in whose drafts the library has newly reached a limit: none may be accepted in them any more."""
-        ended = [place for place, row in self._running(rows) if row.speculates and row.matcher.is_alone]
+    def end_drafts(self, rows: int) -> Tensor | None:
+        """Ends drafts in rows where the library has reached a limit.  [rows] bool: those where it has done so now; None: none.
+
+        No draft may be accepted in them any more.  Ranks after the first learn of them here.
+        """
+        ended = [
+            place for place, row in self._running(rows) if row.speculates and row.matcher is not None and row.matcher.is_alone
+        ]
         self.stop_drafting(ended)
         for place in ended:
             self._rows[place].is_unreported = True
-        return ended
+        if not ended and self._group.size == 1:
+            return None
+        host_B = torch.zeros(rows, dtype=torch.bool, pin_memory=self._readback.device.type == "cuda")
+        host_B[ended] = True
+        return self._group.from_first(host_B.to(self._readback.device, non_blocking=True))
 
     def report_ended(self) -> list[int]:
         """The rows whose drafts have ended here since the last call."""
@@ -166,7 +218,7 @@ class GrammarRows:
     def of_chunk(self, places: int, parts: Sequence[PromptPart]) -> BitMasks:
         """The masks of the first tokens of a chunk's prompts.  places: how many parts the chunk has, with padding."""
         texts = [
-            (place, self._rows[part.row].matcher, (), ())
+            (place, self._rows[part.row].matcher, NO_TREE)
             for place, part in enumerate(parts)
             if part.is_last and part.row in self._rows
         ]
@@ -175,22 +227,25 @@ class GrammarRows:
     def _running(self, rows: int) -> list[tuple[int, GrammarRow]]:
         return [(place, row) for place, row in sorted(self._rows.items()) if row.runs and place < rows]
 
-    def _send(self, rows: int, nodes: int, texts: Sequence[tuple[int, Matcher, Sequence[int], Sequence[int]]]) -> BitMasks:
-        """Makes the masks of texts at these places, and copies them to the device.
-
-        The host's memory is new for each pass, since copies out of it may be under way; torch keeps pinned memory for that.
-        """
-        device, words = self._readback.device, -(-self._vocab_size // 32)
-        is_pinned = device.type == "cuda"
+    def _send(self, rows: int, nodes: int, texts: Sequence[tuple[int, Matcher | None, HostTree]]) -> BitMasks:
+        """Makes the masks of texts at these places, and copies them to the device."""
         if (rows, nodes) not in self._buffers:
+            device, words = self._readback.device, -(-self._vocab_size // 32)
             buffer = torch.zeros(rows, nodes, words, dtype=torch.int32, device=device)
             self._buffers[rows, nodes] = BitMasks(buffer, torch.full((rows,), -1, dtype=torch.int32, device=device))
         masks = self._buffers[rows, nodes]
-        host_GNX = torch.empty(len(texts), nodes, words, dtype=torch.int32, pin_memory=is_pinned)
-        place_B = torch.full((rows,), -1, dtype=torch.int32, pin_memory=is_pinned)
-        for number, (place, matcher, tokens_N, parents_N) in enumerate(texts):
-            place_B[place] = number
-            matcher.fill(host_GNX[number].numpy(), tokens_N, parents_N)
-        masks.words_GNX[: len(texts)].copy_(host_GNX, non_blocking=True)
+        place_B = self._host(masks.place_B)
+        number_B = place_B.numpy()
+        number_B[:] = -1
+        number_B[[place for place, *_ in texts]] = range(len(texts))
         masks.place_B.copy_(place_B, non_blocking=True)
+        words_GNX = masks.words_GNX[: len(texts)]
+        if self._group.rank == 0:
+            host_GNX = self._host(words_GNX)
+            for host_NX, (_, matcher, tree) in zip(host_GNX.numpy(), texts, strict=True):
+                assert matcher is not None
+                matcher.fill(host_NX, *tree)
+            words_GNX.copy_(host_GNX, non_blocking=True)
+        if texts and self._group.size > 1:
+            words_GNX.copy_(self._group.from_first(words_GNX))
         return masks

@@ -84,6 +84,11 @@ class Ticket:
         self.drop()
         return values
 
+    @property
+    def device_waits(self) -> bool:
+        """Whether the device has made the values, and may wait for whoever reads them.  Where the device is the host: never."""
+        return self._pinned is not None and bool(self.done.query())
+
     def _wait(self) -> None:
         try:
             self.done.synchronize()

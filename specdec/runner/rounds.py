@@ -6,7 +6,7 @@ This module knows both models' workers and the batch as tensors; it knows no req
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -147,17 +147,21 @@ class RoundRunner:
         masks = self.grammars.of_round(state.rows, tree.num_nodes, trees)
         self._end_drafts(state.rows)
 
-        def choose() -> R:
-            return after(verifier.choose(state, tree, needs, done, with_features, masks))
+        def choose() -> tuple[Tensor, R]:
+            result = verifier.choose(state, tree, needs, done, with_features, masks)
+            return result.emitted_BX, after(result)
 
         # A warm-up moves the accepted path's keys and values, so the tree is read again after it.
-        return self.phase_graphs.run(("choose", *key), choose, changed, before=read)
+        emitted_BX, said = self.phase_graphs.run(("choose", *key), choose, changed, before=read)
+        self.grammars.follow_round(emitted_BX)
+        return cast(R, said)
 
     def _end_drafts(self, rows: int) -> None:
         """Lets rows go on plainly in which drafts have become too much for the library of grammars."""
-        if ended := self.grammars.end_drafts(rows):
-            device = self.workers.state.lens_B.device
-            self.workers.stop_drafting(torch.tensor(ended, pin_memory=device.type == "cuda").to(device, non_blocking=True))
+        if (ended_B := self.grammars.end_drafts(rows)) is not None:
+            padding = len(self.workers.state.lens_B) - 1
+            rows_B = torch.arange(rows, device=ended_B.device)
+            self.workers.stop_drafting(rows_B.masked_fill(~ended_B, padding))
 
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
         drafter, key = self.workers.need_drafter(), (state.shape, spec, needs)

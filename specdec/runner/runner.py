@@ -90,7 +90,8 @@ class DeviceRunner:
         self.clock = PhaseClock(self.device)
         self.readback = Readback(self.device)
         self._last_round: Any = None  # the mark after the last step, if that was a round
-        self.grammars = GrammarRows(self.readback, workers.verifier.model.vocabulary.size)
+        vocabulary = workers.verifier.model.vocabulary
+        self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
         self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
@@ -177,10 +178,7 @@ class DeviceRunner:
             self._need_tables()
         begun = None if not step.timed else self.readback.mark() if last_round is None else last_round
         launched = self._launch_round(step)
-        ended: list[int] = []
-        if step.needs.grammar:
-            self.grammars.follow_round(launched.emitted_BX)
-            ended = self.grammars.report_ended()
+        ended = self.grammars.report_ended() if step.needs.grammar else []
         logprobs = None if launched.logprobs_BEX is None else self.readback.start(launched.logprobs_BEX)
         emitted = self.readback.start(launched.emitted_BX, begun)
         self._last_round = emitted.done
@@ -204,7 +202,8 @@ class DeviceRunner:
             if isinstance(tried, CatchUp):
                 self._catch_up(tried)
             else:
-                self._launch_round(tried)
+                with self.grammars.only_trying():
+                    self._launch_round(tried)
             done = self.readback.mark()
             for tensor, value in zip(changed, saved, strict=True):
                 tensor.copy_(value)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from toolkit.models import save_eagle3, save_target
+from toolkit.parallel.gpus import in_turn
+from toolkit.parallel.many import GRAMMARS, WORDS
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
@@ -79,3 +84,28 @@ def test_graphs_read_completed_trees(spec: SpecConfig) -> None:
     assert accepted["cuda", "step"] == eager == accepted["cuda", "round"]
     # A drafter's scores differ in their last bits between devices, so a tree may have another node here and there.
     assert abs(sum(eager) - sum(accepted["cpu", False])) <= 0.05 * sum(eager)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_obey_the_first_one_s_grammars(tmp_path: Path) -> None:
+    """Keeps out: a rank whose target reads the drafted tree, or chooses with the masks of another round."""
+    target = save_target(tmp_path / "target", "bytes", eos_token_id=383)
+    draft = save_eagle3(tmp_path / "head", target)
+
+    def texts(ranks: int) -> list[list[int]]:
+        settings: dict[str, Any] = {
+            "device": "cuda",
+            "dtype": "float32",
+            "max_batch_size": 2,
+            "max_seq_len": 80,
+            "smoke": False,
+        }
+        with SpecDecoder.from_pretrained(target, draft, SpecConfig(3, 3, 8), tensor_parallel_size=ranks, **settings) as decoder:
+            outputs = [
+                out for speculate in (True, True, False) for out in decoder.generate(WORDS, GRAMMARS, speculate=speculate)
+            ]
+        assert sum(out.stats.accepted for out in outputs), "drafts that the grammar has proposed"
+        return [out.token_ids for out in outputs]
+
+    with in_turn():
+        assert texts(2) == texts(1)

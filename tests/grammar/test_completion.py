@@ -14,7 +14,7 @@ import pytest
 from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id, mask_after, paths_of, tokenizer_json
 
 from specdec.config import GrammarKind
-from specdec.grammar.completion import FEW, Completion, _banned, _few
+from specdec.grammar.completion import FEW, Completion, _banned, _few, look_ahead
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
@@ -69,6 +69,8 @@ def test_the_target_reads_no_broken_draft(grammars: Grammars, kind: GrammarKind,
     for _ in range(14):
         masks = Masks(grammars, kind, text)
         drafts, above = random_tree(draw, masks, text[-1] if text else 0, is_chain)
+        if draw.random() < 0.5:
+            look_ahead(matcher, len(drafts), DEEPEST, is_chain)
         tokens, parents = Completion(matcher, drafts, above, DEEPEST, is_chain).run()
         assert len(tokens) == len(parents) == len(drafts) and tokens[0] == drafts[0]
         assert all(0 <= parent < node for node, parent in enumerate(parents) if node) and {*tokens[1:]} <= {*range(V)}
@@ -98,8 +100,8 @@ def test_the_target_reads_no_broken_draft(grammars: Grammars, kind: GrammarKind,
 
 
 def test_forced_tokens_come_first(grammars: Grammars) -> None:
-    """Keeps out: the names of a schema's keys left to a drafter that does not know them."""
-    rule, run, mask_1X = Grammar("regex", "the name of the dog", (EOS,)), list[int](), np.zeros((1, V // 32), np.int32)
+    """Keeps out: the names of a schema's keys left to a drafter that does not know them, or spells them in other tokens."""
+    rule, run, mask_1X = Grammar("regex", "name the dog", (EOS,)), list[int](), np.zeros((1, V // 32), np.int32)
     while len(run) < DEEPEST:
         matcher = grammars.matcher(rule)
         matcher.take(run)
@@ -109,6 +111,22 @@ def test_forced_tokens_come_first(grammars: Grammars) -> None:
     wrong = [token for token in range(V) if token not in run][:DEEPEST]
     tokens, parents = Completion(grammars.matcher(rule), [7, *wrong], [0, 0, 0, 0, 0], DEEPEST, False).run()
     assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
+    half = first_id("a")  # of "am": masks hold one spelling of what is forced
+    tokens, parents = Completion(grammars.matcher(rule), [7, run[0], half, *wrong[:2]], [0, 0, 1, 0, 0], DEEPEST, False).run()
+    assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_what_was_looked_at_ahead_is_not_asked_again(grammars: Grammars, is_chain: bool) -> None:
+    """Keeps out: a host that asks the library again for what it found while the device drafted, so that the device waits."""
+    matcher = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
+    nodes = DEEPEST + 1 if is_chain else N
+    parents = [0, *(range(nodes - 1) if is_chain else [0] * (nodes - 1))]
+    look_ahead(matcher, nodes, DEEPEST, is_chain)
+    matcher.inner = None  # nobody can be asked any more
+    tokens, above = Completion(matcher, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
+    fresh = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
+    assert (tokens, above) == Completion(fresh, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
 
 
 @pytest.mark.parametrize("after", ["og", "[og]"], ids=["three tokens", "one token"])
@@ -138,15 +156,16 @@ def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
         """A library whose grammar allows all there is, and forces nothing."""
 
         def __getattr__(self, name: str) -> object:
-            say = {"compute_ff_tokens": [], "validate_tokens": 0, "rollback": True}
-            return (lambda tokens: len(tokens)) if name == "try_consume_tokens" else (lambda *_: say.get(name, False))
+            say = {"compute_ff_tokens": [], "rollback": True}
+            return len if name in ("try_consume_tokens", "validate_tokens") else (lambda *_: say.get(name, False))
 
         def unsafe_compute_mask_ptr(self, place: int, size: int) -> None:
             ctypes.memset(place, 255, size)
 
     matcher = Matcher(Free, Free, (EOS,), V)
-    assert Completion(matcher, [1, 5, 6, 7], [0, 0, 0, 0], 2, False).run() == ([1, 0, 1, 2], [0, 0, 0, 0])
-    assert Completion(matcher, [1, 5, 6], [0, 0, 1], 2, True).run() == ([1, 5, 0], [0, 0, 1])
+    none = V + 5  # no id of the target's
+    assert Completion(matcher, [1, none, none, 7], [0, 0, 0, 0], 2, False).run() == ([1, 7, 0, 1], [0, 0, 0, 0])
+    assert Completion(matcher, [1, 5, none], [0, 0, 1], 2, True).run() == ([1, 5, 0], [0, 0, 1])
 
 
 def test_a_mask_s_tokens_are_those_of_its_bits() -> None:
@@ -156,15 +175,13 @@ def test_a_mask_s_tokens_are_those_of_its_bits() -> None:
     """
     draw = random.Random(4)
     for _ in range(300):
-        vocab = draw.randrange(1, 200)
+        vocab = draw.randrange(1, 1000)
         fits = sorted(draw.sample(range(vocab), min(vocab, draw.choice([0, 1, FEW - 1, FEW, FEW + 1, vocab]))))
         mask_X = np.zeros(-(-vocab // 32), np.uint32)
         for token in fits:
             mask_X[token >> 5] |= np.uint32(1 << (token & 31))
         mask_X = mask_X.view(np.int32)
-        assert _few(mask_X) == (fits if len(fits) <= FEW else [])
-        most = draw.randrange(1, 9)
-        banned = _banned(mask_X, vocab, most)
-        words = {token >> 5 for token in range(vocab) if token not in fits}
-        assert not {*banned} & {*fits} and all(0 <= token < vocab for token in banned)
-        assert len(banned) == len({token >> 5 for token in banned}) == min(most, len(words))
+        assert _few(mask_X) == (fits if len(fits) <= FEW else ())
+        matcher = Matcher(lambda: None, lambda: None, (), vocab)
+        matcher.here.mask_X = mask_X
+        assert _banned(matcher, matcher.here) == next((token for token in range(vocab) if token not in fits), None)

@@ -5,13 +5,18 @@ Shapes: B rows, N nodes.
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from toolkit.checkpoints.tokenizers import byte_tokenizer
 
 from specdec.batch.tree import DraftTree
+from specdec.grammar.completion import look_ahead
 from specdec.grammar.library import Grammars
+from specdec.runner import grammars
 from specdec.runner.grammars import GrammarRows
-from specdec.runner.readback import Readback
+from specdec.runner.readback import Readback, Ticket
 from specdec.steps import Entry, Grammar, LeaveRows, PromptPart, RowOptions
 
 V, EOS, NODES = 384, 0, 3
@@ -56,6 +61,33 @@ def test_each_end_of_drafts_is_reported_once() -> None:
     rows.follow_chunk(torch.zeros(3, dtype=torch.int64), [PromptPart(row, [1], 0, -1) for row in range(3)])
     for row in (0, 2):
         rows._rows[row].matcher.is_alone = True
-    assert rows.end_drafts(3) == [0, 2] and rows.end_drafts(3) == []
+    ended_B = rows.end_drafts(3)
+    assert ended_B is not None and ended_B.tolist() == [True, False, True] and rows.end_drafts(3) is None
     rows.leave(LeaveRows(((2, 0),), (2,)))
     assert rows.report_ended() == [0] and rows.report_ended() == []
+
+
+def test_nobody_looks_ahead_while_the_device_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a host that goes on looking at what may follow after the drafts have come, and trees that are not completed
+    because nobody has looked ahead."""
+    tokenizer, drafts = byte_tokenizer(300), torch.full((4, NODES), V - 1)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    made, looked = [], list[int]()
+    for most in (4, 1, 0):
+        rows = GrammarRows(Readback(torch.device("cpu")), V)
+        rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+        for row in range(4):
+            rows.enter(Entry(row, [[1]], RowOptions(), True, grammar=RULE))
+        rows.follow_chunk(torch.full((4,), a), [PromptPart(row, [1], 0, -1) for row in range(4)])
+        calls = [0]
+
+        def look(*given: Any, calls: list[int] = calls) -> None:
+            calls[0] += 1
+            look_ahead(*given)
+
+        monkeypatch.setattr(grammars, "look_ahead", look)
+        monkeypatch.setattr(Ticket, "device_waits", property(lambda ticket, most=most, calls=calls: calls[0] >= most))
+        tree = DraftTree.chain(drafts.clone())
+        made.append((rows.complete(tree), tree.tokens_BN.tolist()))
+        looked += calls
+    assert looked == [4, 1, 0] and made[0] == made[1] == made[2] and made[0][1] != drafts.tolist()

@@ -127,6 +127,11 @@ class Fragile:
         self.last = tokens[0]
         return 0 if self.is_dead else self.inner.try_consume_tokens(tokens)
 
+    def validate_tokens(self, tokens: list[int]) -> int:
+        if self.token in tokens:
+            self.last = self.token
+        return 0 if self.is_error() else self.inner.validate_tokens(tokens)
+
     def rollback(self, tokens: int) -> bool:
         return not self.is_error() and self.inner.rollback(tokens)
 

@@ -10,6 +10,8 @@ from toolkit.models import Zoo, ragged_prompts, save_eagle3, save_target
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.grammar import library
+from specdec.grammar.matcher import LimitError, Matcher, Place
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
 SAMPLINGS = [
@@ -54,8 +56,9 @@ def test_ranks_write_what_one_writes(
     assert generated(target, draft, spec, size) == generated(target, draft, spec, 1)
 
 
-def test_all_ranks_make_the_same_masks(tmp_path: Path) -> None:
-    """Keeps out: a rank without a tokenizer, a mask that begins at a rank's first id, and ranks whose matchers go apart."""
+def test_all_ranks_obey_the_same_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library fails at drafts of the first rank alone, which has also forgotten what it compiled.  Keeps out: a mask that
+    begins at a rank's first id, trees of one rank that others do not read, and ranks that end drafts at different places."""
     target = save_target(tmp_path / "target", "bytes", eos_token_id=383)
     draft = save_eagle3(tmp_path / "head", target)
     rules: list[dict[str, Any]] = [
@@ -63,9 +66,23 @@ def test_all_ranks_make_the_same_masks(tmp_path: Path) -> None:
     ]  # fmt: skip
     params = [SamplingParams(max_tokens=12, **rule) for rule in rules]
 
-    def texts(decoder: SpecDecoder) -> list[tuple[list[int], str]]:
-        return [(out.token_ids, out.text) for out in decoder.generate(["one", "two", "three"], params)]
+    def texts(decoder: SpecDecoder) -> list[tuple[list[int], str, int]]:
+        outputs = decoder.generate(["one", "two", "three"], params)
+        return [(out.token_ids, out.text, out.stats.accepted) for out in outputs]
 
     alone, together = (with_ranks(target, draft, TREE, size, texts, max_batch_size=2) for size in (1, 2))
+
     assert together == alone
     assert re.match("[a-z]{2,4}( [0-9]{0,3}|$)", alone[0][1]) and re.match("(ab|cd)+", alone[2][1])
+    go, calls = Matcher.go, iter(range(10**9))
+
+    def fails(matcher: Matcher, place: Place) -> None:
+        if place.depth and next(calls) % 20 == 9:
+            raise LimitError
+        go(matcher, place)
+
+    monkeypatch.setattr(library, "MOST_KEPT", 1)
+    monkeypatch.setattr(Matcher, "go", fails)
+    limited = with_ranks(target, draft, TREE, 2, texts, max_batch_size=2)
+    assert [out[:2] for out in limited] == [out[:2] for out in alone]
+    assert sum(out[2] for out in limited) < sum(out[2] for out in alone), "drafts have ended"

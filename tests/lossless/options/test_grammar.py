@@ -19,7 +19,7 @@ from toolkit.driver import Driver
 from transformers import AutoModelForCausalLM
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder
-from specdec.grammar.matcher import LimitError, Matcher
+from specdec.grammar.matcher import LimitError, Matcher, Place
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.steps import Grammar
 
@@ -190,18 +190,29 @@ def test_a_limit_that_drafts_reach_ends_no_text(
 ) -> None:
     """The library fails at some drafts, while trees are completed or masks are made.  Keeps out: a request that fails for that;
     drafts that are accepted without a mask; other rows that stop drafting; a row that stops in the next request too."""
-    calls, back = iter(range(10**9)), Matcher.back
+    calls, go = iter(range(10**9)), Matcher.go
 
-    def fails(matcher: Matcher, tokens: int = 1) -> None:
-        if next(calls) in (15, 40):
+    def fails(matcher: Matcher, place: Place) -> None:
+        if place.depth and next(calls) in (15, 40):
             raise LimitError
-        back(matcher, tokens)
+        go(matcher, place)
 
     whole = [out.stats.accepted for out in decoder.generate(PROMPTS[:3], PARAMS[:3])]
     with monkeypatch.context() as patch:
-        patch.setattr(Matcher, "back", fails)
+        patch.setattr(Matcher, "go", fails)
         outputs = decoder.generate(PROMPTS[:3], PARAMS[:3])
     assert [out.token_ids for out in outputs] == plain[:3]
     accepted = [out.stats.accepted for out in outputs]
     assert sum(accepted) < sum(whole) and accepted[1] == whole[1]
     assert decoder.generate(PROMPTS[0], PARAMS[0])[0].stats.accepted == whole[0]
+
+
+def test_rounds_that_are_only_tried_lead_no_text_on(plain: list[list[int]]) -> None:
+    """All shapes, of batches with grammars and without.  Keeps out: a text that takes a trial's tokens, and a trial without
+    grammars that takes from a text what its last round has emitted."""
+    decoder = load(None, SpecConfig("auto", 4, 16))
+    driver = Driver(decoder)
+    driver.set_depth(1)
+    controller = driver.controller_that_tries()
+    controller.wanted = lambda rows, share, ready: [shape for shape in (None, *controller.shapes) if shape not in ready]
+    assert [out.token_ids for out in decoder.generate(PROMPTS, PARAMS)] == plain

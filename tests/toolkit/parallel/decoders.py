@@ -9,7 +9,7 @@ import torch
 
 from specdec import SpecConfig, SpecDecoder
 from specdec.decoder import Tokenizer
-from specdec.loading.build import build_runner, grammars_of, plan_pool
+from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
 from specdec.loading.ranks import follow
 from specdec.options import EngineOptions
@@ -33,7 +33,6 @@ def with_ranks(
         assert head is not None
         if group.rank:
             runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
-            runner.grammars.grammars = grammars_of(Tokenizer(folder), model.config)
             for cache in runner.workers.caches:
                 for plane in cache.planes.values():
                     plane.fill_(torch.nan)
