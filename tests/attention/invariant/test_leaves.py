@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from toolkit.inside.interpreter import dot_exactly
 from toolkit.kernels import DEVICE, HAS_GPU
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
@@ -35,6 +36,12 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 ALL_AT_ONCE, ONE_LEAF_EACH = 1, 10**6  # how many programs the GPU is said to run: few take all leaves, many take one
 PATH = (0, 1, 3)  # in a tree of PARENTS, the nodes that hold the text
 PARENTS = (0, 0, 0, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def _sums_in_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        dot_exactly(monkeypatch)
 
 
 class World:

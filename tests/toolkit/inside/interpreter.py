@@ -65,3 +65,21 @@ def quicken() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else an overflow raises
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def dot_exactly(monkeypatch: Any) -> None:
+    """Until a test ends, `tl.dot` of 16-bit numbers is exact up to its last rounding.
+
+    As it stands, the interpreter asks numpy's BLAS, which on some CPUs (an AMD EPYC) adds a row's products in an order that depends
+    on where in the matrix the row stands.  A GPU's tensor cores do not, so a test of equal bits needs sums without an order: in
+    float64 the products of 16-bit numbers and their sums are exact.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def create_dot(a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        assert a.dtype.primitive_bitwidth == b.dtype.primitive_bitwidth == 16
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", create_dot)
