@@ -70,9 +70,9 @@ def quicken() -> None:
 def dot_exactly(monkeypatch: Any) -> None:
     """Until a test ends, `tl.dot` of 16-bit numbers is exact up to its last rounding.
 
-    As it stands, the interpreter asks numpy's BLAS, which on some CPUs (an AMD EPYC) adds a row's products in an order that depends
-    on where in the matrix the row stands.  A GPU's tensor cores do not, so a test of equal bits needs sums without an order: in
-    float64 the products of 16-bit numbers and their sums are exact.
+    As it stands, the interpreter asks numpy's BLAS, which on some CPUs (an AMD EPYC) adds a row's products in an order that
+    depends on where in the matrix the row stands.  A GPU's tensor cores do not, so a test of equal bits needs sums without an
+    order: in float64 the products of 16-bit numbers and their sums are exact.
     """
     import numpy as np
     from triton.runtime import interpreter
