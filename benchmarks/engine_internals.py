@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
+from specdec.runner import grammars as looking
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.prompts import FirstTokens
 from specdec.steps import RunChunk, RunRound
@@ -45,6 +46,11 @@ def grammar_rows(decoder: SpecDecoder) -> GrammarRows:
     rows: GrammarRows = runner.grammars
     rows.grammars = decoder.grammars
     return rows
+
+
+def hold_looking(hold: Callable[[Any, str], None]) -> None:
+    """Calls hold(holder, name) with what rows of grammars call to look ahead, which the holder has under that name."""
+    hold(looking, "look_ahead")
 
 
 def clear_caches(decoder: SpecDecoder) -> None:

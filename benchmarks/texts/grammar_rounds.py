@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from engine_internals import grammar_rows
+from engine_internals import grammar_rows, hold_looking
 from rounds.round_8b import TARGET, Case, make_decoder, random_pair, random_prompts, spec_of
 
 from specdec.bench.profile import Work, full_rounds
@@ -31,8 +31,6 @@ from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams
 from specdec.grammar.completion import Completion
 from specdec.grammar.library import Grammars
-from specdec.runner import grammars
-from specdec.runner.grammars import GrammarRows
 
 CASES = (Case("plain", 1, 1024), Case("5,4,16", 1, 1024), Case("5,4,16", 8, 1024), Case("5,1,6", 32, 1024))
 ITEM = {
@@ -51,13 +49,13 @@ SETTLE = 16  # rounds before those that count: kernels compile, graphs are captu
 class Clock:
     """What the host does in rounds with grammars, and how long the device waits for it."""
 
-    def __init__(self, rows: GrammarRows) -> None:
+    def __init__(self, rows: Any) -> None:
         self._host = dict.fromkeys(("looking", "completing", "masks"), 0.0)
         self._device: dict[str, list[tuple[Any, Any]]] = {"trees": [], "choice": []}
         self._hold(rows, "complete", self._waited("trees"))
         self._hold(rows, "of_round", self._waited("choice"))
         self._hold(rows, "_send", self._worked("masks"))
-        self._hold(grammars, "look_ahead", self._worked("looking"))
+        hold_looking(lambda holder, name: self._hold(holder, name, self._worked("looking")))
         self._hold(Completion, "run", self._worked("completing"))
 
     def _hold(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:

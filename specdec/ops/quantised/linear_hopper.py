@@ -13,7 +13,7 @@ One warp of a program only loads, and has its registers taken away for the other
 and for its columns, which say that they are there, and one that says that they were read.  Where that warp loads x, it alone
 waits for the kernel in front; the others write nothing before columns of x have come, so not before that wait is over.
 
-Up to 16 rows each warp multiplies alone (sliced_hopper.py).  From 17 on four warps multiply together (wide_hopper.py).  This
+Of few rows each warp multiplies alone (sliced_hopper.py), of more four warps multiply together (wide_hopper.py).  This
 module knows no model's shapes and chooses no tiles.
 
 Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.  J words of a

@@ -1,4 +1,4 @@
-"""The kernel of linear_hopper.py for 17 rows of x and more: four warps multiply together (wgmma).
+"""The kernel of linear_hopper.py for more rows of x than a few: four warps multiply together (wgmma).
 
 One or two such groups of warps multiply, and one warp of its own loads, so that a group never waits for the other, or for a
 stage to be filled again.  Two groups take different rows of the weight, which halves the reads of x from L2, or take steps in
