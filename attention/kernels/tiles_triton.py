@@ -91,7 +91,7 @@ def paged_tiles(
             return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
         return PagedTiles(16, keys(64), 4, 4)
     if wanted == 32:
-        if waves < 0.1 and max_keys > SHORT:
+        if waves < 0.1 and max_keys > SHORT and D <= 128:
             return PagedTiles(32, keys(64), 4, 3, an_sm=2)
         return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
     if wanted == 64 or D > 128:

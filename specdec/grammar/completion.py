@@ -9,7 +9,7 @@ This module knows no tensor.  Shapes: N nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Completion:
 
     def run(self) -> tuple[list[int], list[int]]:
         """The tree's tokens and parents, as many as were drafted.  The matcher stays at its place."""
-        if not self.matcher.walk(self._complete):
+        if self.matcher.is_alone or not self.matcher.walk(self._complete):
             return self._unread()
         return self.tokens, self.parents
 
@@ -112,14 +112,19 @@ class Completion:
         return len(self.tokens) - 1
 
 
-def look_ahead(matcher: Matcher, nodes: int, most_depth: int, is_chain: bool) -> None:
-    """Looks at the places of the tree that a grammar makes by itself, so that completing a drafted one takes less time."""
+def look_ahead(
+    matcher: Matcher, nodes: int, most_depth: int, is_chain: bool, is_late: Callable[[], bool] = lambda: False
+) -> None:
+    """Looks at the places of the tree that a grammar makes by itself, so that completing a drafted one takes less time.
+
+    is_late: asked before each place; when it says so, no further one is looked at.
+    """
 
     def look() -> None:
         ahead = [matcher.here]
         _banned(matcher, matcher.here)
         for place in ahead:
-            if len(ahead) >= nodes:
+            if len(ahead) >= nodes or is_late():
                 return
             if place.depth < most_depth and not place.is_end:
                 tokens = _proposed(matcher, place)[: 1 if is_chain else nodes - len(ahead)]

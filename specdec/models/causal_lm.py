@@ -127,6 +127,7 @@ class CausalLM(Target):
         layers = [cast(PreNormLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         x, normed = layers[0].input_layernorm.embed(ids_T, self.embed_tokens.weight)
+        assert len(set(aux_layers)) == len(aux_layers) and all(0 <= index < len(layers) for index in aux_layers), aux_layers
         aux_TAH = x.new_empty(x.shape[0], len(aux_layers), x.shape[1])  # the norms after these layers write their outputs here
         last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
         asked = rows_R  # None as soon as x has these rows only

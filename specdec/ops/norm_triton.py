@@ -112,6 +112,7 @@ def launch_add_rms_norm(
     total_TH, below = _rows(total), x_TH if below_CH is None else below_CH
     assert weight_H.shape == (H,) and below.shape[1] == H and below.stride(1) == 1 and below.dtype == x.dtype
     assert delta is None or (delta_TH.shape == x_TH.shape and delta_TH.dtype == x.dtype)
+    assert out_TH is None or out_TH.dim() == 2, "rows of more dimensions might be copied, and the sum be lost"
     assert total.shape == shape and total.stride(-1) == 1 and total.dtype == x.dtype
     assert ids_T is None or ids_T.is_contiguous()
     if T + C:

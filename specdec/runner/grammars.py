@@ -166,7 +166,7 @@ class GrammarRows:
         for _, matcher in drafting:  # as long as the device extends and drafts
             if ticket.device_waits:
                 break
-            look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain)
+            look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain, lambda: ticket.device_waits)
         values, trees, is_changed = ticket.read(), HostTrees(), False
         for place, matcher in drafting:
             drafted = values[0][place], values[1][place]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id,
 from specdec.config import GrammarKind
 from specdec.grammar.completion import FEW, Completion, _banned, _few, look_ahead
 from specdec.grammar.library import Grammars
-from specdec.grammar.matcher import Matcher
+from specdec.grammar.matcher import Matcher, Place
 from specdec.steps import Grammar
 
 N, DEEPEST = 12, 4
@@ -127,6 +127,24 @@ def test_what_was_looked_at_ahead_is_not_asked_again(grammars: Grammars, is_chai
     tokens, above = Completion(matcher, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
     fresh = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
     assert (tokens, above) == Completion(fresh, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
+
+
+def test_looking_ahead_ends_where_the_device_waits(grammars: Grammars) -> None:
+    """Keeps out: a device that waits for all places of a tree, though its drafts are there."""
+    looked = []
+    for most in (0, 2, 99):
+        matcher = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
+        asked = iter(range(100))
+        look_ahead(matcher, N, DEEPEST, False, lambda: next(asked) >= most)  # noqa: B023 (called in this turn)
+        looked.append(sum(1 for _ in places_below(matcher.here)))
+    assert looked[0] == 1 < looked[1] < looked[2]
+
+
+def places_below(place: Place) -> Iterator[Place]:
+    """A place, and all after it that were looked at."""
+    yield place
+    for after in place.after.values():
+        yield from places_below(after)
 
 
 @pytest.mark.parametrize("after", ["og", "[og]"], ids=["three tokens", "one token"])

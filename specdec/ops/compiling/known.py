@@ -19,7 +19,7 @@ import importlib
 import os
 import pickle
 import sys
-import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 MOST = 256  # kernels in one file; those that were launched last stay
+MOST_FILES = 64  # in the folder, one for each purpose; those that were written last stay
 ENDINGS = "_triton", "_hopper"  # of modules with kernels
 FOLDER = "specdec"  # inside of Triton's cache
 
@@ -87,18 +88,18 @@ class KnownKernels:
         return load
 
     def add(self, functions: Iterable[Any]) -> None:
-        """Writes down the compiled kernels of these functions, unless all of them are known."""
-        found = {
-            (function.__module__, function.__name__, key): entry
-            for function in functions
-            for key, kernel in function.device_caches[self._index][0].items()
-            if (entry := _entry(function, key, kernel)) is not None
-        }
-        if found.keys() <= self._entries.keys():
-            return
-        merged = {key: entry for key, entry in self._entries.items() if key not in found} | found
-        self._entries = dict(list(merged.items())[-MOST:])
-        with suppress(OSError, pickle.PicklingError, AttributeError, TypeError):  # a later start then does without
+        """Writes down the compiled kernels of these functions, unless all of them are known.  It raises nothing."""
+        with suppress(Exception):  # of any kind: a later start then does without
+            found = {
+                (function.__module__, function.__name__, key): entry
+                for function in functions
+                for key, kernel in list(function.device_caches[self._index][0].items())  # other threads may add some
+                if (entry := _entry(function, key, kernel)) is not None
+            }
+            if found.keys() <= self._entries.keys():
+                return
+            merged = {key: entry for key, entry in self._entries.items() if key not in found} | found
+            self._entries = dict(list(merged.items())[-MOST:])
             _write(self._path, pickle.dumps((_sources(_kernel_modules()), self._entries)))
 
 
@@ -131,12 +132,17 @@ def _read(path: Path) -> dict[Place, Entry]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All at once, for another process may read or write the file now."""
+    """All at once, for another process may read or write the file now.  The oldest files beyond MOST_FILES go."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(name, path)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    by_age = sorted(path.parent.glob("*.kernels"), key=lambda file: file.stat().st_mtime_ns)
+    for file in by_age[:-MOST_FILES]:
+        file.unlink(missing_ok=True)
 
 
 def _digest(device: torch.device, purpose: str) -> str:
@@ -146,6 +152,8 @@ def _digest(device: torch.device, purpose: str) -> str:
 
     at = os.stat(libtriton.__file__)
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("TRITON_"))
+    asked = getattr(libtriton, "get_cache_invalidating_env_vars", dict)  # others that Triton's own keys have
+    variables += sorted(asked().items())
     facts = (
         purpose, sys.version, triton.__version__, libtriton.__file__, at.st_size, at.st_mtime_ns, variables,
         torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device),

@@ -72,6 +72,7 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     steps = triton.cdiv(I, tiles.block_i)
     if tiles.alone:
         width = 64 * a_word
+        assert weight.group == 0 or (width % weight.group == 0 and width // weight.group <= 4), weight.group
         assert tiles.block_i == slices * width and I % width == 0 and steps >= tiles.splits
         codes = _slices_of(weight, parts, tiles.block_o, slices)
         shape, strides = [a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
@@ -82,7 +83,8 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
             STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0, **common,
         )  # fmt: skip
     else:
-        assert weight.group % (tiles.block_i // 2) == 0 and tiles.block_i % (32 * a_word) == 0
+        assert weight.group in (0, tiles.block_i // 2) or weight.group % tiles.block_i == 0, weight.group
+        assert tiles.block_i % (32 * a_word) == 0
         assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
         codes = _codes_of(weight, parts, tiles.block_o // tiles.of_program, tiles.block_i // a_word)
         x_tiles = TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], _layout(64, 2))

@@ -159,5 +159,6 @@ def _tiles_of(rows: int, data: dict[str, Any]) -> ProductTiles:
     of_x = tiles.block_t & (tiles.block_t - 1) if tiles.lag >= 0 else 0  # the larger one of two pieces, if there are two
     powers = of_x or tiles.block_t, tiles.block_t - of_x, tiles.block_o, tiles.block_i, tiles.warps
     assert all(number > 0 and number & (number - 1) == 0 for number in powers), f"powers of two, got {powers}"
+    assert tiles.fetchers == 0, "a warp that only loads is for prompts, whose products are not tuned"
     assert rows <= tiles.block_t and tiles.splits > 0 and tiles.stages > 0, f"{rows} rows, got {tuple(tiles)}"
     return tiles

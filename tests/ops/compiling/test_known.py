@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from toolkit.paths import ROOT
 
+from specdec.ops.compiling import known
 from specdec.ops.compiling.known import ENDINGS
 
 
@@ -49,3 +50,21 @@ def test_modules_with_kernels_are_known_by_their_names() -> None:
     modules = [path for room in ("specdec", "attention", "draft", "verify") for path in (ROOT / room).rglob("*.py")]
     kernels = [path for path in modules if re.search(r"^@(triton|gluon)\.jit", path.read_text(), re.MULTILINE)]
     assert len(kernels) > 20 and all(path.stem.endswith(ENDINGS) for path in kernels)
+
+
+def test_files_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: drafts of files that could not be written, and a file for every setting that was ever tried."""
+    for number in range(known.MOST_FILES + 3):
+        path = tmp_path / f"{number}.kernels"
+        known._write(path, b"kernels")
+        os.utime(path, ns=(number, number))
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {f"{number}.kernels" for number in range(3, known.MOST_FILES + 3)}
+
+    def full(*paths: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        known._write(tmp_path / "0.kernels", b"more")
+    assert {file.name for file in tmp_path.iterdir()} == left
