@@ -29,12 +29,14 @@ from typing import Any
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 MARK = "FillFunctor"  # in the name of the kernel that separates products: a fill of a small tensor
 STALLS = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
-TENSOR_SHARE = "pct_of_peak_sustained_active"
+MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3}
+TIME = "gpu__time_duration.sum"
 SHARES = {
-    "microseconds": "gpu__time_duration.sum",
-    "memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "microseconds": TIME,
+    "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     "L2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "SM": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "warps": "sm__warps_active.avg.per_cycle_active",
     "registers": "launch__registers_per_thread",
 }
@@ -77,9 +79,11 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
 
 
 def kernels(table: Path) -> list[dict[str, str]]:
-    """The lines of Nsight Compute's raw table: for each kernel its name and its metrics.  The first line has their units."""
-    lines = [line for line in table.read_text().splitlines() if line.startswith('"')]
-    return list(csv.DictReader(lines))[1:]
+    """The lines of Nsight Compute's raw table: for each kernel its name and its metrics, the time in microseconds."""
+    units, *found = csv.DictReader(line for line in table.read_text().splitlines() if line.startswith('"'))
+    for kernel in found:
+        kernel[TIME] = str(float(kernel[TIME].replace(",", "")) * MICROSECONDS[units[TIME]])
+    return found
 
 
 def counted(kernel: dict[str, str]) -> dict[str, Any]:
@@ -94,8 +98,6 @@ def counted(kernel: dict[str, str]) -> dict[str, Any]:
     waits = {name[len(start) : -len(end)]: number(name) or 0.0 for name in stalls}
     longest = sorted(waits, key=lambda cause: -waits[cause])[:3]
     row: dict[str, Any] = {label: number(name) for label, name in SHARES.items()}
-    pipes = [number(name) or 0.0 for name in kernel if "pipe_tensor" in name and name.endswith(TENSOR_SHARE)]
-    row["tensor cores"] = max(pipes, default=None)  # one pipe for each kind of multiplication
     return {"kernel": kernel["Kernel Name"]} | row | {"waits": {cause: round(waits[cause], 2) for cause in longest}}
 
 
@@ -137,11 +139,14 @@ def main() -> None:
         profile(["--rows", *map(str, args.rows), "--codes-rows", *map(str, args.codes_rows)], raw)
         found = list(by_product(kernels(raw), names))
     for row in found:
-        labelled = [(label, row[label]) for label in (*SHARES, "tensor cores")]
+        labelled = [(label, row[label]) for label in SHARES]
         shares = "  ".join(f"{label} {value:5.1f}" for label, value in labelled if value is not None)
         print(f"{row['weights']:5} {row['rows']:4} {row['product']:8} {shares}  waits {row['waits']}  {row['kernel'][:40]}")
     if args.out:
-        about = {"date": datetime.date.today().isoformat(), "torch": version("torch"), "triton": version("triton")}
+        import torch
+
+        about = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
+        about |= {"torch": version("torch"), "triton": version("triton")}
         args.out.write_text(json.dumps(about | {"products": found}, indent=1) + "\n")
 
 

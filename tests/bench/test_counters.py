@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 from toolkit.paths import ROOT
 
-TIME, MEMORY = "gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed"
-PIPES = [f"sm__inst_executed_pipe_tensor_op_{kind}.avg.pct_of_peak_sustained_active" for kind in ("hmma", "gmma")]
+TIME, MEMORY = "gpu__time_duration.sum", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"
+PIPE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 WAITS = [
     f"smsp__average_warps_issue_stalled_{cause}_per_issue_active.ratio" for cause in ("barrier", "wait", "lg_throttle", "math")
 ]
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, ...>"
 TABLE = [
-    ["ID", "Kernel Name", TIME, MEMORY, *PIPES, *WAITS], ["", "", "us", "%", "%", "%", "inst", "inst", "inst", "inst"],
-    ["0", FILL, "1.1", "0", "0", "0", "9", "9", "9", "9"],
-    ["1", "first_kernel", "1,012.5", "81.2", "0.5", "7", "1", "2.256", "0", "4"],
-    ["2", FILL, "1.1", "0", "0", "0", "9", "9", "9", "9"], ["3", "product_kernel", "20", "60", "", "30", "4", "1", "2", "3"],
-    ["4", "sum_of_splits_kernel", "3", "50", "", "", "1", "1", "1", ""],
+    ["ID", "Kernel Name", TIME, MEMORY, PIPE, *WAITS], ["", "", "ns", "%", "%", "inst", "inst", "inst", "inst"],
+    ["0", FILL, "1,100", "0", "0", "9", "9", "9", "9"], ["1", "first_kernel", "1,012,500", "81.2", "7", "1", "2.256", "0", "4"],
+    ["2", FILL, "1,100", "0", "0", "9", "9", "9", "9"], ["3", "product_kernel", "20,000", "60", "30", "4", "1", "2", "3"],
+    ["4", "sum_of_splits_kernel", "3,000", "50", "", "1", "1", "1", ""],
 ]  # fmt: skip
 
 
