@@ -30,6 +30,7 @@ from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
+from specdec.ops.products.normed import Product
 from specdec.ops.rope import HeadPrep, Rotation
 
 
@@ -61,7 +62,7 @@ class DFlashHead(DraftHead):
         normed = layers[0].input_layernorm(x)
         for index, layer in enumerate(layers):
             attended = _attended(layer.self_attn, torch.cat((normed, context_CH)), rotation, attn, index, R)
-            x, normed = layer.post_attention_layernorm.add(x, attended)
+            x, normed = layer.post_attention_layernorm.add_for(layer.mlp, x, attended)
             next_norm = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.norm
             x, normed = next_norm.add(x, layer.mlp(normed))
         return normed
@@ -125,12 +126,14 @@ class DFlashHead(DraftHead):
         return BlockWorker(self, place)
 
 
-def _attended(layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int) -> Tensor:
+def _attended(
+    layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int
+) -> Tensor | Product:
     """[R, H]: the attention of the first `rows` of T rows, of all of which keys and values are kept."""
     norm = layer.qk_norm
     prep = HeadPrep(rotation, layer.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
     inputs = FirstRows(layer.qkv_proj(x_TH).unflatten(-1, (-1, layer.head_dim)), prep, rows)
-    return layer.o_proj(attn(index, inputs).flatten(1))
+    return layer.o_proj.later(attn(index, inputs).flatten(1))
 
 
 @dataclass

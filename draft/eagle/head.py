@@ -23,6 +23,7 @@ from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
+from specdec.ops.products.normed import computed
 from specdec.ops.rows import select_rows
 
 
@@ -105,13 +106,13 @@ class Eagle3Head(EagleHead):
         rows = None if layers else rows_R  # only the last layer may leave rows out
         residual = residual if rows is None else select_rows(residual, rows)
         attended = self.self_attn(x, rotation, attn, 0, rows)
-        residual, normed = self.post_attention_layernorm.add(residual, attended)
+        residual, normed = self.post_attention_layernorm.add_for(self.mlp, residual, attended)
         delta = self.mlp(normed)
         for index, layer in enumerate(layers, 1):
-            residual, normed = layer.input_layernorm.add(residual, delta)
+            residual, normed = layer.input_layernorm.add_for(layer.self_attn, residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
         if not self.returns_normed and not self.config.norms_logits:
-            hidden = self.group.add(residual, delta)
+            hidden = self.group.add(residual, computed(delta))
             return hidden, hidden
         total, normed = self.norm.add(residual, delta)
         return normed if self.returns_normed else total, normed
@@ -142,9 +143,9 @@ class Eagle1Head(EagleHead):
         normed = x
         for index, layer in enumerate(layers[:-1]):
             x, delta = layer(x, normed, rotation, attn, index)
-            x, normed = layers[index + 1].input_layernorm.add(x, delta)
+            x, normed = layers[index + 1].input_layernorm.add_for(layers[index + 1].self_attn, x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
-        return self.group.add(x, delta)
+        return self.group.add(x, computed(delta))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -22,6 +22,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
+from specdec.ops.products.normed import Product, Undivided, computed
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 from specdec.parallel.group import ALONE
@@ -46,12 +47,12 @@ class PreNormLayer(nn.Module):
     def forward(
         self,
         x_TH: Tensor,
-        normed_TH: Tensor,
+        normed_TH: Tensor | Undivided,
         rotation: Rotation,
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | Product]:
         """The pair (residual stream, MLP output that the caller still has to add to the stream), each [T, H] or [R, H].
 
         The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.
@@ -60,7 +61,7 @@ class PreNormLayer(nn.Module):
         """
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
-        x, normed = self.post_attention_layernorm.add(x, attended)
+        x, normed = self.post_attention_layernorm.add_for(self.mlp, x, attended)
         return x, self.mlp(normed)
 
 
@@ -129,21 +130,23 @@ class CausalLM(Target):
         rotation = self.rotary.at(positions_T)
         layers = [cast(PreNormLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
-        normed, captured = layers[0].input_layernorm(x), []
+        normed: Tensor | Undivided = layers[0].input_layernorm(x)
+        captured = []
         last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
         asked = rows_R  # None as soon as x has these rows only
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             if asked is not None and index == first:
-                x, normed = select_rows(x, asked), select_rows(normed, asked)
+                x, normed = select_rows(x, asked), select_rows(computed(normed), asked)
                 rotation = self.rotary.at(positions_T.index_select(0, asked))
                 attn, asked = rows_of(attn, asked), None
             early = asked if index == last and last not in aux_layers else None
             x, delta = layer(x, normed, rotation, attn, index, early)
-            x, normed = next_norm.add(x, delta)
+            is_whole = rows_R is not None or index == last  # its reader takes rows of it, or is not known here
+            x, normed = next_norm.add(x, delta) if is_whole else next_norm.add_for(layers[index + 1].self_attn, x, delta)
             asked = asked if early is None else None
             if index in aux_layers:
                 captured.append(x)
-        hidden = normed if asked is None else select_rows(normed, asked)
+        hidden = computed(normed) if asked is None else select_rows(computed(normed), asked)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
     def logits(self, hidden: Tensor) -> Tensor:

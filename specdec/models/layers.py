@@ -19,6 +19,7 @@ from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import rms_norm
+from specdec.ops.products.normed import Product, Reader, Undivided, add_undivided, computed
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
@@ -45,12 +46,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x_TH: Tensor, delta_TH: Tensor | Product) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
         delta: this rank's term of what the layer before computed.
         """
-        return self.group.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
+        return self.group.add_rms_norm(x_TH, computed(delta_TH), self.weight, self.eps)
+
+    def add_for(self, reader: nn.Module, x_TH: Tensor, delta_TH: Tensor | Product) -> tuple[Tensor, Tensor | Undivided]:
+        """`add`, for a module that multiplies the norm with weights: perhaps without a launch (ops/products/normed.py)."""
+        matrix = reader.first_product if isinstance(reader, SelfAttention | MLP) else None
+        if isinstance(delta_TH, Product) and matrix is not None and self.group is ALONE:
+            added = add_undivided(x_TH, delta_TH, self.weight, self.eps, matrix)
+            if added is not None:
+                return added
+        return self.add(x_TH, delta_TH)
 
 
 class HeadsRMSNorm(nn.Module):
@@ -140,13 +150,19 @@ class SelfAttention(nn.Module):
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
-    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
+    @property
+    def first_product(self) -> Reader | None:
+        return self.qkv_proj.reader()
+
+    def forward(
+        self, x_TH: Tensor | Undivided, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None
+    ) -> Tensor | Product:
         """From x [T, in_features] to [T, H], or to [R, H] with rows_R.  The caller adds the result to the residual stream."""
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
-        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
+        return self.o_proj.later(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
     @property
     def scoring(self) -> Scoring:
@@ -163,5 +179,9 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear.column(config.hidden_size, parts, config.shard, config.mlp_bias)
         self.down_proj = Linear.row(config.intermediate_size, config.hidden_size, config.shard, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x))
+    @property
+    def first_product(self) -> Reader | None:
+        return self.gate_up_proj.reader(gated=True)
+
+    def forward(self, x: Tensor | Undivided) -> Tensor | Product:
+        return self.down_proj.later(self.gate_up_proj.gated(x))

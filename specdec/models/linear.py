@@ -22,6 +22,7 @@ from specdec.models.schemes.rows import CodedRows
 from specdec.models.schemes.stacks import StackPlanes
 from specdec.ops.experts.codes import chosen_of, dequantise_stack
 from specdec.ops.products.linear import gated_linear, linear
+from specdec.ops.products.normed import Product, Reader, Undivided, computed, normed_linear, product_later
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.quantised.codes import dequantise
 from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear
@@ -155,16 +156,29 @@ class Linear(Multiplying):
         shared.weight, shared.bias = weight_OI, bias_O
         return shared
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Undivided) -> Tensor:
         if self.planes is not None:
-            return quantised_linear(x, self.planes.weight, self.bias)
+            return quantised_linear(computed(x), self.planes.weight, self.bias)
+        if isinstance(x, Undivided):
+            return normed_linear(x, self._numbers, self.bias, False, self.numerics)
         return linear(x, self._numbers, self.bias, self.numerics)
 
-    def gated(self, x_TI: Tensor) -> Tensor:
+    def gated(self, x_TI: Tensor | Undivided) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
         if self.planes is not None:
-            return quantised_gated_linear(x_TI, self.planes.weight, self.bias)
+            return quantised_gated_linear(computed(x_TI), self.planes.weight, self.bias)
+        if isinstance(x_TI, Undivided):
+            return normed_linear(x_TI, self._numbers, self.bias, True, self.numerics)
         return gated_linear(x_TI, self._numbers, self.bias, self.numerics)
+
+    def later(self, x_TI: Tensor) -> Tensor | Product:
+        """The product with x, or what stands for it where a norm (RMSNorm.add) may compute it together with its sum."""
+        later = None if self.planes is not None else product_later(x_TI, self._numbers, self.bias, self.numerics)
+        return self(x_TI) if later is None else later
+
+    def reader(self, gated: bool = False) -> Reader | None:
+        """How this matrix multiplies a norm that has not been divided; None if it can't, because it is stored as codes."""
+        return Reader(self.weight, gated, self.numerics) if self.planes is None and self.weight is not None else None
 
     @property
     def _numbers(self) -> nn.Parameter:

@@ -31,7 +31,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numeri
         return LINEAR(x_TI, weight_OI, bias_O)
     if numerics.is_invariant:
         return _invariant(x_TI, weight_OI, bias_O, False, numerics)
-    tiles = _tiles(x_TI, weight_OI, False, numerics)
+    tiles = tiles_of(x_TI, weight_OI, False, numerics)
     return F.linear(x_TI, weight_OI, bias_O) if tiles is None else _launch(x_TI, weight_OI, bias_O, False, tiles)
 
 
@@ -45,7 +45,7 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
         return GATED_LINEAR(x_TI, weight_2FI, bias_2F)
     if numerics.is_invariant:
         return _invariant(x_TI, weight_2FI, bias_2F, True, numerics)
-    tiles = _tiles(x_TI, weight_2FI, True, numerics)
+    tiles = tiles_of(x_TI, weight_2FI, True, numerics)
     if tiles is None:
         return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
     return _launch(x_TI, weight_2FI, bias_2F, True, tiles)
@@ -69,8 +69,11 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> ProductTiles | None:
-    """The kernel's tiles; None where the kernel can't run, or was not measured because launches can't be chained."""
+def tiles_of(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> ProductTiles | None:
+    """The tiles of the kernel that multiplies x with this weight; None where torch does.
+
+    No kernel is taken where it can't run, or was not measured because launches can't be chained.
+    """
     if not use_kernels(x) or not has_pdl(x.device) or x.dim() != 2 or x.stride(1) != 1:
         return None
     if x.dtype != weight.dtype or not weight.is_contiguous():

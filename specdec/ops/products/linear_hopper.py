@@ -8,15 +8,20 @@ Where two programs fit on an SM, one of the next product's starts as soon as one
 A tile of the weight is the first operand of the tensor cores, 64 rows for each group of four warps, and x is the second.  In a
 gated product, 8 rows of the gate alternate with the 8 rows of up that belong to them, so that a thread holds both of a pair.
 
+A norm between two products takes no launch of its own (normed.py says how).  The first product adds itself to the residual
+stream, multiplies with the norm's weight, and leaves the sum of squares of each row of each tile; the second one divides its
+sums by the rows' root mean squares.
+
 This module knows no model's shapes and chooses no tiles.
 
-Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.
+Shapes: T rows, I in, O out, S sums of squares of a row; a gated product has F = O, and its weight has 2F rows: gate rows first,
+then up rows.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -40,7 +45,7 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
-@gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
+@gluon.jit(do_not_specialize=["T", "sums"])  # for the reason given at linear_kernel
 def hopper_linear_kernel(
     x_low,  # tiles [LOW, BLOCK_I] of x [T, I]
     x_high,  # tiles [HIGH, BLOCK_I]
@@ -49,12 +54,22 @@ def hopper_linear_kernel(
     y,  # [T, O]
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
+    residual,  # [T, O]: where ADDS, the product is added to it
+    total,  # [T, O]: the sum, which y holds multiplied with the norm's weight
+    norm_weight,  # [O]
+    squares_out,  # [tiles, T] float32: of the sum
+    squares,  # [S, T] float32: of x before it was multiplied with its norm's weight; S up to SUMS
+    sums,  # S
+    eps,
     T, O, I,
     LOW: gl.constexpr, HIGH: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, PARTS: gl.constexpr, LAG: gl.constexpr, MANY: gl.constexpr, TOGETHER: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ADDS: gl.constexpr, SUMS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """PARTS: 2 if gated, else 1.  LAG: steps that the tensor cores may be behind the loads.  MANY: whether T > ROWS."""
+    """PARTS: 2 if gated, else 1.  LAG: steps that the tensor cores may be behind the loads.  MANY: whether T > ROWS.
+
+    SUMS: 0, or a power of two: x's rows are still to be divided by their root mean squares.
+    """
     dtype: gl.constexpr = weight_tiles.dtype
     GROUPS: gl.constexpr = BLOCK_O // PARTS // 8
     ROWS: gl.constexpr = LOW + HIGH
@@ -100,6 +115,17 @@ def hopper_linear_kernel(
     high_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, HIGH if HIGH > 0 else LOW, 16])
     if HIGH > 0:
         acc_high = gl.zeros([BLOCK_O, HIGH], gl.float32, high_layout)
+    # What the program's end needs is loaded here, where it can wait for x as well.
+    divisor, divisor_high = 1.0, 1.0
+    held, held_high = 0.0, 0.0
+    if SUMS > 0:
+        divisor = _root_mean_squares(squares, sums, eps, low_layout, first_t, T, I, LOW, SUMS)
+        if HIGH > 0:
+            divisor_high = _root_mean_squares(squares, sums, eps, high_layout, first_t + LOW, T, I, HIGH, SUMS)
+    if ADDS:
+        held = _tile_of(residual, low_layout, tile, first_t, T, O, LOW, BLOCK_O)
+        if HIGH > 0:
+            held_high = _tile_of(residual, high_layout, tile, first_t + LOW, T, O, HIGH, BLOCK_O)
     slot = 0
     phase = 0
     for k in range(steps):
@@ -133,9 +159,15 @@ def hopper_linear_kernel(
             acc_high = warpgroup_mma_wait(0, deps=(acc_high,))
 
     if SPLITS == 1:
-        _finish(acc, low_layout, bias, y, tile, first_t, T, O, LOW, BLOCK_O, PARTS, HAS_BIAS)
+        _finish(
+            acc, divisor, held, low_layout, bias, y, total, norm_weight, squares_out, tile, first_t, T, O,
+            LOW, BLOCK_O, PARTS, HAS_BIAS, ADDS, SUMS,
+        )  # fmt: skip
         if HIGH > 0:
-            _finish(acc_high, high_layout, bias, y, tile, first_t + LOW, T, O, HIGH, BLOCK_O, PARTS, HAS_BIAS)
+            _finish(
+                acc_high, divisor_high, held_high, high_layout, bias, y, total, norm_weight, squares_out, tile, first_t + LOW,
+                T, O, HIGH, BLOCK_O, PARTS, HAS_BIAS, ADDS, SUMS,
+            )  # fmt: skip
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: gl.constexpr = BLOCK_O * ROWS
         mine = partials + tile.to(gl.int64) * (SPLITS * SIZE)
@@ -146,10 +178,16 @@ def hopper_linear_kernel(
         if gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrivals + tile, 0)
             acc = _summed(mine, low_layout, 0, LOW, ROWS, BLOCK_O, SPLITS)
-            _finish(acc, low_layout, bias, y, tile, 0, T, O, LOW, BLOCK_O, PARTS, HAS_BIAS)
+            _finish(
+                acc, divisor, held, low_layout, bias, y, total, norm_weight, squares_out, tile, 0, T, O,
+                LOW, BLOCK_O, PARTS, HAS_BIAS, ADDS, SUMS,
+            )  # fmt: skip
             if HIGH > 0:
                 acc_high = _summed(mine, high_layout, LOW, HIGH, ROWS, BLOCK_O, SPLITS)
-                _finish(acc_high, high_layout, bias, y, tile, LOW, T, O, HIGH, BLOCK_O, PARTS, HAS_BIAS)
+                _finish(
+                    acc_high, divisor_high, held_high, high_layout, bias, y, total, norm_weight, squares_out, tile, LOW, T, O,
+                    HIGH, BLOCK_O, PARTS, HAS_BIAS, ADDS, SUMS,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -194,14 +232,40 @@ def _pair(value, N: gl.constexpr, BLOCK_O: gl.constexpr):
 
 
 @gluon.jit
-def _finish(
-    acc, layout: gl.constexpr, bias, y, tile, first_t, T, O,
-    N: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _root_mean_squares(
+    squares, sums, eps, layout: gl.constexpr, first_t, T, I, N: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
-    """Adds the bias, applies SiLU-mul if gated, rounds once and stores N rows of x from first_t on."""
+    """[N]: of N rows from first_t on, from what each program of the product before has left of them."""
+    s = gl.arange(0, SUMS, gl.SliceLayout(1, layout))
+    t = first_t + gl.arange(0, N, gl.SliceLayout(0, layout))
+    ok = (s < sums)[:, None] & (t < T)[None, :]
+    all_squares = gl.load(squares + s[:, None] * T + t[None, :], mask=ok, other=0.0)
+    return gl.sqrt(gl.sum(all_squares, 0) / I + eps)
+
+
+@gluon.jit
+def _tile_of(x, layout: gl.constexpr, tile, first_t, T, O, N: gl.constexpr, BLOCK_O: gl.constexpr):
+    """[BLOCK_O, N]: a tile of x [T, O], from row first_t on."""
+    o = tile * BLOCK_O + gl.arange(0, BLOCK_O, gl.SliceLayout(1, layout))
+    t = first_t + gl.arange(0, N, gl.SliceLayout(0, layout))
+    at = o.to(gl.int64)[:, None] + t.to(gl.int64)[None, :] * O
+    return gl.load(x + at, mask=(o < O)[:, None] & (t < T)[None, :], other=0.0)
+
+
+@gluon.jit
+def _finish(
+    acc, divisor, held, layout: gl.constexpr, bias, y, total, norm_weight, squares_out, tile, first_t, T, O,
+    N: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """Divides by root mean squares, adds the bias, applies SiLU-mul if gated, rounds once and stores N rows of x from first_t
+    on.  Where ADDS, the rounded product is added to `held`, a tile of the residual stream.
+    """
     r = gl.arange(0, BLOCK_O, gl.SliceLayout(1, layout))
     t = first_t + gl.arange(0, N, gl.SliceLayout(0, layout))
     out_O = tile * (BLOCK_O // PARTS) + r // (8 * PARTS) * 8 + r % 8
+    if SUMS > 0:
+        acc = acc / divisor[None, :]
     if HAS_BIAS:
         acc += gl.load(bias + r // 8 % PARTS * O + out_O, mask=out_O < O, other=0.0).to(gl.float32)[:, None]
     at = out_O.to(gl.int64)[:, None] + t.to(gl.int64)[None, :] * O
@@ -211,13 +275,48 @@ def _finish(
         acc = gate / (1 + gl.exp(-gate)) * up
         at, _ = _pair(at, N, BLOCK_O)
         ok, _ = _pair(ok, N, BLOCK_O)
+    if ADDS:
+        acc = (held.to(gl.float32) + acc.to(held.dtype).to(gl.float32)).to(held.dtype)
+        gl.store(total + at, acc, mask=ok != 0)
+        acc = gl.where(ok != 0, acc.to(gl.float32), 0.0)
+        gl.store(squares_out + tile * T + t, gl.sum(acc * acc, 0), mask=t < T)
+        acc *= gl.load(norm_weight + out_O, mask=out_O < O, other=0.0).to(gl.float32)[:, None]
     gl.store(y + at, acc.to(y.dtype.element_ty), mask=ok != 0)
 
 
-def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+class Added(NamedTuple):
+    """What a product is added to, and where the rest of its results go.
+
+    residual_TO: the residual stream.  total_TO: the sum, to be written.  weight_O: the norm's.
+    squares_ST: float32, to be written: of each tile of the weight's rows, the sums of squares of the sum's rows.
+    """
+
+    residual_TO: Tensor
+    total_TO: Tensor
+    weight_O: Tensor
+    squares_ST: Tensor
+
+
+class Squares(NamedTuple):
+    """Sums of squares of x's rows, [S, T] float32, by whose root mean squares x still has to be divided.  eps: the norm's."""
+
+    squares_ST: Tensor
+    eps: float
+
+
+def launch_hopper_linear(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    gated: bool,
+    tiles: ProductTiles,
+    added: Added | None = None,
+    squares: Squares | None = None,
+) -> Tensor:
     """[T, O], or [T, F] if gated.  Rows of x and of the weight must start at multiples of 16 bytes, and O be one of 8.
 
     tiles.block_t is a power of two or the sum of two.  Split products are counted as by launch_linear.
+    added: not for gated products; the result is then the sum times the norm's weight.
     """
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, parts = (rows // 2, 2) if gated else (rows, 1)
@@ -234,11 +333,19 @@ def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None,
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
     x_low = _rows_of(x_TI, low, tiles)
+    residual, total, norm_weight, squares_out = added or (y_TO, y_TO, y_TO, y_TO)
+    if added is not None:
+        assert not gated and residual.stride() == total.stride() == y_TO.stride() and norm_weight.shape == (O,)
+        assert squares_out.shape == (num_tiles, T) and squares_out.is_contiguous() and residual.dtype == x_TI.dtype
+    sums_ST, eps = squares or (y_TO, 0.0)
+    assert squares is None or (sums_ST.shape[1] == T and sums_ST.is_contiguous())
     hopper_linear_kernel[(num_tiles * triton.cdiv(T, tiles.block_t), tiles.splits)](
         x_low, _rows_of(x_TI, high, tiles) if high else x_low, _groups_of(weight_OI, parts, tiles),
-        weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I,
+        weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, residual, total, norm_weight,
+        squares_out, sums_ST, sums_ST.shape[0], eps, T, O, I,
         LOW=low, HIGH=high, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
         PARTS=parts, LAG=tiles.lag, MANY=T > tiles.block_t, TOGETHER=TOGETHER, HAS_BIAS=bias_O is not None,
+        ADDS=added is not None, SUMS=0 if squares is None else max(tiles.block_o, triton.next_power_of_2(len(sums_ST))),
         num_warps=tiles.warps, **chained(x_TI.device),
     )  # fmt: skip
     return y_TO
