@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.ops.launch import chained
+from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -38,20 +39,8 @@ GROUP = 64  # rows of x that one group of four warps multiplies, of which there 
 TOGETHER = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
 REGISTERS, FETCHER_REGISTERS = 240, 24  # of a thread of a group that multiplies, and of the group that asks for tiles
 
-# Gluon renamed these functions between Triton 3.6 and 3.9.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Gluon renamed this function between Triton 3.6 and 3.9.
 _put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-
-
-@gluon.jit
-def _wait_for_the_kernel_in_front():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _let_the_next_kernel_start():
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
