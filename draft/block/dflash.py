@@ -31,6 +31,7 @@ from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.rope import HeadPrep, Rotation
+from specdec.ops.terms import Terms
 
 
 class DFlashHead(DraftHead):
@@ -125,12 +126,14 @@ class DFlashHead(DraftHead):
         return BlockWorker(self, place)
 
 
-def _attended(layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int) -> Tensor:
+def _attended(
+    layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int
+) -> Tensor | Terms:
     """[R, H]: the attention of the first `rows` of T rows, of all of which keys and values are kept."""
     norm = layer.qk_norm
     prep = HeadPrep(rotation, layer.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
     inputs = FirstRows(layer.qkv_proj(x_TH).unflatten(-1, (-1, layer.head_dim)), prep, rows)
-    return layer.o_proj(attn(index, inputs).flatten(1))
+    return layer.o_proj.terms(attn(index, inputs).flatten(1))
 
 
 @dataclass

@@ -24,6 +24,7 @@ from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
+from specdec.ops.terms import added_up
 
 
 class EagleHead(StepHead, DraftHead):
@@ -111,7 +112,7 @@ class Eagle3Head(EagleHead):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
         if not self.returns_normed and not self.config.norms_logits:
-            hidden = self.group.add(residual, delta)
+            hidden = self.group.add(residual, added_up(delta))
             return hidden, hidden
         total, normed = self.norm.add(residual, delta)
         return normed if self.returns_normed else total, normed
@@ -144,7 +145,7 @@ class Eagle1Head(EagleHead):
             x, delta = layer(x, normed, rotation, attn, index)
             x, normed = layers[index + 1].input_layernorm.add(x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
-        return self.group.add(x, delta)
+        return self.group.add(x, added_up(delta))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

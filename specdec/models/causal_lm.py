@@ -22,6 +22,7 @@ from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
+from specdec.ops.terms import Terms
 from specdec.parallel.group import ALONE
 from specdec.parallel.shard import Shard
 from specdec.parallel.vocabulary import Vocabulary
@@ -49,7 +50,7 @@ class PreNormLayer(nn.Module):
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | Terms]:
         """The pair (residual stream, MLP output that the caller still has to add to the stream), each [T, H] or [R, H].
 
         The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.

@@ -18,8 +18,9 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.yarn import YarnRope, yarn_frequencies
-from specdec.ops.norm import embed_rms_norm, rms_norm
+from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
+from specdec.ops.terms import Terms
 from specdec.parallel.group import ALONE, Group
 
 
@@ -46,13 +47,16 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x_TH: Tensor, delta_TH: Tensor, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+        self, x_TH: Tensor, delta_TH: Tensor | Terms, out_TH: Tensor | None = None, below_CH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
         delta: this rank's term of what the layer before computed.
         out_TH: memory for the sum.  below_CH: rows that follow the normed ones, so that the second result is [T + C, H].
         """
+        if isinstance(delta_TH, Terms):
+            assert self.group.size == 1, "ranks exchange sums"
+            return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
         return self.group.add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -147,13 +151,15 @@ class SelfAttention(nn.Module):
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
-    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None
+    ) -> Tensor | Terms:
         """From x [T, in_features] to [T, H], or to [R, H] with rows_R.  The caller adds the result to the residual stream."""
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
-        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
+        return self.o_proj.terms(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
     @property
     def scoring(self) -> Scoring:
@@ -170,5 +176,5 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear.column(config.hidden_size, parts, config.shard, config.mlp_bias)
         self.down_proj = Linear.row(config.intermediate_size, config.hidden_size, config.shard, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x))
+    def forward(self, x: Tensor) -> Tensor | Terms:
+        return self.down_proj.terms(self.gate_up_proj.gated(x))

@@ -21,10 +21,11 @@ from specdec.models.schemes.planes import Planes
 from specdec.models.schemes.rows import CodedRows
 from specdec.models.schemes.stacks import StackPlanes
 from specdec.ops.experts.codes import chosen_of, dequantise_stack
-from specdec.ops.products.linear import gated_linear, linear
+from specdec.ops.products.linear import gated_linear, linear, linear_terms
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.quantised.codes import dequantise
 from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear
+from specdec.ops.terms import Terms
 from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]
@@ -165,6 +166,12 @@ class Linear(Multiplying):
         if self.planes is not None:
             return quantised_gated_linear(x_TI, self.planes.weight, self.bias)
         return gated_linear(x_TI, self._numbers, self.bias, self.numerics)
+
+    def terms(self, x_TI: Tensor) -> Tensor | Terms:
+        """`forward`, for a reader that can add up terms, as norms do (RMSNorm.add).  Ranks that share columns exchange sums."""
+        if self.planes is not None or self.shape()[1] != self.in_features:
+            return self(x_TI)
+        return linear_terms(x_TI, self._numbers, self.bias, self.numerics)
 
     @property
     def _numbers(self) -> nn.Parameter:

@@ -13,13 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
+from specdec.ops.terms import Terms
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     ids,  # [T] int64: rows of x, if EMBEDS
     x,
-    delta,
+    delta,  # [T, H], or [TERMS, T, H] float32, whose sum is rounded first
     weight,
     below,  # [C, H]
     total,
@@ -27,6 +28,7 @@ def add_rms_norm_kernel(
     rows,  # T
     stride_x,
     stride_delta,
+    stride_term,
     stride_below,
     stride_total,
     eps,
@@ -34,6 +36,7 @@ def add_rms_norm_kernel(
     PADDED: tl.constexpr,
     EMBEDS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    TERMS: tl.constexpr,
     HAS_BELOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -55,9 +58,10 @@ def add_rms_norm_kernel(
         source = tl.load(ids + row)
     value = tl.load(x + source * stride_x + h, mask=ok, other=0.0)
     if HAS_DELTA:
-        value = (value.to(tl.float32) + tl.load(delta + row * stride_delta + h, mask=ok, other=0.0).to(tl.float32)).to(
-            value.dtype
-        )
+        added = tl.load(delta + row * stride_delta + h, mask=ok, other=0.0)
+        for s in tl.static_range(1, TERMS):
+            added += tl.load(delta + s * stride_term + row * stride_delta + h, mask=ok, other=0.0)
+        value = (value.to(tl.float32) + added.to(value.dtype).to(tl.float32)).to(value.dtype)
     if HAS_DELTA or EMBEDS:
         tl.store(total + row * stride_total + h, value, mask=ok)
     value = value.to(tl.float32)
@@ -89,7 +93,7 @@ def pair_rms_norm_kernel(
 
 def launch_add_rms_norm(
     x: Tensor,
-    delta: Tensor | None,
+    delta: Tensor | Terms | None,
     weight_H: Tensor,
     eps: float,
     *,
@@ -104,23 +108,29 @@ def launch_add_rms_norm(
     x_TH, H = _rows(x), x.shape[-1]
     shape = x.shape if ids_T is None else (*ids_T.shape, H)
     T, C = math.prod(shape[:-1]), 0 if below_CH is None else below_CH.shape[0]
-    delta_TH = x_TH if delta is None else _rows(delta)
+    if isinstance(delta, Terms):
+        terms_STH = delta.terms_STH
+        assert delta.dtype == x.dtype and terms_STH.dtype == torch.float32 and terms_STH.is_contiguous()
+    else:
+        terms_STH = (x_TH if delta is None else _rows(delta))[None]
+        assert delta is None or delta.dtype == x.dtype
+    delta_TH = terms_STH[0]
     normed = x.new_empty(shape if below_CH is None else (T + C, H))
     total = x
     if delta is not None or ids_T is not None:
         total = x.new_empty(shape) if out_TH is None else out_TH
     total_TH, below = _rows(total), x_TH if below_CH is None else below_CH
     assert weight_H.shape == (H,) and below.shape[1] == H and below.stride(1) == 1 and below.dtype == x.dtype
-    assert delta is None or (delta_TH.shape == x_TH.shape and delta_TH.dtype == x.dtype)
+    assert delta is None or delta_TH.shape == x_TH.shape
     assert out_TH is None or out_TH.dim() == 2, "rows of more dimensions might be copied, and the sum be lost"
     assert total.shape == shape and total.stride(-1) == 1 and total.dtype == x.dtype
     assert ids_T is None or ids_T.is_contiguous()
     if T + C:
         add_rms_norm_kernel[(T + C,)](
             x_TH if ids_T is None else ids_T, x_TH, delta_TH, weight_H, below, total_TH, normed, T,
-            x_TH.stride(0), delta_TH.stride(0), below.stride(0), total_TH.stride(0), eps,
+            x_TH.stride(0), delta_TH.stride(0), terms_STH.stride(0), below.stride(0), total_TH.stride(0), eps,
             SIZE=H, PADDED=triton.next_power_of_2(H), EMBEDS=ids_T is not None, HAS_DELTA=delta is not None,
-            HAS_BELOW=below_CH is not None, num_warps=_warps(H), **chained(x.device),
+            TERMS=len(terms_STH), HAS_BELOW=below_CH is not None, num_warps=_warps(H), **chained(x.device),
         )  # fmt: skip
     return total, normed
 

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
-from specdec.ops.operator import define, use_operator
+from specdec.ops.operator import define, is_traced, use_operator
 from specdec.ops.products.gpus import H100, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.tiles import FEW, ProductTiles
+from specdec.ops.terms import Terms
 from specdec.ops.tuned.here import tuned_table
 
 
@@ -34,6 +35,17 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numeri
         return _invariant(x_TI, weight_OI, bias_O, False, numerics)
     tiles = _tiles(x_TI, weight_OI, False, numerics)
     return F.linear(x_TI, weight_OI, bias_O) if tiles is None else _launch(x_TI, weight_OI, bias_O, False, tiles)
+
+
+def linear_terms(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numerics: Numerics = FAST) -> Tensor | Terms:
+    """`linear`, or its terms where programs of its kernel share columns: adding them up there would be one more wait."""
+    if not is_traced(x_TI) and not numerics.is_invariant:
+        tiles = _tiles(x_TI, weight_OI, False, numerics)
+        if tiles is not None and tiles.lag >= 0 and tiles.splits > 1:
+            from specdec.ops.products.linear_hopper import launch_hopper_linear
+
+            return Terms(launch_hopper_linear(x_TI, weight_OI, bias_O, False, tiles, leaves=True), x_TI.dtype)
+    return linear(x_TI, weight_OI, bias_O, numerics)
 
 
 def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:

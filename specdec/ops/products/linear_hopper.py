@@ -46,15 +46,18 @@ def hopper_linear_kernel(
     x_high,  # tiles [HIGH, BLOCK_I]
     weight_tiles,  # tiles [GROUPS, PARTS, 8, BLOCK_I] of the weight as [O / 8, PARTS, 8, I]
     bias,  # [PARTS * O]
-    y,  # [T, O]
+    y,  # [T, O]; with LEAVES [SPLITS, T, O] float32
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T, O, I,
     LOW: gl.constexpr, HIGH: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, PARTS: gl.constexpr, LAG: gl.constexpr, MANY: gl.constexpr, TOGETHER: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """PARTS: 2 if gated, else 1.  LAG: steps that the tensor cores may be behind the loads.  MANY: whether T > ROWS."""
+    """PARTS: 2 if gated, else 1.  LAG: steps that the tensor cores may be behind the loads.  MANY: whether T > ROWS.
+
+    LEAVES: whether programs that share a tile leave their sums to another kernel, which adds them up.
+    """
     dtype: gl.constexpr = weight_tiles.dtype
     GROUPS: gl.constexpr = BLOCK_O // PARTS // 8
     ROWS: gl.constexpr = LOW + HIGH
@@ -132,10 +135,11 @@ def hopper_linear_kernel(
         if HIGH > 0:
             acc_high = warpgroup_mma_wait(0, deps=(acc_high,))
 
-    if SPLITS == 1:
-        _finish(acc, low_layout, bias, y, tile, first_t, T, O, LOW, BLOCK_O, PARTS, HAS_BIAS)
+    if SPLITS == 1 or LEAVES:
+        y += split.to(gl.int64) * T * O
+        _finish(acc, low_layout, bias, y, tile, first_t, T, O, split == 0, LOW, BLOCK_O, PARTS, HAS_BIAS)
         if HIGH > 0:
-            _finish(acc_high, high_layout, bias, y, tile, first_t + LOW, T, O, HIGH, BLOCK_O, PARTS, HAS_BIAS)
+            _finish(acc_high, high_layout, bias, y, tile, first_t + LOW, T, O, split == 0, HIGH, BLOCK_O, PARTS, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: gl.constexpr = BLOCK_O * ROWS
         mine = partials + tile.to(gl.int64) * (SPLITS * SIZE)
@@ -146,10 +150,10 @@ def hopper_linear_kernel(
         if gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrivals + tile, 0)
             acc = _summed(mine, low_layout, 0, LOW, ROWS, BLOCK_O, SPLITS)
-            _finish(acc, low_layout, bias, y, tile, 0, T, O, LOW, BLOCK_O, PARTS, HAS_BIAS)
+            _finish(acc, low_layout, bias, y, tile, 0, T, O, True, LOW, BLOCK_O, PARTS, HAS_BIAS)
             if HIGH > 0:
                 acc_high = _summed(mine, high_layout, LOW, HIGH, ROWS, BLOCK_O, SPLITS)
-                _finish(acc_high, high_layout, bias, y, tile, LOW, T, O, HIGH, BLOCK_O, PARTS, HAS_BIAS)
+                _finish(acc_high, high_layout, bias, y, tile, LOW, T, O, True, HIGH, BLOCK_O, PARTS, HAS_BIAS)
 
 
 @gluon.jit
@@ -195,15 +199,15 @@ def _pair(value, N: gl.constexpr, BLOCK_O: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    acc, layout: gl.constexpr, bias, y, tile, first_t, T, O,
+    acc, layout: gl.constexpr, bias, y, tile, first_t, T, O, has_bias,
     N: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Adds the bias, applies SiLU-mul if gated, rounds once and stores N rows of x from first_t on."""
+    """Adds the bias if has_bias, applies SiLU-mul if gated, rounds once and stores N rows of x from first_t on."""
     r = gl.arange(0, BLOCK_O, gl.SliceLayout(1, layout))
     t = first_t + gl.arange(0, N, gl.SliceLayout(0, layout))
     out_O = tile * (BLOCK_O // PARTS) + r // (8 * PARTS) * 8 + r % 8
     if HAS_BIAS:
-        acc += gl.load(bias + r // 8 % PARTS * O + out_O, mask=out_O < O, other=0.0).to(gl.float32)[:, None]
+        acc += gl.load(bias + r // 8 % PARTS * O + out_O, mask=(out_O < O) & has_bias, other=0.0).to(gl.float32)[:, None]
     at = out_O.to(gl.int64)[:, None] + t.to(gl.int64)[None, :] * O
     ok = ((out_O < O)[:, None] & (t < T)[None, :]).to(gl.int32)
     if PARTS == 2:
@@ -214,10 +218,13 @@ def _finish(
     gl.store(y + at, acc.to(y.dtype.element_ty), mask=ok != 0)
 
 
-def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+def launch_hopper_linear(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles, leaves: bool = False
+) -> Tensor:
     """[T, O], or [T, F] if gated.  Rows of x and of the weight must start at multiples of 16 bytes, and O be one of 8.
 
     tiles.block_t is a power of two or the sum of two.  Split products are counted as by launch_linear.
+    leaves: the result is [splits, T, O] float32, what each split has computed.
     """
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, parts = (rows // 2, 2) if gated else (rows, 1)
@@ -229,7 +236,10 @@ def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None,
     num_tiles = triton.cdiv(rows, tiles.block_o)
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
-    if tiles.splits > 1:
+    if leaves:
+        assert not gated
+        y_TO = partials = arrivals = x_TI.new_empty(tiles.splits, T, O, dtype=torch.float32)
+    elif tiles.splits > 1:
         assert num_tiles <= ARRIVALS
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
@@ -238,7 +248,7 @@ def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None,
         x_low, _rows_of(x_TI, high, tiles) if high else x_low, _groups_of(weight_OI, parts, tiles),
         weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I,
         LOW=low, HIGH=high, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
-        PARTS=parts, LAG=tiles.lag, MANY=T > tiles.block_t, TOGETHER=TOGETHER, HAS_BIAS=bias_O is not None,
+        PARTS=parts, LAG=tiles.lag, MANY=T > tiles.block_t, TOGETHER=TOGETHER, LEAVES=leaves, HAS_BIAS=bias_O is not None,
         num_warps=tiles.warps, **chained(x_TI.device),
     )  # fmt: skip
     return y_TO

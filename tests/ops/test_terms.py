@@ -1,0 +1,89 @@
+"""A product whose terms the norm after it adds up.
+
+Shapes: T rows, I in, H hidden, S terms.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import DEVICE, HAS_GPU
+from torch import Tensor
+
+from specdec.ops.norm import add_rms_norm
+from specdec.ops.norm_triton import launch_add_rms_norm
+from specdec.ops.products.linear import linear, linear_terms
+from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.terms import Terms
+
+EPS = 1e-5
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+
+
+def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("S", [1, 2, 4])
+def test_the_norm_adds_terms_up(S: int) -> None:
+    """Keeps out: a term left out or read from another row's place, a sum that is rounded less often than the product is."""
+    T, H = 5, 300
+    x, weight = rand(T, H, dtype=torch.float16), rand(H, dtype=torch.float16)
+    terms = Terms(rand(S, T, H, dtype=torch.float32), torch.float16)
+    got = launch_add_rms_norm(x, terms, weight, EPS)
+    want = launch_add_rms_norm(x, terms.tensor(), weight, EPS)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    defined = add_rms_norm(x.double(), Terms(terms.terms_STH.double(), torch.float64), weight.double(), EPS)
+    torch.testing.assert_close(got[1].double(), defined[1], atol=4e-3, rtol=4e-3)
+
+
+def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_terms() -> None:
+    """Keeps out: terms whose number follows from tiles, in deterministic mode."""
+    x, weight = torch.randn(3, 16), torch.randn(8, 16)
+    assert torch.equal(linear_terms(x, weight), linear(x, weight))
+    if IS_HOPPER:
+        x, weight = rand(3, 4096), rand(4096, 4096)
+        assert isinstance(linear_terms(x, weight), Terms) and isinstance(linear_terms(x, weight, None, INVARIANT), Tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
+@pytest.mark.parametrize("T", [1, 6, 8, 9, 32, 48, 60, 64])
+@pytest.mark.parametrize(("I", "H"), [(4096, 4096), (14336, 4096), (1544, 2088)])
+def test_terms_are_the_product(T: int, I: int, H: int) -> None:
+    """Keeps out: memory of a term that nobody wrote, a bias in every term, rows of x or of the weight that don't exist."""
+    torch.manual_seed(T)
+    x, weight, bias = rand(T, I), rand(H, I, scale=I**-0.5), rand(H)
+    with torch.no_grad():
+        torch.empty(1 << 24, device=DEVICE).fill_(float("nan"))  # memory that results may come to lie in
+        terms, with_bias = linear_terms(x, weight), linear_terms(x, weight, bias)
+        assert isinstance(terms, Terms) and isinstance(with_bias, Terms) and terms.terms_STH.shape[0] > 1
+        assert torch.equal(terms.tensor(), linear(x, weight))
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert (with_bias.tensor().double() - exact).norm() < 4e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
+@pytest.mark.parametrize("T", [1, 32, 60])
+def test_chained_layers_in_a_graph(T: int) -> None:
+    """Keeps out: a norm that reads terms before they are complete, and replays that find old ones."""
+    H, I = 4096, 14336
+    weights = [(rand(I, H, scale=H**-0.5), rand(H, I, scale=I**-0.5), rand(H)) for _ in range(6)]
+    x0 = rand(T, H)
+
+    def forward(product: type[Terms] | None) -> Tensor:
+        x, normed = x0, F.rms_norm(x0, (H,), None, EPS)
+        for up, down, norm in weights:
+            h = linear(normed, up)
+            x, normed = add_rms_norm(x, linear(h, down) if product is None else linear_terms(h, down), norm, EPS)
+        return normed
+
+    with torch.no_grad():
+        want = forward(None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = forward(Terms)
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, want)
