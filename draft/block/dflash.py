@@ -64,7 +64,7 @@ class DFlashHead(DraftHead):
             x, normed = layer.post_attention_layernorm.add(x, attended)
             is_last = index + 1 == len(layers)
             next_norm, below = (self.norm, None) if is_last else (layers[index + 1].input_layernorm, context_CH)
-            x, normed_TH = next_norm.add(x, layer.mlp(normed), below_CH=below)
+            x, normed_TH = next_norm.add(x, layer.mlp.terms(normed), below_CH=below)
         return normed_TH
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -107,11 +107,12 @@ class Eagle3Head(EagleHead):
         residual = residual if rows is None else select_rows(residual, rows)
         attended = self.self_attn(x, rotation, attn, 0, rows)
         residual, normed = self.post_attention_layernorm.add(residual, attended)
-        delta = self.mlp(normed)
+        ends_in_norm = self.returns_normed or self.config.norms_logits
+        delta = self.mlp.terms(normed) if layers or ends_in_norm else self.mlp(normed)
         for index, layer in enumerate(layers, 1):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
-        if not self.returns_normed and not self.config.norms_logits:
+        if not ends_in_norm:
             hidden = self.group.add(residual, added_up(delta))
             return hidden, hidden
         total, normed = self.norm.add(residual, delta)
@@ -130,6 +131,7 @@ class Eagle1Head(EagleHead):
         self.fc = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
         self.layers[0].input_layernorm = nn.Identity()
+        cast(DecoderLayer, self.layers[-1]).norm_follows = False
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return features_TF

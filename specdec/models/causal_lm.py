@@ -33,7 +33,10 @@ class PreNormLayer(nn.Module):
 
     self_attn, mlp: the two modules of the block, called as SelfAttention and MLP are.  Latent attention and mixtures of experts
     take the same arguments, so every family's layers share this forward pass.
+    norm_follows: whether a norm adds the output to the residual stream; it can add up terms, too.
     """
+
+    norm_follows = True
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -60,7 +63,7 @@ class PreNormLayer(nn.Module):
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.post_attention_layernorm.add(x, attended)
-        return x, self.mlp(normed)
+        return x, self.mlp.terms(normed) if self.norm_follows and isinstance(self.mlp, MLP) else self.mlp(normed)
 
 
 class DecoderLayer(PreNormLayer):

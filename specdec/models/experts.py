@@ -22,7 +22,6 @@ from specdec.ops.experts.coded import PLAIN, CodedExperts, Form, by_expert, code
 from specdec.ops.operator import is_traced
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
-from specdec.ops.terms import added_up
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
 
@@ -120,12 +119,10 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.gate(x_TH)
         if self.gate_up_proj.planes is not None:
-            return added_up(self.shared_experts(x_TH)) + stored_experts(
-                x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj
-            )
+            return self.shared_experts(x_TH) + stored_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj)
         gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in (self.gate_up_proj, self.down_proj))
         run = ordered_experts if self.gate.numerics.is_invariant else run_experts
-        return added_up(self.shared_experts(x_TH)) + run(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+        return self.shared_experts(x_TH) + run(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
 
 
 def stored_experts(

@@ -176,5 +176,9 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear.column(config.hidden_size, parts, config.shard, config.mlp_bias)
         self.down_proj = Linear.row(config.intermediate_size, config.hidden_size, config.shard, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor | Terms:
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_up_proj.gated(x))
+
+    def terms(self, x: Tensor) -> Tensor | Terms:
+        """`forward`, for a norm that adds up terms."""
         return self.down_proj.terms(self.gate_up_proj.gated(x))

@@ -135,8 +135,9 @@ def hopper_linear_kernel(
         if HIGH > 0:
             acc_high = warpgroup_mma_wait(0, deps=(acc_high,))
 
-    if SPLITS == 1 or LEAVES:
+    if LEAVES:
         y += split.to(gl.int64) * T * O
+    if SPLITS == 1 or LEAVES:
         _finish(acc, low_layout, bias, y, tile, first_t, T, O, split == 0, LOW, BLOCK_O, PARTS, HAS_BIAS)
         if HIGH > 0:
             _finish(acc_high, high_layout, bias, y, tile, first_t + LOW, T, O, split == 0, HIGH, BLOCK_O, PARTS, HAS_BIAS)
