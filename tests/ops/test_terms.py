@@ -9,10 +9,16 @@ import torch.nn.functional as F
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
+from specdec.attention.inputs import HeadInputs
+from specdec.attention.kinds import Scoring
+from specdec.models.causal_lm import DecoderLayer
+from specdec.models.checkpoints.loader import build
+from specdec.models.config import ModelConfig, RopeConfig
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.norm_triton import launch_add_rms_norm
 from specdec.ops.products.linear import linear, linear_terms
 from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.rope import Rotation
 from specdec.ops.terms import Terms
 
 EPS = 1e-5
@@ -88,3 +94,36 @@ def test_chained_layers_in_a_graph(T: int) -> None:
             out.fill_(float("nan"))
             graph.replay()
             assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
+@pytest.mark.parametrize("T", [1, 32])
+def test_a_layer_gives_the_same_bits(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: terms taken for the product, or left where no norm follows."""
+    rope = RopeConfig(10000.0)
+    config = ModelConfig(
+        family="llama", hidden_size=4096, intermediate_size=14336, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128,
+        vocab_size=64, rms_norm_eps=EPS, rope=rope, max_position=64,
+    )  # fmt: skip
+    layer = build(lambda: DecoderLayer(config), torch.device(DEVICE), torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02 if parameter.dim() > 1 else 1.0)
+    x, normed, at = rand(T, 4096), rand(T, 4096), torch.zeros(T, dtype=torch.int64, device=DEVICE)
+
+    def attn(index: int, inputs: HeadInputs, rows_R: Tensor | None, scoring: Scoring) -> Tensor:
+        return inputs.qkv_TXD[:, :32].contiguous()
+
+    def run() -> tuple[Tensor, Tensor | Terms]:
+        return layer(x, normed, Rotation(normed, at), attn, 0)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        total, delta = run()
+        assert isinstance(delta, Terms)
+        got = total, *layer.input_layernorm.add(total, delta)
+        layer.norm_follows = False
+        assert isinstance(run()[1], Tensor)
+        monkeypatch.setattr("specdec.models.linear.linear_terms", linear)
+        total, whole = run()
+        want = total, *layer.input_layernorm.add(total, whole)
+    assert all(map(torch.equal, got, want))
