@@ -221,7 +221,8 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
             _check_unicode(message["content"] or "", f"{name}[{i}]['content']")
         ids = tokenizer.encode_chat(list(prompt), name)
     elif isinstance(prompt, list | tuple) and _is_ids(prompt):
-        ids = [int(token) for token in prompt]
+        # A list of ints is copied at once: the GPU waits for this, and a call of int for each token takes more time.
+        ids = list(prompt) if set(map(type, prompt)) == {int} else [int(token) for token in prompt]
     else:
         fault = _fault(prompt, name)
         raise TypeError(_expected(name, prompt) + (f"; {fault}" if fault else ""))

@@ -1,6 +1,7 @@
 """Prompts as users hand them in: arrays, tuples, chats and files; and tokenizers as they find them, broken ones too."""
 
 import json
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ SEVERAL: list[Any] = [
     np.array([[3, 5], [7, 9]]), torch.tensor([[3, 5], [7, 9]]), ((3, 5), (7, 9)), [np.array([3, 5]), torch.tensor([7, 9])],
     (np.array([3, 5]), [np.int64(7), 9]),
 ]  # fmt: skip
+
+
+def test_a_prompt_is_copied() -> None:
+    """Keeps out: a request whose prompt changes with the caller's list, and ids of a kind of int that stay of that kind."""
+    tokenizer, given = Tokenizer(Path("/nonexistent")), [3, 5, 7]
+    ids = encode_prompt(given, "prompt", tokenizer, 384)
+    given[0] = 9
+    assert ids == [3, 5, 7]
+    kind = IntEnum("Token", {"A": 3, "B": 5})
+    for mixed in ([kind.A, kind.B, 7], (3, np.int64(5), 7)):
+        ids = encode_prompt(mixed, "prompt", tokenizer, 384)
+        assert ids == [3, 5, 7] and {type(token) for token in ids} == {int}
 
 
 def test_ids_of_numpy_and_torch_are_ids(decoder: SpecDecoder) -> None:
