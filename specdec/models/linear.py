@@ -24,7 +24,7 @@ from specdec.ops.experts.codes import chosen_of, dequantise_stack
 from specdec.ops.products.linear import gated_linear, linear, linear_terms
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.quantised.codes import dequantise
-from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear
+from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear, quantised_linear_terms
 from specdec.ops.terms import Terms
 from specdec.parallel.shard import Shard
 
@@ -169,8 +169,10 @@ class Linear(Multiplying):
 
     def terms(self, x_TI: Tensor) -> Tensor | Terms:
         """`forward`, for a reader that can add up terms, as norms do (RMSNorm.add).  Ranks that share columns exchange sums."""
-        if self.planes is not None or self.shape()[1] != self.in_features:
+        if self.shape()[1] != self.in_features:
             return self(x_TI)
+        if self.planes is not None:
+            return quantised_linear_terms(x_TI, self.planes.weight, self.bias)
         return linear_terms(x_TI, self._numbers, self.bias, self.numerics)
 
     @property

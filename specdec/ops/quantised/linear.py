@@ -19,6 +19,7 @@ from specdec.ops.products.linear import silu_mul, tma_reads
 from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, dequantise
 from specdec.ops.quantised.tiles import HopperTiles, hopper_tiles, quantised_tiles
+from specdec.ops.terms import Terms
 
 
 def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor:
@@ -26,6 +27,16 @@ def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) 
     if tiles := _tiles(x_TI, weight, False):
         return _launch(x_TI, weight, bias_O, False, tiles)
     return F.linear(x_TI, _numbers(x_TI, weight), bias_O)
+
+
+def quantised_linear_terms(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor | Terms:
+    """`quantised_linear`, or its terms where programs of its kernel share columns."""
+    tiles = _tiles(x_TI, weight, False)
+    if isinstance(tiles, HopperTiles) and tiles.splits > 1:
+        from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
+
+        return Terms(launch_quantised_hopper(x_TI, weight, bias_O, False, tiles, leaves=True), x_TI.dtype)
+    return quantised_linear(x_TI, weight, bias_O)
 
 
 def quantised_gated_linear(x_TI: Tensor, weight: Codes, bias_2F: Tensor | None = None) -> Tensor:

@@ -44,8 +44,13 @@ if TYPE_CHECKING:
     from specdec.ops.quantised.tiles import HopperTiles
 
 
-def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: HopperTiles) -> Tensor:
-    """[T, O], or [T, F] if gated, in bfloat16.  Rows of x must start at multiples of 16 bytes, and O be one of 8."""
+def launch_quantised_hopper(
+    x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: HopperTiles, leaves: bool = False
+) -> Tensor:
+    """[T, O], or [T, F] if gated, in bfloat16.  Rows of x must start at multiples of 16 bytes, and O be one of 8.
+
+    leaves: the result is [splits, T, O] float32, what each split has computed.
+    """
     (T, I), rows = x_TI.shape, weight.codes_OJ.shape[0]
     O, parts = (rows // 2, 2) if gated else (rows, 1)
     a_word, slices = codes_a_word(weight.kind), tiles.slices
@@ -56,7 +61,10 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     most_counted = num_tiles * tiles.of_program
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
-    if tiles.splits > 1:
+    if leaves:
+        assert not gated
+        y_TO = partials = arrivals = x_TI.new_empty(tiles.splits, T, O, dtype=torch.float32)
+    elif tiles.splits > 1:
         assert most_counted <= ARRIVALS
         of_tile = tiles.block_o // tiles.of_program, max(8, tiles.block_t)
         partials = x_TI.new_empty(most_counted, tiles.splits, *of_tile, dtype=torch.float32)
@@ -67,7 +75,7 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     common: dict[str, Any] = dict(
         KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None, ROWS=tiles.block_t,
         BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
-        HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
+        LEAVES=leaves, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip
     steps = triton.cdiv(I, tiles.block_i)
     if tiles.alone:

@@ -50,13 +50,18 @@ def scales_of_rows(
 def complete(
     acc, layout: gl.constexpr, scale, bias, y, partials, arrivals, tile, counted, first_t, split, T, O,
     GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+    LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the rows' scales, adds up the splits, and stores.  counted: the number of the counter of arrivals."""
+    """Multiplies by the rows' scales, adds up the splits unless this program leaves its sums to another kernel, and stores.
+
+    counted: the number of the counter of arrivals.
+    """
     if GROUP == 0:
         acc *= scale[:, None]
-    if SPLITS == 1:
-        _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
+    if LEAVES:
+        y += split.to(gl.int64) * T * O
+    if SPLITS == 1 or LEAVES:
+        _finish(acc, layout, bias, y, tile, first_t, T, O, split == 0, ROWS, BLOCK_O, PARTS, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: gl.constexpr = BLOCK_O * ROWS
         mine = partials + counted.to(gl.int64) * (SPLITS * SIZE)
@@ -72,7 +77,7 @@ def complete(
             else:  # all loads at once would need too many registers
                 for s in range(SPLITS):
                     acc += gl.load(mine + s * SIZE + cell, cache_modifier=".cg")
-            _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
+            _finish(acc, layout, bias, y, tile, first_t, T, O, True, ROWS, BLOCK_O, PARTS, HAS_BIAS)
 
 
 @gluon.jit

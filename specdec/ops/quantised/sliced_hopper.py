@@ -36,14 +36,14 @@ def quantised_sliced_kernel(
     scales,  # [PARTS * O, G]
     zeros,  # as scales
     bias,  # [PARTS * O]
-    y,  # [T, O]
+    y,  # [T, O]; with LEAVES [SPLITS, T, O] float32
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T, O, I, G,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     STEPS: gl.constexpr, LOADER: gl.constexpr,
-    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """SLICES groups of warps take different columns of a step.
 
@@ -81,7 +81,7 @@ def quantised_sliced_kernel(
             (multiply, (
                 x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals, tile,
                 split, low, steps, T, O, I, G, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, PARTS,
-                HAS_BIAS, PDL, num_warps,
+                LEAVES, HAS_BIAS, PDL, num_warps,
             )),
             (load, (
                 x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, low, steps, A_WORD, ROWS, BLOCK_O, SLICES,
@@ -145,7 +145,7 @@ def multiply(
     tile, split, low, steps, T, O, I, G,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """All other warps."""
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
@@ -209,7 +209,7 @@ def multiply(
     total = gl.sum(acc + other_acc, axis=0)
     complete(
         total, out, row_scale, bias, y, partials, arrivals, tile, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS,
-        HAS_BIAS, WARPS,
+        LEAVES, HAS_BIAS, WARPS,
     )  # fmt: skip
 
 

@@ -29,14 +29,14 @@ def quantised_hopper_kernel(
     scales,  # [PARTS * O, G]
     zeros,  # as scales
     bias,  # [PARTS * O]
-    y,  # [T, O]
+    y,  # [T, O]; with LEAVES [SPLITS, T, O] float32
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T, O, I, G,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     TILES: gl.constexpr, TURNS: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
-    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILES: of the weight, of a program; BLOCK_O rows each.  TURNS: groups of warps that take a tile's steps in turn.
 
@@ -79,7 +79,7 @@ def quantised_hopper_kernel(
                 (multiply, (
                     x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
                     counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
-                    SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
+                    SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS,
                 )),
                 (load, (
                     x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
@@ -94,12 +94,12 @@ def quantised_hopper_kernel(
                 (multiply, (
                     x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
                     counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
-                    SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
+                    SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS,
                 )),
                 (multiply, (
                     x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
                     counted, first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
-                    SPLITS, STAGES, TILES, TURNS, PARTS, HAS_BIAS,
+                    SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS,
                 )),
                 (load, (
                     x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
@@ -157,7 +157,7 @@ def multiply(
     tile, counted, first_t, split, low, steps, T, O, I, G,
     WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Group WHO of four warps: its tile, or its steps of the only tile."""
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
@@ -210,7 +210,7 @@ def multiply(
             acc += sums.load(layout)
         complete(
             acc, layout, scale, bias, y, partials, arrivals, tile + MINE, counted + MINE, first_t, split, T, O, GROUP, ROWS,
-            BLOCK_O, SPLITS, PARTS, HAS_BIAS, 4,
+            BLOCK_O, SPLITS, PARTS, LEAVES, HAS_BIAS, 4,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from toolkit.kernels import DEVICE
 from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
 from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles
+from specdec.ops.terms import Terms
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
@@ -72,7 +73,7 @@ WIDE = (
 def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool, wide: bool) -> None:
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a scale of another group or row, a split
     without columns, stores beyond T or O, columns beyond I, steps that both groups of warps take or none, a group's sum that is
-    left out.
+    left out, and, where another kernel is to add up the splits, a bias in each of them or a place that nobody wrote.
     """
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
@@ -88,6 +89,9 @@ def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool,
         for b in (bias, None):
             y = launch_quantised_hopper(x, weight, b, gated, tiles)
             assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, O, I, gated)
+            if not gated:
+                terms = Terms(launch_quantised_hopper(x, weight, b, gated, tiles, leaves=True), x.dtype)
+                assert terms.terms_STH.shape[0] == tiles.splits and torch.equal(terms.tensor(), y), (T, O, I, tiles)
 
 
 @pytest.mark.gpu
