@@ -31,6 +31,7 @@ from specdec.ops.norm import add_rms_norm
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
 from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 from specdec.ops.quantised.tiles import ALONE, HopperTiles, hopper_tiles
+from specdec.ops.terms import Terms, added_up
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Kind, int], ...] = (("e4m3", 0), ("int4", 128))
@@ -54,20 +55,21 @@ class Trial(NamedTuple):
         return self.kind, self.group, self.shape == "gate_up", self.tiles
 
 
-# By kind, tiles' rows of x and shape: block_o, block_i (0: as slices are), splits, warps, stages, slices, registers.
+# By kind, tiles' rows of x and shape: block_o, block_i (0: as slices are), splits, warps, stages, slices, registers, perhaps
+# also whether scales lie in shared memory.
 CANDIDATES: dict[Kind, dict[int, dict[str, tuple[tuple[int, ...], ...]]]] = {
     "e4m3": {
         1: {
-            "qkv": ((16, 0, 1, 4, 5, 4, 64), (32, 0, 1, 8, 4, 4, 56), (16, 0, 1, 4, 4, 4, 64), (16, 0, 1, 4, 7, 4, 64)),
-            "o": ((16, 0, 1, 4, 5, 4, 64), (32, 0, 1, 8, 5, 4, 56), (16, 0, 1, 4, 4, 4, 64), (32, 0, 1, 8, 4, 4, 56)),
-            "gate_up": ((128, 0, 1, 4, 5, 1, 128), (128, 0, 1, 4, 6, 1, 80), (128, 0, 1, 8, 6, 1, 80), (64, 0, 1, 4, 6, 2, 80)),
-            "down": ((16, 0, 1, 4, 8, 4, 80), (16, 0, 1, 4, 9, 4, 64), (16, 0, 1, 4, 6, 4, 64), (32, 0, 1, 8, 8, 4, 80)),
+            "qkv": ((16, 0, 1, 4, 5, 4, 64), (32, 0, 1, 8, 4, 4, 56)),
+            "o": ((16, 0, 1, 4, 5, 4, 64), (32, 0, 2, 4, 4, 2, 80), (64, 0, 4, 4, 4, 1, 80), (64, 0, 2, 8, 4, 2, 80)),
+            "gate_up": ((128, 0, 1, 4, 5, 1, 128), (128, 0, 1, 8, 6, 1, 80)),
+            "down": ((16, 0, 1, 4, 8, 4, 80), (64, 0, 4, 4, 6, 1, 80), (64, 0, 4, 8, 4, 2, 80), (64, 0, 8, 4, 4, 1, 80)),
         },
         8: {
-            "qkv": ((32, 0, 1, 8, 4, 4, 80), (32, 0, 1, 8, 3, 4, 56), (16, 0, 1, 4, 4, 4, 64)),
-            "o": ((32, 0, 1, 8, 4, 4, 80), (16, 0, 1, 4, 4, 4, 64), (16, 0, 1, 4, 3, 4, 64)),
-            "gate_up": ((128, 0, 1, 8, 5, 1, 56), (128, 0, 1, 4, 5, 1, 80), (64, 0, 1, 4, 4, 2, 80)),
-            "down": ((32, 0, 1, 8, 8, 4, 80), (16, 0, 1, 4, 8, 4, 80), (16, 0, 1, 4, 5, 4, 64)),
+            "qkv": ((32, 0, 1, 8, 4, 4, 80), (16, 0, 1, 4, 4, 4, 64)),
+            "o": ((32, 0, 1, 8, 4, 4, 80), (64, 0, 2, 8, 4, 2, 80), (64, 0, 4, 4, 4, 1, 80)),
+            "gate_up": ((128, 0, 1, 8, 5, 1, 56), (128, 0, 1, 4, 5, 1, 80)),
+            "down": ((32, 0, 1, 8, 8, 4, 80), (64, 0, 4, 4, 5, 1, 80), (64, 0, 2, 8, 5, 2, 80)),
         },
         16: {
             "qkv": ((64, 256, 2, 8, 4, 2, 80), (64, 256, 1, 8, 4, 2, 128)),
@@ -76,66 +78,80 @@ CANDIDATES: dict[Kind, dict[int, dict[str, tuple[tuple[int, ...], ...]]]] = {
             "down": ((64, 256, 2, 8, 6, 2, 128), (64, 256, 2, 4, 6, 1, 80), (128, 256, 4, 8, 4, 1, 128)),
         },
         32: {
-            "qkv": ((64, 256, 1, 8, 4, 2, 128), (64, 256, 1, 8, 5, 2, 128), (64, 256, 1, 8, 3, 2, 80)),
-            "o": ((64, 256, 2, 8, 4, 2, 128), (64, 256, 2, 8, 3, 2, 80), (64, 256, 2, 4, 3, 1, 80)),
-            "gate_up": ((128, 256, 1, 8, 2, 1, 80), (128, 256, 1, 4, 2, 1, 128), (128, 128, 1, 8, 4, 1, 80)),
-            "down": ((64, 256, 2, 8, 6, 2, 128), (64, 256, 2, 4, 6, 1, 80), (64, 256, 2, 8, 5, 2, 128)),
+            "qkv": ((64, 256, 1, 8, 4, 2, 128), (64, 256, 1, 8, 5, 2, 128)),
+            "o": (
+                (64, 256, 2, 8, 4, 2, 128), (64, 256, 4, 4, 3, 1, 80), (64, 256, 2, 4, 4, 1, 80), (128, 256, 4, 8, 3, 1, 128),
+            ),
+            "gate_up": ((128, 256, 1, 8, 2, 1, 80), (128, 128, 1, 8, 4, 1, 80)),
+            "down": (
+                (64, 256, 2, 8, 6, 2, 128), (64, 256, 2, 4, 6, 1, 80), (64, 256, 4, 4, 4, 1, 80), (128, 256, 4, 8, 4, 1, 128),
+                (64, 256, 4, 8, 4, 2, 80),
+            ),
         },
         64: {
-            "qkv": ((64, 128, 2, 8, 4, 2, 80), (64, 128, 2, 4, 4, 1, 80), (64, 128, 1, 8, 6, 2, 128)),
-            "o": ((64, 128, 2, 8, 4, 2, 80), (64, 128, 2, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128)),
+            "qkv": ((64, 128, 2, 8, 4, 2, 80), (64, 128, 1, 8, 6, 2, 128)),
+            "o": ((64, 128, 2, 8, 4, 2, 80), (64, 128, 4, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128)),
             "gate_up": ((128, 128, 1, 8, 3, 1, 80), (256, 128, 1, 8, 4, 1, 168)),
-            "down": ((64, 128, 2, 8, 6, 2, 128), (128, 128, 4, 8, 6, 1, 128)),
+            "down": ((64, 128, 2, 8, 6, 2, 128), (128, 128, 4, 8, 6, 1, 128), (64, 128, 4, 4, 5, 1, 80)),
         },
     },
     "int4": {
         1: {
             "qkv": (
-                (64, 0, 4, 4, 3, 1, 80), (64, 0, 2, 4, 6, 1, 80), (16, 0, 1, 4, 4, 4, 80), (32, 0, 1, 8, 3, 4, 80),
-                (32, 0, 1, 4, 4, 4, 80), (32, 0, 1, 4, 6, 2, 80),
+                (16, 0, 1, 4, 4, 4, 80), (16, 0, 1, 4, 4, 4, 80, 1), (32, 0, 1, 8, 3, 4, 80, 1), (32, 0, 1, 4, 6, 2, 80, 1),
+                (32, 0, 1, 4, 4, 4, 80),
             ),
             "o": (
-                (64, 0, 4, 4, 4, 1, 80), (32, 0, 1, 4, 4, 4, 80), (16, 0, 1, 4, 4, 4, 80), (32, 0, 1, 8, 4, 4, 80),
-                (16, 0, 1, 4, 3, 4, 64), (32, 0, 2, 4, 4, 2, 80),
+                (64, 0, 4, 4, 4, 1, 80), (64, 0, 4, 4, 4, 1, 80, 1), (32, 0, 2, 4, 4, 2, 80), (32, 0, 2, 4, 4, 2, 80, 1),
+                (16, 0, 1, 4, 4, 4, 80, 1), (32, 0, 4, 2, 4, 1, 80), (64, 0, 2, 8, 4, 2, 80),
             ),
             "gate_up": (
-                (128, 0, 1, 4, 5, 1, 120), (128, 0, 1, 8, 5, 1, 80), (64, 0, 1, 4, 5, 1, 80), (128, 0, 1, 4, 6, 1, 120),
-                (64, 0, 1, 4, 4, 2, 80), (128, 0, 1, 4, 5, 1, 80), (64, 0, 1, 4, 4, 1, 64),
+                (64, 0, 1, 4, 4, 1, 64, 1), (64, 0, 1, 4, 5, 1, 80, 1), (128, 0, 1, 8, 5, 1, 80, 1),
+                (128, 0, 1, 4, 5, 1, 120, 1), (128, 0, 1, 8, 4, 1, 64, 1), (64, 0, 1, 4, 6, 1, 64, 1),
+                (64, 0, 1, 8, 4, 2, 64, 1), (128, 0, 1, 8, 6, 1, 80, 1),
             ),
             "down": (
-                (64, 0, 4, 4, 4, 1, 80), (16, 0, 1, 4, 5, 4, 80), (32, 0, 1, 8, 5, 4, 80), (64, 0, 2, 4, 5, 2, 80),
-                (32, 0, 1, 4, 5, 4, 80), (16, 0, 1, 4, 4, 4, 64), (32, 0, 2, 4, 6, 2, 80),
+                (64, 0, 4, 4, 4, 1, 80, 1), (64, 0, 4, 4, 6, 1, 80, 1), (64, 0, 8, 4, 4, 1, 80), (64, 0, 8, 4, 4, 1, 80, 1),
+                (128, 0, 8, 8, 4, 1, 80, 1), (128, 0, 8, 8, 4, 1, 80), (64, 0, 4, 8, 4, 2, 80), (64, 0, 4, 8, 4, 2, 80, 1),
+                (128, 0, 4, 8, 6, 1, 80, 1), (64, 0, 6, 4, 4, 1, 80),
             ),
         },
         8: {
-            "qkv": ((64, 0, 2, 4, 4, 1, 80), (64, 0, 4, 4, 2, 1, 80), (16, 0, 1, 4, 2, 4, 80), (32, 0, 1, 8, 2, 4, 80)),
-            "o": ((64, 0, 4, 4, 3, 1, 80), (32, 0, 1, 8, 2, 4, 80), (16, 0, 1, 4, 2, 4, 80)),
-            "gate_up": ((128, 0, 1, 4, 4, 1, 80), (128, 0, 1, 4, 5, 1, 120), (128, 0, 1, 8, 4, 1, 80)),
-            "down": ((64, 0, 4, 4, 4, 1, 80), (32, 0, 1, 8, 3, 4, 80), (16, 0, 1, 4, 3, 4, 80), (64, 0, 2, 4, 4, 2, 80)),
+            "qkv": ((32, 0, 1, 8, 2, 4, 80), (32, 0, 1, 8, 2, 4, 80, 1), (16, 0, 1, 4, 2, 4, 80), (16, 0, 1, 4, 2, 4, 80, 1)),
+            "o": (
+                (16, 0, 1, 4, 2, 4, 80), (64, 0, 4, 4, 3, 1, 80), (64, 0, 4, 4, 3, 1, 80, 1), (32, 0, 2, 4, 3, 2, 80),
+                (64, 0, 2, 8, 3, 2, 80),
+            ),
+            "gate_up": (
+                (128, 0, 1, 8, 4, 1, 80), (128, 0, 1, 8, 4, 1, 80, 1), (128, 0, 1, 4, 4, 1, 80, 1), (64, 0, 1, 4, 4, 1, 80, 1),
+                (128, 0, 1, 8, 3, 1, 64, 1),
+            ),
+            "down": (
+                (64, 0, 4, 4, 4, 1, 80), (64, 0, 4, 4, 4, 1, 80, 1), (64, 0, 8, 4, 4, 1, 80), (64, 0, 8, 4, 4, 1, 80, 1),
+                (128, 0, 8, 8, 4, 1, 80, 1), (64, 0, 4, 8, 3, 2, 80),
+            ),
         },
         16: {
             "qkv": ((64, 256, 2, 8, 4, 2, 80), (64, 256, 1, 8, 4, 2, 80)),
-            "o": ((64, 256, 2, 4, 4, 1, 80), (64, 256, 2, 8, 4, 2, 80)),
+            "o": ((64, 256, 2, 4, 4, 1, 80), (64, 256, 2, 8, 4, 2, 80), (64, 256, 4, 4, 4, 1, 80)),
             "gate_up": ((128, 256, 1, 8, 3, 1, 80), (128, 256, 1, 4, 3, 1, 128)),
-            "down": ((64, 256, 4, 8, 4, 2, 80), (64, 256, 2, 8, 6, 2, 128)),
+            "down": ((64, 256, 4, 8, 4, 2, 80), (64, 256, 2, 8, 6, 2, 128), (64, 256, 8, 4, 4, 1, 80)),
         },
         32: {
-            "qkv": (
-                (64, 256, 1, 8, 4, 2, 128), (64, 256, 1, 8, 4, 2, 80), (128, 256, 2, 8, 3, 1, 80), (64, 256, 1, 8, 6, 2, 128),
+            "qkv": ((64, 256, 1, 8, 4, 2, 128), (64, 256, 1, 8, 4, 2, 80), (64, 256, 1, 8, 6, 2, 128)),
+            "o": (
+                (64, 256, 2, 8, 4, 2, 128), (64, 256, 4, 4, 4, 1, 80), (64, 256, 2, 8, 4, 2, 80), (64, 256, 2, 4, 4, 1, 80),
+                (128, 256, 4, 8, 3, 1, 80),
             ),
-            "o": ((64, 256, 2, 8, 4, 2, 128), (64, 256, 2, 8, 4, 2, 80), (64, 256, 2, 4, 4, 1, 80), (128, 256, 4, 8, 3, 1, 80)),
-            "gate_up": (
-                (128, 256, 1, 4, 3, 1, 128), (128, 256, 1, 4, 2, 1, 128), (128, 256, 1, 8, 3, 1, 80),
-                (256, 256, 1, 8, 4, 1, 168),
-            ),
+            "gate_up": ((128, 256, 1, 4, 2, 1, 128), (128, 256, 1, 8, 3, 1, 80), (256, 256, 1, 8, 4, 1, 168)),
             "down": (
-                (64, 256, 4, 4, 4, 1, 80), (64, 256, 2, 8, 6, 2, 128), (128, 256, 4, 8, 3, 1, 80), (64, 256, 2, 8, 4, 2, 80),
-                (64, 256, 4, 8, 4, 2, 80),
+                (64, 256, 2, 8, 6, 2, 128), (64, 256, 4, 8, 4, 2, 80), (128, 256, 4, 8, 3, 1, 80), (64, 256, 4, 4, 4, 1, 80),
+                (64, 256, 8, 4, 4, 1, 80), (128, 256, 8, 8, 3, 1, 80),
             ),
         },
         64: {
             "qkv": ((64, 128, 2, 4, 4, 1, 80), (64, 128, 2, 8, 4, 2, 128), (64, 128, 1, 8, 6, 2, 128)),
-            "o": ((64, 128, 2, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128)),
+            "o": ((64, 128, 2, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128), (64, 128, 4, 4, 4, 1, 80)),
             "gate_up": ((256, 128, 1, 8, 5, 1, 168), (128, 128, 1, 4, 4, 1, 128)),
             "down": ((64, 128, 4, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128), (128, 128, 4, 8, 6, 1, 128)),
         },
@@ -147,10 +163,10 @@ def trials() -> list[Trial]:
     """All candidates, those of most use first."""
     found = []
     for block_t, (kind, group), shape in itertools.product((1, 32, 8, 16, 64), FORMATS, SHAPES):
-        for block_o, block_i, splits, warps, stages, slices, registers in CANDIDATES[kind][block_t][shape]:
+        for block_o, block_i, splits, warps, stages, slices, registers, *held in CANDIDATES[kind][block_t][shape]:
             alone = block_t <= ALONE
             width = slices * 64 * codes_a_word(kind) if alone else block_i
-            tiles = HopperTiles(block_t, block_o, width, splits, warps, stages, slices, alone, registers)
+            tiles = HopperTiles(block_t, block_o, width, splits, warps, stages, slices, alone, registers, bool(held))
             found.append(Trial(kind, group, shape, tiles))
     return found
 
@@ -173,7 +189,7 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
     try:
         for T in {max(1, trial.tiles.block_t - 3), trial.tiles.block_t}:
             x = torch.randn(T, weight.columns, device="cuda", dtype=torch.bfloat16)
-            error = difference(launch_quantised_hopper(x, weight, None, gated, trial.tiles), x, weight, gated)
+            error = difference(added_up(product_of(x, trial.shape, trial.tiles, weight)), x, weight, gated)
             worst = max(worst, error) if error == error else math.inf
         return ("" if worst < 4e-3 else f"{trial}: error {worst}"), trial
     except Exception as error:  # of any kind: tiles that can't compile or launch are named, and the search goes on
@@ -258,7 +274,7 @@ def timed(
         tilings = [each.tiles for each in todo if (each.kind, each.shape, each.tiles.block_t) == (kind, name, ROWS[T])]
         found = []
         for tiles in dict.fromkeys([policy, *tilings]):
-            us = measure(weights[name], partial(product_of, x[I], gated, tiles))
+            us = measure(weights[name], partial(product_of, x[I], name, tiles))
             found.append((round(us, 2), tiles))
         found.sort()
         rows += [{"kind": kind, "shape": name, "T": T, "tiles": list(tiles), "us": us} for us, tiles in found]
@@ -286,7 +302,7 @@ def layers(
     if (us := of(fastest)) < at:
         now, at = fastest, us
     for name in ("gate_up", "down", "qkv", "o"):
-        for tiles in best[name][:4]:
+        for tiles in best[name][:6]:
             if time.time() < until and tiles != now[name]:
                 us = of({**now, name: tiles})
                 print(f"    {name} {tuple(tiles[1:])} {us:.2f}", flush=True)
@@ -302,18 +318,21 @@ def layer(choice: dict[str, HopperTiles], weights: dict[str, list[Codes]], x: di
     for capture in (False, True):
         with torch.cuda.graph(graph) if capture else nullcontext():
             for n, (name, (_, I)) in itertools.product(range(LAYERS), SHAPES.items()):
-                launch_quantised_hopper(x[I], weights[name][n], None, name == "gate_up", choice[name])
+                y = product_of(x[I], name, choice[name], weights[name][n])
                 if name != "gate_up":  # after qkv one stands in attention's place
-                    add_rms_norm(x[4096], x[4096], norm, 1e-5)
+                    add_rms_norm(x[4096], x[4096] if name == "qkv" else y, norm, 1e-5)
         torch.cuda.synchronize()
     return replay_us(graph, 9) / LAYERS
 
 
-def product_of(x: Tensor, gated: bool, tiles: HopperTiles, weight: Codes) -> Tensor:
-    return launch_quantised_hopper(x, weight, None, gated, tiles)
+def product_of(x: Tensor, name: str, tiles: HopperTiles, weight: Codes) -> Tensor | Terms:
+    """As a layer computes it: a norm adds up the terms of o and down."""
+    leaves = name in ("o", "down") and tiles.splits > 1
+    y = launch_quantised_hopper(x, weight, None, name == "gate_up", tiles, leaves)
+    return Terms(y, x.dtype) if leaves else y
 
 
-def measure(weights: list[Codes], product: Callable[[Codes], Tensor]) -> float:
+def measure(weights: list[Codes], product: Callable[[Codes], Tensor | Terms]) -> float:
     """Microseconds of a product."""
     todo = weights * (1 if len(weights) > 5 else 2)
     product(weights[0])
