@@ -7,8 +7,7 @@ multiply float32 sums.  So nothing is rounded before the end.
 
 - A scale for each row is applied once, to the complete sum.
 - Scales for groups of columns, and zeros, are read into registers a step ahead, the first before the wait, since no kernel
-  writes them; or a program reads all its scales before its wait, and keeps them in shared memory.  A group's sum is multiplied
-  by its scale.
+  writes them.  A group's sum is multiplied by its scale.
 
 One warp of a program only loads, and has its registers taken away for the others' sake.  A stage has barriers for its codes
 and for its columns, which say that they are there, and one that says that they were read.  Where that warp loads x, it alone
@@ -89,8 +88,7 @@ def launch_quantised_hopper(
         x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, _layout(64, 4))
         quantised_sliced_kernel[(num_tiles, tiles.splits)](
             x_TI, x_tiles, codes, *planes, *sizes, SLICES=slices, num_warps=tiles.warps,
-            STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0,
-            HELD=tiles.held_groups(I, weight.group), **common,
+            STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0, **common,
         )  # fmt: skip
     else:
         assert weight.group in (0, tiles.block_i // 2) or weight.group % tiles.block_i == 0, weight.group

@@ -100,26 +100,6 @@ def of_groups(rows, group, G):
 
 
 @gluon.jit
-def keep_scales(
-    scales, smem, first, tile, O, G, RUNS: gl.constexpr, SLICES: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
-    num_warps: gl.constexpr,
-):  # fmt: skip
-    """Scales of a program's rows and groups in shared memory, [groups, BLOCK_O] float32, from group `first` on.
-
-    RUNS: groups of a slice of a step.  What slices need at one time lies next to each other.  A thread reads 8 groups of a row,
-    which are 32 bytes.
-    """
-    square: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [1, num_warps], [0, 1])
-    eights = smem._reinterpret(gl.float32, [smem.shape[0] // 8, 8, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    rows = rows_of_groups(scales, tile, O, G, BLOCK_O, PARTS, gl.SliceLayout(0, square))[None, :]
-    for n in gl.static_range(smem.shape[0] // 8):
-        at = n * 8 + gl.arange(0, 8, gl.SliceLayout(1, square))
-        group = first + (at // (SLICES * RUNS) * SLICES + at % SLICES) * RUNS + at // SLICES % RUNS
-        eights.index(n).store(of_groups(rows, group[:, None], G))
-    _barrier()
-
-
-@gluon.jit
 def columns_of(
     places, first, A_WORD: gl.constexpr, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr, right: gl.constexpr
 ):  # fmt: skip

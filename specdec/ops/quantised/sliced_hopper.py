@@ -19,7 +19,6 @@ from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_k
 from specdec.ops.quantised.parts_hopper import (
     columns_of,
     complete,
-    keep_scales,
     numbers_of,
     of_groups,
     piece_of,
@@ -43,13 +42,12 @@ def quantised_sliced_kernel(
     T, O, I, G,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    STEPS: gl.constexpr, HELD: gl.constexpr, LOADER: gl.constexpr,
+    STEPS: gl.constexpr, LOADER: gl.constexpr,
     PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """SLICES groups of warps take different columns of a step.
 
-    STEPS: of a program, at most.  HELD: groups of columns whose scales a program keeps in shared memory; 0: they are read into
-    registers a step ahead.  LOADER: registers of a thread of the loading warp.  PARTS: 2 if gated, else 1.
+    STEPS: of a program, at most.  LOADER: registers of a thread of the loading warp.  PARTS: 2 if gated, else 1.
     """
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     BLOCK_I: gl.constexpr = SLICES * 64 * A_WORD
@@ -75,17 +73,14 @@ def quantised_sliced_kernel(
         mbarrier.init(empty.index(s), count=1)
         if not ONE:
             mbarrier.init(full_x.index(s), count=1)
-    scale_smem = full_w
-    if HELD > 0:
-        scale_smem = gl.allocate_shared_memory(gl.float32, [HELD, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     _barrier()
     twos: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
     w_cubes = w_smem._reinterpret(gl.int32, [STAGES, SLICES, BLOCK_O, 32], twos)
     gl.warp_specialize(
         [
             (multiply, (
-                x, x_smem, w_cubes, scale_smem, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals, tile,
-                split, low, steps, T, O, I, G, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, HELD, PARTS,
+                x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals, tile,
+                split, low, steps, T, O, I, G, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, PARTS,
                 LEAVES, HAS_BIAS, PDL, num_warps,
             )),
             (load, (
@@ -146,11 +141,11 @@ def _load_columns(x_tiles, x_smem, full_x, step, slot, A_WORD: gl.constexpr, ROW
 
 @gluon.jit
 def multiply(
-    x, x_smem, w_cubes, scale_smem, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals,
+    x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals,
     tile, split, low, steps, T, O, I, G,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """All other warps."""
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
@@ -169,13 +164,7 @@ def multiply(
     other_acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
     scale_at = _places(scales, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, layout))
     zero_at = _places(zeros, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, left))
-    NEAR: gl.constexpr = GROUP > 0 and HELD == 0
-    if HELD > 0:
-        keep_scales(scales, scale_smem, low * SLICES * RUNS, tile, O, G, RUNS, SLICES, BLOCK_O, PARTS, WARPS)
-        scale_smem = scale_smem._reinterpret(
-            gl.float32, [HELD // SLICES, SLICES, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        )
-    scale = _of_runs(scale_at, 0, G, NEAR, RUNS, SLICES)
+    scale = _of_runs(scale_at, 0, G, GROUP > 0, RUNS, SLICES)
     zero = _of_runs(zero_at, 0, G, HAS_ZEROS, RUNS, SLICES)
     mbarrier.wait(full_w.index(0), 0)
     codes = w_cubes.index(0).load(pairs)
@@ -191,7 +180,7 @@ def multiply(
     phase = 0
     for k in range(steps):
         at = gl.minimum(k + 1, steps - 1)
-        next_scale = _of_runs(scale_at, at, G, NEAR, RUNS, SLICES)
+        next_scale = _of_runs(scale_at, at, G, GROUP > 0, RUNS, SLICES)
         next_zero = _of_runs(zero_at, at, G, HAS_ZEROS, RUNS, SLICES)
         if not ONE:
             mbarrier.wait(full_x.index(slot), phase)
@@ -208,10 +197,7 @@ def multiply(
             numbers = numbers_of(piece_of(codes, n, A_WORD, left), zero[n * 64 // RUN], layout, KIND, HAS_ZEROS, 64)
             if GROUP > 0:  # short chains of products, which the tensor cores work at side by side
                 part = mma_v2(numbers, columns[n], gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout))
-                if HELD > 0:
-                    acc += part * scale_smem.index(k * RUNS + n * 64 // RUN).load(gl.SliceLayout(2, layout))[:, :, None]
-                else:
-                    acc += part * scale[n * 64 // RUN][:, :, None]
+                acc += part * scale[n * 64 // RUN][:, :, None]
             elif n % 2 == 0:
                 acc = mma_v2(numbers, columns[n], acc)
             else:

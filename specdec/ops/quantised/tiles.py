@@ -36,7 +36,6 @@ class HopperTiles(NamedTuple):
     slices: groups of warps that take different columns; others take different rows.
     alone: whether each warp multiplies alone, and slices are of a step; else four do together, and slices take steps in turn.
     registers: of a thread, before the loading warp's are given to the others.
-    held: whether a program keeps the scales of groups of columns in shared memory; only where each warp multiplies alone.
     """
 
     block_t: int
@@ -48,17 +47,11 @@ class HopperTiles(NamedTuple):
     slices: int
     alone: bool
     registers: int
-    held: bool = False
 
     @property
     def of_program(self) -> int:
         """Tiles of the weight that a program's groups of four warps take."""
         return 1 if self.alone else self.warps // 4 // self.slices
-
-    def held_groups(self, I: int, group: int) -> int:
-        """Groups whose scales a program keeps in shared memory, a multiple of 8; 0 if it keeps none."""
-        steps = _parts(_parts(I, self.block_i), self.splits)
-        return _parts(steps * self.block_i, 8 * group) * 8 if self.held and group else 0
 
     @property
     def others(self) -> int:
