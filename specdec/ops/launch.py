@@ -44,8 +44,8 @@ Which kernel triggers when, and which reads before a wait depend on it:
   correction of logits, and in front of a scan one of these three; so both may read the rows' lengths, seeds and options before
   their waits.  In front of a chain's second and later steps is a step, which waited for the product of all levels' own logits;
   so these steps may read them before their waits.
-- Never: the first-keys kernel, and the one that counts what a rank keeps.  Attention reads first keys and lengths before its
-  wait, and may be the next kernel.
+- Never: the product of gate and up with a prompt's rows; the first-keys kernel, and the one that counts what a rank keeps.
+  Attention reads first keys and lengths before its wait, and may be the next kernel.
 - Early, though they wait for other ranks: exchanges between GPUs.  All their programs run when they have triggered, so that no
   kernel after them can take a place that they need.  They read what other ranks send only after their wait.
 - Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/products/README.md, "Why

@@ -1,9 +1,12 @@
 """`scripts/sanitize`: no kernel is forgotten, and what compute-sanitizer prints is told by kernel."""
 
+import re
 from pathlib import Path
 
+import pytest
 from toolkit.paths import ROOT
 from toolkit.sanitize.chosen import CHOSEN, OF_RANKS, chosen_tests, kernels_in
+from toolkit.sanitize.explained import REASONS
 from toolkit.sanitize.findings import findings
 
 PRINTED = """\
@@ -44,9 +47,43 @@ def test_a_new_kernel_is_seen(tmp_path: Path) -> None:
 
 def test_findings_are_told_by_kernel() -> None:
     """Keeps out: a finding that is lost, counted for another kernel, or for the one in a host's backtrace."""
-    assert findings(PRINTED) == {
+    found = findings(PRINTED, ROOT)
+    assert found.open == {
         "linear_kernel": {"Invalid __global__ read of size N bytes": 2},
-        "scan_kernel": {"Error: Race reported between Write access at scan_kernel+N in topk_triton.py:N": 1},
+        "scan_kernel": {"Error: Race reported between Write access at scan_kernel+N in topk_triton.py:99": 1},
         "": {'Program hit cudaErrorInvalidValue (error N) due to "invalid argument" on CUDA API call to cudaMemcpy.': 1},
     }
-    assert findings("========= ERROR SUMMARY: 0 errors\nInvalid here is no line of the tool's\n") == {}
+    assert not found.explained
+    assert findings("========= ERROR SUMMARY: 0 errors\nInvalid here is no line of the tool's\n", ROOT) == ({}, {})
+
+
+RACE = """\
+========= Error: Race reported between Read access at a_kernel+0x160 in new.py:2
+=========     and Write access at a_kernel+0x7bb0 in new.py:{} [6 hazards]
+=========     and Write access at a_kernel+0xe960 in new.py:{} [11 hazards]
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "is_explained"), [(2, 3, True), (3, 3, True), (3, 4, False), (5, 5, False), (9, 3, False)]
+)
+def test_a_race_is_explained_by_the_lines_of_all_its_accesses(
+    tmp_path: Path, line: int, other: int, is_explained: bool
+) -> None:
+    """Keeps out: a real race that counts as explained since one of its accesses, or a line that has moved, is."""
+    (tmp_path / "draft").mkdir()
+    lines = ("@gluon.jit", "def a_kernel(", "    gl.warp_specialize(", "    smem.store(x)", "    acc += sums.load(layout)")
+    (tmp_path / "draft" / "new.py").write_text("\n".join(lines))
+    found = findings(RACE.format(line, other), tmp_path)
+    assert (not found.open) == is_explained and bool(found.explained) == is_explained
+    (tmp_path / "draft" / "more").mkdir()
+    (tmp_path / "draft" / "more" / "new.py").write_text("\n".join(lines))
+    assert findings(RACE.format(line, other), tmp_path).open  # nobody knows which of two files is named
+
+
+@pytest.mark.parametrize("kernel", ["gated_hopper", "sliced_hopper", "wide_hopper"])
+def test_lines_that_explain_races_are_lines_of_kernels(kernel: str) -> None:
+    """Keeps out: reasons that outlive the code that they are about."""
+    text = "".join(path.read_text() for path in (ROOT / "specdec" / "ops").rglob(f"{kernel}.py"))
+    wanted = [line for reason in REASONS for line in reason.lines] if kernel == "wide_hopper" else REASONS[0].lines[:2]
+    assert all(re.search(rf"^ *{line}$", text, re.MULTILINE) for line in wanted)

@@ -6,6 +6,9 @@ of warps asks the GPU's copy engine (TMA) for tiles and runs ahead, also into th
 each half of the rows of x, and neither waits for the other, so that one multiplies while the other writes its result.  There is
 one program an SM, and it computes tile after tile.
 
+The kernel is not chained (specdec/ops/launch.py).  Its programs would take the SMs' shared memory while the kernel in front
+still runs, and a prompt took 2 percent longer (benchmarks/rounds/README.md).
+
 This module knows no model's shapes and chooses no tiles.
 
 Shapes: T rows, I in, O out; the weight has 2 * O rows: gate rows first, then up rows.
@@ -29,8 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specdec.ops.launch import chained
-from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
+from specdec.ops.products.linear_hopper import _barrier, _fetch
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -63,14 +65,11 @@ def _before(slot, STAGES: gl.constexpr):
 @gluon.jit
 def _load(
     x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps,
-    OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, PDL: gl.constexpr,
+    OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """The job of the group that asks for tiles."""
     ROWS: gl.constexpr = x_smem.shape[1]
     BYTES: gl.constexpr = (ROWS + 2 * OUTS) * BLOCK_I * 2
-    if PDL:
-        _wait_for_the_kernel_in_front()
-        _let_the_next_kernel_start()
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), of_t * of_o, gl.num_programs(0)):
@@ -90,15 +89,13 @@ def _load(
 def _multiply(
     x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
     WHICH: gl.constexpr, GROUP: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+    TOGETHER: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """The job of group WHICH of those that multiply.  The copy engine writes its result while it multiplies the next tile."""
     dtype: gl.constexpr = x_smem.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * OUTS, 16])
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     mine = y_smem.index(WHICH)
-    if PDL:
-        _wait_for_the_kernel_in_front()
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), of_t * of_o, gl.num_programs(0)):
@@ -140,7 +137,7 @@ def gated_linear_kernel(
     bias,  # [2 * O]
     T, O, I,
     GROUP: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
-    REGISTERS: gl.constexpr, FETCHER: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    REGISTERS: gl.constexpr, FETCHER: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """REGISTERS, FETCHER: of a thread of a group that multiplies, and of the group that asks for tiles."""
     dtype: gl.constexpr = x_tiles.dtype
@@ -158,13 +155,13 @@ def gated_linear_kernel(
         [
             (_multiply, (
                 x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
-                0, GROUP, OUTS, BLOCK_I, STAGES, TOGETHER, HAS_BIAS, PDL,
+                0, GROUP, OUTS, BLOCK_I, STAGES, TOGETHER, HAS_BIAS,
             )),
             (_multiply, (
                 x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
-                1, GROUP, OUTS, BLOCK_I, STAGES, TOGETHER, HAS_BIAS, PDL,
+                1, GROUP, OUTS, BLOCK_I, STAGES, TOGETHER, HAS_BIAS,
             )),
-            (_load, (x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps, OUTS, BLOCK_I, STAGES, TOGETHER, PDL)),
+            (_load, (x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps, OUTS, BLOCK_I, STAGES, TOGETHER)),
         ],
         [4, 4],
         [REGISTERS, FETCHER],
@@ -189,7 +186,6 @@ def launch_gated_hopper(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, 
         weight_OI if bias_O is None else bias_O, T, O, I,
         GROUP=GROUP, OUTS=outs, BLOCK_I=tiles.block_i, STAGES=tiles.stages, TOGETHER=TOGETHER,
         REGISTERS=REGISTERS, FETCHER=FETCHER_REGISTERS, HAS_BIAS=bias_O is not None, num_warps=tiles.warps,
-        **chained(x_TI.device),
     )  # fmt: skip
     return y_TO
 

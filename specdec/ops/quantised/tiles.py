@@ -18,7 +18,10 @@ MOST_TILES = 1024  # of a split product: as many as there are counters of arriva
 FEW = 64  # threshold in rows of x: more are left to cuBLAS
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
 # The kinds, columns of a scale and zeros whose products by the Hopper kernels were held against float64 on a GPU.
-SEEN: tuple[tuple[Kind, int, bool], ...] = (("e4m3", 0, False), ("int4", 128, False))
+SEEN: tuple[tuple[Kind, int, bool], ...] = (
+    ("e4m3", 0, False), ("e4m3", 128, False), ("int8", 0, False), ("int8", 128, False), ("int4", 0, False),
+    ("int4", 128, False), ("int4", 128, True),
+)  # fmt: skip
 SHARED = 220_000  # bytes of shared memory that a program may have, less some for barriers and sums
 ALONE = 8  # threshold in rows of x: more are multiplied by four warps together
 LOADERS, LOADER = 4, 24  # warps that the loading warp counts for, and registers that a thread of it keeps
@@ -75,8 +78,8 @@ MEASURED: dict[int, dict[int, dict[str, tuple[int, int, int, int, int, int, int]
              "long": (64, 128, 2, 8, 6, 2, 128)},
     },
     4: {
-        1: {"square": (16, 0, 1, 4, 4, 4, 80), "tall": (16, 0, 1, 4, 3, 4, 64), "wide": (64, 0, 1, 4, 3, 1, 64),
-            "long": (64, 0, 6, 4, 3, 1, 80)},
+        1: {"square": (32, 0, 2, 4, 4, 2, 80), "tall": (16, 0, 1, 4, 2, 4, 64), "wide": (64, 0, 1, 4, 3, 1, 64),
+            "long": (32, 0, 3, 4, 3, 2, 80)},
         8: {"square": (32, 0, 2, 4, 3, 2, 80), "tall": (16, 0, 1, 4, 2, 4, 64), "wide": (128, 0, 1, 8, 3, 1, 80),
             "long": (64, 0, 4, 8, 3, 2, 80)},
         16: {"square": (64, 256, 2, 8, 4, 2, 80), "tall": (64, 256, 2, 8, 4, 2, 80), "wide": (128, 256, 1, 8, 3, 1, 80),

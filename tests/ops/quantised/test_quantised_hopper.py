@@ -37,7 +37,8 @@ def test_tiles_fit_a_hopper() -> None:
     """Keeps out: more shared memory or registers than an SM has, more split tiles than counters, a group in parts of two
     slices, a group of warps without a step, which would wait for one without end.
     """
-    for (kind, group, zeros), T, (O, I, gated) in product(FORMATS, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128), SHAPES):
+    forms = dict.fromkeys((*FORMATS, *SEEN))
+    for (kind, group, zeros), T, (O, I, gated) in product(forms, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128), SHAPES):
         tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
         if tiles is None:
             assert (kind, group, zeros) not in SEEN or T > 64 or I == 1032
@@ -68,7 +69,7 @@ WIDE = (
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("kind", "group", "zeros"), [form for form in FORMATS if form[1] in (0, 128)] + [("int4", 64, True)])
+@pytest.mark.parametrize(("kind", "group", "zeros"), [*SEEN, ("int4", 64, True)])
 @pytest.mark.parametrize("wide", [False, True])
 def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool, wide: bool) -> None:
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a scale of another group or row, a split
@@ -102,7 +103,8 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
-    for T, (O, I, gated) in product((1, 32), ((4096, 14336, False), (32768, 1024, True))):
+    shapes = (4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)
+    for T, (O, I, gated) in product((1, 7, 13, 32, 64), shapes):
         tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
         assert tiles is not None
         weight = random_weight(kind, group, zeros, O, I)

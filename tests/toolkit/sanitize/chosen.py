@@ -6,13 +6,17 @@ A test appears once, at the first of the kernels that it launches.
 import ast
 from pathlib import Path
 
-ROOMS = ("specdec", "attention", "draft", "verify")
+from toolkit.sanitize.explained import ROOMS
+
 CHOSEN: dict[str, list[str]] = {
     # ops
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
-    "hopper_linear_kernel": ["tests/ops/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-1-True-dtype1]"],
+    "hopper_linear_kernel": [
+        "tests/ops/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-1-True-dtype1]",
+        "tests/ops/test_terms.py::test_terms_are_the_product[1544-2088-9]",
+    ],
     "gated_linear_kernel": ["tests/ops/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
     "wide_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
     "x_first_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-150-192-gated-dtype2]"],

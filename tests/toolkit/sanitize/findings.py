@@ -2,15 +2,29 @@
 
 import re
 from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit.sanitize.explained import explanation
 
 SIGN = "========="
 BEGINS = re.compile(r"Invalid|Error: |Warning: |Misaligned|Program hit|Potential|Race reported|Barrier error|Uninitialized")
 KERNEL = re.compile(r"\b\w+_kernel\w*")
 
 
-def findings(text: str) -> dict[str, Counter[str]]:
-    """For each kernel ("" where none is named): the first lines of its findings, numbers left out, and how often each came."""
-    found: dict[str, Counter[str]] = {}
+class Findings(NamedTuple):
+    """For each kernel ("" where none is named): the findings' first lines, and how often each came.  Addresses are left out.
+
+    open: what somebody has to look at.  explained: what is explained, with the reason in place of the line.
+    """
+
+    open: dict[str, Counter[str]]
+    explained: dict[str, Counter[str]]
+
+
+def findings(text: str, root: Path) -> Findings:
+    """root: of the tree whose kernels ran."""
+    found = Findings({}, {})
     blocks: list[list[str]] = []
     for line in text.splitlines():
         if not line.startswith(SIGN):
@@ -20,7 +34,14 @@ def findings(text: str) -> dict[str, Counter[str]]:
             blocks.append([said.strip()])
         elif blocks:
             blocks[-1].append(said.strip())
-    for first, *rest in blocks:
-        name = next((match[0] for line in (first, *rest) if (match := KERNEL.search(line))), "")
-        found.setdefault(name, Counter())[re.sub(r"0x[0-9a-f]+|\d+", "N", first)] += 1
+    for block in blocks:
+        name = next((match[0] for line in block if (match := KERNEL.search(line))), "")
+        why = explanation(block, root)
+        kind = found.explained if why else found.open
+        kind.setdefault(name, Counter())[why or without_numbers(block[0])] += 1
     return found
+
+
+def without_numbers(line: str) -> str:
+    """A line without addresses and counts, but with the number of the line of source that it names."""
+    return re.sub(r"0x[0-9a-f]+|(?<!\.py:)\b\d+", "N", line)
