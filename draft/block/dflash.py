@@ -64,7 +64,7 @@ class DFlashHead(DraftHead):
             x, normed = layer.post_attention_layernorm.add(x, attended)
             is_last = index + 1 == len(layers)
             next_norm, below = (self.norm, None) if is_last else (layers[index + 1].input_layernorm, context_CH)
-            x, normed_TH = next_norm.add(x, layer.mlp.terms(normed), below_CH=below)
+            x, normed_TH = next_norm.add(x, layer.mlp(normed, terms=True), below_CH=below)
         return normed_TH
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def _attended(
     norm = layer.qk_norm
     prep = HeadPrep(rotation, layer.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
     inputs = FirstRows(layer.qkv_proj(x_TH).unflatten(-1, (-1, layer.head_dim)), prep, rows)
-    return layer.o_proj.terms(attn(index, inputs).flatten(1))
+    return layer.o_proj(attn(index, inputs).flatten(1), terms=True)
 
 
 @dataclass

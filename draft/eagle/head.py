@@ -108,7 +108,7 @@ class Eagle3Head(EagleHead):
         attended = self.self_attn(x, rotation, attn, 0, rows)
         residual, normed = self.post_attention_layernorm.add(residual, attended)
         ends_in_norm = self.returns_normed or self.config.norms_logits
-        delta = self.mlp.terms(normed) if layers or ends_in_norm else self.mlp(normed)
+        delta = self.mlp(normed, terms=bool(layers) or ends_in_norm)
         for index, layer in enumerate(layers, 1):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)

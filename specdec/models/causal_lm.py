@@ -63,7 +63,7 @@ class PreNormLayer(nn.Module):
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.post_attention_layernorm.add(x, attended)
-        return x, self.mlp.terms(normed) if self.norm_follows and isinstance(self.mlp, MLP) else self.mlp(normed)
+        return x, self.mlp(normed, terms=True) if self.norm_follows and isinstance(self.mlp, MLP) else self.mlp(normed)
 
 
 class DecoderLayer(PreNormLayer):

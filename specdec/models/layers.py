@@ -159,7 +159,7 @@ class SelfAttention(nn.Module):
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
-        return self.o_proj.terms(attn(layer, inputs, rows_R, self.scoring).flatten(1))
+        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1), terms=True)
 
     @property
     def scoring(self) -> Scoring:
@@ -176,9 +176,6 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear.column(config.hidden_size, parts, config.shard, config.mlp_bias)
         self.down_proj = Linear.row(config.intermediate_size, config.hidden_size, config.shard, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x))
-
-    def terms(self, x: Tensor) -> Tensor | Terms:
-        """`forward`, for a norm that adds up terms."""
-        return self.down_proj.terms(self.gate_up_proj.gated(x))
+    def forward(self, x: Tensor, terms: bool = False) -> Tensor | Terms:
+        """terms: as of Linear."""
+        return self.down_proj(self.gate_up_proj.gated(x), terms=terms)

@@ -156,24 +156,18 @@ class Linear(Multiplying):
         shared.weight, shared.bias = weight_OI, bias_O
         return shared
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, terms: bool = False) -> Tensor | Terms:
+        """terms: whether the reader can add up terms, as norms do (RMSNorm.add).  Ranks that share columns exchange sums."""
+        terms = terms and self.shape()[1] == self.in_features
         if self.planes is not None:
-            return quantised_linear(x, self.planes.weight, self.bias)
-        return linear(x, self._numbers, self.bias, self.numerics)
+            return (quantised_linear_terms if terms else quantised_linear)(x, self.planes.weight, self.bias)
+        return (linear_terms if terms else linear)(x, self._numbers, self.bias, self.numerics)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
         if self.planes is not None:
             return quantised_gated_linear(x_TI, self.planes.weight, self.bias)
         return gated_linear(x_TI, self._numbers, self.bias, self.numerics)
-
-    def terms(self, x_TI: Tensor) -> Tensor | Terms:
-        """`forward`, for a reader that can add up terms, as norms do (RMSNorm.add).  Ranks that share columns exchange sums."""
-        if self.shape()[1] != self.in_features:
-            return self(x_TI)
-        if self.planes is not None:
-            return quantised_linear_terms(x_TI, self.planes.weight, self.bias)
-        return linear_terms(x_TI, self._numbers, self.bias, self.numerics)
 
     @property
     def _numbers(self) -> nn.Parameter:

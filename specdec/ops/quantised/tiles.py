@@ -87,9 +87,11 @@ MEASURED: dict[int, dict[int, dict[str, tuple[int, int, int, int, int, int, int]
         32: {"square": (64, 256, 2, 8, 4, 2, 128), "tall": (64, 256, 1, 8, 6, 2, 128), "wide": (128, 256, 1, 4, 2, 1, 128),
              "long": (64, 256, 2, 8, 6, 2, 128)},
         64: {"square": (64, 128, 2, 8, 6, 2, 128), "tall": (64, 128, 1, 8, 6, 2, 128), "wide": (256, 128, 1, 8, 5, 1, 168),
-             "long": (64, 128, 2, 8, 6, 2, 128)},  # held against float64, but not timed
+             "long": (64, 128, 2, 8, 6, 2, 128)},
     },
 }  # fmt: skip
+# With scales of groups a thread holds two sums, and larger tiles for 64 rows would spill registers.
+WIDE_GROUPED_64 = (64, 128, 1, 4, 4, 1, 96)
 
 
 @cache
@@ -104,7 +106,8 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
         return None
     block_t = 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
     shape = "wide" if O >= WIDE else "long" if I > LONG else "square" if O <= 4096 else "tall"
-    block_o, block_i, splits, warps, stages, slices, registers = MEASURED[a_word][block_t][shape]
+    numbers = WIDE_GROUPED_64 if group and block_t == 64 and shape == "wide" else MEASURED[a_word][block_t][shape]
+    block_o, block_i, splits, warps, stages, slices, registers = numbers
     alone = block_t <= ALONE
     block_i = 64 * slices * a_word if alone else block_i
     if not alone and I <= block_i:  # too few steps to take turns

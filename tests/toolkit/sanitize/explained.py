@@ -22,8 +22,8 @@ class Reason(NamedTuple):
 REASONS = (
     Reason(
         (r"def \w+_kernel\(", r"gl\.warp_specialize\(", r"if TILES \* TURNS == 1:"),
-        "Triton writes to shared memory what each group of warps is to do; in the PTX, `barrier.sync 1`, which all warps execute, "
-        "stands between each store and each load of it",
+        "Triton writes to shared memory what each group of warps is to do; in the PTX, `barrier.sync 1`, which all warps "
+        "execute, stands between each store and each load of it",
     ),
     Reason(
         (r"sums\.store\(acc\)", r"acc \+= sums\.load\(layout\)"),
