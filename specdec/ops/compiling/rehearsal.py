@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from specdec.ops.compiling.known import KnownKernels
+from specdec.ops.compiling.launchers import separate_launchers
 from specdec.ops.launch import has_triton
 
 MOST_THREADS = 16  # more would wait for each other, since a part of each compilation is Python
@@ -169,6 +170,8 @@ def _compilers(executor: Rehearsals) -> Any:
     """
     from triton import AsyncCompileMode
     from triton.runtime._async_compile import FutureKernel
+
+    separate_launchers()
 
     class Compiled(FutureKernel):
         kernel: Any  # None until it is compiled
