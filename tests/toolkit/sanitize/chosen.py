@@ -12,14 +12,14 @@ CHOSEN: dict[str, list[str]] = {
     # ops
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
-    "linear_kernel": ["tests/ops/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
+    "linear_kernel": ["tests/ops/products/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
     "hopper_linear_kernel": [
-        "tests/ops/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-1-True-dtype1]",
+        "tests/ops/products/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-1-True-dtype1]",
         "tests/ops/test_terms.py::test_terms_are_the_product[1544-2088-9]",
     ],
-    "gated_linear_kernel": ["tests/ops/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
-    "wide_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
-    "x_first_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-150-192-gated-dtype2]"],
+    "gated_linear_kernel": ["tests/ops/products/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
+    "wide_linear_kernel": ["tests/ops/products/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
+    "x_first_linear_kernel": ["tests/ops/products/test_linear.py::test_wide_equals_the_definition[72-64-150-192-gated-dtype2]"],
     "quantised_linear_kernel": [
         "tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_product[int4-32-True]"
     ],
@@ -31,25 +31,27 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "dequantise_kernel": ["tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_numbers[int4-32-True]"],
     "tiled_linear_kernel": [
-        "tests/ops/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
+        "tests/ops/products/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
     ],
     "coded_experts_kernel": [
         "tests/ops/experts/test_coded_experts.py::test_a_mixture_equals_its_definition[mxfp4-read]",
         "tests/ops/experts/test_coded_experts.py::test_a_mixture_equals_its_definition[int4 zeros-sorted]",
     ],
-    "experts_linear_kernel": ["tests/ops/test_stacked.py::test_experts_equal_the_definition[7-2]"],
+    "experts_linear_kernel": ["tests/ops/products/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
-    "each_linear_kernel": ["tests/ops/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
-    "silu_mul_kernel": ["tests/ops/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
+    "each_linear_kernel": ["tests/ops/products/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
+    "silu_mul_kernel": ["tests/ops/products/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "prepend_kernel": ["tests/ops/test_rows.py::test_a_column_in_front[3-1]"],
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
     "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
-    "gumbel_noise_kernel": ["tests/ops/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
-    "sample_scan_kernel": ["tests/ops/test_sample.py::test_tokens_are_the_definition_s[torch.float16-5-1-300]"],
+    "gumbel_noise_kernel": ["tests/ops/noise/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
+    "sample_scan_kernel": ["tests/ops/noise/test_sample.py::test_tokens_are_the_definition_s[torch.float16-5-1-300]"],
     "masked_logits_kernel": ["tests/batch/test_masks.py::test_banned_tokens_are_minus_infinity[torch.float16-4-3-95-0-95]"],
-    "perturb_kernel": ["tests/ops/test_gumbel_triton.py::test_perturbed_logits_of_a_run_equal_the_definition[torch.bfloat16]"],
-    "least_logits_kernel": ["tests/ops/test_floor.py::test_the_kernel_equals_the_definition[1300-dtype1]"],
+    "perturb_kernel": [
+        "tests/ops/noise/test_gumbel_triton.py::test_perturbed_logits_of_a_run_equal_the_definition[torch.bfloat16]"
+    ],
+    "least_logits_kernel": ["tests/ops/noise/test_floor.py::test_the_kernel_equals_the_definition[1300-dtype1]"],
     # attention over keys and values
     "next_tokens_kernel": ["tests/attention/kernels/test_tables.py::test_next_tokens[1-1-5-True]"],
     "last_positions_kernel": ["tests/attention/kernels/test_triton_kinds.py::test_last_positions[6]"],
