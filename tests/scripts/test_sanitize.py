@@ -58,21 +58,23 @@ def test_findings_are_told_by_kernel() -> None:
 
 
 RACE = """\
-========= Error: Race reported between Read access at a_kernel+0x160 in new.py:2
-=========     and Write access at a_kernel+0x7bb0 in new.py:{} [6 hazards]
-=========     and Write access at a_kernel+0xe960 in new.py:{} [11 hazards]
+========= Error: Race reported between Read access at a_kernel+0x160 in new.py:{0}
+=========     and Write access at a_kernel+0x7bb0 in new.py:{1} [6 hazards]
+=========     and Write access at a_kernel+0xe960 in new.py:{1} [11 hazards]
 """
 
 
 @pytest.mark.parametrize(
-    ("line", "other", "is_explained"), [(2, 3, True), (3, 3, True), (3, 4, False), (5, 5, False), (9, 3, False)]
+    ("line", "other", "is_explained"),
+    [(2, 3, True), (3, 3, True), (3, 4, False), (4, 5, True), (5, 4, True), (5, 5, False), (4, 4, False), (9, 3, False)],
 )
 def test_a_race_is_explained_by_the_lines_of_all_its_accesses(
     tmp_path: Path, line: int, other: int, is_explained: bool
 ) -> None:
-    """Keeps out: a real race that counts as explained since one of its accesses, or a line that has moved, is."""
+    """Keeps out: a real race that counts as explained since one of its accesses is, since each of them would be in another
+    race, or since a line has moved."""
     (tmp_path / "draft").mkdir()
-    lines = ("@gluon.jit", "def a_kernel(", "    gl.warp_specialize(", "    smem.store(x)", "    acc += sums.load(layout)")
+    lines = ("@gluon.jit", "def a_kernel(", "    gl.warp_specialize(", "    sums.store(acc)", "    acc += sums.load(layout)")
     (tmp_path / "draft" / "new.py").write_text("\n".join(lines))
     found = findings(RACE.format(line, other), tmp_path)
     assert (not found.open) == is_explained and bool(found.explained) == is_explained
@@ -81,9 +83,18 @@ def test_a_race_is_explained_by_the_lines_of_all_its_accesses(
     assert findings(RACE.format(line, other), tmp_path).open  # nobody knows which of two files is named
 
 
+def test_only_kernels_whose_warps_have_jobs_are_told_jobs(tmp_path: Path) -> None:
+    """Keeps out: a race between the arguments' reads of an ordinary kernel that counts as explained."""
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "new.py").write_text("@triton.jit\ndef a_kernel(\n    x,\n")
+    assert findings(RACE.format(2, 2), tmp_path).open
+
+
 @pytest.mark.parametrize("kernel", ["gated_hopper", "sliced_hopper", "wide_hopper"])
 def test_lines_that_explain_races_are_lines_of_kernels(kernel: str) -> None:
     """Keeps out: reasons that outlive the code that they are about."""
     text = "".join(path.read_text() for path in (ROOT / "specdec" / "ops").rglob(f"{kernel}.py"))
-    wanted = [line for reason in REASONS for line in reason.lines] if kernel == "wide_hopper" else REASONS[0].lines[:2]
-    assert all(re.search(rf"^ *{line}$", text, re.MULTILINE) for line in wanted)
+    jobs, *others = REASONS
+    wanted = jobs.one.split("|")[: 3 if kernel == "wide_hopper" else 2]
+    wanted += [line for reason in others for line in (reason.one, reason.other) if kernel == "wide_hopper"]
+    assert jobs.within in text and all(re.search(rf"^ *{line}", text, re.MULTILINE) for line in wanted)
