@@ -148,11 +148,17 @@ class GrammarRows:
         if tree.num_nodes == 1:
             return {}
         trees = self._completed(tree) if self._group.rank == 0 else HostTrees()
-        if self._group.size > 1:
-            tree.tokens_BN.copy_(self._group.from_first(tree.tokens_BN))
-            if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
-                tree.parents_BN.copy_(self._group.from_first(tree.parents_BN))
+        self._share(tree.tokens_BN)
+        if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
+            self._share(tree.parents_BN)
         return trees
+
+    def _share(self, x: Tensor) -> None:
+        """Has x on all ranks hold what it holds on the first, which keeps its own: exchanges that fail give anything."""
+        if self._group.size > 1:
+            first = self._group.from_first(x)
+            if self._group.rank != 0:
+                x.copy_(first)
 
     def _completed(self, tree: DraftTree) -> HostTrees:
         drafted_2BN = torch.stack((tree.tokens_BN, tree.parents_BN))
@@ -204,9 +210,12 @@ class GrammarRows:
             self._rows[place].is_unreported = True
         if not ended and self._group.size == 1:
             return None
-        host_B = torch.zeros(rows, dtype=torch.bool, pin_memory=self._readback.device.type == "cuda")
-        host_B[ended] = True
-        return self._group.from_first(host_B.to(self._readback.device, non_blocking=True))
+        # Whole words, since ranks on GPUs exchange no smaller ones through each other's memory.
+        host_B = torch.zeros(rows, dtype=torch.int32, pin_memory=self._readback.device.type == "cuda")
+        host_B[ended] = 1
+        ended_B = host_B.to(self._readback.device, non_blocking=True)
+        self._share(ended_B)
+        return ended_B > 0
 
     def report_ended(self) -> list[int]:
         """The rows whose drafts have ended here since the last call."""
@@ -246,6 +255,6 @@ class GrammarRows:
                 assert matcher is not None
                 matcher.fill(host_NX, *tree)
             words_GNX.copy_(host_GNX, non_blocking=True)
-        if texts and self._group.size > 1:
-            words_GNX.copy_(self._group.from_first(words_GNX))
+        if texts:
+            self._share(words_GNX)
         return masks

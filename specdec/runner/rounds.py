@@ -158,6 +158,8 @@ class RoundRunner:
 
     def _end_drafts(self, rows: int) -> None:
         """Lets rows go on plainly in which drafts have become too much for the library of grammars."""
+        if self.workers.drafter is None:
+            return
         if (ended_B := self.grammars.end_drafts(rows)) is not None:
             padding = len(self.workers.state.lens_B) - 1
             rows_B = torch.arange(rows, device=ended_B.device)

@@ -14,6 +14,7 @@ from toolkit.checkpoints.tokenizers import byte_tokenizer
 from specdec.batch.tree import DraftTree
 from specdec.grammar.completion import look_ahead
 from specdec.grammar.library import Grammars
+from specdec.parallel.group import ALONE, Group
 from specdec.runner import grammars
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.readback import Readback, Ticket
@@ -91,3 +92,29 @@ def test_nobody_looks_ahead_while_the_device_waits(monkeypatch: pytest.MonkeyPat
         made.append((rows.complete(tree), tree.tokens_BN.tolist()))
         looked += calls
     assert looked == [4, 1, 0] and made[0] == made[1] == made[2] and made[0][1] != drafts.tolist()
+
+
+class Broken(Group):
+    """The first of two ranks, whose exchanges have failed."""
+
+    rank, size = 0, 2
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.full((2, *x.shape), 2**30, dtype=x.dtype)
+
+
+def test_the_first_rank_keeps_what_it_has_made() -> None:
+    """Keeps out: garbage of an exchange that another rank's end has cut off, which becomes ids of tokens and of nodes."""
+    tokenizer = byte_tokenizer(300)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    made: list[tuple[list[list[int]], list[Any], bool]] = []
+    for group in (ALONE, Broken()):
+        rows = GrammarRows(Readback(torch.device("cpu")), V, group)
+        rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+        rows.enter(Entry(0, [[1]], RowOptions(), True, grammar=RULE))
+        rows.follow_chunk(torch.full((1,), a), [PromptPart(0, [1], 0, -1)])
+        tree = DraftTree.chain(torch.full((1, NODES), a))
+        masks = rows.of_round(1, NODES, rows.complete(tree))
+        ended_B = rows.end_drafts(1)
+        made.append((tree.tokens_BN.tolist(), masks.words_GNX.tolist(), ended_B is not None and bool(ended_B.any())))
+    assert made[0] == made[1]

@@ -73,6 +73,8 @@ def test_all_ranks_obey_the_same_grammars(tmp_path: Path, monkeypatch: pytest.Mo
     alone, together = (with_ranks(target, draft, TREE, size, texts, max_batch_size=2) for size in (1, 2))
 
     assert together == alone
+    plain = with_ranks(target, None, TREE, 2, texts, max_batch_size=2)
+    assert [out[:2] for out in plain] == [out[:2] for out in alone], "without a drafter there are no drafts to end"
     assert re.match("[a-z]{2,4}( [0-9]{0,3}|$)", alone[0][1]) and re.match("(ab|cd)+", alone[2][1])
     go, calls = Matcher.go, iter(range(10**9))
 

@@ -212,7 +212,8 @@ class Witness(Group):
 
 
 def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
-    """Keeps out: rows longer than the inbox's, numbers that are no whole words, and gradients that the kernels would lose."""
+    """Keeps out: rows longer than the inbox's, numbers that are no whole words, gradients that the kernels would lose, and
+    ranks that wait for each other in different ways since one's thread records gradients."""
     base = Witness()
     group = SymmetricGroup(base, inboxes(2, 256)[0])
     ones = torch.ones(2, 128)
@@ -221,8 +222,10 @@ def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
         group.add(torch.ones(2, 36, dtype=torch.float16), torch.ones(2, 36, dtype=torch.float16))
         group.gather(torch.ones(3, dtype=torch.float16))
         group.sum(torch.ones(1, dtype=torch.float64))
+        group.least(3.0, torch.device("cpu"))
     group.sum(torch.ones(1, 4))
-    assert base.asked == [[2, 128], [2, 36], [3], [1], [1, 4]]
+    group.least(3.0, torch.device("cpu"))
+    assert base.asked == [[2, 128], [2, 36], [3], [1], [1], [1, 4], [1]]
 
 
 def test_ranks_that_can_not_reach_each_other_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,10 @@ class SymmetricGroup(Group):
         total_TH = total_TH if out_TH is None else out_TH.copy_(total_TH)
         return total_TH, normed_TH if below_CH is None else torch.cat((normed_TH, below_CH))
 
+    def least(self, value: float, device: torch.device) -> float:
+        """Callers' threads ask for it, of which some record gradients and others don't; so it never goes through kernels."""
+        return self.base.least(value, device)
+
     def use_one_order(self, on: bool) -> None:
         super().use_one_order(on)
         self.base.use_one_order(on)

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def with_ranks(
-    target: Path, draft: Path, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result], **settings: Any
+    target: Path, draft: Path | None, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result], **settings: Any
 ) -> Result:
     """What `use` gives for a decoder of `size` ranks, all of whose caches hold NaN where nothing was written."""
     options = EngineOptions(device="cpu", max_seq_len=80, tensor_parallel_size=size, **settings)
@@ -30,7 +30,6 @@ def with_ranks(
 
     def work(group: ThreadGroup) -> None:
         model, head, resolved, folder = load_pair(target, draft, spec, options, group)
-        assert head is not None
         if group.rank:
             runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
             for cache in runner.workers.caches:
