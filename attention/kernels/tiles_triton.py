@@ -88,9 +88,7 @@ def paged_tiles(
         return PagedTiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else PagedTiles(128, 64, 8, 3)
     if wanted == 16:
         if waves < 0.8:
-            if waves > 0.1:
-                return PagedTiles(16, keys(128), 4, 3)
-            return PagedTiles(16, keys(64), 4, 3, least=64, an_sm=2 if max_keys > SHORT else 1)
+            return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
         return PagedTiles(16, keys(64), 4, 4)
     if wanted == 32:
         if waves < 0.1 and max_keys > SHORT and D <= 128:

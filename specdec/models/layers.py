@@ -177,5 +177,5 @@ class MLP(nn.Module):
         self.down_proj = Linear.row(config.intermediate_size, config.hidden_size, config.shard, config.mlp_bias)
 
     def forward(self, x: Tensor, terms: bool = False) -> Tensor | Terms:
-        """terms: as of Linear."""
+        """terms: as of Linear, so that on an H200 a forward hook may find `Terms` in place of a tensor."""
         return self.down_proj(self.gate_up_proj.gated(x), terms=terms)

@@ -114,7 +114,7 @@ def launch_add_rms_norm(
     else:
         terms_STH = (x_TH if delta is None else _rows(delta))[None]
         assert delta is None or delta.dtype == x.dtype
-    delta_TH = terms_STH[0]
+    delta_TH, stride_term = terms_STH[0], terms_STH.stride(0) if len(terms_STH) > 1 else 0
     normed = x.new_empty(shape if below_CH is None else (T + C, H))
     total = x
     if delta is not None or ids_T is not None:
@@ -128,7 +128,7 @@ def launch_add_rms_norm(
     if T + C:
         add_rms_norm_kernel[(T + C,)](
             x_TH if ids_T is None else ids_T, x_TH, delta_TH, weight_H, below, total_TH, normed, T,
-            x_TH.stride(0), delta_TH.stride(0), terms_STH.stride(0), below.stride(0), total_TH.stride(0), eps,
+            x_TH.stride(0), delta_TH.stride(0), stride_term, below.stride(0), total_TH.stride(0), eps,
             SIZE=H, PADDED=triton.next_power_of_2(H), EMBEDS=ids_T is not None, HAS_DELTA=delta is not None,
             TERMS=len(terms_STH), HAS_BELOW=below_CH is not None, num_warps=_warps(H), **chained(x.device),
         )  # fmt: skip

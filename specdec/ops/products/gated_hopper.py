@@ -7,7 +7,7 @@ each half of the rows of x, and neither waits for the other, so that one multipl
 one program an SM, and it computes tile after tile.
 
 The kernel is not chained (specdec/ops/launch.py).  Its programs would take the SMs' shared memory while the kernel in front
-still runs, and a prompt took 2 percent longer (benchmarks/rounds/README.md).
+still runs, and prompts took longer (benchmarks/rounds/README.md, "On an H200").
 
 This module knows no model's shapes and chooses no tiles.
 

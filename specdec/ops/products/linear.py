@@ -38,7 +38,10 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numeri
 
 
 def linear_terms(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numerics: Numerics = FAST) -> Tensor | Terms:
-    """`linear`, or its terms where programs of its kernel share columns: adding them up there would be one more wait."""
+    """`linear`, or its terms where programs of its kernel share columns: adding them up there would be one more wait.
+
+    The bias is a part of the first term; `linear` adds it last.
+    """
     if not is_traced(x_TI) and not numerics.is_invariant:
         tiles = _tiles(x_TI, weight_OI, False, numerics)
         if tiles is not None and tiles.lag >= 0 and tiles.splits > 1:

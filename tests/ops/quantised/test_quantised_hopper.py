@@ -12,8 +12,9 @@ from toolkit.kernels import DEVICE
 
 from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
+from specdec.ops.quantised.linear import quantised_linear_terms
 from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles
-from specdec.ops.terms import Terms
+from specdec.ops.terms import Terms, added_up
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
@@ -100,7 +101,8 @@ def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool,
 @needs_hopper
 @pytest.mark.parametrize(("kind", "group", "zeros"), SEEN)
 def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -> None:
-    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
+    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for, and terms that are not the
+    product's, bit for bit, where the policy lets programs share columns."""
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
     shapes = (4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)
@@ -109,4 +111,9 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -
         assert tiles is not None
         weight = random_weight(kind, group, zeros, O, I)
         x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
-        assert error(launch_quantised_hopper(x, weight, None, gated, tiles), exact(x, weight, gated)) < 4e-3, (T, O, I)
+        y = launch_quantised_hopper(x, weight, None, gated, tiles)
+        assert error(y, exact(x, weight, gated)) < 4e-3, (T, O, I)
+        if not gated:
+            with torch.no_grad():
+                terms = quantised_linear_terms(x, weight)
+            assert isinstance(terms, Terms) == (tiles.splits > 1) and torch.equal(added_up(terms), y), (T, O, I)
