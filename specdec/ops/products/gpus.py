@@ -20,6 +20,7 @@ class Kind(NamedTuple):
 
 
 H100, H200 = Kind("H100", 3.35e12), Kind("H200", 4.92e12)
+SAME = 0.1  # threshold: by how much of a kind's bandwidth a GPU of its name may differ; an H100 PCIe or NVL differs by more
 
 
 class Match(NamedTuple):
@@ -37,7 +38,8 @@ def nearest(name: str, bandwidth: float | None, capability: tuple[int, int]) -> 
     """The kind for a GPU of that name; bandwidth: bytes per second, or None where the driver does not say."""
     hopper = capability == (9, 0)
     for kind in (H100, H200):
-        if kind.name in name and hopper:
+        is_same = bandwidth is None or abs(bandwidth - kind.bandwidth) <= SAME * kind.bandwidth
+        if hopper and is_same and kind.name in name.split():
             return Match(kind, f"those measured on an {kind.name}", hopper)
     if bandwidth is None:
         return Match(
