@@ -69,6 +69,7 @@ def _show(plan: MemoryPlan) -> None:
     table.add_row("the GPU has", _gigabytes(plan.memory))
     out = console()
     out.print(table)
+    out.print(f"the target's weights: {plan.target_weights}")
     names = ("target", "draft head")
     out.print("a token's keys and values: " + ", ".join(f"{n} {b:,} bytes" for n, b in zip(names, plan.kv_token)))
     if plan.total <= plan.memory:

@@ -61,12 +61,14 @@ class Models(NamedTuple):
 class MemoryPlan(NamedTuple):
     """Bytes by what takes them.
 
+    target_weights: in words, how the target's weights are kept.
     kv_token: of one token, target and drafter.  memory: what there is.
     longest, widest: the longest context at this batch size, and the largest batch at this context, that fit; 0: none does.
     """
 
     context: int
     batch: int
+    target_weights: str
     parts: dict[str, int]
     kv_token: tuple[int, ...]
     memory: int
@@ -106,6 +108,7 @@ def plan_memory(
     return MemoryPlan(
         context,
         batch,
+        str(config.quantization or f"{settings.dtype}".removeprefix("torch.")),
         at(context, batch),
         tuple(sum(_page_bytes([config], settings)) // options.page_size for config in models.configs),
         memory,

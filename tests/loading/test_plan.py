@@ -64,12 +64,14 @@ def test_weights_of_every_head_of_one_pass_are_those_of_a_decoder(name: str, zoo
 
 
 def test_the_command_counts_rounded_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeps out: a plan of 16 bits for weights that take 8 or 4."""
+    """Keeps out: a plan of 16 bits for weights that take 8 or 4, and one that does not say which it is."""
     flags = ["plan", "--target", str(TARGET), "--batch", "2", "--gpu-memory", "2GB", "--json", "--quantize"]
     found = []
-    for quantize in ("none", "fp8", "int4"):
+    for quantize, said in (("none", "bfloat16"), ("fp8", "fp8"), ("int4", "int4")):
         assert cli.main([*flags, quantize]) == 0
-        found.append(json.loads(capsys.readouterr().out)["parts"]["weights of the target"])
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["target_weights"].startswith(said)
+        found.append(plan["parts"]["weights of the target"])
     assert found[0] > found[1] > found[2]
 
 
