@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from specdec.bench.prompt_file import FilePrompt
 from specdec.config import SamplingParams
@@ -41,3 +44,18 @@ def encode_prompts(
         check_length(ids, sampling, name, engine.max_seq_len or config.max_position, config.max_position)
         encoded.append(ids)
     return encoded
+
+
+def prompt_facts(prompts: Sequence[Sequence[int]], source: str, has_template: bool) -> dict[str, Any]:
+    """Which prompts ran, for results.
+
+    sha256: of the token ids as they ran, with the chat template where it is applied, written as JSON without spaces.
+    """
+    text = json.dumps(prompts, separators=(",", ":"))
+    return {
+        "source": source,
+        "count": len(prompts),
+        "tokens": {"min": min(map(len, prompts)), "max": max(map(len, prompts)), "sum": sum(map(len, prompts))},
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "chat_template": has_template,
+    }

@@ -7,8 +7,6 @@ Prints nothing.
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -23,7 +21,7 @@ import torch
 from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
 from specdec.bench.cell import measure_cell, measure_plain
-from specdec.bench.encode import encode_prompts
+from specdec.bench.encode import encode_prompts, prompt_facts
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.prompt_file import FilePrompt
@@ -215,7 +213,7 @@ def _run_cells(
         machine_facts(settings.device),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
         _settings(options, settings, model.config) | {"drafter": drafter_line(head, settings) if head else None},
-        _prompt_facts(options, prompts),
+        prompt_facts(prompts, options.prompts_source, options.chat or any(map(is_chat, options.prompts))),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )
     steal, total_cpu = steal_and_total()
@@ -301,18 +299,6 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
         "mixture_of_experts": config.has_experts,
         "repeats": options.repeats,
         "sampling": {name: getattr(sampling, name) for name in sampling.__dataclass_fields__},
-    }
-
-
-def _prompt_facts(options: BenchOptions, prompts: list[list[int]]) -> dict[str, Any]:
-    """sha256 is of the token ids as they ran, with the chat template where it is applied, written as JSON without spaces."""
-    text = json.dumps(prompts, separators=(",", ":"))
-    return {
-        "source": options.prompts_source,
-        "count": len(prompts),
-        "tokens": {"min": min(map(len, prompts)), "max": max(map(len, prompts)), "sum": sum(map(len, prompts))},
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "chat_template": options.chat or any(map(is_chat, options.prompts)),
     }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from specdec import __version__
 from specdec.cli.flags import (
     SPEC_HELP,
     Once,
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = sampling_of(args)
     if sampling.temperature > 0 and sampling.seed is None:
         sampling = replace(sampling, seed=0)
-    decoder, prompts = _load(args, target, draft, sampling)
+    decoder, prompts, facts = _load(args, target, draft, sampling)
     seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
     with decoder:
         found = decoder.verify(prompts, seeded, progress=True)
@@ -59,16 +61,17 @@ def run(args: argparse.Namespace) -> int:
         print_verification(found, console())
     finally:
         if args.json:
-            write_files({args.json: lambda path: path.write_text(json.dumps(found.as_json(), indent=1) + "\n")})
+            result = {**found.as_json(), **facts}
+            write_files({args.json: lambda path: path.write_text(json.dumps(result, indent=1) + "\n")})
     return 0 if found.passed else 1
 
 
 def _load(
     args: argparse.Namespace, target: str | Path, draft: str | Path, sampling: SamplingParams
-) -> tuple[SpecDecoder, list[list[int]]]:
-    """The decoder, with room for the longest prompt, and the prompts' ids."""
+) -> tuple[SpecDecoder, list[list[int]], dict[str, Any]]:
+    """The decoder, with room for the longest prompt; the prompts' ids; and what is verified with which versions."""
     from specdec import shipped
-    from specdec.bench.encode import encode_prompts
+    from specdec.bench.encode import encode_prompts, prompt_facts
     from specdec.bench.prompt_file import read_prompts
     from specdec.lossless.verify import check_sampling
 
@@ -76,11 +79,19 @@ def _load(
     engine, source = engine_of(args), Path(args.prompts) if args.prompts else shipped.prompts_file()
     listed = read_prompts(source, args.num_prompts)[: args.num_prompts or USUAL_PROMPTS]
     from specdec.decoder import SpecDecoder
+    from specdec.loading.doctor import versions
     from specdec.models.checkpoints.checkpoint import resolve_folder
-    from specdec.prompts import Tokenizer
+    from specdec.prompts import Tokenizer, is_chat
 
     tokenizer = Tokenizer(resolve_folder(target, "target"))
     prompts = encode_prompts(listed, str(source), target, tokenizer, sampling, engine, chat=args.chat)
     length = engine.max_seq_len or max(map(len, prompts)) + sampling.max_tokens
     engine = replace(engine, max_seq_len=length)
-    return SpecDecoder.from_pretrained(target, draft, args.spec, options=engine), prompts
+    facts = {
+        "target": str(target),
+        "draft": str(draft),
+        "prompts_from": prompt_facts(prompts, str(source), args.chat or any(map(is_chat, listed))),
+        "versions": versions() | {"specdec": __version__},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return SpecDecoder.from_pretrained(target, draft, args.spec, options=engine), prompts, facts

@@ -69,6 +69,9 @@ def difference(prompt: int, a: Judged, b: Judged, may_round: bool) -> Divergence
 def rounds(session: Session) -> bool:
     """Whether two passes of the decoder may choose different tokens by rounding alone: in 16 bit, or over KV in 8 bits.
 
-    In float32 passes differ in the last bits too, but a tie within them is so rare that a difference is taken for an error.
+    In float32 passes differ in the last bits too, but a tie within them is so rare that a difference is taken for an error.  In
+    deterministic mode they don't differ, so that is what is held there.
     """
+    if session.settings.options.deterministic:
+        return False
     return session.settings.dtype in (torch.float16, torch.bfloat16) or session.as_stored is not None

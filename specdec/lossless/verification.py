@@ -10,7 +10,8 @@ FEW_ACCEPTED = 0.05  # threshold: the share of tokens that are accepted drafts, 
 DEFINITIONS = {
     "EXACT": "plain and speculative decoding wrote the same tokens, each of them the reference's or explained by rounding",
     "near-tie": "the texts part where rounding explains both tokens, and it explains every other token of both texts",
-    "DIVERGED": "the texts part where rounding does not explain it; in float32 (without 8-bit KV) wherever they part",
+    "DIVERGED": "the texts part where rounding does not explain it; in float32 (without 8-bit KV) and in deterministic mode "
+    "wherever they part",
     "OFF TARGET": "a text holds a token that the reference would not take, and that rounding does not explain",
     "EMPTY": "there was no speculative round to check: the output ended with the prompt's pass",
     "reference": "a dense pass over the whole text in the next wider dtype, without pages, trees, caches and attention kernels",
@@ -62,7 +63,8 @@ class OffTarget:
 class PromptVerdict:
     """One prompt.
 
-    prompt: its number, from 0.  tokens: how many were compared with the reference, those of both texts if they differ.
+    prompt: its number, from 0.  seed: with which both texts were sampled, if they were.
+    tokens: how many were compared with the reference, those of both texts if they differ.
     rounds: of speculation.  difference: the first one, if any.  off_target: in the order of the output.
     bound: the median over the places.  unsure: see DEFINITIONS.
     """
@@ -74,6 +76,7 @@ class PromptVerdict:
     off_target: list[OffTarget]
     bound: float
     unsure: int
+    seed: int | None = None
 
     @property
     def verdict(self) -> Verdict:

@@ -95,7 +95,8 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
     ]
     tokens = len(a.token_ids) + (0 if index is None else len(b.token_ids))
     unsure = sum(each.unsure for each in readings.values())
-    return PromptVerdict(number, tokens, b.stats.rounds, part, off, reading.bound, unsure)
+    seed = sampling.seed if sampling.temperature > 0 else None
+    return PromptVerdict(number, tokens, b.stats.rounds, part, off, reading.bound, unsure, seed)
 
 
 def _settings(decoder: SpecDecoder, sampling: Sequence[SamplingParams]) -> dict[str, Any]:

@@ -50,6 +50,13 @@ def test_noise_is_how_far_errors_lie_apart_not_how_large_they_are():
     assert (part.verdict, part.bound) == ("DIVERGED", pytest.approx(0.2, abs=1e-4))
 
 
+def test_in_deterministic_mode_rounding_decides_nothing() -> None:
+    """Keeps out: a break of the promise that texts are equal bit for bit, passed as a near-tie."""
+    session = StubSession(logits=[0, 16.0, 0, 16.19], dtype=torch.bfloat16, error=ERROR)
+    session.settings.options = EngineOptions(deterministic=True)
+    assert explain_divergence(session, 0, [1, 2], [3, 3], [1, 3], GREEDY).verdict == "DIVERGED"
+
+
 def test_over_8_bit_kv_rounding_may_decide_in_float32_too():
     """Keeps out: texts over 8-bit KV in float32 called wrong where a key fell on the border of two steps."""
     session = StubSession(logits=[0, 16.0, 0, 16.19], dtype=torch.float32, error=ERROR)

@@ -219,6 +219,9 @@ def test_the_command_says_what_it_found(zoo: Zoo, tmp_path: Path, capsys: pytest
     right, wrong = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert (right["passed"], wrong["passed"]) == (True, False) and right["tokens"] == 60
     assert right["saw_trees"] == (right["accepted"] >= 3) == ("hardly show" not in " ".join(shown.split()))
+    assert [each["seed"] for each in wrong["prompts"]] == [0, 1, 2] and {each["seed"] for each in right["prompts"]} == {None}
+    assert right["target"] == str(zoo.target("llama")) and right["versions"]["torch"] == torch.__version__
+    assert right["prompts_from"] == wrong["prompts_from"] and right["prompts_from"]["count"] == 3
     assert {each["verdict"] for each in wrong["prompts"]} <= set(wrong["definitions"]) and wrong["settings"]["spec"] == "3,8,40"
     part = next(each["difference"] for each in wrong["prompts"] if each["difference"])
     assert part["token_baseline"] != part["token_speculative"]
