@@ -37,7 +37,7 @@ ROUNDS = (((5, 1, 6), 1), ((5, 8, 32), 1), ((5, 1, 6), 32))  # shape, batch
 MODES = {"greedy": (0.0, True), "by_probability": (1.0, False), "shared_noise": (1.0, True)}  # temperature, rule
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6}, {"temperature": 0.8}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    {"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": 1.0, "min_p": 0.1},
 )  # fmt: skip
 
 
