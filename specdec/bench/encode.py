@@ -46,8 +46,8 @@ def encode_prompts(
     return encoded
 
 
-def prompt_facts(prompts: Sequence[Sequence[int]], source: str, has_template: bool) -> dict[str, Any]:
-    """Which prompts ran, for results.
+def prompt_facts(prompts: Sequence[Sequence[int]], asked: Sequence[FilePrompt], source: str, *, chat: bool) -> dict[str, Any]:
+    """Which prompts ran, for results.  asked: what `encode_prompts` made their ids of; source, chat: as there.
 
     sha256: of the token ids as they ran, with the chat template where it is applied, written as JSON without spaces.
     """
@@ -57,5 +57,5 @@ def prompt_facts(prompts: Sequence[Sequence[int]], source: str, has_template: bo
         "count": len(prompts),
         "tokens": {"min": min(map(len, prompts)), "max": max(map(len, prompts)), "sum": sum(map(len, prompts))},
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "chat_template": has_template,
+        "chat_template": chat or any(map(is_chat, asked)),
     }

@@ -40,7 +40,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.progress import Progress
-from specdec.prompts import Tokenizer, is_chat
+from specdec.prompts import Tokenizer
 
 MAX_SEED = 2**63 - 1
 USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more
@@ -213,7 +213,7 @@ def _run_cells(
         machine_facts(settings.device),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
         _settings(options, settings, model.config) | {"drafter": drafter_line(head, settings) if head else None},
-        prompt_facts(prompts, options.prompts_source, options.chat or any(map(is_chat, options.prompts))),
+        prompt_facts(prompts, options.prompts, options.prompts_source, chat=options.chat),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )
     steal, total_cpu = steal_and_total()

@@ -81,7 +81,7 @@ def _load(
     from specdec.decoder import SpecDecoder
     from specdec.loading.doctor import versions
     from specdec.models.checkpoints.checkpoint import resolve_folder
-    from specdec.prompts import Tokenizer, is_chat
+    from specdec.prompts import Tokenizer
 
     tokenizer = Tokenizer(resolve_folder(target, "target"))
     prompts = encode_prompts(listed, str(source), target, tokenizer, sampling, engine, chat=args.chat)
@@ -90,7 +90,7 @@ def _load(
     facts = {
         "target": str(target),
         "draft": str(draft),
-        "prompts_from": prompt_facts(prompts, str(source), args.chat or any(map(is_chat, listed))),
+        "prompts_from": prompt_facts(prompts, listed, str(source), chat=args.chat),
         "versions": versions() | {"specdec": __version__},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -12,9 +12,9 @@ from toolkit.checkpoints.tokenizers import byte_tokenizer
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.bench.encode import encode_prompts
+from specdec.bench.encode import encode_prompts, prompt_facts
 from specdec.bench.prompt_file import KEYS, TEXT_KEYS, read_prompts
-from specdec.bench.run import BenchOptions, _prompt_facts
+from specdec.bench.run import BenchOptions
 from specdec.checks import PromptTooLong
 from specdec.config import SpecConfig
 from specdec.options import EngineOptions
@@ -262,10 +262,13 @@ def test_the_bench_asks_chats_through_their_template(zoo: Zoo, tmp_path: Path, c
     chats, text = options(folder, [CHAT, "yo"], chat), "user:yo\nassistant:" if chat else "yo"
     encoded = encoded_by(chats, tokenizer)
     assert [tokenizer.decode(ids) for ids in encoded] == ["user:hi\u2028there\nassistant:", text]
-    assert _prompt_facts(chats, encoded)["chat_template"] is True
+    assert prompt_facts(encoded, chats.prompts, "p.jsonl", chat=chat)["chat_template"] is True
     ids = options(folder, [[1, 2]], chat)
     if chat:
         with pytest.raises(ValueError, match="prompt 1 of p.jsonl holds token ids, to which no chat template"):
             encoded_by(ids, tokenizer)
     else:
-        assert encoded_by(ids, tokenizer) == [[1, 2]] and _prompt_facts(ids, [[1, 2]])["chat_template"] is False
+        assert (
+            encoded_by(ids, tokenizer) == [[1, 2]]
+            and prompt_facts([[1, 2]], ids.prompts, "p.jsonl", chat=chat)["chat_template"] is False
+        )
