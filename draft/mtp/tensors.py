@@ -7,8 +7,8 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import ExpertsConfig
-from specdec.models.schemes.config import describe
-from specdec.models.schemes.formats import Format
+from specdec.models.schemes.rules import describe
+from specdec.models.schemes.source import Format
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -26,8 +26,8 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.schemes.formats import Format
 from specdec.models.schemes.size import matrix_size
+from specdec.models.schemes.source import Format
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels

@@ -25,7 +25,8 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.kv_source import KEY, parse_kv_source
-from specdec.models.schemes.config import Quantization, parse_quantization
+from specdec.models.schemes.config import parse_quantization
+from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
 WINDOWED = "sliding_attention"  # in a config's layer_types

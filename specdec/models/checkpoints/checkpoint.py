@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specdec.models.checkpoints.files import StoredTensor, stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
-from specdec.models.schemes.config import Quantization
-from specdec.models.schemes.formats import Format
+from specdec.models.schemes.rules import Quantization
+from specdec.models.schemes.source import Format
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _ELSEWHERE = ["original/*", "consolidated*"]  # the same weights once more, in Meta's and Mistral's own layouts

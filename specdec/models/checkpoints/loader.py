@@ -19,8 +19,9 @@ from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.config import ModelConfig, parse_config, read_json, read_target_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
-from specdec.models.schemes.config import describe
-from specdec.models.schemes.formats import Format, RoundToNearest
+from specdec.models.schemes.formats import RoundToNearest
+from specdec.models.schemes.rules import describe
+from specdec.models.schemes.source import Format
 from specdec.ops.rope import by_halves
 
 M = TypeVar("M", bound=nn.Module)

@@ -17,8 +17,8 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
-from specdec.models.schemes.config import Quantization, Rule
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
+from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.yarn import parse_rope_with_yarn
 from specdec.ops.experts.coded import Gate
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.schemes.formats import MX_BLOCK, Awq, ExpertBlocks, Format, Fp4, Fp8, Gptq, PackedInts, RoundToNearest
+from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks, Fp4, Fp8, RoundToNearest
+from specdec.models.schemes.integers import Awq, Gptq, PackedInts
+from specdec.models.schemes.source import Format
 from specdec.ops.experts.codes import POWERS, scales_form, step_bytes, steps_of
 from specdec.ops.quantised.codes import Kind, row_bytes
 

@@ -13,7 +13,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
-from specdec.models.schemes.formats import PackedInts
+from specdec.models.schemes.integers import PackedInts
 from specdec.models.target import Target
 from specdec.ops.quantised.codes import dequantise
 

@@ -17,7 +17,7 @@ from specdec.cli.entry import main
 from specdec.loading.doctor import scheme_rows
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target
-from specdec.models.schemes.config import Rule
+from specdec.models.schemes.rules import Rule
 from specdec.models.sharding import share_of
 from specdec.ops.quantised.codes import dequantise
 from specdec.parallel.shard import Shard

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from toolkit.oracles.quantised import compressed
 
-from specdec.models.schemes.config import Quantization, parse_quantization
-from specdec.models.schemes.formats import Awq, Fp8, Gptq, PackedInts
+from specdec.models.schemes.config import parse_quantization
+from specdec.models.schemes.formats import Fp8
+from specdec.models.schemes.integers import Awq, Gptq, PackedInts
+from specdec.models.schemes.rules import Quantization
 
 
 def found(scheme: Quantization, name: str) -> Any:
