@@ -95,14 +95,14 @@ class Fp4:
         for ending in ("pre_quant_scale",):
             if f"{name}.{ending}" in source:
                 raise source.refuse(f"{name}.{ending}", "scales activations, which can't be computed")
-        packed = source.take_integers(f"{name}.{self.weight}", (O, I // 2)).to(device)
+        packed = take_bytes(source, f"{name}.{self.weight}", (O, I // 2)).to(device)
         scale_name, whole_name, grid = f"{name}.weight_scale", f"{name}.{self.whole}", (O, I // self.group)
         ignore(source, name, self.may_end)
         if self.whole:
             scales = source.take_codes(scale_name, grid, "F8_E4M3").to(device)
             of_all = take_scale(source, whole_name, one_of(source, whole_name, (), (1,)), device)
         else:
-            scales, of_all = source.take_integers(scale_name, grid).to(device), torch.empty(0)
+            scales, of_all = take_bytes(source, scale_name, grid).to(device), torch.empty(0)
         if not source.has_numbers:
             return None
         codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)

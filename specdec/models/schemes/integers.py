@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
-from specdec.models.schemes.source import Source, check_groups, take_scale
+from specdec.models.schemes.source import Source, check_groups, take_indices, take_scale, take_words
 from specdec.ops.quantised.codes import Kind
 
 ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
@@ -45,13 +45,13 @@ class PackedInts:
                 f"{name}.weight_g_idx", "gives columns to groups out of order (act order), which can't be computed"
             )
         check_groups(source, f"{name}.weight_packed", I, self.group)
-        words = source.take_integers(f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
-        shape_2 = source.take_integers(f"{name}.weight_shape", (2,))
+        words = take_words(source, f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
+        shape_2 = take_indices(source, f"{name}.weight_shape", (2,))
         G = I // (self.group or I)
         scales_OG = take_scale(source, f"{name}.weight_scale", (O, G), device)
         packed = None
         if not self.symmetric:
-            packed = source.take_integers(f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
+            packed = take_words(source, f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
         if not source.has_numbers:
             return None
         if (said := shape_2.tolist()) != [O, I]:
@@ -78,8 +78,8 @@ class Awq:
         check_groups(source, f"{name}.qweight", I, group)
         if O % 8:
             raise source.refuse(f"{name}.qweight", f"packs eight rows in a word, but the matrix has {O}")
-        words_IO8 = source.take_integers(f"{name}.qweight", (I, O // 8)).to(device)
-        zeros_GO8 = source.take_integers(f"{name}.qzeros", (I // group, O // 8)).to(device)
+        words_IO8 = take_words(source, f"{name}.qweight", (I, O // 8)).to(device)
+        zeros_GO8 = take_words(source, f"{name}.qzeros", (I // group, O // 8)).to(device)
         scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
         if not source.has_numbers:
             return None
@@ -113,10 +113,10 @@ class Gptq:
         check_groups(source, f"{name}.qweight", I, group)
         if O % a_word or I % a_word:
             raise source.refuse(f"{name}.qweight", f"packs {a_word} numbers in a word, but the matrix is {O} x {I}")
-        words = source.take_integers(f"{name}.qweight", (I // a_word, O)).to(device)
-        zeros = source.take_integers(f"{name}.qzeros", (I // group, O // a_word)).to(device)
+        words = take_words(source, f"{name}.qweight", (I // a_word, O)).to(device)
+        zeros = take_words(source, f"{name}.qzeros", (I // group, O // a_word)).to(device)
         scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
-        order_I = source.take_integers(f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
+        order_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
         if not source.has_numbers:
             return None
         if order_I is not None and not torch.equal(order_I, (torch.arange(I) // group).to(order_I.dtype)):

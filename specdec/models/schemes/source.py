@@ -19,11 +19,11 @@ class Source(Protocol):
     has_numbers: bool
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor: ...
-    def take_codes(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor: ...
-    def take_integers(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def take_codes(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor: ...
     def landed(self, name: str, copy: Tensor) -> None: ...
     def ignore(self, name: str) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str: ...
     def refuse(self, name: str, problem: str) -> ValueError: ...
     def __contains__(self, name: str) -> bool: ...
 
@@ -59,10 +59,17 @@ def ignore(source: Source, name: str, endings: tuple[str, ...]) -> None:
 
 
 def take_bytes(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
-    found = source.take_integers(name, shape)
-    if found.dtype != torch.uint8:
-        raise source.refuse(name, f"must hold bytes (U8), got {found.dtype}")
-    return found
+    return source.take_codes(name, shape, "U8")
+
+
+def take_words(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Words of 32 bits, each of which holds several codes."""
+    return source.take_codes(name, shape, "I32")
+
+
+def take_indices(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Whole numbers that are meant as they stand."""
+    return source.take_codes(name, shape, "I32", "I64").long()
 
 
 def take_scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
