@@ -18,7 +18,7 @@ from specdec.models.checkpoints.config_values import (
 )
 from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
-from specdec.models.schemes.rules import Quantization, Rule
+from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
 from specdec.ops.experts.coded import Gate
 
@@ -100,8 +100,8 @@ def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization:
             f"{where}: quant_method must be {METHOD!r} for gpt-oss, as in its own checkpoints, got "
             f"{scheme.get('quant_method')!r}; nearest thing that works: openai's checkpoint, or one in bfloat16"
         )
-    if unknown := sorted(set(scheme) - {"quant_method", "modules_to_not_convert"}):
-        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; they may change what the weights stand for")
+    refuse_keys(scheme, "quant_method modules_to_not_convert dequantize", where)
+    only(scheme, "dequantize", where, False)
     kept = scheme.get("modules_to_not_convert") or []
     if not isinstance(kept, list) or any(not isinstance(name, str) or "expert" in name for name in kept):
         raise ValueError(f"{where}: modules_to_not_convert must be null or a list of names without experts, got {kept!r}")

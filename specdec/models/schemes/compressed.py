@@ -34,11 +34,11 @@ def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
             raise ValueError(f"{inside}: output_activations must be null, got {group['output_activations']!r}")
         kind = text(group, "format", inside) or text(scheme, "format", where)
         format = _format(mapping(group, "weights", inside), kind, f"{inside}.weights")
-        formats += [(rule_of(target), format) for target in name_list(group, "targets", inside)]
+        formats += [(rule_of(target, "targets", inside), format) for target in name_list(group, "targets", inside)]
     if not formats:
         raise ValueError(f"{where}: config_groups must say how weights are stored, got {groups!r}")
     formats.sort(key=lambda pair: ("exact", "regex", "class").index(pair[0].how))
-    kept = tuple(rule_of(name) for name in name_list(scheme, "ignore", where))
+    kept = tuple(rule_of(name, "ignore", where) for name in name_list(scheme, "ignore", where))
     return Quantization("compressed-tensors", tuple(formats), kept)
 
 

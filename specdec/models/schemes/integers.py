@@ -93,14 +93,16 @@ class Awq:
 class Gptq:
     """GPTQ's layout: neighbouring columns in a word.
 
-    added: 1 where the file holds zeros minus 1 (the older format).  symmetric: then the zeros are not read, since some files
-    that say so hold those of the other format.
+    added: 1 where the file holds zeros minus 1 (the older format).  symmetric: then all zeros are the middle code, in either
+    format, since some files that say so hold those of the other one.  has_order: whether g_idx must say which group each
+    column is in.
     """
 
     bits: int
     group: int
     symmetric: bool
     added: int
+    has_order: bool = False
     packs: ClassVar[bool] = True
     endings: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
     may_end: ClassVar[tuple[str, ...]] = ("g_idx",)
@@ -116,17 +118,25 @@ class Gptq:
         words = take_words(source, f"{name}.qweight", (I // a_word, O)).to(device)
         zeros = take_words(source, f"{name}.qzeros", (I // group, O // a_word)).to(device)
         scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
-        order_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
+        order_I = None
+        if f"{name}.g_idx" in source or (self.has_order and group < I):
+            order_I = take_indices(source, f"{name}.g_idx", (I,))
         if not source.has_numbers:
             return None
-        if order_I is not None and not torch.equal(order_I, (torch.arange(I) // group).to(order_I.dtype)):
+        if order_I is not None and not torch.equal(order_I, torch.arange(I) // group):
             raise source.refuse(
                 f"{name}.g_idx", "gives columns to groups out of order (desc_act, act order), which can't be computed; "
                 "nearest thing that works: a checkpoint made with desc_act false"
             )  # fmt: skip
-        zeros_OG = None
+        zeros_OG, stored_GO, middle = None, _fields(zeros, self.bits).int(), 1 << (self.bits - 1)
         if not self.symmetric:
-            zeros_OG = _relative(((_fields(zeros, self.bits).int() + self.added) % (1 << self.bits)).T, self.bits)
+            zeros_OG = _relative(((stored_GO + self.added) % (1 << self.bits)).T, self.bits)
+        elif not bool((stored_GO == middle).all() or (stored_GO == middle - 1).all()):
+            raise source.refuse(
+                f"{name}.qzeros", f"must hold {middle} alone, or {middle - 1} in the older format, since config.json says sym "
+                f"true, got {int(stored_GO.min())} to {int(stored_GO.max())}; nearest thing that works: sym false, if the "
+                "checkpoint was made so"
+            )  # fmt: skip
         codes_OI = _fields(words.T.contiguous(), self.bits)
         return CodedRows(_integers(self.bits), codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group)
 

@@ -97,17 +97,24 @@ def describe(format: Format) -> str:
 
 
 def refuse_keys(scheme: dict[str, Any], known: str, where: str) -> None:
+    """ValueError for a key that nobody here has read about, unless its value says nothing."""
     said = {key for key, value in scheme.items() if value not in (None, {})}
     if unknown := sorted(said - set(known.split())):
         raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; they may change what the weights stand for")
 
 
 def only(raw: dict[str, Any], key: str, where: str, *allowed: Any) -> Any:
-    """The value, which must be one of these; the first stands for an absent one."""
-    value = raw.get(key, allowed[0])
-    if value not in allowed:
+    """The value, which must be one of these; the first stands for one that is absent or null."""
+    value = allowed[0] if raw.get(key) is None else raw[key]
+    if not any(type(value) is type(one) and value == one for one in allowed):  # True is no 1, and 4.0 no 4
         raise ValueError(f"{where}: {key} must be {' or '.join(map(repr, allowed))}, got {value!r}")
     return value
+
+
+def neutral(raw: dict[str, Any], where: str, allowed: dict[str, Any]) -> None:
+    """ValueError for a key that has another value than the one given here, with which the key changes nothing."""
+    for key, value in allowed.items():
+        only(raw, key, where, value)
 
 
 def name_list(raw: dict[str, Any], key: str, where: str) -> list[str]:
@@ -117,10 +124,18 @@ def name_list(raw: dict[str, Any], key: str, where: str) -> list[str]:
     return value
 
 
-def rule_of(name: str) -> Rule:
-    """compressed-tensors' way to name modules."""
+def regex_rule(expression: str, key: str, where: str) -> Rule:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{where}: {key} must hold regular expressions, got {expression!r}: {error}") from error
+    return Rule("regex", expression)
+
+
+def rule_of(name: str, key: str, where: str) -> Rule:
+    """compressed-tensors' way to name modules.  key: that of the config."""
     if name.startswith("re:"):
-        return Rule("regex", name.removeprefix("re:"))
+        return regex_rule(name.removeprefix("re:"), key, where)
     return Rule("class", name) if name == "Linear" else Rule("exact", name)
 
 

@@ -160,7 +160,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "desc_act, act order"),
     ("gptq4 v1", {}, {"bits": 3}, "bits must be 4 or 8, got 3"),
     ("gptq4 v1", {}, {"dynamic": {"+:.*": {"bits": 8}}}, "may skip modules"),
-    ("awq", {}, {"version": "gemv"}, "version must be 'gemm' or 'GEMM', got 'gemv'"),
+    ("awq", {}, {"version": "gemv"}, "version must be 'gemm', got 'gemv'"),
     ("modelopt nvfp4", {f"{Q}.pre_quant_scale": torch.ones(128)}, {}, "scales activations"),
     ("modelopt fp8", {}, {"quant_algo": "W4A8"}, "quant_algo must be 'FP8' or"),
 ]

@@ -55,3 +55,25 @@ def test_codes_are_read_in_the_dtype_of_their_format_alone(tmp_path: Path, schem
         if found != expected:
             with pytest.raises(ValueError, match=rf"tensor 'm\.{ending}' must hold {expected}( or \S+)?, got {found}$"):
                 read(tmp_path, {**tensors, ending: tensors[ending].to(dtype)}, SCHEMES[scheme].config)
+
+
+def test_symmetric_gptq_has_one_zero(tmp_path: Path) -> None:
+    """Keeps out: files with zeros of their own that a wrong "sym" made others, and symmetric files refused for their format."""
+    for name, add in (("gptq4 v1", 0), ("gptq4 v1", 0x11111111), ("gptq8 v2", 0), ("gptq8 v2", -0x01010101)):
+        tensors, matrix = written(name)
+        rows = read(tmp_path, {**tensors, "qzeros": tensors["qzeros"] + add}, SCHEMES[name].config)
+        torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+    for name in ("gptq4 v1 zeros", "gptq4 v2 zeros", "gptq8 v1 zeros"):
+        with pytest.raises(ValueError, match=r"'m\.qzeros' must hold \d+ alone, or \d+ in the older format.* sym true, got"):
+            read(tmp_path, written(name)[0], {**SCHEMES[name].config, "sym": True})
+
+
+def test_act_order_needs_its_order(tmp_path: Path) -> None:
+    """Keeps out: columns read in order where the file should say their order and does not."""
+    tensors, matrix = written("gptq4 v1")
+    config = {**SCHEMES["gptq4 v1"].config, "desc_act": True}
+    torch.testing.assert_close(read(tmp_path, tensors, config).numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+    del tensors["g_idx"]
+    with pytest.raises(ValueError, match=r"tensor 'm\.g_idx' is missing"):
+        read(tmp_path, tensors, config)
+    read(tmp_path, tensors, {**config, "desc_act": False})
