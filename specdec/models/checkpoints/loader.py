@@ -113,6 +113,8 @@ def fill_linear(
             copy_run(linear.tensors(part)["weight"], checkpoint, f"{name}.weight", own)
         else:
             _fill_codes(linear, checkpoint, part, name, format, own)
+            if linear.bias is None and not linear.unread:
+                _expect_no_bias(checkpoint, name, format, linear.shape(part)[0])
         for ending, stored in linear.bias_tensors(part).items():
             if part in without_bias:
                 stored.tensor.zero_()
@@ -141,12 +143,26 @@ def _fill_codes(
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
+def _expect_no_bias(checkpoint: Checkpoint, name: str, format: Format, rows: int) -> None:
+    """ValueError if a matrix that has no bias has one in the checkpoint which is not 0, or which its format never writes."""
+    own = f"{name}.bias"
+    if own not in checkpoint or "bias" not in format.may_end:
+        return
+    bias = checkpoint.take(own, (rows,))
+    if checkpoint.has_numbers and bool(bias.any()):
+        raise checkpoint.refuse(
+            own, "must hold zeros alone, or be left out: by config.json (attention_bias, mlp_bias) this matrix has no bias, "
+            f"got numbers up to {bias.abs().max():g}"
+        )  # fmt: skip
+
+
 def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
     """Fills a matrix without parts and bias with ordinary numbers, however the checkpoint stores them.  See `copy_`."""
     stored, format = linear.tensors()["weight"], checkpoint.format_of(name)
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
+    _expect_no_bias(checkpoint, name, format, linear.shape()[0])
     if (rows := format.read(checkpoint, name, linear.shape(), stored.tensor.device)) is None:
         return
     numbers = rows.numbers(stored.tensor.dtype)
@@ -164,6 +180,7 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
             for ending, stored in stack.tensors(index, part).items():
                 copy_run(stored, checkpoint, f"{name}.{ending}")
             continue
+        _expect_no_bias(checkpoint, name, format, stack.shape(part)[0])
         if (rows := format.read(checkpoint, name, stack.shape(part), stack.device)) is None:
             continue
         try:

@@ -20,9 +20,7 @@ _WEIGHTS += "observer observer_kwargs"
 def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
     refuse_keys(scheme, _KNOWN, where)
     only(scheme, "quantization_status", where, "compressed")
-    for key in ("transform_config", "sparsity_config"):
-        if mapping(scheme, key, where):
-            raise ValueError(f"{where}: {key} must be absent or empty: it changes what layers compute, got {scheme[key]!r}")
+    refuse_changes(scheme, where)
     formats: list[tuple[Rule, Format]] = []
     groups = mapping(scheme, "config_groups", where)
     for name in groups:
@@ -40,6 +38,19 @@ def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
     formats.sort(key=lambda pair: ("exact", "regex", "class").index(pair[0].how))
     kept = tuple(rule_of(name, "ignore", where) for name in name_list(scheme, "ignore", where))
     return Quantization("compressed-tensors", tuple(formats), kept)
+
+
+def refuse_changes(scheme: dict[str, Any], where: str) -> None:
+    """ValueError for keys of which weights are not what layers compute with: rotations, and sparse matrices stored packed."""
+    if mapping(scheme, "transform_config", where):
+        found = scheme["transform_config"]
+        raise ValueError(f"{where}: transform_config must be absent or empty: it changes what layers compute, got {found!r}")
+    sparsity = mapping(scheme, "sparsity_config", where)
+    if sparsity and sparsity.get("format") != "dense":
+        raise ValueError(
+            f"{where}: sparsity_config must be absent, empty or of format 'dense', in which zeros are stored as any other "
+            f"number, got {sparsity!r}"
+        )
 
 
 def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
-from specdec.models.schemes.source import Source, check_groups, ignore, one_of, take_bytes, take_scale
+from specdec.models.schemes.source import Source, check_groups, ignore, one_of, take_bytes, take_powers, take_scale
 from specdec.ops.experts.codes import power_of_two
 from specdec.ops.quantised.codes import Kind, quantise, unpack
 
@@ -29,31 +29,42 @@ class Fp8:
     """Floats of 8 bits (e4m3), with scales that multiply.
 
     scale: the ending of the scale's name.  per: what has a scale of its own.  block: rows and columns of a block.
+    or_scale: another ending that the name may have; empty: none.
     """
 
     scale: str
     per: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (128, 128)
+    or_scale: str = ""
     packs: ClassVar[bool] = False
-    may_end: ClassVar[tuple[str, ...]] = ("input_scale",)  # of activations, which are not rounded here
+    may_end: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")  # of activations, which are not rounded here
 
-    @property
-    def endings(self) -> tuple[str, ...]:
-        return "weight", self.scale
+    def scale_of(self, source: Source, name: str) -> str:
+        """The name of the scale of that matrix."""
+        first, second = f"{name}.{self.scale}", f"{name}.{self.or_scale}"
+        return second if first not in source and self.or_scale and second in source else first
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return "weight", self.scale_of(source, name).removeprefix(f"{name}.")
 
     def has(self, source: Source, name: str) -> bool:
-        return f"{name}.{self.scale}" in source
+        return self.scale_of(source, name) in source
 
     def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         O, I = shape
         numbers = source.take_codes(f"{name}.weight", shape, "F8_E4M3").to(device)
         source.landed(f"{name}.weight", numbers)
         ignore(source, name, self.may_end)
-        scale_name, (rows, group) = f"{name}.{self.scale}", self.block if self.per == "block" else (1, 0)
+        scale_name, (rows, group) = self.scale_of(source, name), self.block if self.per == "block" else (1, 0)
         shapes: dict[str, list[tuple[int, ...]]] = {
             "block": [(-(-O // rows), -(-I // (group or 1)))], "channel": [(O, 1), (O,)], "tensor": [(), (1,), (1, 1)]
         }  # fmt: skip
-        found = take_scale(source, scale_name, one_of(source, scale_name, *shapes[self.per]), device)
+        form = one_of(source, scale_name, *shapes[self.per])
+        if scale_name in source and source.dtype(scale_name) == "F8_E8M0":  # DeepSeek's scale_fmt "ue8m0"
+            found = power_of_two(take_powers(source, scale_name, form, "F8_E8M0").to(device))
+            source.landed(scale_name, found)
+        else:
+            found = take_scale(source, scale_name, form, device)
         if not source.has_numbers:
             return None
         if self.per == "block":
@@ -77,8 +88,7 @@ class Fp4:
     divides: bool = False
     packs: ClassVar[bool] = True
 
-    @property
-    def endings(self) -> tuple[str, ...]:
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
         return self.weight, "weight_scale", *((self.whole,) if self.whole else ())
 
     @property
@@ -102,7 +112,7 @@ class Fp4:
             scales = source.take_codes(scale_name, grid, "F8_E4M3").to(device)
             of_all = take_scale(source, whole_name, one_of(source, whole_name, (), (1,)), device)
         else:
-            scales, of_all = take_bytes(source, scale_name, grid).to(device), torch.empty(0)
+            scales, of_all = take_powers(source, scale_name, grid, "U8", "F8_E8M0").to(device), torch.empty(0)
         if not source.has_numbers:
             return None
         codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
@@ -123,8 +133,10 @@ class ExpertBlocks:
 
     experts: int
     packs: ClassVar[bool] = True
-    endings: ClassVar[tuple[str, ...]] = ()  # its names have no dot before their endings
     may_end: ClassVar[tuple[str, ...]] = ()
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return ()  # its names have no dot before their endings
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}_blocks" in source
@@ -158,8 +170,10 @@ class RoundToNearest:
     kind: Kind
     group: int
     packs: ClassVar[bool] = False
-    endings: ClassVar[tuple[str, ...]] = ("weight",)
     may_end: ClassVar[tuple[str, ...]] = ()
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return ("weight",)
 
     def has(self, source: Source, name: str) -> bool:
         return True

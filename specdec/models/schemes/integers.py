@@ -29,10 +29,9 @@ class PackedInts:
     group: int
     symmetric: bool
     packs: ClassVar[bool] = True
-    may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)  # which `read` refuses by name
+    may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)
 
-    @property
-    def endings(self) -> tuple[str, ...]:
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
         return "weight_packed", "weight_scale", "weight_shape", *(() if self.symmetric else ("weight_zero_point",))
 
     def has(self, source: Source, name: str) -> bool:
@@ -40,13 +39,10 @@ class PackedInts:
 
     def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         (O, I), a_word = shape, 32 // self.bits
-        if f"{name}.weight_g_idx" in source:
-            raise source.refuse(
-                f"{name}.weight_g_idx", "gives columns to groups out of order (act order), which can't be computed"
-            )
         check_groups(source, f"{name}.weight_packed", I, self.group)
         words = take_words(source, f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
         shape_2 = take_indices(source, f"{name}.weight_shape", (2,))
+        order_I = take_indices(source, f"{name}.weight_g_idx", (I,)) if f"{name}.weight_g_idx" in source else None
         G = I // (self.group or I)
         scales_OG = take_scale(source, f"{name}.weight_scale", (O, G), device)
         packed = None
@@ -54,6 +50,8 @@ class PackedInts:
             packed = take_words(source, f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
         if not source.has_numbers:
             return None
+        if order_I is not None and not bool((order_I == -1).all()):  # which compressed-tensors writes where there is no order
+            _expect_in_order(source, f"{name}.weight_g_idx", order_I, self.group or I)
         if (said := shape_2.tolist()) != [O, I]:
             raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
         zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
@@ -66,8 +64,10 @@ class Awq:
 
     group: int
     packs: ClassVar[bool] = True
-    endings: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
     may_end: ClassVar[tuple[str, ...]] = ()
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return "qweight", "qzeros", "scales"
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
@@ -104,8 +104,10 @@ class Gptq:
     added: int
     has_order: bool = False
     packs: ClassVar[bool] = True
-    endings: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
-    may_end: ClassVar[tuple[str, ...]] = ("g_idx",)
+    may_end: ClassVar[tuple[str, ...]] = ("g_idx", "bias")  # AutoGPTQ writes biases of zeros where a model has none
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return "qweight", "qzeros", "scales"
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
@@ -123,11 +125,8 @@ class Gptq:
             order_I = take_indices(source, f"{name}.g_idx", (I,))
         if not source.has_numbers:
             return None
-        if order_I is not None and not torch.equal(order_I, torch.arange(I) // group):
-            raise source.refuse(
-                f"{name}.g_idx", "gives columns to groups out of order (desc_act, act order), which can't be computed; "
-                "nearest thing that works: a checkpoint made with desc_act false"
-            )  # fmt: skip
+        if order_I is not None:
+            _expect_in_order(source, f"{name}.g_idx", order_I, group)
         zeros_OG, stored_GO, middle = None, _fields(zeros, self.bits).int(), 1 << (self.bits - 1)
         if not self.symmetric:
             zeros_OG = _relative(((stored_GO + self.added) % (1 << self.bits)).T, self.bits)
@@ -139,6 +138,14 @@ class Gptq:
             )  # fmt: skip
         codes_OI = _fields(words.T.contiguous(), self.bits)
         return CodedRows(_integers(self.bits), codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group)
+
+
+def _expect_in_order(source: Source, name: str, order_I: Tensor, group: int) -> None:
+    if not torch.equal(order_I, torch.arange(len(order_I)) // group):
+        raise source.refuse(
+            name, "gives columns to groups out of order (desc_act, act order), which can't be computed; nearest thing that "
+            "works: a checkpoint made with desc_act false"
+        )  # fmt: skip
 
 
 def _integers(bits: int) -> Kind:

@@ -30,6 +30,7 @@ _ALL = Rule("class", "Linear")
 
 _FP8 = "quant_method activation_scheme fmt weight_block_size modules_to_not_convert ignored_layers scale_fmt kv_cache_scheme "
 _FP8 += "dequantize modules_to_convert expert_dtype"
+_PER_MATRIX = Fp8("weight_scale", "tensor", or_scale="weight_scale_inv")  # the latter is transformers' name
 _FP8_NEUTRAL = {"fmt": "e4m3", "dequantize": False, "modules_to_convert": [], "expert_dtype": "fp8"}
 
 
@@ -39,7 +40,7 @@ def fp8(scheme: dict[str, Any], where: str) -> Quantization:
     only(scheme, "activation_scheme", where, "dynamic", "static")
     only(scheme, "scale_fmt", where, "float", "ue8m0")
     blocks = scheme.get("weight_block_size")
-    format = Fp8("weight_scale", "tensor") if blocks is None else Fp8("weight_scale_inv", "block", block(blocks, where))
+    format = _PER_MATRIX if blocks is None else Fp8("weight_scale_inv", "block", block(blocks, where))
     kept = [*name_list(scheme, "modules_to_not_convert", where), *name_list(scheme, "ignored_layers", where)]
     return Quantization("fp8", ((_ALL, format),), tuple(Rule("wildcard", name) for name in kept), _OPTIONAL_HEAD)
 

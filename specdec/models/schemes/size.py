@@ -28,8 +28,9 @@ class MatrixSize(NamedTuple):
 
 def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize:
     if isinstance(format, Fp8):
-        (rows, columns), kind, scales = checkpoint.shape(f"{name}.weight"), "e4m3", f"{name}.{format.scale}"
-        group, zeros, scale_bytes = format.block[1] if format.per == "block" else 0, 0, checkpoint.itemsize(scales)
+        (rows, columns), kind, scales = checkpoint.shape(f"{name}.weight"), "e4m3", format.scale_of(checkpoint, name)
+        group, zeros = format.block[1] if format.per == "block" else 0, 0
+        scale_bytes = FLOAT32 if checkpoint.dtype(scales) == "F8_E8M0" else checkpoint.itemsize(scales)
     elif isinstance(format, ExpertBlocks):
         (experts, each, blocks, half), kind, group = checkpoint.shape(f"{name}_blocks"), "e2m1", MX_BLOCK
         rows, columns, zeros, scale_bytes = experts * each, 2 * blocks * half, 0, 1

@@ -31,15 +31,17 @@ class Source(Protocol):
 class Format(Protocol):
     """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape.
 
-    endings: of the names of its tensors.  may_end: of tensors that may be there, too.
+    may_end: of the names of tensors that may be there beside those that `endings` says.
     """
 
     packs: ClassVar[bool]
 
     @property
-    def endings(self) -> tuple[str, ...]: ...
-    @property
     def may_end(self) -> tuple[str, ...]: ...
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        """Of the names of the tensors of the matrix of that name."""
+        ...
 
     def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         """The matrix of that name and shape, on the device; None if the source has no numbers.
@@ -70,6 +72,11 @@ def take_words(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
 def take_indices(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
     """Whole numbers that are meant as they stand."""
     return source.take_codes(name, shape, "I32", "I64").long()
+
+
+def take_powers(source: Source, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
+    """The exponents of powers of two, as bytes.  dtypes: that may be the tensor's, of one byte each."""
+    return source.take_codes(name, shape, *dtypes).view(torch.uint8)
 
 
 def take_scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:

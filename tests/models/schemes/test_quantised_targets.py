@@ -15,6 +15,8 @@ from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.loading.doctor import scheme_rows
+from specdec.loading.plan import tensor_bytes
+from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target
 from specdec.models.schemes.rules import Rule
@@ -152,11 +154,14 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("fp8 channel", {"lm_head.weight": lambda t: t.to(torch.float8_e4m3fn)}, {}, "holds floats of 8 bits"),
     ("fp8 channel", {f"{Q}.odd": torch.ones(1)}, {}, "not part of this architecture: .*q_proj.odd"),
     ("fp8 channel", {}, {"transform_config": {"a": 1}}, "transform_config must be absent or empty"),
+    ("fp8 channel", {}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config must be absent, empty or of"),
     ("fp8 channel", {}, {"rotation": True}, "unknown keys rotation; they may change what the weights stand for"),
     ("fp8 channel", {}, {"quantization_status": "frozen"}, "quantization_status must be 'compressed', got 'frozen'"),
     ("deepseek fp8", {}, {"weight_block_size": [128, 48]}, "must be a power of two from 32 on, got 48"),
     ("w4a16 g0", {f"{Q}.weight_shape": torch.tensor([128, 64])}, {}, r"must be \[128, 128\], got \[128, 64\]"),
-    ("w4a16 g0", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "act order"),
+    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "act order"),
+    ("gptq4 v1", {f"{Q}.bias": torch.ones(128)}, {}, "bias' must hold zeros alone, or be left out: .*attention_bias"),
+    ("awq", {f"{Q}.bias": torch.zeros(128)}, {}, "not part of this architecture: .*q_proj.bias"),
     ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "desc_act, act order"),
     ("gptq4 v1", {}, {"bits": 3}, "bits must be 4 or 8, got 3"),
     ("gptq4 v1", {}, {"dynamic": {"+:.*": {"bits": 8}}}, "may skip modules"),
@@ -185,3 +190,17 @@ def test_matrices_left_alone_are_ordinary(tmp_path: Path) -> None:
     tensors |= {f"{name}.weight_scale": lambda t: None for name in kept}
     change(folder, tensors, ignore=["lm_head", "re:.*self_attn.*"])
     assert outputs(folder) == outputs(plain)
+
+
+def test_biases_of_zeros_and_dense_matrices_change_nothing(tmp_path: Path) -> None:
+    """Keeps out: a refusal of AutoGPTQ's files, which hold a bias for every matrix; and these biases counted as memory."""
+    folder, plain = save_quantised(tmp_path / "gptq", SCHEMES["gptq4 v1"])
+    names = [name.removesuffix(".qweight") for name in load_file(folder / "model.safetensors") if name.endswith("qweight")]
+    rows = {name: load_file(folder / "model.safetensors")[f"{name}.scales"].shape[1] for name in names}
+    chosen = choose_target(folder)
+    before = tensor_bytes(open_target(folder, chosen.config), chosen.config, torch.bfloat16, set())
+    change(folder, {f"{name}.bias": torch.zeros(rows[name], dtype=torch.float16) for name in names})
+    assert outputs(folder) == outputs(plain)
+    assert tensor_bytes(open_target(folder, chosen.config), chosen.config, torch.bfloat16, set()) == before
+    folder, _ = save_quantised(tmp_path / "fp8", SCHEMES["fp8 channel"])
+    choose_target(change(folder, sparsity_config={"format": "dense", "global_sparsity": 0.1, "ignore": [], "targets": []}))

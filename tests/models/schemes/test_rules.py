@@ -45,7 +45,7 @@ LEFT_OUT = [
     ({**GPTQ, "group_size": -1, "sym": False}, Gptq(4, 0, False, 1)),
     ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 32}, Gptq(4, 32, True, 0)),
     ({"quant_method": "awq", "bits": 4, "zero_point": True}, Awq(128)),
-    ({"quant_method": "fp8"}, Fp8("weight_scale", "tensor")),
+    ({"quant_method": "fp8"}, Fp8("weight_scale", "tensor", or_scale="weight_scale_inv")),
 ]
 
 
