@@ -17,6 +17,7 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
+from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
@@ -37,7 +38,7 @@ class GptOssConfig(ModelConfig):
 
 def is_coded(raw: dict[str, Any]) -> bool:
     """Whether a config.json says that weights are in few bits: other gpt-oss models are transformers' code's."""
-    return raw.get("model_type") in GPT_OSS and raw.get("quantization_config") is not None
+    return raw.get("model_type") in GPT_OSS and any(raw.get(key) is not None for key in KEYS)
 
 
 def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
@@ -94,7 +95,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
 
 def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization:
     """Experts in mxfp4, all else in ordinary numbers: nothing of the scheme is free."""
-    scheme, where = mapping(raw, "quantization_config", where), f"{where}: quantization_config"
+    scheme, where = scheme_of(raw, where)
     if scheme.get("quant_method") != METHOD:
         raise ValueError(
             f"{where}: quant_method must be {METHOD!r} for gpt-oss, as in its own checkpoints, got "

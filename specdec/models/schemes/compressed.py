@@ -12,9 +12,9 @@ from specdec.models.schemes.source import Format
 
 _KNOWN = "quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio version "
 _KNOWN += "transform_config sparsity_config"
-_GROUP = "targets weights input_activations output_activations format"
-_WEIGHTS = "num_bits type symmetric strategy group_size block_structure dynamic actorder scale_dtype zp_dtype "
-_WEIGHTS += "observer observer_kwargs"
+GROUP_KEYS = "targets weights input_activations output_activations format"
+WEIGHT_KEYS = "num_bits type symmetric strategy group_size block_structure dynamic actorder scale_dtype zp_dtype "
+WEIGHT_KEYS += "observer observer_kwargs"
 
 
 def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
@@ -25,19 +25,38 @@ def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
     groups = mapping(scheme, "config_groups", where)
     for name in groups:
         inside, group = f"{where}: config_groups.{name}", mapping(groups, name, where)
-        refuse_keys(group, _GROUP, inside)
+        refuse_keys(group, GROUP_KEYS, inside)
         if not group.get("weights"):
             continue
         if group.get("output_activations"):
             raise ValueError(f"{inside}: output_activations must be null, got {group['output_activations']!r}")
         kind = text(group, "format", inside) or text(scheme, "format", where)
         format = _format(mapping(group, "weights", inside), kind, f"{inside}.weights")
-        formats += [(rule_of(target, "targets", inside), format) for target in name_list(group, "targets", inside)]
+        for target in name_list(group, "targets", inside):
+            rule = rule_of(target, "targets", inside)
+            if any(rule == other and format != own for other, own in formats):
+                raise ValueError(f"{inside}: targets must name each matrix once, but an earlier group has {target!r} too")
+            formats.append((rule, format))
     if not formats:
         raise ValueError(f"{where}: config_groups must say how weights are stored, got {groups!r}")
     formats.sort(key=lambda pair: ("exact", "regex", "class").index(pair[0].how))
     kept = tuple(rule_of(name, "ignore", where) for name in name_list(scheme, "ignore", where))
     return Quantization("compressed-tensors", tuple(formats), kept)
+
+
+def compressed_keys_and_values(scheme: dict[str, Any], where: str) -> bool:
+    """Whether the scheme has fp8 scales of keys and values alone, and no weights."""
+    kv, groups = mapping(scheme, "kv_cache_scheme", where), mapping(scheme, "config_groups", where)
+    is_fp8 = kv.get("num_bits") == 8 and kv.get("type") == "float" and kv.get("symmetric", True) and not kv.get("dynamic")
+    members = [mapping(groups, name, where) for name in groups]
+    if not is_fp8 or any(group.get("weights") or "Linear" in str(group.get("targets")) for group in members):
+        return False
+    refuse_keys(scheme, _KNOWN, where)
+    refuse_keys(kv, WEIGHT_KEYS, f"{where}: kv_cache_scheme")
+    for name, group in zip(groups, members, strict=True):
+        refuse_keys(group, GROUP_KEYS, f"{where}: config_groups.{name}")
+    refuse_changes(scheme, where)
+    return True
 
 
 def refuse_changes(scheme: dict[str, Any], where: str) -> None:
@@ -54,7 +73,7 @@ def refuse_changes(scheme: dict[str, Any], where: str) -> None:
 
 
 def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
-    refuse_keys(weights, _WEIGHTS, where)
+    refuse_keys(weights, WEIGHT_KEYS, where)
     bits, strategy = whole(weights, "num_bits", where), text(weights, "strategy", where)
     number, symmetric = only(weights, "type", where, "int", "float"), flag(weights, "symmetric", where, True)
     if weights.get("dynamic"):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specdec.models.checkpoints.config_values import text
-from specdec.models.schemes.compressed import compressed_tensors
+from specdec.models.checkpoints.config_values import mapping, text
+from specdec.models.schemes.compressed import compressed_keys_and_values, compressed_tensors
 from specdec.models.schemes.formats import RoundToNearest
-from specdec.models.schemes.methods import awq, fp8, gptq, modelopt
+from specdec.models.schemes.methods import awq, fp8, gptq, modelopt, modelopt_keys_and_values
 from specdec.models.schemes.rules import HEAD, Quantization, Rule
 
 METHODS = {  # by quant_method, and what of it is read
@@ -23,6 +23,8 @@ METHODS = {  # by quant_method, and what of it is read
 }
 OF_FAMILIES = {"mxfp4": "gpt-oss's own checkpoints: experts in mxfp4, and all else in ordinary numbers"}  # by its config
 ROUNDED: dict[str, RoundToNearest] = {"fp8": RoundToNearest("e4m3", 0), "int4": RoundToNearest("int4", 128)}
+SIDECAR = "hf_quant_config.json"  # of ModelOpt's older files
+KEYS = ("quantization_config", "compression_config")  # of config.json; the latter is an older name
 AT_LOAD = "rounded to nearest at load"
 
 
@@ -34,6 +36,49 @@ def round_to_nearest(to: str) -> Quantization:
 def head_to_nearest(to: str) -> Quantization:
     """What `draft_quantize="fp8"` or "int4" makes of a draft head's ordinary weights: its output layer is rounded too."""
     return Quantization(AT_LOAD, ((Rule("regex", r"(.+\.)?(\w+_proj|fc|lm_head)$"), ROUNDED[to]),))
+
+
+def scheme_of(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
+    """What a config.json says of weights of few bits, empty if nothing, and where.  ValueError if it says two things."""
+    said = {key: scheme for key in KEYS if (scheme := mapping(raw, key, where))}
+    if len(said) == 2 and said[KEYS[0]] != said[KEYS[1]]:
+        raise ValueError(f"{where}: {' and '.join(KEYS)} must be equal where both are there, but they differ")
+    key = next(iter(said), KEYS[0])
+    return said.get(key, {}), f"{where}: {key}"
+
+
+def quantization_of(raw: dict[str, Any], where: str) -> Quantization | None:
+    """How a config.json says that weights are stored in 8 or 4 bits; None: they are ordinary numbers."""
+    scheme, where = scheme_of(raw, where)
+    return None if not scheme or _is_of_keys_and_values(scheme, where) else parse_quantization(scheme, where)
+
+
+def _is_of_keys_and_values(scheme: dict[str, Any], where: str) -> bool:
+    """Whether a scheme says no more than that there are fp8 scales of keys and values.
+
+    Without kv_cache_dtype="fp8" they are not used.  ValueError if such a scheme has keys that nobody has read about.
+    """
+    method = text(scheme, "quant_method", where)
+    if method == "modelopt":
+        return modelopt_keys_and_values(scheme, where)
+    return method == "compressed-tensors" and compressed_keys_and_values(scheme, where)
+
+
+def read_sidecar(beside: dict[str, Any], raw: dict[str, Any], where: str, config: str) -> dict[str, Any] | None:
+    """What hf_quant_config.json says, in the words of a quantization_config; None: config.json says the same.
+
+    beside, raw: the objects in the two files.  where, config: their names.  ValueError names what is wrong in it.
+    """
+    said, (scheme, key) = {"quant_method": "modelopt", **mapping(beside, "quantization", where)}, scheme_of(raw, config)
+    if not scheme:
+        quantization_of({KEYS[0]: said}, where)  # so that an error names this file
+        return said
+    for name in ("quant_method", "quant_algo", "group_size"):
+        if said.get(name) is not None and scheme.get(name) is not None and said[name] != scheme[name]:
+            raise ValueError(
+                f"{where} says {name} {said[name]!r}, but {key} says {scheme[name]!r}; expected one of them, or both alike"
+            )
+    return None
 
 
 def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:

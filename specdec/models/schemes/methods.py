@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
+from specdec.models.schemes.compressed import GROUP_KEYS, WEIGHT_KEYS
 from specdec.models.schemes.formats import Fp4, Fp8
 from specdec.models.schemes.integers import Awq, Gptq
 from specdec.models.schemes.rules import (
@@ -118,16 +119,48 @@ def _group_size(scheme: dict[str, Any], where: str) -> int:
 
 _MODELOPT = "quant_method quant_algo has_zero_point pre_quant_scale kv_cache_quant_algo kv_cache_scheme group_size ignore "
 _MODELOPT += "exclude_modules producer config_groups"
+_ALGORITHMS = {"FP8": (8, (None, 0)), "NVFP4": (4, (16, None)), "W4A16_NVFP4": (4, (16, None))}  # bits, and columns of a scale
 
 
 def modelopt(scheme: dict[str, Any], where: str) -> Quantization:
     refuse_keys(scheme, _MODELOPT, where)
     neutral(scheme, where, {"pre_quant_scale": False, "has_zero_point": False})
-    algorithm = only(scheme, "quant_algo", where, "FP8", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
-    if algorithm == "NVFP4_AWQ":
-        raise ValueError(f"{where}: quant_algo must be FP8 or NVFP4, got {algorithm!r}, which scales activations")
+    algorithm = text(scheme, "quant_algo", where)
+    if algorithm not in _ALGORITHMS:
+        why = ", which scales activations" if algorithm == "NVFP4_AWQ" else ""
+        raise ValueError(f"{where}: quant_algo must be {' or '.join(map(repr, _ALGORITHMS))}, got {algorithm!r}{why}")
+    _expect_of_algorithm(scheme, algorithm, where)
     fp4 = Fp4("weight", 16, "weight_scale_2")
     kept = [*name_list(scheme, "exclude_modules", where), *name_list(scheme, "ignore", where)]
     format: Format = Fp8("weight_scale", "tensor") if algorithm == "FP8" else fp4
     rules = tuple(rule_of(name, "ignore", where) if name.startswith("re:") else Rule("wildcard", name) for name in kept)
     return Quantization("modelopt", ((_ALL, format),), rules, _OPTIONAL_HEAD)
+
+
+def _expect_of_algorithm(scheme: dict[str, Any], algorithm: str, where: str) -> None:
+    """ValueError if other keys say other weights than quant_algo does."""
+    bits, sizes = _ALGORITHMS[algorithm]
+    groups = mapping(scheme, "config_groups", where)
+    said = {where: (scheme.get("group_size"), None, None, None)}
+    for name in groups:
+        group, inside = mapping(groups, name, where), f"{where}: config_groups.{name}"
+        refuse_keys(group, GROUP_KEYS, inside)
+        weights = mapping(group, "weights", inside)
+        refuse_keys(weights, WEIGHT_KEYS, f"{inside}.weights")
+        said[inside] = (*(weights.get(key) for key in ("group_size", "num_bits", "type")), group.get("targets"))
+    for place, (size, own_bits, kind, targets) in said.items():
+        if size not in sizes:
+            raise ValueError(f"{place}: group_size must be {sizes[0]} or left out with quant_algo {algorithm!r}, got {size!r}")
+        if own_bits not in (None, bits) or kind not in (None, "float") or targets not in (None, ["Linear"]):
+            raise ValueError(
+                f"{place} must say {bits} bits, type 'float' and targets ['Linear'] with quant_algo {algorithm!r}, got "
+                f"num_bits {own_bits!r}, type {kind!r} and targets {targets!r}"
+            )
+
+
+def modelopt_keys_and_values(scheme: dict[str, Any], where: str) -> bool:
+    """Whether the scheme has fp8 scales of keys and values alone, and no weights."""
+    if scheme.get("kv_cache_quant_algo") != "FP8" or scheme.get("quant_algo") or mapping(scheme, "config_groups", where):
+        return False
+    refuse_keys(scheme, _MODELOPT, where)
+    return True

@@ -1,14 +1,18 @@
 """The keys of quantization_configs as today's tools write them: those that change nothing are taken, all others are refused."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from toolkit.models import save_target
 from toolkit.oracles.quantised import compressed
 from transformers.utils.quantization_config import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
+from specdec.models.config import read_target_json
 from specdec.models.gpt_oss.config import _quantization as of_gpt_oss
-from specdec.models.schemes.config import parse_quantization
+from specdec.models.registry import choose_target
+from specdec.models.schemes.config import parse_quantization, quantization_of
 from specdec.models.schemes.formats import Fp8
 from specdec.models.schemes.integers import Awq, Gptq
 
@@ -53,6 +57,8 @@ def test_gpt_oss_keys() -> None:
 
 CT = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
 GROUP = CT["config_groups"]["group_0"]
+OTHER = {**GROUP["weights"], "strategy": "tensor"}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FP8, "dequantize": True}, "dequantize must be False, got True"),
     ({**FP8, "expert_dtype": "fp4"}, "expert_dtype must be 'fp8', got 'fp4'"),
@@ -78,6 +84,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**CT, "config_groups": {"a": {**GROUP, "targets": ["re:(.*"]}}},
         r"config_groups.a: targets must hold regular",
     ),
+    (
+        {**CT, "config_groups": {"a": GROUP, "b": {**GROUP, "weights": OTHER}}},
+        "config_groups.b: targets .* 'Linear' too",
+    ),
+    ({"quant_method": "modelopt"}, "quant_algo must be 'FP8' or 'NVFP4' or 'W4A16_NVFP4', got None"),
+    ({**NVFP4, "quant_algo": "NVFP4_AWQ"}, "or 'W4A16_NVFP4', got 'NVFP4_AWQ', which scales activations"),
+    ({**NVFP4, "group_size": 32}, "here: group_size must be 16 or left out with quant_algo 'NVFP4', got 32"),
+    ({**NVFP4, "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}}, "config_groups.a must say 4 bits"),
+    (
+        {**NVFP4, "config_groups": {"a": {"weights": {"num_bits": 4, "rotate": 1}}}},
+        "a.weights: unknown keys rotate",
+    ),
     ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["re:["]}, "ignore must hold regular expressions, got '\\['"),
 ]
 
@@ -87,3 +105,59 @@ def test_other_values_are_refused_by_name(raw: dict[str, Any], says: str) -> Non
     """Keeps out: values that change what codes stand for, keys that contradict each other, and a traceback of re's."""
     with pytest.raises(ValueError, match=says):
         parse_quantization(raw, "here")
+
+
+KV = {"num_bits": 8, "type": "float"}
+OF_CACHES: list[dict[str, Any]] = [
+    {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV},
+    {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+]
+
+
+@pytest.mark.parametrize("scheme", OF_CACHES, ids=lambda scheme: scheme["quant_method"])
+def test_a_scheme_of_keys_and_values_is_read_as_strictly(scheme: dict[str, Any]) -> None:
+    """Keeps out: a rotation, or a key that nobody knows, beside scales of the cache, passed over in silence."""
+    assert quantization_of({"quantization_config": scheme}, "here") is None
+    for key, value in (
+        ("transform_config", {"a": 1}),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("rotation", True),
+    ):
+        with pytest.raises(ValueError, match=f"here: quantization_config: .*{key}"):
+            quantization_of({"quantization_config": {**scheme, key: value}}, "here")
+
+
+def test_two_places_that_say_how_weights_are_stored_must_agree(tmp_path: Path) -> None:
+    """Keeps out: the scheme of one place taken, and that of the other passed over in silence."""
+    with pytest.raises(ValueError, match="quantization_config and compression_config must be equal where both are there"):
+        quantization_of({"quantization_config": CT, "compression_config": {**CT, "ignore": []}}, "here")
+    assert str(quantization_of({"quantization_config": CT, "compression_config": CT}, "here")).startswith("fp8")
+
+    def read(beside: Any, scheme: dict[str, Any] | None) -> Any:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+        (tmp_path / "config.json").write_text(json.dumps({} if scheme is None else {"quantization_config": scheme}))
+        return read_target_json(tmp_path).get("quantization_config")
+
+    assert read({"quant_algo": "NVFP4", "group_size": 16}, None) == {**NVFP4, "group_size": 16}
+    assert read({"quant_algo": "NVFP4", "group_size": 16}, NVFP4) == NVFP4
+    for beside, scheme, says in (
+        ({"quant_algo": "FP8"}, NVFP4, "hf_quant_config.json says quant_algo 'FP8', but .*quantization_config says 'NVFP4'"),
+        ({"quant_algo": "FP8"}, CT, "hf_quant_config.json says quant_method 'modelopt', but .* says 'compressed-tensors'"),
+        ({"quant_algo": "INT4"}, None, "hf_quant_config.json: quantization_config: quant_algo must be 'FP8' or"),
+        (None, None, "hf_quant_config.json: quantization_config: quant_algo must be 'FP8' or"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            read(beside, scheme)
+
+
+def test_transformers_code_does_not_pass_a_scheme_over(tmp_path: Path) -> None:
+    """Keeps out: codes read as numbers by transformers' code, since their scheme has an older name or a file of its own."""
+    path = save_target(tmp_path / "target", "llama")
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "compression_config": CT}))
+    with pytest.raises(ValueError, match="compression_config must be absent: specdec's own .*nearest: backend='auto'"):
+        choose_target(path, "transformers")
+    (path / "config.json").write_text(json.dumps(raw))
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(ValueError, match="hf_quant_config.json must be absent: .* nearest: backend='auto'"):
+        choose_target(path, "transformers")
