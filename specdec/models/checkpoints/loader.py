@@ -135,12 +135,26 @@ def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Forma
 def _fill_codes(
     linear: Linear, checkpoint: Checkpoint, part: str, name: str, format: Format, arrange: Arrange | None
 ) -> None:  # fmt: skip
+    _expect_codes(checkpoint, name, format)
     if (rows := format.read(checkpoint, name, linear.shape(part), linear.device)) is None:
         return
     try:
         linear.fill(part, rows if arrange is None else rows.arranged(arrange))
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
+
+
+def _expect_codes(checkpoint: Checkpoint, name: str, format: Format) -> None:
+    """ValueError if a matrix is ordinary numbers where the config says that it is in codes."""
+    own = f"{name}.weight"
+    if isinstance(format, RoundToNearest) or own not in checkpoint or format.has(checkpoint, name):
+        return
+    if (found := checkpoint.dtype(own)) in ("F64", "F32", "F16", "BF16"):
+        assert checkpoint.quantization is not None
+        raise checkpoint.refuse(
+            own, f"holds ordinary numbers ({found}), but by config.json this matrix is in {describe(format)}; expected its "
+            f"codes, or the matrix named in {checkpoint.quantization.kept_by}"
+        )  # fmt: skip
 
 
 def _expect_no_bias(checkpoint: Checkpoint, name: str, format: Format, rows: int) -> None:
@@ -162,6 +176,7 @@ def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arr
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
+    _expect_codes(checkpoint, name, format)
     _expect_no_bias(checkpoint, name, format, linear.shape()[0])
     if (rows := format.read(checkpoint, name, linear.shape(), stored.tensor.device)) is None:
         return
@@ -180,6 +195,7 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
             for ending, stored in stack.tensors(index, part).items():
                 copy_run(stored, checkpoint, f"{name}.{ending}")
             continue
+        _expect_codes(checkpoint, name, format)
         _expect_no_bias(checkpoint, name, format, stack.shape(part)[0])
         if (rows := format.read(checkpoint, name, stack.shape(part), stack.device)) is None:
             continue

@@ -21,6 +21,7 @@ from specdec.models.schemes.source import Source, check_groups, ignore, one_of, 
 from specdec.ops.experts.codes import power_of_two
 from specdec.ops.quantised.codes import Kind, quantise, unpack
 
+LEAST_GROUP = 32  # columns of a scale, below which no kernel reads them
 MX_BLOCK = 32  # columns that share a scale in mxfp4
 
 
@@ -115,6 +116,8 @@ class Fp4:
             scales, of_all = take_powers(source, scale_name, grid, "U8", "F8_E8M0").to(device), torch.empty(0)
         if not source.has_numbers:
             return None
+        if self.divides and not bool(of_all > 0):
+            raise source.refuse(whole_name, f"divides all scales of the matrix, so it must be above 0, got {float(of_all):g}")
         codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         if not self.whole:
             scales_OG = power_of_two(scales)
@@ -165,7 +168,10 @@ class ExpertBlocks:
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """A matrix of ordinary numbers, rounded to codes as it is loaded.  group: columns of a scale; 0: all of a row."""
+    """A matrix of ordinary numbers, rounded to codes as it is loaded.
+
+    group: columns of a scale where these divide a matrix's; 0: all of a row.  See `group_of`.
+    """
 
     kind: Kind
     group: int
@@ -181,7 +187,14 @@ class RoundToNearest:
     def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
         weight_OI = source.take(f"{name}.weight", shape).to(device)
         source.landed(f"{name}.weight", weight_OI)
-        return None if not source.has_numbers else rounded(weight_OI, self.kind, self.group)
+        return None if not source.has_numbers else rounded(weight_OI, self.kind, self.group_of(shape[1]))
+
+    def group_of(self, columns: int) -> int:
+        """Columns of a scale in a matrix of so many: the most of `group`, its half and so on down to 32; 0: all of a row."""
+        group = self.group
+        while group >= LEAST_GROUP and columns % group:
+            group //= 2
+        return group if group >= LEAST_GROUP and (group == self.group or group < columns) else 0
 
 
 def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:

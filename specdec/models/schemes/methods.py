@@ -26,6 +26,7 @@ from specdec.models.schemes.source import Format
 
 _OPTIONAL_HEAD = (Rule("exact", HEAD),)
 _ALL = Rule("class", "Linear")
+_SKIPS = "modules_to_not_convert"
 
 # ---- fp8 ----
 
@@ -43,7 +44,7 @@ def fp8(scheme: dict[str, Any], where: str) -> Quantization:
     blocks = scheme.get("weight_block_size")
     format = _PER_MATRIX if blocks is None else Fp8("weight_scale_inv", "block", block(blocks, where))
     kept = [*name_list(scheme, "modules_to_not_convert", where), *name_list(scheme, "ignored_layers", where)]
-    return Quantization("fp8", ((_ALL, format),), tuple(Rule("wildcard", name) for name in kept), _OPTIONAL_HEAD)
+    return Quantization("fp8", ((_ALL, format),), tuple(Rule("wildcard", name) for name in kept), _OPTIONAL_HEAD, _SKIPS)
 
 
 # ---- AWQ and GPTQ, which the same tools write ----
@@ -107,7 +108,8 @@ def _of_integers(
     named = tuple(Rule("regex", rf".*\.{re.escape(name)}$") for run in runs for name in run)  # all others are ordinary
     has_head = flag(scheme, "lm_head", where)
     rules = (*named, Rule("exact", HEAD)) if named else (_ALL,)
-    return Quantization(method, tuple((rule, format) for rule in rules), kept, () if has_head else _OPTIONAL_HEAD)
+    optional, skips = () if has_head else _OPTIONAL_HEAD, _SKIPS if method == "awq" else "dynamic ('-:regex')"
+    return Quantization(method, tuple((rule, format) for rule in rules), kept, optional, skips)
 
 
 def _group_size(scheme: dict[str, Any], where: str) -> int:
@@ -141,7 +143,7 @@ def _expect_of_algorithm(scheme: dict[str, Any], algorithm: str, where: str) -> 
     """ValueError if other keys say other weights than quant_algo does."""
     bits, sizes = _ALGORITHMS[algorithm]
     groups = mapping(scheme, "config_groups", where)
-    said = {where: (scheme.get("group_size"), None, None, None)}
+    said: dict[str, tuple[Any, ...]] = {where: (scheme.get("group_size"), None, None, None)}
     for name in groups:
         group, inside = mapping(groups, name, where), f"{where}: config_groups.{name}"
         refuse_keys(group, GROUP_KEYS, inside)

@@ -38,13 +38,14 @@ class Quantization:
 
     method: who wrote it, or "round to nearest".  formats: rules and the format of the matrices that they fit; exact rules
     before expressions, and those before classes.  kept: matrices that are ordinary numbers.
-    optional: matrices that are quantised only where the tensors say so.
+    optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
     """
 
     method: str
     formats: tuple[tuple[Rule, Format], ...]
     kept: tuple[Rule, ...] = ()
     optional: tuple[Rule, ...] = ()
+    kept_by: str = "ignore"
 
     def format_of(self, name: str, has: Callable[[Format], bool]) -> Format | None:
         """The format of the matrix of that name; None: ordinary numbers.  has: whether the tensors look like the format."""
@@ -55,22 +56,27 @@ class Quantization:
             return None
         return found
 
-    def groups(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Columns of a scale, of each format in which matrices of these names may be and which has scales for groups."""
+    def groups(self, names: Iterable[str], columns: int) -> tuple[int, ...]:
+        """Columns of a scale, of each format in which matrices of these names may be and which has scales for groups.
+
+        columns: of each of these matrices.
+        """
         found = {format for name in names if (format := self.format_of(name, lambda _: True)) is not None}
-        return tuple(sorted({group for format in found if (group := _group_of(format))}))
+        return tuple(sorted({group for format in found if (group := _group_of(format, columns))}))
 
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(describe(format) for _, format in self.formats))
         return f"{kinds} ({self.method})"
 
 
-def _group_of(format: Format) -> int:
+def _group_of(format: Format, columns: int) -> int:
+    if isinstance(format, RoundToNearest):
+        return format.group_of(columns)
     if isinstance(format, ExpertBlocks):
         return MX_BLOCK
     if isinstance(format, Fp8):
         return format.block[1] if format.per == "block" else 0
-    assert isinstance(format, Awq | Fp4 | Gptq | PackedInts | RoundToNearest)
+    assert isinstance(format, Awq | Fp4 | Gptq | PackedInts)
     return format.group
 
 
@@ -84,8 +90,10 @@ def describe(format: Format) -> str:
     if isinstance(format, ExpertBlocks):
         return "experts in mxfp4, weights alone"
     if isinstance(format, RoundToNearest):
-        groups = f"{format.group} columns" if format.group else "row"
-        return f"{'fp8' if format.kind == 'e4m3' else format.kind}, a scale for each {groups}"
+        if not format.group:
+            return f"{'fp8' if format.kind == 'e4m3' else format.kind}, a scale for each row"
+        fewer = f"where {format.group} does not divide the columns, for 64, 32 or all of a row"
+        return f"{format.kind}, a scale for each {format.group} columns ({fewer})"
     assert isinstance(format, Awq | Gptq | PackedInts)
     bits = 4 if isinstance(format, Awq) else format.bits
     symmetric = not isinstance(format, Awq) and format.symmetric

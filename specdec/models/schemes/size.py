@@ -36,7 +36,7 @@ def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize
         rows, columns, zeros, scale_bytes = experts * each, 2 * blocks * half, 0, 1
     elif isinstance(format, RoundToNearest):
         (rows, columns), kind, zeros, scale_bytes = checkpoint.shape(f"{name}.weight"), format.kind, 0, FLOAT32
-        group = format.group if format.group and columns % format.group == 0 else 0
+        group = format.group_of(columns)
     elif isinstance(format, Fp4):
         (rows, half), kind, group, zeros, scale_bytes = (
             checkpoint.shape(f"{name}.{format.weight}"),

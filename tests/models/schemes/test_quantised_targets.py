@@ -14,11 +14,12 @@ from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
+from specdec.draft.formats.open import HowToRead, open_head
 from specdec.loading.doctor import scheme_rows
 from specdec.loading.plan import tensor_bytes
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear
-from specdec.models.registry import choose_target
+from specdec.models.registry import check_chosen, choose_target, load_chosen
 from specdec.models.schemes.rules import Rule
 from specdec.models.sharding import share_of
 from specdec.ops.quantised.codes import dequantise
@@ -104,6 +105,36 @@ def test_modelopts_older_file_is_read(tmp_path: Path) -> None:
     assert str(choose_target(quantised).config.quantization) == "fp8, a scale for each matrix (modelopt)"
 
 
+@pytest.mark.parametrize(("columns", "group"), [(256, 128), (128, 128), (192, 64), (96, 32), (64, 0), (32, 0), (172, 0)])
+def test_columns_that_128_does_not_divide_have_smaller_groups(tmp_path: Path, columns: int, group: int) -> None:
+    """Keeps out: one scale for each row of a wide matrix, where the notice says one for each 128 columns."""
+    target = save_target(tmp_path, "llama", **SIZES | dict(intermediate_size=columns))
+    chosen = choose_target(target, quantize="int4")
+    assert chosen.config.quantization is not None
+    assert "a scale for each 128 columns (where 128 does not divide the columns, for 64, 32" in str(chosen.config.quantization)
+    model = load_chosen(chosen, target, 64, torch.device("cpu"), torch.bfloat16, False)
+    down = model.get_submodule("layers.0.mlp.down_proj")
+    assert isinstance(down, Linear) and down.planes is not None
+    assert (down.planes.group, down.planes.scales_OG.shape[1]) == (group, columns // (group or columns))
+    foreseen = tensor_bytes(open_target(target, chosen.config), chosen.config, torch.bfloat16, set())
+    assert foreseen == sum(weight.nbytes for weight in model.parameters())
+
+
+def test_ranks_share_whole_groups_of_any_size(tmp_path: Path) -> None:
+    """Keeps out: ranks that are started, and then cut a group of 64 columns, of a target or of a head that is rounded."""
+    sizes = SIZES | dict(hidden_size=192, intermediate_size=192, num_hidden_layers=3)
+    target = save_target(tmp_path / "target", "llama", **sizes, num_attention_heads=6, num_key_value_heads=6)
+    config = choose_target(target, quantize="int4").config
+    assert share_of(config, Shard(0, 3)).intermediate_size == 64
+    with pytest.raises(ValueError, match="intermediate_size 192 in whole groups of 64 evenly, got 2"):
+        share_of(config, Shard(0, 2))
+    plain = choose_target(target).config
+    head = open_head(save_eagle3(tmp_path / "head", target), plain, HowToRead(quantize="int4")).reading.spec.model
+    assert head.quantization is not None and share_of(plain, Shard(0, 2)).intermediate_size == 96
+    with pytest.raises(ValueError, match=r"in whole groups of \d+ evenly, got 2"):
+        share_of(head, Shard(0, 2))
+
+
 def test_ranks_share_whole_groups(tmp_path: Path) -> None:
     """Keeps out: a cut inside of a group, whose scale then belongs to half of the columns."""
     quantised, _ = save_quantised(tmp_path, SCHEMES["w4a16 g128"])
@@ -148,6 +179,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "parts of one matrix must be stored alike, but .*q_proj is ordinary",
     ),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: None}, {}, f"tensor '{Q}.weight_scale' is missing"),
+    ("fp8 channel", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* or the matrix named in ignore$"),
+    ("w4a16 g0", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* in int4, .* named in ignore$"),
+    ("gptq4 v1", {}, {"lm_head": True}, "'lm_head.weight' holds ordinary numbers .*named in dynamic"),
+    ("nvfp4", {f"{Q}.weight_global_scale": torch.zeros(1)}, {}, "weight_global_scale' divides all .* must be above 0, got 0"),
     ("fp8 channel", {f"{Q}.weight": lambda t: t.float()}, {}, f"tensor '{Q}.weight' must hold F8_E4M3, got F32"),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: t * torch.nan}, {}, "holds NaN or infinity"),
     ("fp8 channel", {f"{Q}.weight": lambda t: (t.float() * torch.nan).to(t.dtype)}, {}, f"'{Q}.weight' holds NaN or infinity"),
@@ -204,3 +239,44 @@ def test_biases_of_zeros_and_dense_matrices_change_nothing(tmp_path: Path) -> No
     assert tensor_bytes(open_target(folder, chosen.config), chosen.config, torch.bfloat16, set()) == before
     folder, _ = save_quantised(tmp_path / "fp8", SCHEMES["fp8 channel"])
     choose_target(change(folder, sparsity_config={"format": "dense", "global_sparsity": 0.1, "ignore": [], "targets": []}))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("awq", "'.*qweight' looks like codes of AWQ, but .*config.json lacks quantization_config, .* quant_method 'awq'"),
+        ("gptq4 v1", "'.*qweight' looks like codes of GPTQ, .* quant_method 'gptq'"),
+        ("w4a16 g128", "'.*weight_packed' looks like codes of compressed-tensors, .* quant_method 'compressed-tensors'"),
+        ("nvfp4", "'.*weight_packed' looks like codes of compressed-tensors, .* quant_method 'compressed-tensors'"),
+        ("modelopt nvfp4", "'.*weight' looks like codes of ModelOpt, .* quant_method 'modelopt'"),
+        ("deepseek fp8", "'.*weight' looks like codes of fp8 with a scale for each block or matrix, .* quant_method 'fp8'"),
+        ("fp8 channel", "'.*weight' looks like codes of fp8, .* quant_method 'compressed-tensors', 'modelopt' or 'fp8'"),
+    ],
+)
+def test_codes_of_which_the_config_is_silent_are_recognised(tmp_path: Path, name: str, says: str) -> None:
+    """Keeps out: "the tensor is missing" and "not part of this architecture" where keys of the config are missing."""
+    folder, _ = save_quantised(tmp_path, SCHEMES[name])
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    for quantize in ("none", "int4"):
+        with pytest.raises(ValueError, match=f"{says}$") as info:
+            check_chosen(choose_target(folder, quantize=quantize), folder)
+        assert "the keys of the tool that wrote the weights" in str(info.value)
+    (folder / "quantize_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="expected there the keys of quantize_config.json, which lies beside it, and"):
+        check_chosen(choose_target(folder), folder)
+
+
+def test_quantised_heads_name_what_works(tmp_path: Path) -> None:
+    """Keeps out: a refusal that does not say how a head in few bits can run."""
+    target = save_target(tmp_path / "target", "llama", num_hidden_layers=3)
+    head = save_eagle3(tmp_path / "head", target)
+    raw = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(raw | {"quantization_config": SCHEMES["fp8 channel"].config}))
+    with pytest.raises(ValueError, match="quantization_config must be absent: .*nearest .* draft_quantize='fp8'"):
+        open_head(head, None)
+    (head / "config.json").write_text(json.dumps(raw))
+    (head / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="hf_quant_config.json must be absent: .*nearest .* draft_quantize='fp8'"):
+        open_head(head, None)
