@@ -120,9 +120,12 @@ class Gptq:
         words = take_words(source, f"{name}.qweight", (I // a_word, O)).to(device)
         zeros = take_words(source, f"{name}.qzeros", (I // group, O // a_word)).to(device)
         scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
-        order_I = None
-        if f"{name}.g_idx" in source or (self.has_order and group < I):
-            order_I = take_indices(source, f"{name}.g_idx", (I,))
+        order_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
+        if order_I is None and self.has_order and group < I:
+            raise source.refuse(
+                f"{name}.g_idx", "is missing, which must say the group of each column where config.json says desc_act true; "
+                "nearest thing that works: a checkpoint made with desc_act false"
+            )  # fmt: skip
         if not source.has_numbers:
             return None
         if order_I is not None:

@@ -108,7 +108,7 @@ def _of_integers(
     named = tuple(Rule("regex", rf".*\.{re.escape(name)}$") for run in runs for name in run)  # all others are ordinary
     has_head = flag(scheme, "lm_head", where)
     rules = (*named, Rule("exact", HEAD)) if named else (_ALL,)
-    optional, skips = () if has_head else _OPTIONAL_HEAD, _SKIPS if method == "awq" else "dynamic ('-:regex')"
+    optional, skips = () if has_head else _OPTIONAL_HEAD, _SKIPS if method == "awq" else "dynamic ('-:regex'), or lm_head false"
     return Quantization(method, tuple((rule, format) for rule in rules), kept, optional, skips)
 
 

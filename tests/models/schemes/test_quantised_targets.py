@@ -181,7 +181,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: None}, {}, f"tensor '{Q}.weight_scale' is missing"),
     ("fp8 channel", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* or the matrix named in ignore$"),
     ("w4a16 g0", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* in int4, .* named in ignore$"),
-    ("gptq4 v1", {}, {"lm_head": True}, "'lm_head.weight' holds ordinary numbers .*named in dynamic"),
+    ("gptq4 v1", {}, {"lm_head": True}, "'lm_head.weight' holds ordinary numbers .*named in dynamic .*, or lm_head false$"),
     ("nvfp4", {f"{Q}.weight_global_scale": torch.zeros(1)}, {}, "weight_global_scale' divides all .* must be above 0, got 0"),
     ("fp8 channel", {f"{Q}.weight": lambda t: t.float()}, {}, f"tensor '{Q}.weight' must hold F8_E4M3, got F32"),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: t * torch.nan}, {}, "holds NaN or infinity"),
