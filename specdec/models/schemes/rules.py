@@ -92,8 +92,8 @@ def describe(format: Format) -> str:
     if isinstance(format, RoundToNearest):
         if not format.group:
             return f"{'fp8' if format.kind == 'e4m3' else format.kind}, a scale for each row"
-        fewer = f"where {format.group} does not divide the columns, for 64, 32 or all of a row"
-        return f"{format.kind}, a scale for each {format.group} columns ({fewer})"
+        fewer = f"or for 64, 32 or all of a row where {format.group} does not divide them"
+        return f"{format.kind}, a scale for each {format.group} columns, {fewer}"
     assert isinstance(format, Awq | Gptq | PackedInts)
     bits = 4 if isinstance(format, Awq) else format.bits
     symmetric = not isinstance(format, Awq) and format.symmetric
