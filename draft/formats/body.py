@@ -43,7 +43,8 @@ def parse_body(
     model = parse_config({**plain, "model_type": family}, where)
     if model.quantization is not None:
         raise ValueError(
-            f"{where}: quantization_config must be absent: draft heads are read in ordinary numbers, got {model.quantization}"
+            f"{where}: quantization_config must be absent: draft heads are read in ordinary numbers, got {model.quantization}; "
+            "nearest thing that works: the head in ordinary numbers, with draft_quantize='fp8' or 'int4' (--draft-quantize)"
         )
     if target is not None and model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")

@@ -120,7 +120,10 @@ def _refuse_others(files: HeadFiles) -> None:
         raise ValueError(f"{where}: target_layer_ids is a key of DeepSpec's layout, of which EAGLE heads can't be read yet")
     for name in ("adapter_config.json", "hf_quant_config.json"):
         if (files.folder / name).is_file():
-            raise ValueError(f"{files.folder / name} must be absent: adapters and quantised heads can't be loaded")
+            raise ValueError(
+                f"{files.folder / name} must be absent: adapters and quantised heads can't be loaded; "
+                "nearest thing that works: the head in ordinary numbers, with draft_quantize='fp8' or 'int4' (--draft-quantize)"
+            )
 
 
 def _architecture(raw: dict[str, Any]) -> str:

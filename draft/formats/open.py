@@ -89,6 +89,9 @@ def _understood(files: HeadFiles, chosen: Format, target: ModelConfig | None, ho
     if target is not None and not reading.spec.own_lm_head and reading.spec.model.hidden_size != target.hidden_size:
         raise ValueError(f"{folder}: a head of another hidden_size than its target's needs an lm_head.weight of its own")
     check_tensors(files, reading)
+    if files.checkpoint.quantization is not None:  # so that ranks are held against groups of columns
+        own = replace(reading.spec.model, quantization=files.checkpoint.quantization)
+        reading = replace(reading, spec=replace(reading.spec, model=own))
     return OpenHead(files, chosen, reading)
 
 

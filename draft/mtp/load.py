@@ -22,8 +22,8 @@ from specdec.models.checkpoints.loader import LLAMA_PARTS, build, fill_layer, fi
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.loader import PARTS
-from specdec.models.schemes.config import Quantization, Rule
 from specdec.models.schemes.formats import RoundToNearest
+from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 

@@ -7,8 +7,8 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import ExpertsConfig
-from specdec.models.schemes.config import describe
-from specdec.models.schemes.formats import Format
+from specdec.models.schemes.rules import describe
+from specdec.models.schemes.source import Format
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,7 +39,7 @@ def stored_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> Shapes:
     stored: Shapes = {}
     for name, shape in wanted_tensors(spec).items():
         matrix, format = name.removesuffix(".weight"), _format(checkpoint, name, shape)
-        for tensor in (name,) if format is None else (f"{matrix}.{ending}" for ending in format.endings):
+        for tensor in (name,) if format is None else (f"{matrix}.{ending}" for ending in format.endings(checkpoint, matrix)):
             stored[tensor] = shape if tensor == name or tensor not in checkpoint else checkpoint.shape(tensor)
     return stored
 

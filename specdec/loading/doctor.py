@@ -29,7 +29,8 @@ from specdec.draft.kinds import NAMES
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED, describe
+from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
+from specdec.models.schemes.rules import describe
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
 from specdec.ops.tuned.here import look

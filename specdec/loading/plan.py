@@ -26,8 +26,8 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.schemes.formats import Format
 from specdec.models.schemes.size import matrix_size
+from specdec.models.schemes.source import Format
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
@@ -195,13 +195,24 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     formats = _formats(checkpoint, names)
     coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
-    own = [name for name in own if name not in coded_names]
+    own = [name for name in own if name not in coded_names and not _is_spare_bias(name, formats, config)]
     coded = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
     heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
     numbers = sum(
         math.prod(checkpoint.shape(name)) * heads.get(name.removesuffix(".weight").rpartition(".")[2], 1) for name in own
     )
     return coded + numbers * dtype.itemsize
+
+
+def _is_spare_bias(name: str, formats: dict[str, Format], config: ModelConfig) -> bool:
+    """Whether it is a bias that a format writes as zeros, of a matrix that has none in the model."""
+    matrix, _, ending = name.rpartition(".")
+    if ending != "bias" or matrix not in formats or "bias" not in formats[matrix].may_end:
+        return False
+    part = matrix.rpartition(".")[2]
+    if part == "o_proj":
+        return not config.o_bias
+    return not (config.mlp_bias if part in ("gate_proj", "up_proj", "down_proj") else config.qkv_bias)
 
 
 def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:

@@ -25,7 +25,8 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.kv_source import KEY, parse_kv_source
-from specdec.models.schemes.config import Quantization, parse_quantization
+from specdec.models.schemes.config import SIDECAR, quantization_of, read_sidecar
+from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
@@ -150,10 +151,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_target_json(folder: Path) -> dict[str, Any]:
-    """A target's config.json, with what ModelOpt's older files say of weights beside it, in hf_quant_config.json."""
-    raw, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
-    if raw.get("quantization_config") is None and beside.is_file():
-        raw["quantization_config"] = {"quant_method": "modelopt", **mapping(read_json(beside), "quantization", str(beside))}
+    """A target's config.json, with what ModelOpt's older files say of weights beside it, in hf_quant_config.json.
+
+    ValueError if both say something and contradict each other.
+    """
+    path, beside = folder / "config.json", folder / SIDECAR
+    raw = read_json(path)
+    if beside.is_file() and (scheme := read_sidecar(read_json(beside), raw, str(beside), str(path))) is not None:
+        raw["quantization_config"] = scheme
     return raw
 
 
@@ -264,29 +269,6 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
         quantization=quantization_of(raw, where),
     )
-
-
-def quantization_of(raw: dict[str, Any], where: str) -> Quantization | None:
-    """How the config says that weights are stored in 8 or 4 bits; None: they are ordinary numbers."""
-    key = "compression_config" if raw.get("compression_config") else "quantization_config"  # the former is its older name
-    scheme = mapping(raw, key, where)
-    if not scheme or quantises_kv_alone(scheme, f"{where}: {key}"):
-        return None
-    return parse_quantization(scheme, f"{where}: {key}")
-
-
-def quantises_kv_alone(scheme: dict[str, Any], where: str) -> bool:
-    """Whether a quantization_config says no more than that there are fp8 scales of keys and values.
-
-    As compressed-tensors (llm-compressor) or ModelOpt write it.  Without kv_cache_dtype="fp8" they are not used.
-    """
-    if scheme.get("quant_method") == "modelopt":
-        return scheme.get("kv_cache_quant_algo") == "FP8" and not scheme.get("quant_algo")
-    kv, groups = mapping(scheme, "kv_cache_scheme", where), mapping(scheme, "config_groups", where)
-    is_fp8 = kv.get("num_bits") == 8 and kv.get("type") == "float" and kv.get("symmetric", True) and not kv.get("dynamic")
-    members = [mapping(groups, name, where) for name in groups]
-    only_kv = not any(group.get("weights") or "Linear" in str(group.get("targets")) for group in members)
-    return scheme.get("quant_method") == "compressed-tensors" and is_fp8 and only_kv
 
 
 def refuse_unknown(raw: dict[str, Any], known: frozenset[str], where: str) -> None:

@@ -89,7 +89,7 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     }
     for name, (width, matrices) in shared.items():
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
-        for group in config.quantization.groups(names):
+        for group in config.quantization.groups(names, width):
             if width % group == 0 and width // size % group:
                 return f"{name} {width} in whole groups of {group}"
     return ""

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec.models.checkpoints.files import StoredTensor, stored_tensors
+from specdec.models.checkpoints.files import SAFE_DTYPES, StoredTensor, stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
-from specdec.models.schemes.config import Quantization
-from specdec.models.schemes.formats import Format
+from specdec.models.schemes.rules import Quantization
+from specdec.models.schemes.source import Format
 
+_SAFE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in SAFE_DTYPES.items()}  # by those in pickles
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _ELSEWHERE = ["original/*", "consolidated*"]  # the same weights once more, in Meta's and Mistral's own layouts
 
@@ -90,6 +91,11 @@ class Checkpoint:
         """By the file's header: the tensor is not read."""
         return self._find(name).shape()
 
+    def dtype(self, name: str) -> str:
+        """By the file's header, as safetensors calls it."""
+        name_there = self._find(name).dtype()
+        return _SAFE_NAMES.get(name_there, name_there)
+
     def itemsize(self, name: str) -> int:
         """Bytes of one of the tensor's numbers, by the header."""
         bits = re.search(r"\d+", self._find(name).dtype())  # F32, F8_E4M3, bfloat16
@@ -154,11 +160,14 @@ class Checkpoint:
         """Like `take`, of integers or booleans."""
         return self._take(name, shape, "integers")
 
-    def take_codes(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Like `take`, of floats of 8 bits.  dtype: as safetensors calls it."""
-        if (got := self._find(name).dtype()) not in (dtype, {"F8_E4M3": "float8_e4m3fn"}[dtype]):
-            raise self.refuse(name, f"must hold {dtype}, got {got}")
-        return self._take(name, shape, "floating-point numbers")
+    def take_codes(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
+        """Like `take`, of numbers that stand for others: in any other dtype their bits would mean something else.
+
+        dtypes: the only ones that the tensor may have, as safetensors calls them.
+        """
+        if (got := self.dtype(name)) not in dtypes:
+            raise self.refuse(name, f"must hold {' or '.join(dtypes)}, got {got}")
+        return self._take(name, shape, self._find(name).kind)
 
     def landed(self, name: str, kept: Tensor) -> None:
         """Says where the tensor's values are now: `finish` refuses them if they are not finite there."""

@@ -17,10 +17,10 @@ from torch import Tensor
 from specdec.models.checkpoints.config_values import mapping, one_line
 from specdec.models.config import read_json
 
-_DTYPES = {  # of safetensors' names, that of a tensor that torch makes of one
+SAFE_DTYPES = {  # of safetensors' names, that of a tensor that torch makes of one
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _LAYOUTS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # safetensors before pickles
 
@@ -43,7 +43,7 @@ class StoredTensor(NamedTuple):
     def without_numbers(self) -> Tensor:
         """What `read` returns, but on torch's meta device, by the header alone; of dtypes that are rare it is read."""
         name = self.dtype()
-        dtype = _DTYPES.get(name) or getattr(torch, name, None)
+        dtype = SAFE_DTYPES.get(name) or getattr(torch, name, None)
         return self.read().to("meta") if dtype is None else torch.empty(self.shape(), dtype=dtype, device="meta")
 
 

@@ -17,7 +17,9 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import Parts, build, copy_, fill_layer, fill_linear, fill_norm
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.checkpoints.swapped import refuse_head_tensors
+from specdec.models.checkpoints.unsaid_codes import refuse_unsaid_codes
 from specdec.models.config import ModelConfig
+from specdec.models.schemes.config import AT_LOAD
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
 
@@ -58,9 +60,11 @@ def load_family(
 
 
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
-    """The folder's tensors, stored as the config says.  ValueError if they are a draft head's."""
+    """The folder's tensors, stored as the config says.  ValueError if it passes codes over, or they are a head's."""
     checkpoint = Checkpoint(folder, quantization=config.quantization)
     refuse_head_tensors(checkpoint.names(), folder)
+    if config.quantization is None or config.quantization.method == AT_LOAD:
+        refuse_unsaid_codes(checkpoint)
     return checkpoint
 
 

@@ -19,8 +19,9 @@ from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.config import ModelConfig, parse_config, read_json, read_target_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
-from specdec.models.schemes.config import describe
-from specdec.models.schemes.formats import Format, RoundToNearest
+from specdec.models.schemes.formats import RoundToNearest
+from specdec.models.schemes.rules import describe
+from specdec.models.schemes.source import Format
 from specdec.ops.rope import by_halves
 
 M = TypeVar("M", bound=nn.Module)
@@ -112,6 +113,8 @@ def fill_linear(
             copy_run(linear.tensors(part)["weight"], checkpoint, f"{name}.weight", own)
         else:
             _fill_codes(linear, checkpoint, part, name, format, own)
+            if linear.bias is None and not linear.unread:
+                _expect_no_bias(checkpoint, name, format, linear.shape(part)[0])
         for ending, stored in linear.bias_tensors(part).items():
             if part in without_bias:
                 stored.tensor.zero_()
@@ -132,6 +135,7 @@ def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Forma
 def _fill_codes(
     linear: Linear, checkpoint: Checkpoint, part: str, name: str, format: Format, arrange: Arrange | None
 ) -> None:  # fmt: skip
+    _expect_codes(checkpoint, name, format)
     if (rows := format.read(checkpoint, name, linear.shape(part), linear.device)) is None:
         return
     try:
@@ -140,12 +144,40 @@ def _fill_codes(
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
+def _expect_codes(checkpoint: Checkpoint, name: str, format: Format) -> None:
+    """ValueError if a matrix is ordinary numbers where the config says that it is in codes."""
+    own = f"{name}.weight"
+    if isinstance(format, RoundToNearest) or own not in checkpoint or format.has(checkpoint, name):
+        return
+    if (found := checkpoint.dtype(own)) in ("F64", "F32", "F16", "BF16"):
+        assert checkpoint.quantization is not None
+        raise checkpoint.refuse(
+            own, f"holds ordinary numbers ({found}), but by config.json this matrix is in {describe(format)}; expected its "
+            f"codes, or the matrix named in {checkpoint.quantization.kept_by}"
+        )  # fmt: skip
+
+
+def _expect_no_bias(checkpoint: Checkpoint, name: str, format: Format, rows: int) -> None:
+    """ValueError if a matrix that has no bias has one in the checkpoint which is not 0, or which its format never writes."""
+    own = f"{name}.bias"
+    if own not in checkpoint or "bias" not in format.may_end:
+        return
+    bias = checkpoint.take(own, (rows,))
+    if checkpoint.has_numbers and bool(bias.any()):
+        raise checkpoint.refuse(
+            own, "must hold zeros alone, or be left out: by config.json (attention_bias, mlp_bias) this matrix has no bias, "
+            f"got numbers up to {bias.abs().max():g}"
+        )  # fmt: skip
+
+
 def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
     """Fills a matrix without parts and bias with ordinary numbers, however the checkpoint stores them.  See `copy_`."""
     stored, format = linear.tensors()["weight"], checkpoint.format_of(name)
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
+    _expect_codes(checkpoint, name, format)
+    _expect_no_bias(checkpoint, name, format, linear.shape()[0])
     if (rows := format.read(checkpoint, name, linear.shape(), stored.tensor.device)) is None:
         return
     numbers = rows.numbers(stored.tensor.dtype)
@@ -163,6 +195,8 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
             for ending, stored in stack.tensors(index, part).items():
                 copy_run(stored, checkpoint, f"{name}.{ending}")
             continue
+        _expect_codes(checkpoint, name, format)
+        _expect_no_bias(checkpoint, name, format, stack.shape(part)[0])
         if (rows := format.read(checkpoint, name, stack.shape(part), stack.device)) is None:
             continue
         try:

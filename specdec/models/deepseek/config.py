@@ -14,10 +14,11 @@ from specdec.models.checkpoints.config_values import (
     token_ids,
     whole,
 )
-from specdec.models.config import MTP_COUNT, ModelConfig, quantization_of, refuse_unknown
+from specdec.models.config import MTP_COUNT, ModelConfig, refuse_unknown
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
 from specdec.models.experts import ExpertsConfig
-from specdec.models.schemes.config import Quantization, Rule
+from specdec.models.schemes.config import quantization_of
+from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
 
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", *SPARSE)

@@ -17,8 +17,9 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
-from specdec.models.schemes.config import Quantization, Rule
+from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
+from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
 from specdec.ops.experts.coded import Gate
 
@@ -37,7 +38,7 @@ class GptOssConfig(ModelConfig):
 
 def is_coded(raw: dict[str, Any]) -> bool:
     """Whether a config.json says that weights are in few bits: other gpt-oss models are transformers' code's."""
-    return raw.get("model_type") in GPT_OSS and raw.get("quantization_config") is not None
+    return raw.get("model_type") in GPT_OSS and any(raw.get(key) is not None for key in KEYS)
 
 
 def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
@@ -94,14 +95,14 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
 
 def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization:
     """Experts in mxfp4, all else in ordinary numbers: nothing of the scheme is free."""
-    scheme, where = mapping(raw, "quantization_config", where), f"{where}: quantization_config"
+    scheme, where = scheme_of(raw, where)
     if scheme.get("quant_method") != METHOD:
         raise ValueError(
             f"{where}: quant_method must be {METHOD!r} for gpt-oss, as in its own checkpoints, got "
             f"{scheme.get('quant_method')!r}; nearest thing that works: openai's checkpoint, or one in bfloat16"
         )
-    if unknown := sorted(set(scheme) - {"quant_method", "modules_to_not_convert"}):
-        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; they may change what the weights stand for")
+    refuse_keys(scheme, "quant_method modules_to_not_convert dequantize", where)
+    only(scheme, "dequantize", where, False)
     kept = scheme.get("modules_to_not_convert") or []
     if not isinstance(kept, list) or any(not isinstance(name, str) or "expert" in name for name in kept):
         raise ValueError(f"{where}: modules_to_not_convert must be null or a list of names without experts, got {kept!r}")

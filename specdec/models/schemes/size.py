@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.schemes.formats import MX_BLOCK, Awq, ExpertBlocks, Format, Fp4, Fp8, Gptq, PackedInts, RoundToNearest
+from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks, Fp4, Fp8, RoundToNearest
+from specdec.models.schemes.integers import Awq, Gptq, PackedInts
+from specdec.models.schemes.source import Format
 from specdec.ops.experts.codes import POWERS, scales_form, step_bytes, steps_of
 from specdec.ops.quantised.codes import Kind, row_bytes
 
@@ -26,14 +28,15 @@ class MatrixSize(NamedTuple):
 
 def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize:
     if isinstance(format, Fp8):
-        (rows, columns), kind, scales = checkpoint.shape(f"{name}.weight"), "e4m3", f"{name}.{format.scale}"
-        group, zeros, scale_bytes = format.block[1] if format.per == "block" else 0, 0, checkpoint.itemsize(scales)
+        (rows, columns), kind, scales = checkpoint.shape(f"{name}.weight"), "e4m3", format.scale_of(checkpoint, name)
+        group, zeros = format.block[1] if format.per == "block" else 0, 0
+        scale_bytes = FLOAT32 if checkpoint.dtype(scales) == "F8_E8M0" else checkpoint.itemsize(scales)
     elif isinstance(format, ExpertBlocks):
         (experts, each, blocks, half), kind, group = checkpoint.shape(f"{name}_blocks"), "e2m1", MX_BLOCK
         rows, columns, zeros, scale_bytes = experts * each, 2 * blocks * half, 0, 1
     elif isinstance(format, RoundToNearest):
         (rows, columns), kind, zeros, scale_bytes = checkpoint.shape(f"{name}.weight"), format.kind, 0, FLOAT32
-        group = format.group if format.group and columns % format.group == 0 else 0
+        group = format.group_of(columns)
     elif isinstance(format, Fp4):
         (rows, half), kind, group, zeros, scale_bytes = (
             checkpoint.shape(f"{name}.{format.weight}"),

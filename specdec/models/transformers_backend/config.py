@@ -14,6 +14,7 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import MTP_COUNT, NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
 from specdec.models.kv_source import check_shared_kinds
+from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
 from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
@@ -110,6 +111,12 @@ def load_hf_config(folder: Path) -> Any:
             f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: a newer transformers"
         )
     refuse_values(raw, where)
+    if (folder / SIDECAR).is_file():
+        raise ValueError(
+            f"{folder / SIDECAR} must be absent: it says how weights of 8 or 4 bits are stored, which specdec's own modules "
+            "read, not transformers' code; nearest: backend='auto', where specdec has a module of its own for the model, or "
+            "its checkpoint in bfloat16"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any kind: config classes check themselves, each in its way

@@ -24,6 +24,7 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.config import sliding_window
+from specdec.models.schemes.config import KEYS
 
 # The greatest value of each size by transformers' common name; families that use another name say so in their attribute_map.
 _SIZES = {
@@ -52,12 +53,13 @@ def refuse_values(raw: dict[str, Any], where: str) -> None:
             _refuse_number(raw, key, where, default)
     sliding_window(raw, where)
     dtype_name(raw, where)
-    if (scheme := raw.get("quantization_config")) is not None:
-        raise ValueError(
-            f"{where}: quantization_config must be absent: specdec's own modules read weights of 8 or 4 bits, not "
-            f"transformers' code; got {scheme!r}; nearest: backend='auto', where specdec has a module of its own for the "
-            "model, or its checkpoint in bfloat16"
-        )
+    for key in KEYS:
+        if (scheme := raw.get(key)) is not None:
+            raise ValueError(
+                f"{where}: {key} must be absent: specdec's own modules read weights of 8 or 4 bits, not transformers' code; "
+                f"got {scheme!r}; nearest: backend='auto', where specdec has a module of its own for the model, or its "
+                "checkpoint in bfloat16"
+            )
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         if (act := text(raw, key, where)) is not None and act not in ACT2FN:
             raise ValueError(f"{where}: {key} must be an activation that transformers knows, such as 'silu', got {act!r}")

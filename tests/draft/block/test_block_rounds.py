@@ -24,7 +24,8 @@ from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
 from specdec.loading.plan import plan_memory
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.models.schemes.config import ROUNDED, Quantization, Rule
+from specdec.models.schemes.config import ROUNDED
+from specdec.models.schemes.rules import Quantization, Rule
 from specdec.options import EngineOptions
 
 TEXTS = [  # target, head, shape, settings

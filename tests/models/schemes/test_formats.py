@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from toolkit.models import save_target
 from toolkit.oracles.quantised import SCHEMES, SIZES, packed, save_quantised
 
@@ -13,7 +13,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
-from specdec.models.schemes.formats import PackedInts
+from specdec.models.schemes.integers import PackedInts
 from specdec.models.target import Target
 from specdec.ops.quantised.codes import dequantise
 
@@ -38,6 +38,16 @@ def planned(folder: Path, quantize: str = "none") -> tuple[int, int]:
 def test_bytes_are_known_before_weights_are_read(tmp_path: Path, name: str) -> None:
     """Keeps out: a plan that counts words of codes as 16-bit numbers."""
     foreseen, taken = planned(save_quantised(tmp_path, SCHEMES[name])[0])
+    assert foreseen == taken
+
+
+def test_bytes_of_scales_in_a_byte_are_known(tmp_path: Path) -> None:
+    """Keeps out: a plan that counts powers of two as they are stored, where planes hold them in 32 bits."""
+    folder, _ = save_quantised(tmp_path, SCHEMES["deepseek fp8"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: scale.to(torch.float8_e8m0fnu) for name, scale in tensors.items() if name.endswith("weight_scale_inv")}
+    save_file(tensors, folder / "model.safetensors")
+    foreseen, taken = planned(folder)
     assert foreseen == taken
 
 

@@ -14,10 +14,13 @@ from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
+from specdec.draft.formats.open import HowToRead, open_head
 from specdec.loading.doctor import scheme_rows
+from specdec.loading.plan import tensor_bytes
+from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear
-from specdec.models.registry import choose_target
-from specdec.models.schemes.config import Rule
+from specdec.models.registry import check_chosen, choose_target, load_chosen
+from specdec.models.schemes.rules import Rule
 from specdec.models.sharding import share_of
 from specdec.ops.quantised.codes import dequantise
 from specdec.parallel.shard import Shard
@@ -102,6 +105,36 @@ def test_modelopts_older_file_is_read(tmp_path: Path) -> None:
     assert str(choose_target(quantised).config.quantization) == "fp8, a scale for each matrix (modelopt)"
 
 
+@pytest.mark.parametrize(("columns", "group"), [(256, 128), (128, 128), (192, 64), (96, 32), (64, 0), (32, 0), (172, 0)])
+def test_columns_that_128_does_not_divide_have_smaller_groups(tmp_path: Path, columns: int, group: int) -> None:
+    """Keeps out: one scale for each row of a wide matrix, where the notice says one for each 128 columns."""
+    target = save_target(tmp_path, "llama", **SIZES | dict(intermediate_size=columns))
+    chosen = choose_target(target, quantize="int4")
+    assert chosen.config.quantization is not None
+    assert "a scale for each 128 columns, or for 64, 32 or all of a row where 128 does not" in str(chosen.config.quantization)
+    model = load_chosen(chosen, target, 64, torch.device("cpu"), torch.bfloat16, False)
+    down = model.get_submodule("layers.0.mlp.down_proj")
+    assert isinstance(down, Linear) and down.planes is not None
+    assert (down.planes.group, down.planes.scales_OG.shape[1]) == (group, columns // (group or columns))
+    foreseen = tensor_bytes(open_target(target, chosen.config), chosen.config, torch.bfloat16, set())
+    assert foreseen == sum(weight.nbytes for weight in model.parameters())
+
+
+def test_ranks_share_whole_groups_of_any_size(tmp_path: Path) -> None:
+    """Keeps out: ranks that are started, and then cut a group of 64 columns, of a target or of a head that is rounded."""
+    sizes = SIZES | dict(hidden_size=192, intermediate_size=192, num_hidden_layers=3)
+    target = save_target(tmp_path / "target", "llama", **sizes, num_attention_heads=6, num_key_value_heads=6)
+    config = choose_target(target, quantize="int4").config
+    assert share_of(config, Shard(0, 3)).intermediate_size == 64
+    with pytest.raises(ValueError, match="intermediate_size 192 in whole groups of 64 evenly, got 2"):
+        share_of(config, Shard(0, 2))
+    plain = choose_target(target).config
+    head = open_head(save_eagle3(tmp_path / "head", target), plain, HowToRead(quantize="int4")).reading.spec.model
+    assert head.quantization is not None and share_of(plain, Shard(0, 2)).intermediate_size == 96
+    with pytest.raises(ValueError, match=r"in whole groups of \d+ evenly, got 2"):
+        share_of(head, Shard(0, 2))
+
+
 def test_ranks_share_whole_groups(tmp_path: Path) -> None:
     """Keeps out: a cut inside of a group, whose scale then belongs to half of the columns."""
     quantised, _ = save_quantised(tmp_path, SCHEMES["w4a16 g128"])
@@ -146,21 +179,28 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "parts of one matrix must be stored alike, but .*q_proj is ordinary",
     ),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: None}, {}, f"tensor '{Q}.weight_scale' is missing"),
+    ("fp8 channel", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* or the matrix named in ignore$"),
+    ("w4a16 g0", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* in int4, .* named in ignore$"),
+    ("gptq4 v1", {}, {"lm_head": True}, "'lm_head.weight' holds ordinary numbers .*named in dynamic .*, or lm_head false$"),
+    ("nvfp4", {f"{Q}.weight_global_scale": torch.zeros(1)}, {}, "weight_global_scale' divides all .* must be above 0, got 0"),
     ("fp8 channel", {f"{Q}.weight": lambda t: t.float()}, {}, f"tensor '{Q}.weight' must hold F8_E4M3, got F32"),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: t * torch.nan}, {}, "holds NaN or infinity"),
     ("fp8 channel", {f"{Q}.weight": lambda t: (t.float() * torch.nan).to(t.dtype)}, {}, f"'{Q}.weight' holds NaN or infinity"),
     ("fp8 channel", {"lm_head.weight": lambda t: t.to(torch.float8_e4m3fn)}, {}, "holds floats of 8 bits"),
     ("fp8 channel", {f"{Q}.odd": torch.ones(1)}, {}, "not part of this architecture: .*q_proj.odd"),
     ("fp8 channel", {}, {"transform_config": {"a": 1}}, "transform_config must be absent or empty"),
+    ("fp8 channel", {}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config must be absent, empty or of"),
     ("fp8 channel", {}, {"rotation": True}, "unknown keys rotation; they may change what the weights stand for"),
     ("fp8 channel", {}, {"quantization_status": "frozen"}, "quantization_status must be 'compressed', got 'frozen'"),
     ("deepseek fp8", {}, {"weight_block_size": [128, 48]}, "must be a power of two from 32 on, got 48"),
     ("w4a16 g0", {f"{Q}.weight_shape": torch.tensor([128, 64])}, {}, r"must be \[128, 128\], got \[128, 64\]"),
-    ("w4a16 g0", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "act order"),
+    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "act order"),
+    ("gptq4 v1", {f"{Q}.bias": torch.ones(128)}, {}, "bias' must hold zeros alone, or be left out: .*attention_bias"),
+    ("awq", {f"{Q}.bias": torch.zeros(128)}, {}, "not part of this architecture: .*q_proj.bias"),
     ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "desc_act, act order"),
     ("gptq4 v1", {}, {"bits": 3}, "bits must be 4 or 8, got 3"),
     ("gptq4 v1", {}, {"dynamic": {"+:.*": {"bits": 8}}}, "may skip modules"),
-    ("awq", {}, {"version": "gemv"}, "version must be 'gemm' or 'GEMM', got 'gemv'"),
+    ("awq", {}, {"version": "gemv"}, "version must be 'gemm', got 'gemv'"),
     ("modelopt nvfp4", {f"{Q}.pre_quant_scale": torch.ones(128)}, {}, "scales activations"),
     ("modelopt fp8", {}, {"quant_algo": "W4A8"}, "quant_algo must be 'FP8' or"),
 ]
@@ -185,3 +225,58 @@ def test_matrices_left_alone_are_ordinary(tmp_path: Path) -> None:
     tensors |= {f"{name}.weight_scale": lambda t: None for name in kept}
     change(folder, tensors, ignore=["lm_head", "re:.*self_attn.*"])
     assert outputs(folder) == outputs(plain)
+
+
+def test_biases_of_zeros_and_dense_matrices_change_nothing(tmp_path: Path) -> None:
+    """Keeps out: a refusal of AutoGPTQ's files, which hold a bias for every matrix; and these biases counted as memory."""
+    folder, plain = save_quantised(tmp_path / "gptq", SCHEMES["gptq4 v1"])
+    names = [name.removesuffix(".qweight") for name in load_file(folder / "model.safetensors") if name.endswith("qweight")]
+    rows = {name: load_file(folder / "model.safetensors")[f"{name}.scales"].shape[1] for name in names}
+    chosen = choose_target(folder)
+    before = tensor_bytes(open_target(folder, chosen.config), chosen.config, torch.bfloat16, set())
+    change(folder, {f"{name}.bias": torch.zeros(rows[name], dtype=torch.float16) for name in names})
+    assert outputs(folder) == outputs(plain)
+    assert tensor_bytes(open_target(folder, chosen.config), chosen.config, torch.bfloat16, set()) == before
+    folder, _ = save_quantised(tmp_path / "fp8", SCHEMES["fp8 channel"])
+    choose_target(change(folder, sparsity_config={"format": "dense", "global_sparsity": 0.1, "ignore": [], "targets": []}))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("awq", "'.*qweight' looks like codes of AWQ, but .*config.json lacks quantization_config, .* quant_method 'awq'"),
+        ("gptq4 v1", "'.*qweight' looks like codes of GPTQ, .* quant_method 'gptq'"),
+        ("w4a16 g128", "'.*weight_packed' looks like codes of compressed-tensors, .* quant_method 'compressed-tensors'"),
+        ("nvfp4", "'.*weight_packed' looks like codes of compressed-tensors, .* quant_method 'compressed-tensors'"),
+        ("modelopt nvfp4", "'.*weight' looks like codes of ModelOpt, .* quant_method 'modelopt'"),
+        ("deepseek fp8", "'.*weight' looks like codes of fp8 with a scale for each block or matrix, .* quant_method 'fp8'"),
+        ("fp8 channel", "'.*weight' looks like codes of fp8, .* quant_method 'compressed-tensors', 'modelopt' or 'fp8'"),
+    ],
+)
+def test_codes_of_which_the_config_is_silent_are_recognised(tmp_path: Path, name: str, says: str) -> None:
+    """Keeps out: "the tensor is missing" and "not part of this architecture" where keys of the config are missing."""
+    folder, _ = save_quantised(tmp_path, SCHEMES[name])
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    for quantize in ("none", "int4"):
+        with pytest.raises(ValueError, match=f"{says}$") as info:
+            check_chosen(choose_target(folder, quantize=quantize), folder)
+        assert "the keys of the tool that wrote the weights" in str(info.value)
+    (folder / "quantize_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="expected there the keys of quantize_config.json, which lies beside it, and"):
+        check_chosen(choose_target(folder), folder)
+
+
+def test_quantised_heads_name_what_works(tmp_path: Path) -> None:
+    """Keeps out: a refusal that does not say how a head in few bits can run."""
+    target = save_target(tmp_path / "target", "llama", num_hidden_layers=3)
+    head = save_eagle3(tmp_path / "head", target)
+    raw = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(raw | {"quantization_config": SCHEMES["fp8 channel"].config}))
+    with pytest.raises(ValueError, match="quantization_config must be absent: .*nearest .* draft_quantize='fp8'"):
+        open_head(head, None)
+    (head / "config.json").write_text(json.dumps(raw))
+    (head / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="hf_quant_config.json must be absent: .*nearest .* draft_quantize='fp8'"):
+        open_head(head, None)

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from toolkit.oracles.quantised import compressed
 
-from specdec.models.schemes.config import Quantization, parse_quantization
-from specdec.models.schemes.formats import Awq, Fp8, Gptq, PackedInts
+from specdec.models.schemes.config import parse_quantization
+from specdec.models.schemes.formats import Fp8
+from specdec.models.schemes.integers import Awq, Gptq, PackedInts
+from specdec.models.schemes.rules import Quantization
 
 
 def found(scheme: Quantization, name: str) -> Any:
@@ -43,7 +45,7 @@ LEFT_OUT = [
     ({**GPTQ, "group_size": -1, "sym": False}, Gptq(4, 0, False, 1)),
     ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 32}, Gptq(4, 32, True, 0)),
     ({"quant_method": "awq", "bits": 4, "zero_point": True}, Awq(128)),
-    ({"quant_method": "fp8"}, Fp8("weight_scale", "tensor")),
+    ({"quant_method": "fp8"}, Fp8("weight_scale", "tensor", or_scale="weight_scale_inv")),
 ]
 
 

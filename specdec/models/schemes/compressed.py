@@ -1,0 +1,100 @@
+"""What compressed-tensors says of quantised weights in a config.json.  Read strictly; knows no tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.models.checkpoints.config_values import flag, mapping, text, whole
+from specdec.models.schemes.formats import Fp4, Fp8
+from specdec.models.schemes.integers import PackedInts
+from specdec.models.schemes.rules import Quantization, Rule, block, group_size, name_list, only, refuse_keys, rule_of
+from specdec.models.schemes.source import Format
+
+_KNOWN = "quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio version "
+_KNOWN += "transform_config sparsity_config"
+GROUP_KEYS = "targets weights input_activations output_activations format"
+WEIGHT_KEYS = "num_bits type symmetric strategy group_size block_structure dynamic actorder scale_dtype zp_dtype "
+WEIGHT_KEYS += "observer observer_kwargs"
+
+
+def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
+    refuse_keys(scheme, _KNOWN, where)
+    only(scheme, "quantization_status", where, "compressed")
+    refuse_changes(scheme, where)
+    formats: list[tuple[Rule, Format]] = []
+    groups = mapping(scheme, "config_groups", where)
+    for name in groups:
+        inside, group = f"{where}: config_groups.{name}", mapping(groups, name, where)
+        refuse_keys(group, GROUP_KEYS, inside)
+        if not group.get("weights"):
+            continue
+        if group.get("output_activations"):
+            raise ValueError(f"{inside}: output_activations must be null, got {group['output_activations']!r}")
+        kind = text(group, "format", inside) or text(scheme, "format", where)
+        format = _format(mapping(group, "weights", inside), kind, f"{inside}.weights")
+        for target in name_list(group, "targets", inside):
+            rule = rule_of(target, "targets", inside)
+            if any(rule == other and format != own for other, own in formats):
+                raise ValueError(f"{inside}: targets must name each matrix once, but an earlier group has {target!r} too")
+            formats.append((rule, format))
+    if not formats:
+        raise ValueError(f"{where}: config_groups must say how weights are stored, got {groups!r}")
+    formats.sort(key=lambda pair: ("exact", "regex", "class").index(pair[0].how))
+    kept = tuple(rule_of(name, "ignore", where) for name in name_list(scheme, "ignore", where))
+    return Quantization("compressed-tensors", tuple(formats), kept)
+
+
+def compressed_keys_and_values(scheme: dict[str, Any], where: str) -> bool:
+    """Whether the scheme has fp8 scales of keys and values alone, and no weights."""
+    kv, groups = mapping(scheme, "kv_cache_scheme", where), mapping(scheme, "config_groups", where)
+    is_fp8 = kv.get("num_bits") == 8 and kv.get("type") == "float" and kv.get("symmetric", True) and not kv.get("dynamic")
+    members = [mapping(groups, name, where) for name in groups]
+    if not is_fp8 or any(group.get("weights") or "Linear" in str(group.get("targets")) for group in members):
+        return False
+    refuse_keys(scheme, _KNOWN, where)
+    refuse_keys(kv, WEIGHT_KEYS, f"{where}: kv_cache_scheme")
+    for name, group in zip(groups, members, strict=True):
+        refuse_keys(group, GROUP_KEYS, f"{where}: config_groups.{name}")
+    refuse_changes(scheme, where)
+    return True
+
+
+def refuse_changes(scheme: dict[str, Any], where: str) -> None:
+    """ValueError for keys of which weights are not what layers compute with: rotations, and sparse matrices stored packed."""
+    if mapping(scheme, "transform_config", where):
+        found = scheme["transform_config"]
+        raise ValueError(f"{where}: transform_config must be absent or empty: it changes what layers compute, got {found!r}")
+    sparsity = mapping(scheme, "sparsity_config", where)
+    if sparsity and sparsity.get("format") != "dense":
+        raise ValueError(
+            f"{where}: sparsity_config must be absent, empty or of format 'dense', in which zeros are stored as any other "
+            f"number, got {sparsity!r}"
+        )
+
+
+def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
+    refuse_keys(weights, WEIGHT_KEYS, where)
+    bits, strategy = whole(weights, "num_bits", where), text(weights, "strategy", where)
+    number, symmetric = only(weights, "type", where, "int", "float"), flag(weights, "symmetric", where, True)
+    if weights.get("dynamic"):
+        raise ValueError(f"{where}: dynamic must be false for weights, got {weights['dynamic']!r}")
+    if weights.get("actorder") not in (None, "weight", "static"):
+        raise ValueError(f"{where}: actorder must be null, 'weight' or 'static', got {weights['actorder']!r}")
+    if number == "float" and bits == 8 and symmetric and kind in ("float-quantized", "naive-quantized"):
+        if strategy == "block":
+            return Fp8("weight_scale", "block", block(weights.get("block_structure"), where))
+        if strategy in ("tensor", "channel"):
+            return Fp8("weight_scale", "tensor" if strategy == "tensor" else "channel")
+    if number == "float" and bits == 4 and symmetric:
+        size = whole(weights, "group_size", where)
+        if kind == "nvfp4-pack-quantized" and size == 16:
+            return Fp4("weight_packed", 16, "weight_global_scale", divides=True)
+        if kind == "mxfp4-pack-quantized" and size == 32:
+            return Fp4("weight_packed", 32)
+    if number == "int" and bits in (4, 8) and kind == "pack-quantized" and strategy in ("group", "channel"):
+        group = whole(weights, "group_size", where) if strategy == "group" else 0
+        return PackedInts(bits, group_size(group, where), symmetric)
+    raise ValueError(
+        f"{where}: expected fp8 (float-quantized) by tensor, channel or block, 4 or 8 bit integers (pack-quantized) by group "
+        f"or channel, nvfp4 or mxfp4; got {bits} bits of {number}, by {strategy}, symmetric {symmetric}, {kind}"
+    )

@@ -1,0 +1,170 @@
+"""The layouts of weights that are integers of 8 or 4 bits: those of compressed-tensors, AWQ and GPTQ.
+
+This file knows tensors and names, and neither config files nor models.
+
+Shapes: O rows, I columns, G groups of a row's columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.source import Source, check_groups, take_indices, take_scale, take_words
+from specdec.ops.quantised.codes import Kind
+
+ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first
+
+
+@dataclass(frozen=True)
+class PackedInts:
+    """compressed-tensors' "pack-quantized" integers: W4A16 and W8A16.  group: columns of a scale; 0: all of a row."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    packs: ClassVar[bool] = True
+    may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return "weight_packed", "weight_scale", "weight_shape", *(() if self.symmetric else ("weight_zero_point",))
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.weight_packed" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
+        (O, I), a_word = shape, 32 // self.bits
+        check_groups(source, f"{name}.weight_packed", I, self.group)
+        words = take_words(source, f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
+        shape_2 = take_indices(source, f"{name}.weight_shape", (2,))
+        order_I = take_indices(source, f"{name}.weight_g_idx", (I,)) if f"{name}.weight_g_idx" in source else None
+        G = I // (self.group or I)
+        scales_OG = take_scale(source, f"{name}.weight_scale", (O, G), device)
+        packed = None
+        if not self.symmetric:
+            packed = take_words(source, f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
+        if not source.has_numbers:
+            return None
+        if order_I is not None and not bool((order_I == -1).all()):  # which compressed-tensors writes where there is no order
+            _expect_in_order(source, f"{name}.weight_g_idx", order_I, self.group or I)
+        if (said := shape_2.tolist()) != [O, I]:
+            raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
+        zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
+        return CodedRows(_integers(self.bits), _fields(words, self.bits)[:, :I], scales_OG, zeros_OG, self.group)
+
+
+@dataclass(frozen=True)
+class Awq:
+    """AutoAWQ's "gemm" layout: 4 bits, eight neighbouring rows of the matrix in a word, with zeros."""
+
+    group: int
+    packs: ClassVar[bool] = True
+    may_end: ClassVar[tuple[str, ...]] = ()
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return "qweight", "qzeros", "scales"
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.qweight" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
+        O, I = shape
+        group = self.group or I
+        check_groups(source, f"{name}.qweight", I, group)
+        if O % 8:
+            raise source.refuse(f"{name}.qweight", f"packs eight rows in a word, but the matrix has {O}")
+        words_IO8 = take_words(source, f"{name}.qweight", (I, O // 8)).to(device)
+        zeros_GO8 = take_words(source, f"{name}.qzeros", (I // group, O // 8)).to(device)
+        scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
+        if not source.has_numbers:
+            return None
+        codes_IO, zeros_GO = (
+            _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_IO8, zeros_GO8)
+        )
+        return CodedRows("int4", codes_IO.T.contiguous(), scales_GO.T.contiguous(), _relative(zeros_GO.T, 4), self.group)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ's layout: neighbouring columns in a word.
+
+    added: 1 where the file holds zeros minus 1 (the older format).  symmetric: then all zeros are the middle code, in either
+    format, since some files that say so hold those of the other one.  has_order: whether g_idx must say which group each
+    column is in.
+    """
+
+    bits: int
+    group: int
+    symmetric: bool
+    added: int
+    has_order: bool = False
+    packs: ClassVar[bool] = True
+    may_end: ClassVar[tuple[str, ...]] = ("g_idx", "bias")  # AutoGPTQ writes biases of zeros where a model has none
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return "qweight", "qzeros", "scales"
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.qweight" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
+        (O, I), a_word, group = shape, 32 // self.bits, self.group or shape[1]
+        check_groups(source, f"{name}.qweight", I, group)
+        if O % a_word or I % a_word:
+            raise source.refuse(f"{name}.qweight", f"packs {a_word} numbers in a word, but the matrix is {O} x {I}")
+        words = take_words(source, f"{name}.qweight", (I // a_word, O)).to(device)
+        zeros = take_words(source, f"{name}.qzeros", (I // group, O // a_word)).to(device)
+        scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
+        order_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
+        if order_I is None and self.has_order and group < I:
+            raise source.refuse(
+                f"{name}.g_idx", "is missing, which must say the group of each column where config.json says desc_act true; "
+                "nearest thing that works: a checkpoint made with desc_act false"
+            )  # fmt: skip
+        if not source.has_numbers:
+            return None
+        if order_I is not None:
+            _expect_in_order(source, f"{name}.g_idx", order_I, group)
+        zeros_OG, stored_GO, middle = None, _fields(zeros, self.bits).int(), 1 << (self.bits - 1)
+        if not self.symmetric:
+            zeros_OG = _relative(((stored_GO + self.added) % (1 << self.bits)).T, self.bits)
+        elif not bool((stored_GO == middle).all() or (stored_GO == middle - 1).all()):
+            raise source.refuse(
+                f"{name}.qzeros", f"must hold {middle} alone, or {middle - 1} in the older format, since config.json says sym "
+                f"true, got {int(stored_GO.min())} to {int(stored_GO.max())}; nearest thing that works: sym false, if the "
+                "checkpoint was made so"
+            )  # fmt: skip
+        codes_OI = _fields(words.T.contiguous(), self.bits)
+        return CodedRows(_integers(self.bits), codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group)
+
+
+def _expect_in_order(source: Source, name: str, order_I: Tensor, group: int) -> None:
+    if not torch.equal(order_I, torch.arange(len(order_I)) // group):
+        raise source.refuse(
+            name, "gives columns to groups out of order (desc_act, act order), which can't be computed; nearest thing that "
+            "works: a checkpoint made with desc_act false"
+        )  # fmt: skip
+
+
+def _integers(bits: int) -> Kind:
+    return "int4" if bits == 4 else "int8"
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Unsigned numbers of so many bits, from words [R, W] that hold them lowest bits first, in uint8 [R, W * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+def _relative(zeros: Tensor, bits: int) -> Tensor:
+    """Unsigned zeros relative to the code of 0, as int8."""
+    return (zeros.int() - ADDED[bits]).to(torch.int8).contiguous()
+
+
+def _inverse() -> list[int]:
+    return [AWQ_ORDER.index(column) for column in range(8)]

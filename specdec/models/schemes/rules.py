@@ -1,0 +1,162 @@
+"""Which matrices of a checkpoint are in which format, and how configs say so.  Knows no method of quantisation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks, Fp4, Fp8, RoundToNearest
+from specdec.models.schemes.integers import Awq, Gptq, PackedInts
+from specdec.models.schemes.source import Format
+
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A name in the words of a config: exact, a regular expression from the beginning, a wildcard, a part, or a class."""
+
+    how: Literal["exact", "regex", "wildcard", "part", "class"]
+    what: str
+
+    def fits(self, name: str) -> bool:
+        if self.how == "regex":
+            return re.match(self.what, name) is not None
+        if self.how == "wildcard":
+            return fnmatchcase(name, self.what) or name.startswith(f"{self.what}.")
+        if self.how == "part":
+            return self.what in name
+        return self.how == "class" or name == self.what
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The weight scheme of a checkpoint.
+
+    method: who wrote it, or "round to nearest".  formats: rules and the format of the matrices that they fit; exact rules
+    before expressions, and those before classes.  kept: matrices that are ordinary numbers.
+    optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
+    """
+
+    method: str
+    formats: tuple[tuple[Rule, Format], ...]
+    kept: tuple[Rule, ...] = ()
+    optional: tuple[Rule, ...] = ()
+    kept_by: str = "ignore"
+
+    def format_of(self, name: str, has: Callable[[Format], bool]) -> Format | None:
+        """The format of the matrix of that name; None: ordinary numbers.  has: whether the tensors look like the format."""
+        if any(rule.fits(name) for rule in self.kept):
+            return None
+        found = next((format for rule, format in self.formats if rule.fits(name)), None)
+        if found is not None and any(rule.fits(name) for rule in self.optional) and not has(found):
+            return None
+        return found
+
+    def groups(self, names: Iterable[str], columns: int) -> tuple[int, ...]:
+        """Columns of a scale, of each format in which matrices of these names may be and which has scales for groups.
+
+        columns: of each of these matrices.
+        """
+        found = {format for name in names if (format := self.format_of(name, lambda _: True)) is not None}
+        return tuple(sorted({group for format in found if (group := _group_of(format, columns))}))
+
+    def __str__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(describe(format) for _, format in self.formats))
+        return f"{kinds} ({self.method})"
+
+
+def _group_of(format: Format, columns: int) -> int:
+    if isinstance(format, RoundToNearest):
+        return format.group_of(columns)
+    if isinstance(format, ExpertBlocks):
+        return MX_BLOCK
+    if isinstance(format, Fp8):
+        return format.block[1] if format.per == "block" else 0
+    assert isinstance(format, Awq | Fp4 | Gptq | PackedInts)
+    return format.group
+
+
+def describe(format: Format) -> str:
+    """A format in a few words, as `specdec inspect` prints it."""
+    if isinstance(format, Fp8):
+        scaled = {"tensor": "matrix", "channel": "row", "block": f"{format.block[0]} x {format.block[1]} block"}[format.per]
+        return f"fp8, a scale for each {scaled}"
+    if isinstance(format, Fp4):
+        return "nvfp4, weights alone" if format.whole else "mxfp4, weights alone"
+    if isinstance(format, ExpertBlocks):
+        return "experts in mxfp4, weights alone"
+    if isinstance(format, RoundToNearest):
+        if not format.group:
+            return f"{'fp8' if format.kind == 'e4m3' else format.kind}, a scale for each row"
+        fewer = f"or for 64, 32 or all of a row where {format.group} does not divide them"
+        return f"{format.kind}, a scale for each {format.group} columns, {fewer}"
+    assert isinstance(format, Awq | Gptq | PackedInts)
+    bits = 4 if isinstance(format, Awq) else format.bits
+    symmetric = not isinstance(format, Awq) and format.symmetric
+    run = f"{format.group} columns" if format.group else "row"
+    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}"
+
+
+# ---- how configs name things ----
+
+
+def refuse_keys(scheme: dict[str, Any], known: str, where: str) -> None:
+    """ValueError for a key that nobody here has read about, unless its value says nothing."""
+    said = {key for key, value in scheme.items() if value not in (None, {})}
+    if unknown := sorted(said - set(known.split())):
+        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; they may change what the weights stand for")
+
+
+def only(raw: dict[str, Any], key: str, where: str, *allowed: Any) -> Any:
+    """The value, which must be one of these; the first stands for one that is absent or null."""
+    value = allowed[0] if raw.get(key) is None else raw[key]
+    if not any(type(value) is type(one) and value == one for one in allowed):  # True is no 1, and 4.0 no 4
+        raise ValueError(f"{where}: {key} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+    return value
+
+
+def neutral(raw: dict[str, Any], where: str, allowed: dict[str, Any]) -> None:
+    """ValueError for a key that has another value than the one given here, with which the key changes nothing."""
+    for key, value in allowed.items():
+        only(raw, key, where, value)
+
+
+def name_list(raw: dict[str, Any], key: str, where: str) -> list[str]:
+    value = raw.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{where}: {key} must be null or a list of names, got {value!r}")
+    return value
+
+
+def regex_rule(expression: str, key: str, where: str) -> Rule:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{where}: {key} must hold regular expressions, got {expression!r}: {error}") from error
+    return Rule("regex", expression)
+
+
+def rule_of(name: str, key: str, where: str) -> Rule:
+    """compressed-tensors' way to name modules.  key: that of the config."""
+    if name.startswith("re:"):
+        return regex_rule(name.removeprefix("re:"), key, where)
+    return Rule("class", name) if name == "Linear" else Rule("exact", name)
+
+
+def block(value: Any, where: str) -> tuple[int, int]:
+    sizes = [int(part) for part in value.split("x")] if isinstance(value, str) and re.fullmatch(r"\d+x\d+", value) else value
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"{where}: a block must be [rows, columns], got {value!r}")
+    group_size(sizes[1], where)
+    return sizes[0], sizes[1]
+
+
+def group_size(group: int, where: str) -> int:
+    """The kernels read a scale for each 32 columns, or a larger power of two of them."""
+    if group and (group < 32 or group & (group - 1)):
+        raise ValueError(f"{where}: a group of columns must be a power of two from 32 on, got {group}")
+    return group

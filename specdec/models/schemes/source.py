@@ -1,0 +1,95 @@
+"""What a format of quantised weights needs of a checkpoint, and what all formats have in common.  Knows no format."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.models.schemes.rows import CodedRows
+
+
+class Source(Protocol):
+    """The checkpoint, as formats read it.  Every tensor taken is of that shape, or ValueError is raised, and counts as read.
+
+    has_numbers: whether tensors that are taken have numbers, or only show that names, shapes and dtypes are right.
+    """
+
+    has_numbers: bool
+
+    def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor: ...
+    def take_codes(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor: ...
+    def landed(self, name: str, copy: Tensor) -> None: ...
+    def ignore(self, name: str) -> None: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str: ...
+    def refuse(self, name: str, problem: str) -> ValueError: ...
+    def __contains__(self, name: str) -> bool: ...
+
+
+class Format(Protocol):
+    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape.
+
+    may_end: of the names of tensors that may be there beside those that `endings` says.
+    """
+
+    packs: ClassVar[bool]
+
+    @property
+    def may_end(self) -> tuple[str, ...]: ...
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        """Of the names of the tensors of the matrix of that name."""
+        ...
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
+        """The matrix of that name and shape, on the device; None if the source has no numbers.
+
+        ValueError if a tensor is missing or of another shape.
+        """
+        ...
+
+    def has(self, source: Source, name: str) -> bool:
+        """Whether the tensors of that name are in this format, as far as names say."""
+        ...
+
+
+def ignore(source: Source, name: str, endings: tuple[str, ...]) -> None:
+    for ending in endings:
+        source.ignore(f"{name}.{ending}")
+
+
+def take_bytes(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    return source.take_codes(name, shape, "U8")
+
+
+def take_words(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Words of 32 bits, each of which holds several codes."""
+    return source.take_codes(name, shape, "I32")
+
+
+def take_indices(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Whole numbers that are meant as they stand."""
+    return source.take_codes(name, shape, "I32", "I64").long()
+
+
+def take_powers(source: Source, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
+    """The exponents of powers of two, as bytes.  dtypes: that may be the tensor's, of one byte each."""
+    return source.take_codes(name, shape, *dtypes).view(torch.uint8)
+
+
+def take_scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    scale = source.take(name, shape).to(device)
+    source.landed(name, scale)
+    return scale
+
+
+def one_of(source: Source, name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The one of these shapes that the tensor has, or else the first, which `take` then asks for."""
+    return next((shape for shape in shapes if name in source and source.shape(name) == shape), shapes[0])
+
+
+def check_groups(source: Source, name: str, columns: int, group: int) -> None:
+    if group and columns % group:
+        raise source.refuse(name, f"has {columns} columns, which are no whole groups of {group}")

@@ -1,0 +1,146 @@
+"""What others make of the same files: compressed-tensors itself, where it is installed, and ranks that hold a part each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from toolkit.models import save_target
+from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
+
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.frame import check_tensors, load_family, open_target
+from specdec.models.linear import Linear
+from specdec.models.registry import choose_target, family_of
+from specdec.models.schemes.config import parse_quantization
+from specdec.ops.quantised.codes import dequantise
+from specdec.parallel.shard import WHOLE, Shard
+
+SHAPE = (256, 384)
+
+
+def read(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
+    """What the matrix "m" of these tensors stands for."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    checkpoint = Checkpoint(folder, quantization=parse_quantization(json.loads(json.dumps(config)), "config.json"))
+    format = checkpoint.format_of("m")
+    assert format is not None
+    rows = format.read(checkpoint, "m", SHAPE, torch.device("cpu"))
+    assert rows is not None
+    checkpoint.finish()
+    return rows.numbers(torch.float32)
+
+
+def ranges(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest number of each run of numbers that has a scale."""
+    O, I = weight.shape
+    rows, columns = {
+        "tensor": (O, I), "channel": (1, I), "group": (1, args.group_size), "tensor_group": (1, args.group_size),
+        "block": tuple(args.block_structure or ()),
+    }[args.strategy]  # fmt: skip
+    runs = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return runs.amin(dim=(1, 3)), runs.amax(dim=(1, 3))
+
+
+@pytest.mark.parametrize(
+    "preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4"]
+)
+def test_compressed_tensors_own_files(tmp_path: Path, preset: str) -> None:
+    """Keeps out: a layout that our own writer and reader agree about, and compressed-tensors does not."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    model = torch.nn.ModuleDict({"m": torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)}).requires_grad_(False)
+    apply_quantization_config(model, QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=["lm_head"]))
+    module, more = model["m"], {}
+    args = module.quantization_scheme.weights
+    if args.strategy == "tensor_group":
+        more["global_scale"] = generate_gparam(module.weight.min(), module.weight.max())
+        module.weight_global_scale.copy_(more["global_scale"])
+    scale, zero = calculate_qparams(*ranges(module.weight, args), args, **more)
+    module.weight_scale.copy_(scale.view_as(module.weight_scale))
+    if hasattr(module, "weight_zero_point") and zero is not None:
+        module.weight_zero_point.copy_(zero.view_as(module.weight_zero_point))
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    (tmp_path / "config.json").write_text("{}")
+    compressor.update_config(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    found = read(tmp_path, dict(model.state_dict()), config)
+    compressor.decompress_model(model)
+    wanted = model["m"].weight  # in bfloat16 where codes have 4 bits, nvfp4's scales rounded before they multiply
+    rtol = 2**-6 if wanted.dtype == torch.bfloat16 else 2e-7
+    torch.testing.assert_close(found, wanted.float(), rtol=rtol, atol=0)
+
+
+def test_compressed_tensors_reading_of_others_files(tmp_path: Path) -> None:
+    """compressed-tensors' converters of AWQ, ModelOpt's nvfp4 and DeepSeek's fp8.  Keeps out: nibbles in another order."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+    from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
+    from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
+
+    def written(name: str) -> dict[str, torch.Tensor]:
+        tensors, _ = SCHEMES[name].write(*SHAPE, torch.Generator().manual_seed(0))
+        return {f"m.{ending}": tensor.contiguous() for ending, tensor in tensors.items()}
+
+    own = written("awq")
+    made = AutoAWQConverter(group_size=32).process(dict(own))
+    scale = made["m.weight_scale"].float()
+    codes = unpack_from_int32(made["m.weight_packed"], 4, torch.Size(SHAPE)).float()
+    zeros = unpack_from_int32(made["m.weight_zero_point"], 4, scale.shape, packed_dim=0).float()
+    numbers = (codes - zeros.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
+    torch.testing.assert_close(read(tmp_path, own, SCHEMES["awq"].config), numbers, rtol=2e-7, atol=0)
+
+    own = written("deepseek fp8")
+    numbers = FP8BlockDequantizer(targets=["m"]).process(dict(own))["m.weight"]
+    found = read(tmp_path, own, SCHEMES["deepseek fp8"].config)
+    torch.testing.assert_close(found.to(numbers.dtype), numbers, rtol=0, atol=0)
+
+    own = written("modelopt nvfp4")
+    made = ModelOptNvfp4Converter(targets=["m"]).process(dict(own))
+    as_theirs = read(tmp_path, made, SCHEMES["nvfp4"].config)
+    torch.testing.assert_close(read(tmp_path, own, SCHEMES["modelopt nvfp4"].config), as_theirs, rtol=1e-6, atol=0)
+
+
+def matrices(folder: Path, quantize: str, shard: Shard) -> dict[tuple[str, str], torch.Tensor]:
+    """What a rank holds of each part of each matrix, in numbers."""
+    config = choose_target(folder, quantize=quantize).config
+    family = family_of(config.family)
+    assert family is not None
+    checkpoint = open_target(folder, config)
+    check_tensors(checkpoint, family, config)
+    model = load_family(family, checkpoint, config, 64, torch.device("cpu"), torch.float32, shard)
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            own = module.weight.detach() if module.planes is None else dequantise(module.planes.weight, torch.float32)
+            found |= {(name, part): own[module.parts.rows[part]] for part in module.parts.sizes}
+    return found
+
+
+CUT = ("fp8 tensor", "fp8 channel", "fp8 block", "w4a16 g32 zeros", "w4a16 g0", "w8a16 g64", "awq", "gptq4 v1 zeros", "mxfp4")
+
+
+@pytest.mark.parametrize("name", [*CUT, "nvfp4", "modelopt nvfp4", "deepseek fp8", "fp8", "int4"])
+def test_what_ranks_hold_is_the_whole(tmp_path: Path, name: str) -> None:
+    """Keeps out: a cut of codes without that of their scales or zeros, in any format."""
+    sizes = SIZES | dict(num_hidden_layers=1, **({"hidden_size": 256, "head_dim": 64} if "deepseek" in name else {}))
+    if name in SCHEMES:
+        folder, quantize = save_quantised(tmp_path, SCHEMES[name], **sizes)[0], "none"
+    else:
+        folder, quantize = save_target(tmp_path, "llama", **sizes | dict(intermediate_size=192)), name
+    whole = matrices(folder, quantize, WHOLE)
+    if name == "int4":  # groups of 64 among three ranks would be whole, but not heads
+        with pytest.raises(ValueError, match="in whole groups of"):
+            matrices(folder, quantize, Shard(0, 2))
+        return
+    ranks = [matrices(folder, quantize, Shard(rank, 2)) for rank in range(2)]
+    for key, numbers in whole.items():
+        dim = int(key[0].endswith(("o_proj", "down_proj")))
+        torch.testing.assert_close(torch.cat([rank[key] for rank in ranks], dim), numbers, rtol=0, atol=0)
