@@ -24,7 +24,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench.prompt_file import read_prompts
 from specdec.models.linear import Linear
-from specdec.models.schemes.formats import rounded
+from specdec.models.schemes.formats import RoundToNearest, rounded
 from specdec.models.schemes.rows import CodedRows
 from specdec.ops.quantised.codes import Kind, values
 
@@ -36,15 +36,18 @@ class Scheme(NamedTuple):
     """kind: None leaves ordinary numbers, in bfloat16 if `group` is 16, else as the checkpoint has them.
 
     group: columns of a scale; 0, and where the columns are no whole groups: all of a row.
+    smaller: whether groups are smaller where the columns are no whole groups, as `quantize` makes them.
     """
 
     kind: Kind | None
     group: int = 0
+    smaller: bool = False
 
 
 SCHEMES = {
     "ordinary": Scheme(None), "bf16": Scheme(None, 16), "fp8 row": Scheme("e4m3"), "fp8 128": Scheme("e4m3", 128),
-    "int8 128": Scheme("int8", 128), "int4 128": Scheme("int4", 128), "int4 32": Scheme("int4", 32),
+    "int8 128": Scheme("int8", 128), "int4 128": Scheme("int4", 128), "int4 quantize": Scheme("int4", 128, True),
+    "int4 32": Scheme("int4", 32),
     "mxfp4": Scheme("e2m1", 32), "nvfp4": Scheme("e2m1", 16),
 }  # fmt: skip
 
@@ -81,7 +84,9 @@ def round_target(decoder: SpecDecoder, scheme: Scheme) -> None:
             elif kind == "e2m1":
                 matrix.fill(part, rounded_floats(weight, scheme.group))
             else:
-                matrix.fill(part, rounded(weight, kind, scheme.group))
+                columns = weight.shape[1]
+                group = RoundToNearest(kind, scheme.group).group_of(columns) if scheme.smaller else scheme.group
+                matrix.fill(part, rounded(weight, kind, group))
 
 
 @torch.inference_mode()
