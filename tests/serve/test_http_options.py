@@ -44,6 +44,13 @@ def test_an_option_is_the_decoder_s(served: Served, options: dict[str, Any]) -> 
     assert "".join(event["choices"][0]["text"] for event in events) == expected
 
 
+def test_greedy_requests_may_have_what_only_sampling_looks_at(served: Served) -> None:
+    """Keeps out: a 400 for what OpenAI's clients send with temperature 0, and a greedy text that depends on it."""
+    want = served.post(COMPLETIONS, GOOD).json()["choices"][0]["text"]
+    idle = {"top_p": 0.1, "top_k": 1000, "min_p": 0.5, "seed": 3, "n": 2, "user": "somebody"}
+    assert [choice["text"] for choice in served.post(COMPLETIONS, {**GOOD, **idle}).json()["choices"]] == [want] * 2
+
+
 # Fields that are read by code of their own, and who reads them.
 OTHERS = {
     "prompt": "_prompts", "messages": "_messages", "model": "_check_model", "max_tokens": "_max_tokens",
