@@ -125,8 +125,8 @@ def _candidates(steps: int, topk: int) -> int:
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    max_tokens: the most tokens to generate.  temperature: 0 is greedy.  seed: equal seeds give equal text, whatever the batch
-    and the draft; None draws one.
+    max_tokens: the most tokens to generate.  temperature: 0 is greedy; top_p, top_k, min_p and seed then change nothing.
+    seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
     stop: strings that end the text, and are not part of it.  stop_token_ids: ids that end it, besides the model's own EOS.
     ignore_eos: go on after the model's EOS.  min_tokens: nothing ends the text before so many tokens but max_tokens.
 
@@ -149,7 +149,7 @@ class SamplingParams:
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
 
-    n: generations of each prompt; the one of number j, from 0 on, has the seed + j.
+    n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
     max_tokens: int = 128
@@ -301,11 +301,14 @@ def _check_whole(name: str, text: str) -> None:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """The ids of a sequence or of a one-dimensional array of numpy or torch, checked."""
+    """The ids of a sequence or of a one-dimensional array of numpy or torch, checked.  name: what errors call them."""
     ids = value.tolist() if is_array(value) and value.ndim == 1 else value
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise TypeError(f"{name} must be a list of ints, got {value!r} of type {type(value).__name__}")
-    return tuple(require_int(name, token, 0, 2**31 - 1) for token in ids)
+    for i, token in enumerate(ids):
+        if not is_number(type(token), Integral):
+            raise TypeError(f"{name} must be a list of ints, got {token!r} of type {type(token).__name__} at index {i}")
+    return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -335,7 +338,7 @@ def _bad_words(value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
         for word in value:
             if not isinstance(word, Sequence) and not is_array(word) or isinstance(word, str | bytes):
                 raise TypeError(f"{expected}, got {word!r} of type {type(word).__name__} among them")
-        words = tuple(_ids("bad_words", word) for word in value)
+        words = tuple(_ids(f"bad_words[{number}]", word) for number, word in enumerate(value))
     if not all(words):
         raise ValueError("bad_words must not hold an empty word: every text would hold it; leave it out")
     return words

@@ -76,7 +76,8 @@ class Work:
         self, session: Session, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], speculate: bool
     ) -> None:
         self.session, self.prompts, self.speculate = session, prompts, speculate
-        self.sampling = [replace(params, ignore_eos=True) for params in sampling]
+        # Rounds are measured, and no text is read: nothing but max_tokens ends one.
+        self.sampling = [replace(params, ignore_eos=True, stop=None, stop_token_ids=None) for params in sampling]
 
     @contextmanager
     def running(self) -> Iterator[list[Submitted]]:

@@ -99,6 +99,11 @@ class BenchOptions:
             )
         if self.synthetic_acceptance is not None:
             check_probabilities(self.synthetic_acceptance, self.specs)
+            if self.sampling.stop_strings or self.sampling.stop_token_ids:
+                raise ValueError(
+                    "stop and stop_token_ids say where the target's own text ends, and synthetic_acceptance forces another "
+                    "text; nearest thing that works: leave them out"
+                )
         if self.profile:
             for spec in self.specs:
                 check_profile(self.sampling.max_tokens, spec)

@@ -82,6 +82,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
     add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the likeliest")
     add("--seed", type=int, metavar="N", help="bench samples with 0 unless told otherwise, generate with a random one")
+    add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
     add("--ignore-eos", action="store_true", help="go on after the end of text")
     add("--repetition-penalty", type=float, metavar="X", help="divide logits above 0 of tokens in prompt or output by X")
     add("--presence-penalty", type=float, metavar="X", help="take X off the logits of tokens in the output")
@@ -90,6 +92,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--logit-bias", type=_bias, action="append", metavar="ID=NUMBER", help=bias)
     bad_word = "a text that the output does not complete; may be given several times"
     add("--bad-word", type=not_empty, action="append", metavar="TEXT", help=bad_word)
+    bad_ids = "ids of tokens that the output does not write one after the other; may be given several times"
+    add("--bad-word-ids", type=ints, action="append", metavar="ID,ID", help=bad_ids)
     add("--min-tokens", type=int, metavar="N", help="nothing ends the text before N tokens")
 
 
@@ -112,9 +116,12 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     bias = None if args.logit_bias is None else dict(args.logit_bias)
     if bias is not None and len(bias) < len(args.logit_bias):
         raise ValueError("--logit-bias names a token twice; give each token once")
+    if args.bad_word and args.bad_word_ids:
+        raise ValueError("--bad-word names texts and --bad-word-ids lists of ids; nearest thing that works: all of them as ids")
     always = dict(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos)
+    always |= dict(stop=args.stop, stop_token_ids=args.stop_token_id, bad_words=args.bad_word or args.bad_word_ids)
     given |= {name: getattr(args, name, None) for name in get_args(GrammarKind)}
-    return SamplingParams(**always, logit_bias=bias, bad_words=args.bad_word, **given)
+    return SamplingParams(**always, logit_bias=bias, **given)
 
 
 # ---- models and engine ----
@@ -274,7 +281,9 @@ def _regex(text: str) -> str:
 def _grammar(text: str) -> str:
     """What a file holds, if there is one of that name, or if the text can be no grammar, for want of a rule; else the text."""
     is_name = 0 < len(text) < 256 and "\n" not in text
-    return _read(text, "a grammar, or a file") if is_name and (":" not in text or Path(text).is_file()) else _rules(text)
+    if not is_name or (":" in text and not Path(text).is_file()):
+        return _rules(text)
+    return _read(text, "a grammar, which has a rule such as 'start: \"yes\"', or a file")
 
 
 def _rules(text: str) -> str:

@@ -16,7 +16,6 @@ from specdec.cli.flags import (
     add_grammar_flags,
     add_sampling_flags,
     engine_of,
-    not_empty,
     pair_of,
     sampling_of,
     tree_shape,
@@ -38,8 +37,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
     add("--max-tokens", type=int, default=128, metavar="N", help="the most tokens to generate; default: %(default)s")
-    add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
-    add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
     add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")
     add("--n", type=int, default=1, metavar="N", help="texts, with a line ---- between them; default: %(default)s")
     add("--logprobs", type=int, metavar="N", help="print each token's log-probability to stderr, and those of the N likeliest")
@@ -52,9 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = replace(sampling_of(args), stop=args.stop, stop_token_ids=args.stop_token_id, n=args.n)
-    mode = {"logprobs_mode": args.logprobs_mode} if args.logprobs_mode else {}
-    sampling = replace(sampling, logprobs=args.logprobs, **mode)
+    sampling = sampling_with_choices(args)
     if sampling.n > 1 and sampling.temperature == 0:
         raise ValueError(
             f"--n {sampling.n} would print one text {sampling.n} times at --temperature 0 (greedy); give a temperature"
@@ -84,6 +79,12 @@ def run(args: argparse.Namespace) -> int:
         draft += "".join(f"\nauto chose for {reason}" for reason in decoder.reasons)
         print(f"{about}{draft}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
     return 0
+
+
+def sampling_with_choices(args: argparse.Namespace) -> SamplingParams:
+    """The options of the shared flags, and those for which only this command has flags."""
+    mode = {"logprobs_mode": args.logprobs_mode} if args.logprobs_mode else {}
+    return replace(sampling_of(args), n=args.n, logprobs=args.logprobs, **mode)
 
 
 def _pair(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -9,32 +9,41 @@ from collections.abc import Sequence
 from math import inf
 
 from specdec.checks import NoTokenLeft
-from specdec.engine.request import Request
+from specdec.engine.request import LeftAfter, Request
 
 
 def no_token(request: Request, tokens: Sequence[int], is_first: bool) -> Exception:
     """The error of a request whose last launch emitted these tokens and then none.  is_first: whether it was the prompt's."""
     text = [*request.prompt_ids, *request.output.token_ids, *tokens]
-    grammar, where = request.choice.grammar, f"at position {len(text)}{', the first after the prompt' if is_first else ''}"
-    if grammar is not None and request.left_after is not None:
-        left, reason = request.left_after(grammar, text[len(request.prompt_ids) :])
-        if not left:
-            said = f"; llguidance says: {reason}" if reason else ""
-            return NoTokenLeft(f"{grammar.kind} leaves no token {where}: it has no such text, or is too large{said}")
-        if not (rest := _left_by_ends(request, left, len(text))):
-            return NoTokenLeft(
-                f"{grammar.kind} and min_tokens leave no token {where}: the text is complete; nearest setting that works: "
-                f"min_tokens={len(text) - len(request.prompt_ids)}"
-            )
-        if not _left_by_words(request, rest, text):
-            return NoTokenLeft(
-                f"{grammar.kind}, bad_words and logit_bias leave no token {where}; nearest setting that works: "
-                "fewer bad_words, and no logit_bias of -inf"
-            )
-    options = "; or the options for single tokens leave none" if request.choice.rules is not None else ""
+    where = f"at position {len(text)}{', the first after the prompt' if is_first else ''}"
+    if request.left_after is not None and (fault := _fault(request, request.left_after, text, where)):
+        return NoTokenLeft(fault)
     return FloatingPointError(
-        f"the target's logits are not finite (NaN or inf) {where}: neither its weights nor its dtype may overflow{options}"
+        f"the target's logits are not finite (NaN or inf) {where}: neither its weights nor its dtype may overflow"
     )
+
+
+def _fault(request: Request, left_after: LeftAfter, text: Sequence[int], where: str) -> str:
+    """What the request asks for that leaves no token after its text; empty if some token is left."""
+    grammar, output = request.choice.grammar, text[len(request.prompt_ids) :]
+    left, reason = left_after(grammar, output)
+    if grammar is not None and not left:
+        said = f"; llguidance says: {reason}" if reason else ""
+        return f"{grammar.kind} leaves no token {where}: it has no such text, or is too large{said}"
+    rest, fewer = _left_by_ends(request, left, len(text)), f"min_tokens={len(output)}"
+    if not rest and grammar is not None:
+        return (
+            f"{grammar.kind} and min_tokens leave no token {where}: the text is complete; nearest setting that works: {fewer}"
+        )
+    if not rest:
+        return f"stop_token_ids and min_tokens leave no token {where}; nearest setting that works: {fewer}"
+    if _left_by_words(request, rest, text):
+        return ""
+    without_ends = _left_by_words(request, left, text)  # then a smaller min_tokens helps, too
+    names = [*([grammar.kind] if grammar is not None else []), *(["min_tokens"] if without_ends else []), "bad_words"]
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    helps = f", or {fewer}" if without_ends else ""
+    return f"{listed} leave no token {where}; nearest setting that works: fewer bad_words{helps}"
 
 
 def _left_by_ends(request: Request, left: Sequence[int], position: int) -> list[int]:
@@ -45,7 +54,7 @@ def _left_by_ends(request: Request, left: Sequence[int], position: int) -> list[
 
 
 def _left_by_words(request: Request, left: Sequence[int], text: Sequence[int]) -> list[int]:
-    """Those of the tokens that bad_words and logit_bias leave after a text."""
+    """Those of the tokens that bad_words leave after a text; those of one token are a bias of -inf."""
     if (rules := request.choice.rules) is None:
         return list(left)
     banned = {token for token, added in rules.bias if added == -inf}

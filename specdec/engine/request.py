@@ -15,6 +15,7 @@ from specdec.generation import Chunk, Generation, Stats, TokenLogprob
 from specdec.steps import Grammar
 
 Numbers = Sequence[Sequence[float]]
+LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 
 
 @dataclass(eq=False)
@@ -27,7 +28,8 @@ class Request:
     error: what made this request fail, or None.  Other requests go on.
     choice: how its row chooses tokens.
     logprobs: of the output's tokens, if the request asked for them.
-    left_after: the tokens that a grammar allows after an output, and what its library said if it failed there; for errors.
+    left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
+        there; for errors.
     is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
 
@@ -43,7 +45,7 @@ class Request:
     source_ids: list[int] | None = None
     drafted_until: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    left_after: Callable[[Grammar, Sequence[int]], tuple[list[int], str]] | None = None
+    left_after: LeftAfter | None = None
     _unread: int = 0
 
     @classmethod

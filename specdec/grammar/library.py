@@ -62,8 +62,10 @@ class Grammars:
 
         return Matcher(compiled.deep_copy, renew, ends, self._vocab_size)
 
-    def left_after(self, grammar: Grammar, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """The tokens that a grammar allows after others, and what the library said if it failed there."""
+    def left_after(self, grammar: Grammar | None, tokens: Sequence[int]) -> tuple[list[int], str]:
+        """The tokens that a grammar allows after others, and what the library said if it failed there; without one, all."""
+        if grammar is None:
+            return list(range(self._vocab_size)), ""
         return _left(self.matcher(grammar), tokens, self._vocab_size)
 
     def _compile(self, kind: GrammarKind, text: str) -> Any:

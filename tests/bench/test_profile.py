@@ -227,6 +227,14 @@ def test_a_batch_that_does_not_fit_is_refused(zoo: Zoo) -> None:
     assert Driver(decoder).is_idle
 
 
+def test_nothing_ends_a_profile_s_texts_early(zoo: Zoo) -> None:
+    """Keeps out: a profile that looks for enough full rounds for ever, since each text stops after a few tokens."""
+    sampling = [SamplingParams(max_tokens=30, stop_token_ids=list(range(40)))] * 2
+    work = Work(Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)), PROMPTS, sampling, speculate=True)
+    with work.running() as requests:
+        assert not any(request.is_done for request in requests)
+
+
 def test_rounds_that_surely_fit() -> None:
     """Keeps out: a trace that runs beyond the end of its requests."""
     assert rounds_in(1 + 4 * 6, SpecConfig(5, 1, 6)) == 1 and rounds_in(4 * 6, SpecConfig(5, 1, 6)) == 0

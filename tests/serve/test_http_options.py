@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from toolkit.serving.server import Served, error_of
 
 from specdec import SamplingParams
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, USED_FIELDS
-from specdec.serve.wire.requests import SAMPLING_FIELDS
+from specdec.serve.wire.requests import SAMPLING_FIELDS, read_plan
 
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
 LONG = 36  # tokens, within which penalties change something
@@ -43,10 +44,63 @@ def test_an_option_is_the_decoder_s(served: Served, options: dict[str, Any]) -> 
     assert "".join(event["choices"][0]["text"] for event in events) == expected
 
 
-def test_every_sampling_field_is_read() -> None:
-    """Keeps out: a field of the table that nobody hands on; those that are left out have code of their own."""
-    assert set(SAMPLING_FIELDS) | {"min_tokens", "logprobs", "logprobs_mode"} <= set(USED_FIELDS[COMPLETIONS])
-    assert "top_logprobs" in USED_FIELDS[CHAT]
+def test_greedy_requests_may_have_what_only_sampling_looks_at(served: Served) -> None:
+    """Keeps out: a 400 for what OpenAI's clients send with temperature 0, and a greedy text that depends on it."""
+    want = served.post(COMPLETIONS, GOOD).json()["choices"][0]["text"]
+    idle = {"top_p": 0.1, "top_k": 1000, "min_p": 0.5, "seed": 3, "n": 2, "user": "somebody"}
+    assert [choice["text"] for choice in served.post(COMPLETIONS, {**GOOD, **idle}).json()["choices"]] == [want] * 2
+
+
+# Fields that are read by code of their own, and who reads them.
+OTHERS = {
+    "prompt": "_prompts", "messages": "_messages", "model": "_check_model", "max_tokens": "_max_tokens",
+    "max_completion_tokens": "_max_tokens", "n": "read_plan", "stream": "_streaming", "stream_options": "_streaming",
+    "speculate": "read_plan", "user": "read_plan", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
+    "top_logprobs": "_chat_logprobs", "logprobs_mode": "_sampling", "response_format": "grammar_of",
+    "structured_outputs": "grammar_of",
+}  # fmt: skip
+# Of each field of SamplingParams: fields of a body, and the value that they give it, which is not its default.
+ASKED: dict[str, tuple[dict[str, Any], Any]] = {
+    "max_tokens": ({"max_tokens": 7}, 7),
+    "temperature": ({"temperature": 0.5}, 0.5),
+    "top_p": ({"top_p": 0.5}, 0.5),
+    "top_k": ({"top_k": 4}, 4),
+    "seed": ({"seed": 3}, 3),
+    "stop": ({"stop": ["a", "b"]}, ("a", "b")),
+    "stop_token_ids": ({"stop_token_ids": [5]}, (5,)),
+    "ignore_eos": ({"ignore_eos": True}, True),
+    "min_p": ({"min_p": 0.1}, 0.1),
+    "repetition_penalty": ({"repetition_penalty": 1.5}, 1.5),
+    "presence_penalty": ({"presence_penalty": 0.5}, 0.5),
+    "frequency_penalty": ({"frequency_penalty": 0.5}, 0.5),
+    "logit_bias": ({"logit_bias": {"5": 2}}, {5: 2.0}),
+    "bad_words": ({"bad_words": [[5, 6]]}, ((5, 6),)),
+    "min_tokens": ({"min_tokens": 3}, 3),
+    "json_schema": ({"response_format": {"type": "json_object"}}, '{"type": "object"}'),
+    "regex": ({"structured_outputs": {"regex": "a"}}, "a"),
+    "grammar": ({"structured_outputs": {"grammar": "start: x"}}, "start: x"),
+    "logprobs": ({"logprobs": 2}, 2),
+    "logprobs_mode": ({"logprobs": 0, "logprobs_mode": "processed"}, "processed"),
+    "n": ({"n": 2}, 2),  # of the plan, which makes requests of one choice each
+}
+
+
+def test_every_field_has_a_reader() -> None:
+    """Keeps out: a field of the table that the server takes and nobody hands on, and a reader of a field that it refuses."""
+    used = {*USED_FIELDS[COMPLETIONS], *USED_FIELDS[CHAT]}
+    assert not set(SAMPLING_FIELDS) & set(OTHERS)
+    assert used == {*SAMPLING_FIELDS, *OTHERS}, "a new field belongs into SAMPLING_FIELDS, or here beside its reader"
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+def test_every_option_is_a_field(name: str) -> None:
+    """Keeps out: an option of SamplingParams that can't be had over HTTP, and one whose field is read and lost."""
+    asked, value = ASKED[name]
+    assert getattr(SamplingParams(), name) != value
+    plan = read_plan({"model": "tiny", "prompt": "a", **asked}, COMPLETIONS, "tiny", None)
+    assert plan.max_tokens is not None
+    given = plan.n if name == "n" else getattr(plan.sampling_of(0, plan.max_tokens), name)
+    assert given == value and asked.keys() <= set(USED_FIELDS[COMPLETIONS])
 
 
 @pytest.mark.parametrize(
@@ -143,11 +197,38 @@ def test_what_a_text_must_be_is_the_decoder_s(served: Served, field: dict[str, A
     assert "json_schema" not in rule or json.loads(want.text).keys() == {"who", "n"}
 
 
-def test_options_that_leave_no_token_are_the_caller_s_error(served: Served) -> None:
-    """Keeps out: a grammar that ends before min_tokens, answered as a fault of the server or of the model's weights."""
-    ask = {**GOOD, "structured_outputs": {"regex": "dog"}, "min_tokens": 20, "max_tokens": 30}
-    error = error_of(served.post(COMPLETIONS, ask), 400)
-    assert "min_tokens" in error["message"] and "NaN" not in error["message"], error
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize(
+    ("names", "nearest"),
+    [
+        (["structured_outputs", "min_tokens"], "min_tokens="),
+        (["bad_words"], "fewer bad_words"),
+        (["bad_words", "min_tokens"], "fewer bad_words, or min_tokens="),
+        (["stop_token_ids", "min_tokens"], "min_tokens="),
+        (["phrases"], "fewer bad_words"),
+    ],
+    ids=str,
+)
+def test_options_that_leave_no_token_are_the_caller_s_error(
+    served: Served, names: list[str], nearest: str, speculate: bool
+) -> None:
+    """Keeps out: options that ban every token, with a grammar or without, answered as a fault of the server or of the model's
+    weights, and an answer that names an option which bans nothing."""
+    every, ends = range(served.decoder.model.config.vocab_size), served.decoder.model.config.eos_ids
+    kept = ends if "min_tokens" in names else ()
+    options = {
+        "structured_outputs": {"regex": "dog"},
+        "bad_words": [[token] for token in every if token not in kept],
+        "stop_token_ids": list(every),
+        "min_tokens": 20,
+        "phrases": [[token] for token in every if token != 300] + [[300, 300]],  # so the second token is the one that lacks
+    }
+    asked = {"bad_words" if name == "phrases" else name: options[name] for name in names}
+    error = error_of(served.post(COMPLETIONS, {**GOOD, **asked, "max_tokens": 30, "speculate": speculate}), 400)
+    assert error["code"] == "request_failed" and error["message"].rstrip("0123456789").endswith(nearest), error
+    said = error["message"].partition("nearest")[0]
+    for name in ("min_tokens", "bad_words", "stop_token_ids", "logit_bias", "NaN"):
+        assert (name in said) == (name in asked), error
 
 
 def test_a_json_object_of_a_chat(chat_served: Served) -> None:

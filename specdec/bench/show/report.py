@@ -18,6 +18,7 @@ from specdec.lossless.verification import Divergence
 DEPTHS_SHOWN = 10
 RARE = (  # options of sampling that are shown only where they are set
     "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens",
+    "stop", "stop_token_ids",
 )  # fmt: skip
 NOISY = 1.15  # a speed-up whose repeats lie further apart is said to be noisy
 STEAL = 0.03  # share of CPU time

@@ -1,6 +1,7 @@
 """Which fields a request may have: those that specdec uses, and OpenAI's other fields, which must hold what changes nothing.
 
-No field is ignored in silence.  The one exception is `user`, which OpenAI too only keeps for its own statistics.
+No field is ignored in silence.  The exceptions are `user`, which OpenAI too only keeps for its own statistics, and at
+temperature 0 the fields of sampling that greedy decoding does not look at: OpenAI's clients send top_p and seed with it.
 """
 
 from __future__ import annotations
