@@ -97,4 +97,4 @@ def test_lines_that_explain_races_are_lines_of_kernels(kernel: str) -> None:
     jobs, *others = REASONS
     wanted = jobs.one.split("|")[: 3 if kernel == "wide_hopper" else 2]
     wanted += [line for reason in others for line in (reason.one, reason.other) if kernel == "wide_hopper"]
-    assert jobs.within in text and all(re.search(rf"^ *{line}", text, re.MULTILINE) for line in wanted)
+    assert jobs.within in text and all(re.search(rf"^ *(?:{line})$", text, re.MULTILINE) for line in wanted)

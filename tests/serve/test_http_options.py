@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import fields
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from toolkit.serving.server import Served, error_of
 
 from specdec import SamplingParams
+from specdec.serve.wire import grammar, requests
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, USED_FIELDS
 from specdec.serve.wire.requests import SAMPLING_FIELDS, read_plan
 
@@ -90,6 +92,8 @@ def test_every_field_has_a_reader() -> None:
     used = {*USED_FIELDS[COMPLETIONS], *USED_FIELDS[CHAT]}
     assert not set(SAMPLING_FIELDS) & set(OTHERS)
     assert used == {*SAMPLING_FIELDS, *OTHERS}, "a new field belongs into SAMPLING_FIELDS, or here beside its reader"
+    readers = {**vars(requests), **vars(grammar)}
+    assert [name for name, reader in OTHERS.items() if name not in inspect.getsource(readers[reader])] == []
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
