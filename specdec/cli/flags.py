@@ -264,7 +264,7 @@ def _schema(text: str) -> str:
     """JSON as it stands, or what a file holds."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second of a schema that is nested too deeply, as the door says then
         return text if text.lstrip().startswith("{") else _read(text, "JSON of an object, or a file")
     if not isinstance(value, dict) and not Path(text).is_file():
         got = "a list" if isinstance(value, list) else f"{text[:200]!r}"

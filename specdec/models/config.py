@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.checks import store
+from specdec.checks import distinct, store
 from specdec.models.checkpoints.config_values import (
     MOST_LAYERS,
     MOST_POSITIONS,
@@ -136,11 +136,11 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.  ValueError, with the path, if there is none."""
+    """The object in a JSON file.  ValueError, with the path, if there is none, or if one of its keys stands there twice."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; expected a Hugging Face model folder holding {path.name}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits

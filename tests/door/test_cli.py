@@ -105,6 +105,7 @@ def test_help_is_quick(tmp_path):
         (["generate", "--regex", "a", "--grammar", "start: x", "hi"], "regex and grammar both say what the text must be"),
         (["generate", "--json-schema", "/no/such/schema", "hi"], "expected JSON of an object, or a file that can be read"),
         (["generate", "--json-schema", "{", "hi"], "json_schema is not usable JSON"),
+        (["generate", "--json-schema", '{"a":' * 3000 + "1" + "}" * 3000, "hi"], "json_schema is nested too deeply"),
         (["generate", "--regex", "", "hi"], "expected a regular expression, got an empty value"),
         (["generate", "--grammar", "", "hi"], "expected a grammar, got an empty value"),
         (["generate", "--grammar", "no_file.lark", "hi"], "or a file that can be read, got 'no_file.lark'"),

@@ -268,6 +268,7 @@ def test_safetensors_that_are_cut_off(tmp_path: Path, zoo: Zoo) -> None:
         (b"", "is not valid JSON"),
         (b'{"hidden_size": ' + b"9" * 5000 + b"}", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
+        (b'{"model_type": "llama", "model_type": "qwen2"}', "is not valid JSON: the key 'model_type' stands twice"),
         (b"null", "must hold a JSON object, got NoneType"),
         (b'"llama"', "must hold a JSON object, got str"),
     ],

@@ -116,6 +116,7 @@ def test_every_option_is_a_field(name: str) -> None:
         (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias", "logit_bias[5] must be in"),
         (COMPLETIONS, {"logit_bias": {"4000": 1}}, "logit_bias", "logit_bias holds 4000; expected ids in [0, 2047]"),
         (COMPLETIONS, {"logit_bias": [5]}, "logit_bias", "logit_bias must be a dict"),
+        (COMPLETIONS, {"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "must name each token once, as 5, got the key '05'"),
         (COMPLETIONS, {"bad_words": "a"}, "bad_words", "bad_words must be a list"),
         (COMPLETIONS, {"bad_words": [[5, 4000]]}, "bad_words", "bad_words holds 4000"),
         (COMPLETIONS, {"min_p": 2}, "min_p", "nearest setting that works: min_p=1.0"),

@@ -159,6 +159,8 @@ def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
         if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_ID):
             expected = 'logit_bias must have token ids as keys, such as {"50": -100}'
             raise wrong("logit_bias", f"{expected}, got the key {token[:100]!r}")
+        if token != str(int(token)):
+            raise wrong("logit_bias", f"logit_bias must name each token once, as {int(token)}, got the key {token!r}")
     return {int(token): added for token, added in value.items()}
 
 
