@@ -23,7 +23,7 @@ EPILOG = """exit codes:
   1    bench, verify: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed;
        plan: it does not fit
   2    something that was given is wrong, or the run failed; one line on stderr says what
-  130  interrupted by Ctrl-C; 143: serve, by SIGTERM before it was ready
+  130  interrupted by Ctrl-C; 143: serve, by SIGTERM before it was ready, or by a second one
   141  whoever read the output stopped reading (specdec bench | head)
 
 SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""

@@ -85,8 +85,8 @@ def _gigabytes(size: int) -> str:
 
 
 def _what_fits(plan: MemoryPlan) -> str:
-    longest = f"{plan.batch} requests of {plan.longest:,} tokens"
-    widest = f"{plan.widest:,} requests of {plan.context:,} tokens"
+    longest = f"{plan.batch} requests of up to {plan.longest:,} tokens"
+    widest = f"up to {plan.widest:,} requests of {plan.context:,} tokens"
     if plan.longest and plan.widest:
         return f"what fits: {longest}, or {widest}"
     if plan.longest:

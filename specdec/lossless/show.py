@@ -49,10 +49,11 @@ def _summary(found: Verification) -> str:
     what = f"{found.count('EXACT')} of {count} prompts EXACT, {found.count('near-tie')} part at near-ties"
     wrong = [f"{found.count(name)} {name}" for name in ("DIVERGED", "OFF TARGET", "EMPTY") if found.count(name)]
     kept = "" if settings["kv_cache_dtype"] == "auto" else f", KV {settings['kv_cache_dtype']}"
+    unsure = f"at {found.unsure} of them two tokens tie within rounding, so that a wrong one of the two would go unseen"
     return (
         f"{'PASS' if found.passed else 'FAIL'}: {', '.join([what, *wrong])}. Compared {found.tokens} tokens with the reference "
-        f"({settings['dtype']}{kept}, spec {settings['spec']}, accept length {found.accept_length:.2f}); at {found.unsure} of "
-        "them two tokens tie within rounding, so that a wrong one of the two would go unseen"
+        f"({settings['dtype']}{kept}, spec {settings['spec']}, accept length {found.accept_length:.2f}); "
+        + (unsure if found.unsure else "at none of them do two tokens tie within rounding")
     )
 
 

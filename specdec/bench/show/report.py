@@ -94,7 +94,9 @@ def _facts(m: Measurement) -> Table:
     if m.synthetic_acceptance is not None:
         forced = ", ".join(f"{p:g}" for p in m.synthetic_acceptance)
         said = (
-            f"acceptance by depth is forced to {forced}. The speculative text is not the target's, so outputs are not compared"
+            f"a chain's acceptance by depth is forced to {forced}. In a tree a round also ends where the head's own scores "
+            "have pruned the path, so a tree accepts less than that: shapes can't be compared by it. The speculative text is "
+            "not the target's, so outputs are not compared"
         )
         rows.append((SYNTHETIC, f"{said} and near-ties not looked for: a plan, no measurement of this head"))
     if busy := _busy(m.machine):
