@@ -30,12 +30,13 @@ AT_LOAD = "rounded to nearest at load"
 
 def round_to_nearest(to: str) -> Quantization:
     """What `quantize="fp8"` or "int4" makes of ordinary weights: all but the output layer, which decides between tokens."""
-    return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), (Rule("exact", HEAD),))
+    return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), (Rule("exact", HEAD),), setting="quantize")
 
 
 def head_to_nearest(to: str) -> Quantization:
     """What `draft_quantize="fp8"` or "int4" makes of a draft head's ordinary weights: its output layer is rounded too."""
-    return Quantization(AT_LOAD, ((Rule("regex", r"(.+\.)?(\w+_proj|fc|lm_head)$"), ROUNDED[to]),))
+    rule = Rule("regex", r"(.+\.)?(\w+_proj|fc|lm_head)$")
+    return Quantization(AT_LOAD, ((rule, ROUNDED[to]),), setting="draft_quantize")
 
 
 def scheme_of(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:

@@ -190,15 +190,17 @@ class RoundToNearest:
         return None if not source.has_numbers else rounded(weight_OI, self.kind, self.group_of(shape[1]))
 
     def group_of(self, columns: int) -> int:
-        """Columns of a scale in a matrix of so many: the most of `group`, its half and so on down to 32; 0: all of a row."""
-        group = self.group
-        while group >= LEAST_GROUP and columns % group:
-            group //= 2
-        return group if group >= LEAST_GROUP and (group == self.group or group < columns) else 0
+        """Columns of a scale in a matrix of so many: `group`, or else 32, which divide what ranks share more often than 64 do.
+
+        0: all of a row.
+        """
+        if self.group and columns % self.group == 0:
+            return self.group
+        return LEAST_GROUP if self.group and columns % LEAST_GROUP == 0 and LEAST_GROUP < columns else 0
 
 
 def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:
-    """The matrix rounded to nearest.  Where its columns are no whole groups, each row has one scale."""
-    group = group if group and weight_OI.shape[1] % group == 0 else 0
+    """The matrix rounded to nearest.  group: columns of a scale, which divide the matrix's; 0: all of a row."""
+    assert not group or weight_OI.shape[1] % group == 0, (weight_OI.shape, group)
     found = quantise(weight_OI, kind, group)
     return CodedRows(kind, unpack(kind, found.codes_OJ, found.columns), found.scales_OG, None, group)

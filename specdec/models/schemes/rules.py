@@ -39,6 +39,7 @@ class Quantization:
     method: who wrote it, or "round to nearest".  formats: rules and the format of the matrices that they fit; exact rules
     before expressions, and those before classes.  kept: matrices that are ordinary numbers.
     optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
+    setting: the option by which ordinary numbers are rounded to these formats as they are loaded; empty: codes of a checkpoint.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Quantization:
     kept: tuple[Rule, ...] = ()
     optional: tuple[Rule, ...] = ()
     kept_by: str = "ignore"
+    setting: str = ""
 
     def format_of(self, name: str, has: Callable[[Format], bool]) -> Format | None:
         """The format of the matrix of that name; None: ordinary numbers.  has: whether the tensors look like the format."""
@@ -92,7 +94,7 @@ def describe(format: Format) -> str:
     if isinstance(format, RoundToNearest):
         if not format.group:
             return f"{'fp8' if format.kind == 'e4m3' else format.kind}, a scale for each row"
-        fewer = f"or for 64, 32 or all of a row where {format.group} does not divide them"
+        fewer = f"or for 32 or all of a row where {format.group} does not divide them"
         return f"{format.kind}, a scale for each {format.group} columns, {fewer}"
     assert isinstance(format, Awq | Gptq | PackedInts)
     bits = 4 if isinstance(format, Awq) else format.bits
