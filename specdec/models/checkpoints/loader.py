@@ -20,7 +20,6 @@ from specdec.models.config import ModelConfig, parse_config, read_json, read_tar
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
 from specdec.models.schemes.formats import RoundToNearest
-from specdec.models.schemes.rules import describe
 from specdec.models.schemes.source import Format
 from specdec.ops.rope import by_halves
 
@@ -128,7 +127,7 @@ def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Forma
     """ValueError, with one name for each way to store a matrix, if there are several."""
     ways = {format: name for name, format in formats.items()}
     if len(ways) > 1:
-        found = ", ".join(f"{name} is {describe(format) if format else 'ordinary numbers'}" for format, name in ways.items())
+        found = ", ".join(f"{name} is {format.describe() if format else 'ordinary numbers'}" for format, name in ways.items())
         raise ValueError(f"{checkpoint.folder}: {what} must be stored alike, but {found}")
 
 
@@ -147,12 +146,12 @@ def _fill_codes(
 def _expect_codes(checkpoint: Checkpoint, name: str, format: Format) -> None:
     """ValueError if a matrix is ordinary numbers where the config says that it is in codes."""
     own = f"{name}.weight"
-    if isinstance(format, RoundToNearest) or own not in checkpoint or format.has(checkpoint, name):
+    if own not in checkpoint or format.has(checkpoint, name):
         return
     if (found := checkpoint.dtype(own)) in ("F64", "F32", "F16", "BF16"):
         assert checkpoint.quantization is not None
         raise checkpoint.refuse(
-            own, f"holds ordinary numbers ({found}), but by config.json this matrix is in {describe(format)}; expected its "
+            own, f"holds ordinary numbers ({found}), but by config.json this matrix is in {format.describe()}; expected its "
             f"codes, or the matrix named in {checkpoint.quantization.kept_by}"
         )  # fmt: skip
 
