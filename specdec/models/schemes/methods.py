@@ -55,9 +55,11 @@ _PROCESS += "dataset model_name_or_path model_file_base_name block_name_to_quant
 _PROCESS += "batch_size pad_token_id model_seqlen max_input_length cache_block_outputs use_cuda_fp16 backend exllama_config "
 _PROCESS += "use_exllama disable_exllama pack_impl do_fuse fuse_max_seq_len modules_to_fuse "
 _PROCESS += "autoround_version provider iters nsamples seqlen lr low_gpu_mem_usage enable_quanted_input model_free "
+_PROCESS += "amp enable_minmax_tuning enable_norm_bias_tuning gradient_accumulate_steps minmax_lr scale_dtype "
+_PROCESS += "act_data_type act_dynamic act_group_size act_sym "  # of activations, which act_bits says are not rounded
 _INTEGERS = "quant_method method bits group_size sym desc_act format checkpoint_format lm_head dynamic pack_dtype "
-_INTEGERS += "modules_in_block_to_quantize data_type packing_format "
-_INTEGERS_NEUTRAL = {"pack_dtype": "int32", "data_type": "int"}
+_INTEGERS += "modules_in_block_to_quantize data_type packing_format act_bits "
+_INTEGERS_NEUTRAL = {"pack_dtype": "int32", "data_type": "int", "act_bits": 16}
 
 
 def awq(scheme: dict[str, Any], where: str) -> Quantization:

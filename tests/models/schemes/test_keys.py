@@ -18,6 +18,14 @@ from specdec.models.schemes.integers import Awq, Gptq
 
 GPTQMODEL = {"bits": 4, "group_size": 128, "desc_act": False, "lm_head": False, "pack_dtype": "int32", "meta": {"damp": 0.1}}
 AUTOROUND = {"iters": 200, "autoround_version": "0.16", "data_type": "int", "packing_format": "auto_gptq", "lr": 0.005}
+AUTOROUND_5 = {  # of 0.5
+    "amp": True, "act_bits": 16, "act_data_type": None, "act_dynamic": True, "act_group_size": None, "act_sym": None,
+    "autoround_version": "0.5.1", "backend": "auto_round:gptq:exllamav2", "batch_size": 8, "block_name_to_quantize": None,
+    "data_type": "int", "enable_minmax_tuning": True, "enable_norm_bias_tuning": False, "enable_quanted_input": True,
+    "gradient_accumulate_steps": 1, "iters": 200, "low_gpu_mem_usage": False, "lr": 0.005, "minmax_lr": 0.005, "nsamples": 128,
+    "scale_dtype": "torch.float16", "seqlen": 2048, "group_size": 128, "desc_act": False, "true_sequential": False,
+    "damp_percent": 0.01, "lm_head": False,
+}  # fmt: skip
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -27,6 +35,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], Any]] = {
     "transformers awq": (AwqConfig(group_size=64).to_dict(), Awq(64)),
     "gptqmodel gptq": ({**GPTQMODEL, **GPTQ, "method": "gptq", "format": "gptq_v2"}, Gptq(4, 128, True, 0)),
     "gptqmodel awq": ({**GPTQMODEL, **AWQ, "method": "awq", "format": "gemm", "checkpoint_format": "gemm"}, Awq(128)),
+    "AutoRound 0.5": ({**GPTQ, **AUTOROUND_5}, Gptq(4, 128, True, 1)),
     "AutoRound": ({**GPTQ, **AUTOROUND}, Gptq(4, 128, True, 1)),
     "desc_act": ({**GPTQ, "desc_act": True}, Gptq(4, 128, True, 1, True)),
 }
@@ -66,6 +75,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GPTQ, "method": "awq"}, "method must be 'gptq', got 'awq'"),
     ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype must be 'int32', got 'int16'"),
     ({**GPTQ, "is_marlin_format": True}, "is_marlin_format must be False, got True"),
+    ({**GPTQ, "act_bits": 8}, "act_bits must be 16, got 8"),
     ({**GPTQ, "bits": True}, "bits must be 4 or 8, got True"),
     ({**GPTQ, "data_type": "mx_fp"}, "data_type must be 'int', got 'mx_fp'"),
     (
