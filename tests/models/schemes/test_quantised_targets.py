@@ -274,6 +274,23 @@ def test_codes_of_which_the_config_is_silent_are_recognised(tmp_path: Path, name
         check_chosen(choose_target(folder), folder)
 
 
+def test_keys_of_autoawqs_own_file_can_be_copied(tmp_path: Path) -> None:
+    """Keeps out: advice that leads to another refusal."""
+    folder, _ = save_quantised(tmp_path, SCHEMES["awq"])
+    raw, beside = json.loads((folder / "config.json").read_text()), folder / "quant_config.json"
+    wanted = choose_target(folder).config.quantization
+    del raw["quantization_config"]
+    beside.write_text('{"zero_point": true, "q_group_size": 32, "w_bit": 4, "version": "GEMM", "modules_to_not_convert": null}')
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="expected there the keys of quant_config.json, .* and quant_method 'awq'"):
+        check_chosen(choose_target(folder), folder)
+    raw["quantization_config"] = {**json.loads(beside.read_text()), "quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    chosen = choose_target(folder)
+    check_chosen(chosen, folder)
+    assert chosen.config.quantization == wanted
+
+
 def test_quantised_heads_name_what_works(tmp_path: Path) -> None:
     """Keeps out: a refusal that does not say how a head in few bits can run."""
     target = save_target(tmp_path / "target", "llama", num_hidden_layers=3)
