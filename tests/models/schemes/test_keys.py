@@ -155,12 +155,21 @@ def test_two_places_that_say_how_weights_are_stored_must_agree(tmp_path: Path) -
         return read_target_json(tmp_path).get("quantization_config")
 
     assert read({"quant_algo": "NVFP4", "group_size": 16}, None) == {**NVFP4, "group_size": 16}
-    assert read({"quant_algo": "NVFP4", "group_size": 16}, NVFP4) == NVFP4
+    assert read({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}, NVFP4) == NVFP4
+    grouped = {**NVFP4, "ignore": ["b*", "a"], "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}}
+    assert read({"quant_algo": "NVFP4", "exclude_modules": ["a", "b*", "lm_head"]}, grouped) == grouped
     for beside, scheme, says in (
-        ({"quant_algo": "FP8"}, NVFP4, "hf_quant_config.json says quant_algo 'FP8', but .*quantization_config says 'NVFP4'"),
-        ({"quant_algo": "FP8"}, CT, "hf_quant_config.json says quant_method 'modelopt', but .* says 'compressed-tensors'"),
-        ({"quant_algo": "INT4"}, None, "hf_quant_config.json: quantization_config: quant_algo must be 'FP8' or"),
-        (None, None, "hf_quant_config.json: quantization_config: quant_algo must be 'FP8' or"),
+        (
+            {"quant_algo": "FP8"},
+            NVFP4,
+            "hf_quant_config.json: quantization says .* fp8, .* but .*quantization_config says .* nvfp4",
+        ),
+        ({"quant_algo": "FP8"}, CT, r"quantization says .* \(modelopt\), but .* says .* \(compressed-tensors\); expected"),
+        ({"kv_cache_quant_algo": "FP8"}, NVFP4, "says that weights are ordinary numbers, but .* says .* nvfp4"),
+        ({"quant_algo": "NVFP4", "exclude_modules": ["a"]}, NVFP4, "numbers are a, but .* numbers are no matrices; expected"),
+        ({"quant_algo": "NVFP4", "rotation": 1}, NVFP4, "hf_quant_config.json: quantization: unknown keys rotation"),
+        ({"quant_algo": "INT4"}, None, "hf_quant_config.json: quantization: quant_algo must be 'FP8' or"),
+        (None, None, "hf_quant_config.json: quantization: quant_algo must be 'FP8' or"),
     ):
         with pytest.raises(ValueError, match=says):
             read(beside, scheme)
