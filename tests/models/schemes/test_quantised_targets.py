@@ -299,7 +299,14 @@ def test_quantised_heads_name_what_works(tmp_path: Path) -> None:
     (head / "config.json").write_text(json.dumps(raw | {"quantization_config": SCHEMES["fp8 channel"].config}))
     with pytest.raises(ValueError, match="quantization_config must be absent: .*nearest .* draft_quantize='fp8'"):
         open_head(head, None)
+    (head / "config.json").write_text(json.dumps(raw | {"compression_config": SCHEMES["fp8 channel"].config}))
+    with pytest.raises(ValueError, match="config.json: compression_config must be absent: .*nearest .* draft_quantize='fp8'"):
+        open_head(head, None)
     (head / "config.json").write_text(json.dumps(raw))
+    (head / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter_config.json must be absent: adapters .*nearest .* merged into it$"):
+        open_head(head, None)
+    (head / "adapter_config.json").unlink()
     (head / "hf_quant_config.json").write_text("{}")
     with pytest.raises(ValueError, match="hf_quant_config.json must be absent: .*nearest .* draft_quantize='fp8'"):
         open_head(head, None)
