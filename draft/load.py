@@ -64,7 +64,7 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     """The head with its weights.  max_positions: length of the rotary table."""
     files, _, reading = opened
     spec, checkpoint = reading.spec, files.checkpoint
-    own = replace(spec, model=share_of(spec.model, target.config.shard))
+    own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
     kind = KINDS[spec.kind]
     head = build(lambda: kind.make(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
     kind.fill(head, reading.names, checkpoint)

@@ -143,7 +143,7 @@ class EngineOptions:
         "round the target's weights as they are loaded: fp8 (8 bits, a scale for each row), int4 (4 bits, a scale for each 128 "
         "columns), or none: as the checkpoint stores them, which may be in 8 or 4 bits already",
         details="Rounded to nearest, without a look at any text: a checkpoint that was quantised with one is usually better.  "
-        "Where 128 does not divide a matrix's columns, 64 or 32 of them have a scale, or all of a row.  "
+        "Where 128 does not divide a matrix's columns, 32 of them have a scale, or all of a row.  "
         "Embeddings, output layer and drafter stay as they are.  A checkpoint in 8 or 4 bits is refused.",
         choices=("none", "fp8", "int4"),
     )

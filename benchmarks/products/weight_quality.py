@@ -84,8 +84,11 @@ def round_target(decoder: SpecDecoder, scheme: Scheme) -> None:
             elif kind == "e2m1":
                 matrix.fill(part, rounded_floats(weight, scheme.group))
             else:
-                columns = weight.shape[1]
-                group = RoundToNearest(kind, scheme.group).group_of(columns) if scheme.smaller else scheme.group
+                group, columns = scheme.group, weight.shape[1]
+                if scheme.smaller:
+                    group = RoundToNearest(kind, group).group_of(columns)
+                elif group and columns % group:
+                    group = 0
                 matrix.fill(part, rounded(weight, kind, group))
 
 

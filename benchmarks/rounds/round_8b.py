@@ -143,7 +143,7 @@ def round_weights(model: nn.Module, quantize: str, but: Linear | None = None) ->
         if isinstance(matrix, Linear) and matrix is not but:
             numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
             for part, weight in numbers.items():
-                matrix.fill(part, rounded(weight, form.kind, form.group))
+                matrix.fill(part, rounded(weight, form.kind, form.group_of(weight.shape[1])))
 
 
 def spec_of(text: str) -> SpecConfig | None:

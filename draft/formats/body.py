@@ -10,6 +10,7 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MOST_LAYERS, flag, mapping, text, whole
 from specdec.models.config import WINDOWED, ModelConfig, RopeConfig, parse_config, refuse_unknown, sliding_window
 from specdec.models.kv_source import KEY
+from specdec.models.schemes.config import scheme_of
 from specdec.models.yarn import parse_rope_with_yarn
 
 ROPE_KEYS = frozenset(("rope_theta", "rope_parameters", "rope_scaling"))
@@ -43,7 +44,7 @@ def parse_body(
     model = parse_config({**plain, "model_type": family}, where)
     if model.quantization is not None:
         raise ValueError(
-            f"{where}: quantization_config must be absent: draft heads are read in ordinary numbers, got {model.quantization}; "
+            f"{scheme_of(plain, where)[1]} must be absent: draft heads are read in ordinary numbers, got {model.quantization}; "
             "nearest thing that works: the head in ordinary numbers, with draft_quantize='fp8' or 'int4' (--draft-quantize)"
         )
     if target is not None and model.vocab_size != target.vocab_size:

@@ -47,6 +47,11 @@ FORMATS: dict[str, Format] = {
     "z-lab": zlab.FORMAT,
     "deepspec": deepspec.FORMAT,
 }
+BESIDE = {  # files of heads that can't be loaded, and what to do instead
+    "adapter_config.json": "adapters can't be loaded; nearest thing that works: the head with its adapter merged into it",
+    "hf_quant_config.json": "quantised heads can't be loaded; nearest thing that works: the head in ordinary numbers, with "
+    "draft_quantize='fp8' or 'int4' (--draft-quantize)",
+}
 # Kinds of other heads, by a part of a tensor's name that no EAGLE head has.
 OTHER_KINDS = (
     ("candidate_selector.", "a DFlash2 head"),
@@ -118,12 +123,9 @@ def _refuse_others(files: HeadFiles) -> None:
         raise ValueError(f"{where}: architectures {raw['architectures']} is the layout of {layout}, which can't be read yet")
     if raw.get("target_layer_ids") is not None and not is_block(files):
         raise ValueError(f"{where}: target_layer_ids is a key of DeepSpec's layout, of which EAGLE heads can't be read yet")
-    for name in ("adapter_config.json", "hf_quant_config.json"):
+    for name, instead in BESIDE.items():
         if (files.folder / name).is_file():
-            raise ValueError(
-                f"{files.folder / name} must be absent: adapters and quantised heads can't be loaded; "
-                "nearest thing that works: the head in ordinary numbers, with draft_quantize='fp8' or 'int4' (--draft-quantize)"
-            )
+            raise ValueError(f"{files.folder / name} must be absent: {instead}")
 
 
 def _architecture(raw: dict[str, Any]) -> str:

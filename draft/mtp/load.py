@@ -56,7 +56,7 @@ def load_mtp(folder: Path, target: Target, max_positions: int, device: torch.dev
 def build_mtp(opened: OpenMtp, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
     """The layers with their weights, or with the rank's share of them.  max_positions: length of the rotary table."""
     checkpoint, spec = opened
-    own = replace(spec, model=share_of(spec.model, target.config.shard))
+    own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
     if isinstance(own.model, DeepseekConfig):
         own = replace(own, experts=own.model.experts)
     head = build(lambda: MtpHead(own, max_positions), device, dtype, late=checkpoint.quantization is not None)

@@ -7,7 +7,6 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import ExpertsConfig
-from specdec.models.schemes.rules import describe
 from specdec.models.schemes.source import Format
 
 Shapes = dict[str, tuple[int, ...]]
@@ -74,7 +73,7 @@ def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
 def how_stored(checkpoint: Checkpoint, spec: MtpSpec) -> str:
     """How the layers' matrices lie in the checkpoint, in words."""
     formats = (_format(checkpoint, name, shape) for name, shape in wanted_tensors(spec).items() if len(shape) == 2)
-    return ", ".join(dict.fromkeys(describe(format) if format else "ordinary numbers" for format in formats))
+    return ", ".join(dict.fromkeys(format.describe() if format else "ordinary numbers" for format in formats))
 
 
 def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Format | None:

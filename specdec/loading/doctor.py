@@ -30,7 +30,6 @@ from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
-from specdec.models.schemes.rules import describe
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
 from specdec.ops.tuned.here import look
@@ -122,7 +121,7 @@ def drafter_rows() -> list[tuple[str, str]]:
 
 def scheme_rows() -> list[tuple[str, str]]:
     """The quantised checkpoints that are read, by their quant_method, and what ordinary weights can be rounded to."""
-    rounded = ", ".join(f"{name} ({describe(form)})" for name, form in ROUNDED.items())
+    rounded = ", ".join(f"{name} ({form.describe()})" for name, form in ROUNDED.items())
     options = "quantize (the target's) and draft_quantize (the draft head's)"
     at_load = ("rounded at load", f"{options}: ordinary weights are rounded at load: {rounded}")
     return [*METHODS.items(), *OF_FAMILIES.items(), at_load]

@@ -65,8 +65,8 @@ def check_pair(
     checkpoint = check_chosen(chosen, folder)
     drafter = open_drafter(found, options, chosen.config, folder)
     pair = CheckedPair(folder, chosen, checkpoint, settings, drafter)
-    for config in pair.configs:
-        share_of(config, Shard(0, options.tensor_parallel_size))
+    for index, config in enumerate(pair.configs):
+        share_of(config, Shard(0, options.tensor_parallel_size), "draft head" if index else "target")
     if drafter is None:
         return pair
     assert settings.spec is not None

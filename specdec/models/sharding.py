@@ -26,9 +26,10 @@ class Shared(Protocol):
     def modules(self) -> Iterator[nn.Module]: ...
 
 
-def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
+def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelConfig:
     """The config of one rank's share: its heads, and its part of every MLP.  config: the whole model's.
 
+    whose: which model it is, in an error's words.
     Ranks share the heads evenly.  Where there are fewer key/value heads than ranks, neighbours hold the same one.
     ValueError says which sizes do not fit, and the nearest number of ranks that does.
     """
@@ -37,8 +38,8 @@ def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
     if why := misfit(config, shard.size):
         fits = [size for size in range(shard.size, 0, -1) if not misfit(config, size)]
         raise ValueError(
-            f"tensor_parallel_size must be a number of processes that can share {why} evenly, got {shard.size}; nearest "
-            f"setting that works: tensor_parallel_size={fits[0]}"
+            f"tensor_parallel_size must be a number of processes that can share the {whose}'s {why} evenly, got {shard.size}; "
+            f"nearest setting that works: tensor_parallel_size={fits[0]}{_without_groups(config, shard.size)}"
         )
     own = {"num_heads": shard.share(config.num_heads), "intermediate_size": shard.share(config.intermediate_size)}
     own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
@@ -46,6 +47,14 @@ def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
     if isinstance(local, DeepseekConfig) and (experts := local.experts) is not None:
         return replace(local, experts=replace(experts, intermediate_size=shard.share(experts.intermediate_size)))
     return local
+
+
+def _without_groups(config: ModelConfig, size: int) -> str:
+    """Which other setting lets so many ranks share the model, where codes made at load have groups in their way."""
+    made = config.quantization
+    if made is None or not made.setting or misfit(replace(config, quantization=None), size):
+        return ""
+    return f", or {made.setting}='fp8', which has a scale for each row: by {made.setting} this model is in {made}"
 
 
 def join(model: Shared, group: Group) -> None:

@@ -246,7 +246,7 @@ def test_another_number_of_launched_processes_is_refused(monkeypatch: pytest.Mon
 def test_what_ranks_can_not_share_is_refused_before_any_starts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a refusal that takes seconds, leaves a process, or comes as another rank's traceback."""
     monkeypatch.setattr(ranks, "start", lambda *_: pytest.fail("a rank has started"))
-    with pytest.raises(ValueError, match="can share 4 attention heads evenly, got 3; nearest .*: tensor_parallel_size=2"):
+    with pytest.raises(ValueError, match="can share the target's 4 attention heads evenly, got 3; .*: tensor_parallel_size=2"):
         load(zoo, 3)
     with pytest.raises(ValueError, match="must be 1 for a target through transformers' code .*, got 2; nearest"):
         folder = zoo.target("qwen3")

@@ -55,7 +55,7 @@ def test_terms_of_all_ranks_add_up(zoo: type[Zoo], name: str, size: int, folder_
     """Keeps out: a gate that is cut across gate and up, heads that a rank gets from another one's run, a bias added twice."""
     whole = load(folder := folder_of(zoo, name))
     if why := misfit(whole.config, size):
-        with pytest.raises(ValueError, match=f"can share {why} evenly, got {size}; nearest setting"):
+        with pytest.raises(ValueError, match=f"can share the target's {why} evenly, got {size}; nearest setting"):
             load(folder, Shard(0, size))
         return
     ranks = [load(folder, Shard(rank, size)) for rank in range(size)]

@@ -20,7 +20,7 @@ from specdec.models.config import ModelConfig, parse_config, read_json, read_tar
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
 from specdec.models.schemes.formats import RoundToNearest
-from specdec.models.schemes.rules import describe
+from specdec.models.schemes.rows import CodedRows
 from specdec.models.schemes.source import Format
 from specdec.ops.rope import by_halves
 
@@ -112,9 +112,9 @@ def fill_linear(
         if (format := formats[name]) is None:
             copy_run(linear.tensors(part)["weight"], checkpoint, f"{name}.weight", own)
         else:
-            _fill_codes(linear, checkpoint, part, name, format, own)
-            if linear.bias is None and not linear.unread:
-                _expect_no_bias(checkpoint, name, format, linear.shape(part)[0])
+            has_bias = bool(linear.unread) or (linear.bias is not None and part not in without_bias)
+            put = partial(_put, linear, part, own)
+            _fill_codes(put, checkpoint, name, format, linear.shape(part), linear.device, has_bias=has_bias)
         for ending, stored in linear.bias_tensors(part).items():
             if part in without_bias:
                 stored.tensor.zero_()
@@ -124,22 +124,40 @@ def fill_linear(
             checkpoint.ignore(f"{name}.{ending}")
 
 
+def _put(linear: Linear, part: str, arrange: Arrange | None, rows: CodedRows) -> None:
+    linear.fill(part, rows if arrange is None else rows.arranged(arrange))
+
+
 def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Format | None]) -> None:
     """ValueError, with one name for each way to store a matrix, if there are several."""
     ways = {format: name for name, format in formats.items()}
     if len(ways) > 1:
-        found = ", ".join(f"{name} is {describe(format) if format else 'ordinary numbers'}" for format, name in ways.items())
+        found = ", ".join(f"{name} is {format.describe() if format else 'ordinary numbers'}" for format, name in ways.items())
         raise ValueError(f"{checkpoint.folder}: {what} must be stored alike, but {found}")
 
 
 def _fill_codes(
-    linear: Linear, checkpoint: Checkpoint, part: str, name: str, format: Format, arrange: Arrange | None
-) -> None:  # fmt: skip
+    put: Callable[[CodedRows], None],
+    checkpoint: Checkpoint,
+    name: str,
+    format: Format,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    has_bias: bool = False,
+) -> None:
+    """Hands the rows of a matrix in codes to `put`, if the checkpoint has numbers.
+
+    has_bias: whether the model has a bias that the checkpoint may have too, which is not looked at here.
+    ValueError if the tensors are not such codes, or if `put` can't take them.
+    """
     _expect_codes(checkpoint, name, format)
-    if (rows := format.read(checkpoint, name, linear.shape(part), linear.device)) is None:
+    if not has_bias:
+        _expect_no_bias(checkpoint, name, format, shape[0])
+    if (rows := format.read(checkpoint, name, shape, device)) is None:
         return
     try:
-        linear.fill(part, rows if arrange is None else rows.arranged(arrange))
+        put(rows)
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
@@ -147,12 +165,12 @@ def _fill_codes(
 def _expect_codes(checkpoint: Checkpoint, name: str, format: Format) -> None:
     """ValueError if a matrix is ordinary numbers where the config says that it is in codes."""
     own = f"{name}.weight"
-    if isinstance(format, RoundToNearest) or own not in checkpoint or format.has(checkpoint, name):
+    if own not in checkpoint or format.has(checkpoint, name):
         return
     if (found := checkpoint.dtype(own)) in ("F64", "F32", "F16", "BF16"):
         assert checkpoint.quantization is not None
         raise checkpoint.refuse(
-            own, f"holds ordinary numbers ({found}), but by config.json this matrix is in {describe(format)}; expected its "
+            own, f"holds ordinary numbers ({found}), but by config.json this matrix is in {format.describe()}; expected its "
             f"codes, or the matrix named in {checkpoint.quantization.kept_by}"
         )  # fmt: skip
 
@@ -176,13 +194,13 @@ def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arr
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
-    _expect_codes(checkpoint, name, format)
-    _expect_no_bias(checkpoint, name, format, linear.shape()[0])
-    if (rows := format.read(checkpoint, name, linear.shape(), stored.tensor.device)) is None:
-        return
-    numbers = rows.numbers(stored.tensor.dtype)
-    with torch.no_grad():
-        stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
+
+    def put(rows: CodedRows) -> None:
+        numbers = rows.numbers(stored.tensor.dtype)
+        with torch.no_grad():
+            stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
+
+    _fill_codes(put, checkpoint, name, format, linear.shape(), stored.tensor.device)
 
 
 def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
@@ -194,15 +212,8 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
         if (format := formats[name]) is None:
             for ending, stored in stack.tensors(index, part).items():
                 copy_run(stored, checkpoint, f"{name}.{ending}")
-            continue
-        _expect_codes(checkpoint, name, format)
-        _expect_no_bias(checkpoint, name, format, stack.shape(part)[0])
-        if (rows := format.read(checkpoint, name, stack.shape(part), stack.device)) is None:
-            continue
-        try:
-            stack.fill(index, part, rows)
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
+        else:
+            _fill_codes(partial(stack.fill, index, part), checkpoint, name, format, stack.shape(part), stack.device)
 
 
 def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arrange | None = None) -> None:

@@ -30,12 +30,13 @@ AT_LOAD = "rounded to nearest at load"
 
 def round_to_nearest(to: str) -> Quantization:
     """What `quantize="fp8"` or "int4" makes of ordinary weights: all but the output layer, which decides between tokens."""
-    return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), (Rule("exact", HEAD),))
+    return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), (Rule("exact", HEAD),), setting="quantize")
 
 
 def head_to_nearest(to: str) -> Quantization:
     """What `draft_quantize="fp8"` or "int4" makes of a draft head's ordinary weights: its output layer is rounded too."""
-    return Quantization(AT_LOAD, ((Rule("regex", r"(.+\.)?(\w+_proj|fc|lm_head)$"), ROUNDED[to]),))
+    rule = Rule("regex", r"(.+\.)?(\w+_proj|fc|lm_head)$")
+    return Quantization(AT_LOAD, ((rule, ROUNDED[to]),), setting="draft_quantize")
 
 
 def scheme_of(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
@@ -50,7 +51,11 @@ def scheme_of(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
 def quantization_of(raw: dict[str, Any], where: str) -> Quantization | None:
     """How a config.json says that weights are stored in 8 or 4 bits; None: they are ordinary numbers."""
     scheme, where = scheme_of(raw, where)
-    return None if not scheme or _is_of_keys_and_values(scheme, where) else parse_quantization(scheme, where)
+    return _of_weights(scheme, where) if scheme else None
+
+
+def _of_weights(scheme: dict[str, Any], where: str) -> Quantization | None:
+    return None if _is_of_keys_and_values(scheme, where) else parse_quantization(scheme, where)
 
 
 def _is_of_keys_and_values(scheme: dict[str, Any], where: str) -> bool:
@@ -70,15 +75,21 @@ def read_sidecar(beside: dict[str, Any], raw: dict[str, Any], where: str, config
     beside, raw: the objects in the two files.  where, config: their names.  ValueError names what is wrong in it.
     """
     said, (scheme, key) = {"quant_method": "modelopt", **mapping(beside, "quantization", where)}, scheme_of(raw, config)
+    own = _of_weights(said, place := f"{where}: quantization")
     if not scheme:
-        quantization_of({KEYS[0]: said}, where)  # so that an error names this file
         return said
-    for name in ("quant_method", "quant_algo", "group_size"):
-        if said.get(name) is not None and scheme.get(name) is not None and said[name] != scheme[name]:
-            raise ValueError(
-                f"{where} says {name} {said[name]!r}, but {key} says {scheme[name]!r}; expected one of them, or both alike"
-            )
+    for ours, theirs in zip(_in_words(own), _in_words(_of_weights(scheme, key)), strict=True):
+        if ours != theirs:
+            raise ValueError(f"{place} says {ours}, but {key} says {theirs}; expected one of them, or both alike")
     return None
+
+
+def _in_words(made: Quantization | None) -> tuple[str, str]:
+    """How weights are stored, and which are not; the output layer aside where its tensors say so."""
+    if made is None:
+        return "that weights are ordinary numbers", ""
+    kept = sorted({rule.what for rule in made.kept} - {rule.what for rule in made.optional})
+    return f"that weights are in {made}", f"that ordinary numbers are {', '.join(kept) or 'no matrices'}"
 
 
 def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:

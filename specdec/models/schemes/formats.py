@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
-from specdec.models.schemes.source import Source, check_groups, ignore, one_of, take_bytes, take_powers, take_scale
+from specdec.models.schemes.source import (
+    FLOAT32,
+    Outline,
+    Source,
+    check_groups,
+    ignore,
+    one_of,
+    take_bytes,
+    take_powers,
+    take_scale,
+)
 from specdec.ops.experts.codes import power_of_two
 from specdec.ops.quantised.codes import Kind, quantise, unpack
 
@@ -74,6 +84,18 @@ class Fp8:
             scales_OG = found.view(O, 1) if self.per == "channel" else found.view(1, 1).expand(O, 1)
         return CodedRows("e4m3", numbers.view(torch.uint8), scales_OG, None, group)
 
+    def outline(self, source: Source, name: str) -> Outline:
+        (rows, columns), scale = source.shape(f"{name}.weight"), self.scale_of(source, name)
+        scale_bytes = FLOAT32 if source.dtype(scale) == "F8_E8M0" else source.itemsize(scale)
+        return Outline("e4m3", rows, columns, self.group_of(columns), scale_bytes)
+
+    def group_of(self, columns: int) -> int:
+        return self.block[1] if self.per == "block" else 0
+
+    def describe(self) -> str:
+        scaled = {"tensor": "matrix", "channel": "row", "block": f"{self.block[0]} x {self.block[1]} block"}[self.per]
+        return f"fp8, a scale for each {scaled}"
+
 
 @dataclass(frozen=True)
 class Fp4:
@@ -126,6 +148,16 @@ class Fp4:
         source.landed(scale_name, scales_OG)
         return CodedRows("e2m1", codes_OI, scales_OG, None, self.group)
 
+    def outline(self, source: Source, name: str) -> Outline:
+        rows, half = source.shape(f"{name}.{self.weight}")
+        return Outline("e2m1", rows, 2 * half, self.group, FLOAT32)
+
+    def group_of(self, columns: int) -> int:
+        return self.group
+
+    def describe(self) -> str:
+        return "nvfp4, weights alone" if self.whole else "mxfp4, weights alone"
+
 
 @dataclass(frozen=True)
 class ExpertBlocks:
@@ -165,6 +197,16 @@ class ExpertBlocks:
             source.landed(f"{name}_scales", scales_OG)
             yield CodedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_OG, None, MX_BLOCK)
 
+    def outline(self, source: Source, name: str) -> Outline:
+        experts, each, blocks, half = source.shape(f"{name}_blocks")
+        return Outline("e2m1", experts * each, 2 * blocks * half, MX_BLOCK, scale_bytes=1)
+
+    def group_of(self, columns: int) -> int:
+        return MX_BLOCK
+
+    def describe(self) -> str:
+        return "experts in mxfp4, weights alone"
+
 
 @dataclass(frozen=True)
 class RoundToNearest:
@@ -189,16 +231,28 @@ class RoundToNearest:
         source.landed(f"{name}.weight", weight_OI)
         return None if not source.has_numbers else rounded(weight_OI, self.kind, self.group_of(shape[1]))
 
+    def outline(self, source: Source, name: str) -> Outline:
+        rows, columns = source.shape(f"{name}.weight")
+        return Outline(self.kind, rows, columns, self.group_of(columns), FLOAT32)
+
     def group_of(self, columns: int) -> int:
-        """Columns of a scale in a matrix of so many: the most of `group`, its half and so on down to 32; 0: all of a row."""
-        group = self.group
-        while group >= LEAST_GROUP and columns % group:
-            group //= 2
-        return group if group >= LEAST_GROUP and (group == self.group or group < columns) else 0
+        """Columns of a scale in a matrix of so many: `group`, or else 32, which divide what ranks share more often than 64 do.
+
+        0: all of a row.
+        """
+        if self.group and columns % self.group == 0:
+            return self.group
+        return LEAST_GROUP if self.group and columns % LEAST_GROUP == 0 and LEAST_GROUP < columns else 0
+
+    def describe(self) -> str:
+        if not self.group:
+            return f"{'fp8' if self.kind == 'e4m3' else self.kind}, a scale for each row"
+        fewer = f"or for {LEAST_GROUP} or all of a row where {self.group} does not divide them"
+        return f"{self.kind}, a scale for each {self.group} columns, {fewer}"
 
 
 def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:
-    """The matrix rounded to nearest.  Where its columns are no whole groups, each row has one scale."""
-    group = group if group and weight_OI.shape[1] % group == 0 else 0
+    """The matrix rounded to nearest.  group: columns of a scale, which divide the matrix's; 0: all of a row."""
+    assert not group or weight_OI.shape[1] % group == 0, (weight_OI.shape, group)
     found = quantise(weight_OI, kind, group)
     return CodedRows(kind, unpack(kind, found.codes_OJ, found.columns), found.scales_OG, None, group)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
-from specdec.models.schemes.source import Source, check_groups, take_indices, take_scale, take_words
+from specdec.models.schemes.source import Outline, Source, check_groups, take_indices, take_scale, take_words
 from specdec.ops.quantised.codes import Kind
 
 ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
@@ -57,6 +57,16 @@ class PackedInts:
         zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
         return CodedRows(_integers(self.bits), _fields(words, self.bits)[:, :I], scales_OG, zeros_OG, self.group)
 
+    def outline(self, source: Source, name: str) -> Outline:
+        (rows, words), scale_bytes = source.shape(f"{name}.weight_packed"), source.itemsize(f"{name}.weight_scale")
+        return Outline(_integers(self.bits), rows, words * 32 // self.bits, self.group, scale_bytes, not self.symmetric)
+
+    def group_of(self, columns: int) -> int:
+        return self.group
+
+    def describe(self) -> str:
+        return _describe(self.bits, self.group, self.symmetric)
+
 
 @dataclass(frozen=True)
 class Awq:
@@ -87,6 +97,16 @@ class Awq:
             _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_IO8, zeros_GO8)
         )
         return CodedRows("int4", codes_IO.T.contiguous(), scales_GO.T.contiguous(), _relative(zeros_GO.T, 4), self.group)
+
+    def outline(self, source: Source, name: str) -> Outline:
+        (columns, words), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")
+        return Outline("int4", 8 * words, columns, self.group, scale_bytes, has_zeros=True)
+
+    def group_of(self, columns: int) -> int:
+        return self.group
+
+    def describe(self) -> str:
+        return _describe(4, self.group, symmetric=False)
 
 
 @dataclass(frozen=True)
@@ -141,6 +161,21 @@ class Gptq:
             )  # fmt: skip
         codes_OI = _fields(words.T.contiguous(), self.bits)
         return CodedRows(_integers(self.bits), codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group)
+
+    def outline(self, source: Source, name: str) -> Outline:
+        (words, rows), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")
+        return Outline(_integers(self.bits), rows, words * 32 // self.bits, self.group, scale_bytes, not self.symmetric)
+
+    def group_of(self, columns: int) -> int:
+        return self.group
+
+    def describe(self) -> str:
+        return _describe(self.bits, self.group, self.symmetric)
+
+
+def _describe(bits: int, group: int, symmetric: bool) -> str:
+    run = f"{group} columns" if group else "row"
+    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}"
 
 
 def _expect_in_order(source: Source, name: str, order_I: Tensor, group: int) -> None:

@@ -55,13 +55,17 @@ _PROCESS += "dataset model_name_or_path model_file_base_name block_name_to_quant
 _PROCESS += "batch_size pad_token_id model_seqlen max_input_length cache_block_outputs use_cuda_fp16 backend exllama_config "
 _PROCESS += "use_exllama disable_exllama pack_impl do_fuse fuse_max_seq_len modules_to_fuse "
 _PROCESS += "autoround_version provider iters nsamples seqlen lr low_gpu_mem_usage enable_quanted_input model_free "
+_PROCESS += "amp enable_minmax_tuning enable_norm_bias_tuning gradient_accumulate_steps minmax_lr scale_dtype "
+_PROCESS += "act_data_type act_dynamic act_group_size act_sym "  # of activations, which act_bits says are not rounded
 _INTEGERS = "quant_method method bits group_size sym desc_act format checkpoint_format lm_head dynamic pack_dtype "
-_INTEGERS += "modules_in_block_to_quantize data_type packing_format "
-_INTEGERS_NEUTRAL = {"pack_dtype": "int32", "data_type": "int"}
+_INTEGERS += "modules_in_block_to_quantize data_type packing_format act_bits "
+_INTEGERS_NEUTRAL = {"pack_dtype": "int32", "data_type": "int", "act_bits": 16}
+_AWQ_NAMES = {"q_group_size": "group_size", "w_bit": "bits"}  # of AutoAWQ's own quant_config.json
 
 
 def awq(scheme: dict[str, Any], where: str) -> Quantization:
-    refuse_keys(scheme, _PROCESS + _INTEGERS + "zero_point version modules_to_not_convert", where)
+    refuse_keys(scheme, _PROCESS + _INTEGERS + "zero_point version modules_to_not_convert q_group_size w_bit", where)
+    scheme = _by_one_name(scheme, _AWQ_NAMES, where)
     neutral(scheme, where, {**_INTEGERS_NEUTRAL, "method": "awq", "packing_format": "auto_awq", "zero_point": True})
     neutral(scheme, where, {"bits": 4, "desc_act": False})
     if text(scheme, "backend", where) == "llm-awq":
@@ -81,6 +85,21 @@ def gptq(scheme: dict[str, Any], where: str) -> Quantization:
     has_order = flag(scheme, "desc_act", where)
     format = Gptq(bits, _group_size(scheme, where), symmetric, int(layout == "gptq"), has_order)
     return _of_integers("gptq", scheme, format, (), where)
+
+
+def _by_one_name(scheme: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
+    """The scheme with other names of keys turned into ours.  ValueError if both names are there and say different things."""
+    found = dict(scheme)
+    for other, name in names.items():
+        value = found.pop(other, None)
+        if value is None:
+            continue
+        if found.get(name) not in (None, value):
+            raise ValueError(
+                f"{where}: {name} and {other} must be equal where both are there, got {found[name]!r} and {value!r}"
+            )
+        found[name] = value
+    return found
 
 
 def _layout(scheme: dict[str, Any], keys: tuple[str, ...], where: str, *allowed: str) -> str:

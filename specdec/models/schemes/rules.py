@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks, Fp4, Fp8, RoundToNearest
-from specdec.models.schemes.integers import Awq, Gptq, PackedInts
 from specdec.models.schemes.source import Format
 
 HEAD = "lm_head"
@@ -39,6 +37,7 @@ class Quantization:
     method: who wrote it, or "round to nearest".  formats: rules and the format of the matrices that they fit; exact rules
     before expressions, and those before classes.  kept: matrices that are ordinary numbers.
     optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
+    setting: the option by which ordinary numbers are rounded to these formats as they are loaded; empty: codes of a checkpoint.
     """
 
     method: str
@@ -46,6 +45,7 @@ class Quantization:
     kept: tuple[Rule, ...] = ()
     optional: tuple[Rule, ...] = ()
     kept_by: str = "ignore"
+    setting: str = ""
 
     def format_of(self, name: str, has: Callable[[Format], bool]) -> Format | None:
         """The format of the matrix of that name; None: ordinary numbers.  has: whether the tensors look like the format."""
@@ -62,43 +62,11 @@ class Quantization:
         columns: of each of these matrices.
         """
         found = {format for name in names if (format := self.format_of(name, lambda _: True)) is not None}
-        return tuple(sorted({group for format in found if (group := _group_of(format, columns))}))
+        return tuple(sorted({group for format in found if (group := format.group_of(columns))}))
 
     def __str__(self) -> str:
-        kinds = ", ".join(dict.fromkeys(describe(format) for _, format in self.formats))
+        kinds = ", ".join(dict.fromkeys(format.describe() for _, format in self.formats))
         return f"{kinds} ({self.method})"
-
-
-def _group_of(format: Format, columns: int) -> int:
-    if isinstance(format, RoundToNearest):
-        return format.group_of(columns)
-    if isinstance(format, ExpertBlocks):
-        return MX_BLOCK
-    if isinstance(format, Fp8):
-        return format.block[1] if format.per == "block" else 0
-    assert isinstance(format, Awq | Fp4 | Gptq | PackedInts)
-    return format.group
-
-
-def describe(format: Format) -> str:
-    """A format in a few words, as `specdec inspect` prints it."""
-    if isinstance(format, Fp8):
-        scaled = {"tensor": "matrix", "channel": "row", "block": f"{format.block[0]} x {format.block[1]} block"}[format.per]
-        return f"fp8, a scale for each {scaled}"
-    if isinstance(format, Fp4):
-        return "nvfp4, weights alone" if format.whole else "mxfp4, weights alone"
-    if isinstance(format, ExpertBlocks):
-        return "experts in mxfp4, weights alone"
-    if isinstance(format, RoundToNearest):
-        if not format.group:
-            return f"{'fp8' if format.kind == 'e4m3' else format.kind}, a scale for each row"
-        fewer = f"or for 64, 32 or all of a row where {format.group} does not divide them"
-        return f"{format.kind}, a scale for each {format.group} columns, {fewer}"
-    assert isinstance(format, Awq | Gptq | PackedInts)
-    bits = 4 if isinstance(format, Awq) else format.bits
-    symmetric = not isinstance(format, Awq) and format.symmetric
-    run = f"{format.group} columns" if format.group else "row"
-    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}"
 
 
 # ---- how configs name things ----

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
+from specdec.ops.quantised.codes import Kind
+
+FLOAT32 = 4  # bytes
 
 
 class Source(Protocol):
@@ -24,8 +27,23 @@ class Source(Protocol):
     def ignore(self, name: str) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> str: ...
+    def itemsize(self, name: str) -> int: ...
     def refuse(self, name: str, problem: str) -> ValueError: ...
     def __contains__(self, name: str) -> bool: ...
+
+
+class Outline(NamedTuple):
+    """What becomes of a matrix in memory, by the headers of its tensors.
+
+    group: columns of a scale; 0: all of a row.  scale_bytes: of one scale.  has_zeros: whether each scale has a zero beside it.
+    """
+
+    kind: Kind
+    rows: int
+    columns: int
+    group: int
+    scale_bytes: int
+    has_zeros: bool = False
 
 
 class Format(Protocol):
@@ -52,6 +70,18 @@ class Format(Protocol):
 
     def has(self, source: Source, name: str) -> bool:
         """Whether the tensors of that name are in this format, as far as names say."""
+        ...
+
+    def outline(self, source: Source, name: str) -> Outline:
+        """Of the matrix of that name, whose tensors are there.  Reads headers alone."""
+        ...
+
+    def group_of(self, columns: int) -> int:
+        """Columns of a scale in a matrix of so many; 0: all of a row."""
+        ...
+
+    def describe(self) -> str:
+        """The format in a few words, as `specdec inspect` prints it."""
         ...
 
 

@@ -18,6 +18,14 @@ from specdec.models.schemes.integers import Awq, Gptq
 
 GPTQMODEL = {"bits": 4, "group_size": 128, "desc_act": False, "lm_head": False, "pack_dtype": "int32", "meta": {"damp": 0.1}}
 AUTOROUND = {"iters": 200, "autoround_version": "0.16", "data_type": "int", "packing_format": "auto_gptq", "lr": 0.005}
+AUTOROUND_5 = {  # of 0.5
+    "amp": True, "act_bits": 16, "act_data_type": None, "act_dynamic": True, "act_group_size": None, "act_sym": None,
+    "autoround_version": "0.5.1", "backend": "auto_round:gptq:exllamav2", "batch_size": 8, "block_name_to_quantize": None,
+    "data_type": "int", "enable_minmax_tuning": True, "enable_norm_bias_tuning": False, "enable_quanted_input": True,
+    "gradient_accumulate_steps": 1, "iters": 200, "low_gpu_mem_usage": False, "lr": 0.005, "minmax_lr": 0.005, "nsamples": 128,
+    "scale_dtype": "torch.float16", "seqlen": 2048, "group_size": 128, "desc_act": False, "true_sequential": False,
+    "damp_percent": 0.01, "lm_head": False,
+}  # fmt: skip
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -26,7 +34,12 @@ WRITTEN: dict[str, tuple[dict[str, Any], Any]] = {
     "transformers gptq": (GPTQConfig(bits=4, group_size=64).to_dict(), Gptq(4, 64, True, 1)),
     "transformers awq": (AwqConfig(group_size=64).to_dict(), Awq(64)),
     "gptqmodel gptq": ({**GPTQMODEL, **GPTQ, "method": "gptq", "format": "gptq_v2"}, Gptq(4, 128, True, 0)),
+    "AutoAWQ's own file": (
+        {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM", "quant_method": "awq"},
+        Awq(64),
+    ),
     "gptqmodel awq": ({**GPTQMODEL, **AWQ, "method": "awq", "format": "gemm", "checkpoint_format": "gemm"}, Awq(128)),
+    "AutoRound 0.5": ({**GPTQ, **AUTOROUND_5}, Gptq(4, 128, True, 1)),
     "AutoRound": ({**GPTQ, **AUTOROUND}, Gptq(4, 128, True, 1)),
     "desc_act": ({**GPTQ, "desc_act": True}, Gptq(4, 128, True, 1, True)),
 }
@@ -66,6 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GPTQ, "method": "awq"}, "method must be 'gptq', got 'awq'"),
     ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype must be 'int32', got 'int16'"),
     ({**GPTQ, "is_marlin_format": True}, "is_marlin_format must be False, got True"),
+    ({**GPTQ, "act_bits": 8}, "act_bits must be 16, got 8"),
     ({**GPTQ, "bits": True}, "bits must be 4 or 8, got True"),
     ({**GPTQ, "data_type": "mx_fp"}, "data_type must be 'int', got 'mx_fp'"),
     (
@@ -76,6 +90,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GPTQ, "rotation": True}, "unknown keys rotation"),
     ({**AWQ, "desc_act": True}, "desc_act must be False, got True"),
     ({**AWQ, "zero_point": False}, "zero_point must be True, got False"),
+    ({**AWQ, "w_bit": 8}, "bits and w_bit must be equal where both are there, got 4 and 8"),
+    ({**AWQ, "group_size": 64, "q_group_size": 128}, "group_size and q_group_size must be equal .*, got 64 and 128"),
     ({**AWQ, "format": "gemv"}, "format must be 'gemm', got 'gemv'"),
     ({**AWQ, "backend": "llm-awq"}, "backend must be another than 'llm-awq'"),
     ({**GPTQ, "dynamic": {"-:(.*": {}}}, r"dynamic must hold regular expressions, got '\(\.\*': missing \)"),
@@ -139,12 +155,21 @@ def test_two_places_that_say_how_weights_are_stored_must_agree(tmp_path: Path) -
         return read_target_json(tmp_path).get("quantization_config")
 
     assert read({"quant_algo": "NVFP4", "group_size": 16}, None) == {**NVFP4, "group_size": 16}
-    assert read({"quant_algo": "NVFP4", "group_size": 16}, NVFP4) == NVFP4
+    assert read({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}, NVFP4) == NVFP4
+    grouped = {**NVFP4, "ignore": ["b*", "a"], "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}}
+    assert read({"quant_algo": "NVFP4", "exclude_modules": ["a", "b*", "lm_head"]}, grouped) == grouped
     for beside, scheme, says in (
-        ({"quant_algo": "FP8"}, NVFP4, "hf_quant_config.json says quant_algo 'FP8', but .*quantization_config says 'NVFP4'"),
-        ({"quant_algo": "FP8"}, CT, "hf_quant_config.json says quant_method 'modelopt', but .* says 'compressed-tensors'"),
-        ({"quant_algo": "INT4"}, None, "hf_quant_config.json: quantization_config: quant_algo must be 'FP8' or"),
-        (None, None, "hf_quant_config.json: quantization_config: quant_algo must be 'FP8' or"),
+        (
+            {"quant_algo": "FP8"},
+            NVFP4,
+            "hf_quant_config.json: quantization says .* fp8, .* but .*quantization_config says .* nvfp4",
+        ),
+        ({"quant_algo": "FP8"}, CT, r"quantization says .* \(modelopt\), but .* says .* \(compressed-tensors\); expected"),
+        ({"kv_cache_quant_algo": "FP8"}, NVFP4, "says that weights are ordinary numbers, but .* says .* nvfp4"),
+        ({"quant_algo": "NVFP4", "exclude_modules": ["a"]}, NVFP4, "numbers are a, but .* numbers are no matrices; expected"),
+        ({"quant_algo": "NVFP4", "rotation": 1}, NVFP4, "hf_quant_config.json: quantization: unknown keys rotation"),
+        ({"quant_algo": "INT4"}, None, "hf_quant_config.json: quantization: quant_algo must be 'FP8' or"),
+        (None, None, "hf_quant_config.json: quantization: quant_algo must be 'FP8' or"),
     ):
         with pytest.raises(ValueError, match=says):
             read(beside, scheme)

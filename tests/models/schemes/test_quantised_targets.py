@@ -105,13 +105,13 @@ def test_modelopts_older_file_is_read(tmp_path: Path) -> None:
     assert str(choose_target(quantised).config.quantization) == "fp8, a scale for each matrix (modelopt)"
 
 
-@pytest.mark.parametrize(("columns", "group"), [(256, 128), (128, 128), (192, 64), (96, 32), (64, 0), (32, 0), (172, 0)])
+@pytest.mark.parametrize(("columns", "group"), [(256, 128), (128, 128), (192, 32), (96, 32), (64, 32), (32, 0), (172, 0)])
 def test_columns_that_128_does_not_divide_have_smaller_groups(tmp_path: Path, columns: int, group: int) -> None:
     """Keeps out: one scale for each row of a wide matrix, where the notice says one for each 128 columns."""
     target = save_target(tmp_path, "llama", **SIZES | dict(intermediate_size=columns))
     chosen = choose_target(target, quantize="int4")
     assert chosen.config.quantization is not None
-    assert "a scale for each 128 columns, or for 64, 32 or all of a row where 128 does not" in str(chosen.config.quantization)
+    assert "a scale for each 128 columns, or for 32 or all of a row where 128 does not" in str(chosen.config.quantization)
     model = load_chosen(chosen, target, 64, torch.device("cpu"), torch.bfloat16, False)
     down = model.get_submodule("layers.0.mlp.down_proj")
     assert isinstance(down, Linear) and down.planes is not None
@@ -121,18 +121,21 @@ def test_columns_that_128_does_not_divide_have_smaller_groups(tmp_path: Path, co
 
 
 def test_ranks_share_whole_groups_of_any_size(tmp_path: Path) -> None:
-    """Keeps out: ranks that are started, and then cut a group of 64 columns, of a target or of a head that is rounded."""
-    sizes = SIZES | dict(hidden_size=192, intermediate_size=192, num_hidden_layers=3)
+    """Keeps out: ranks that are started, and then cut a group, of a target or a head that is rounded, and advice that fails."""
+    sizes = SIZES | dict(hidden_size=192, intermediate_size=384, num_hidden_layers=3)
     target = save_target(tmp_path / "target", "llama", **sizes, num_attention_heads=6, num_key_value_heads=6)
     config = choose_target(target, quantize="int4").config
-    assert share_of(config, Shard(0, 3)).intermediate_size == 64
-    with pytest.raises(ValueError, match="intermediate_size 192 in whole groups of 64 evenly, got 2"):
+    assert share_of(config, Shard(0, 3)).intermediate_size == 128
+    says = "target's intermediate_size 384 in whole groups of 128 evenly, got 2; .*=1, or quantize='fp8', .*: by quantize "
+    with pytest.raises(ValueError, match=says):
         share_of(config, Shard(0, 2))
     plain = choose_target(target).config
-    head = open_head(save_eagle3(tmp_path / "head", target), plain, HowToRead(quantize="int4")).reading.spec.model
-    assert head.quantization is not None and share_of(plain, Shard(0, 2)).intermediate_size == 96
-    with pytest.raises(ValueError, match=r"in whole groups of \d+ evenly, got 2"):
-        share_of(head, Shard(0, 2))
+    path = save_eagle3(tmp_path / "head", target, intermediate_size=384)
+    head, other = (open_head(path, plain, HowToRead(quantize=name)).reading.spec.model for name in ("int4", "fp8"))
+    with pytest.raises(ValueError, match="draft head's .* in whole groups of 128 evenly, got 2; .*draft_quantize='fp8'"):
+        share_of(head, Shard(0, 2), "draft head")
+    for model in (plain, other, replace(config, intermediate_size=192)):  # the last in groups of 32, which 64 would not be
+        assert share_of(model, Shard(0, 2), "draft head").intermediate_size == model.intermediate_size // 2
 
 
 def test_ranks_share_whole_groups(tmp_path: Path) -> None:
@@ -153,8 +156,11 @@ def test_ranks_share_whole_groups_of_experts(tmp_path: Path) -> None:
     """Keeps out: ranks that are started, and then find that they can't share the experts."""
     path = save_deepseek(tmp_path, "v3", moe_intermediate_size=256, intermediate_size=1024)
     config = choose_target(path, quantize="int4").config
+    assert config.quantization is not None
+    config = replace(config, quantization=replace(config.quantization, kept=(Rule("regex", r".*\.o_proj$"),)))
     assert share_of(config, Shard(0, 2)).intermediate_size == 512
-    with pytest.raises(ValueError, match="moe_intermediate_size 256 in whole groups of 128 evenly, got 4; .* setting .*=2$"):
+    says = "target's moe_intermediate_size 256 in whole groups of 128 evenly, got 4; .* setting .*=2, or quantize='fp8'"
+    with pytest.raises(ValueError, match=says):
         share_of(config, Shard(0, 4))
 
 
@@ -268,6 +274,23 @@ def test_codes_of_which_the_config_is_silent_are_recognised(tmp_path: Path, name
         check_chosen(choose_target(folder), folder)
 
 
+def test_keys_of_autoawqs_own_file_can_be_copied(tmp_path: Path) -> None:
+    """Keeps out: advice that leads to another refusal."""
+    folder, _ = save_quantised(tmp_path, SCHEMES["awq"])
+    raw, beside = json.loads((folder / "config.json").read_text()), folder / "quant_config.json"
+    wanted = choose_target(folder).config.quantization
+    del raw["quantization_config"]
+    beside.write_text('{"zero_point": true, "q_group_size": 32, "w_bit": 4, "version": "GEMM", "modules_to_not_convert": null}')
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="expected there the keys of quant_config.json, .* and quant_method 'awq'"):
+        check_chosen(choose_target(folder), folder)
+    raw["quantization_config"] = {**json.loads(beside.read_text()), "quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    chosen = choose_target(folder)
+    check_chosen(chosen, folder)
+    assert chosen.config.quantization == wanted
+
+
 def test_quantised_heads_name_what_works(tmp_path: Path) -> None:
     """Keeps out: a refusal that does not say how a head in few bits can run."""
     target = save_target(tmp_path / "target", "llama", num_hidden_layers=3)
@@ -276,7 +299,14 @@ def test_quantised_heads_name_what_works(tmp_path: Path) -> None:
     (head / "config.json").write_text(json.dumps(raw | {"quantization_config": SCHEMES["fp8 channel"].config}))
     with pytest.raises(ValueError, match="quantization_config must be absent: .*nearest .* draft_quantize='fp8'"):
         open_head(head, None)
+    (head / "config.json").write_text(json.dumps(raw | {"compression_config": SCHEMES["fp8 channel"].config}))
+    with pytest.raises(ValueError, match="config.json: compression_config must be absent: .*nearest .* draft_quantize='fp8'"):
+        open_head(head, None)
     (head / "config.json").write_text(json.dumps(raw))
+    (head / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter_config.json must be absent: adapters .*nearest .* merged into it$"):
+        open_head(head, None)
+    (head / "adapter_config.json").unlink()
     (head / "hf_quant_config.json").write_text("{}")
     with pytest.raises(ValueError, match="hf_quant_config.json must be absent: .*nearest .* draft_quantize='fp8'"):
         open_head(head, None)

@@ -1,5 +1,6 @@
 """The tensors of one matrix, in each format: what is not as the format says is refused by name, and never read as numbers."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from toolkit.oracles.quantised import SCHEMES
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import fill_linear
+from specdec.models.linear import Linear
 from specdec.models.schemes.config import parse_quantization
 from specdec.models.schemes.rows import CodedRows
 
@@ -120,3 +123,18 @@ def test_a_scale_for_each_matrix_has_either_name(tmp_path: Path) -> None:
         torch.testing.assert_close(read(tmp_path, stored, config).numbers(torch.float32), matrix, rtol=2e-7, atol=0)
     with pytest.raises(ValueError, match="not part of this architecture: m.weight_scale_inv"):
         read(tmp_path, {**tensors, **other}, config)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_a_part_without_bias_has_none_in_the_file_either(tmp_path: Path, bias: float) -> None:
+    """Keeps out: a bias passed over in silence, or AutoGPTQ's zeros refused, of a part beside parts with biases."""
+    tensors = {f"q.{ending}": tensor.contiguous() for ending, tensor in written("gptq4 v1")[0].items()}
+    tensors |= {f"k.{name.removeprefix('q.')}": tensor.clone() for name, tensor in tensors.items()}
+    tensors |= {"q.bias": torch.full((ROWS,), bias), "k.bias": torch.ones(ROWS)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, quantization=parse_quantization(SCHEMES["gptq4 v1"].config, "config.json"))
+    matrix = Linear(COLUMNS, {"q": ROWS, "k": ROWS}, bias=True)
+    with pytest.raises(ValueError, match="'q.bias' must hold zeros alone") if bias else nullcontext():
+        fill_linear(matrix, checkpoint, {"q": "q", "k": "k"}, without_bias={"q"})
+        checkpoint.finish()
+        assert matrix.bias is not None and matrix.bias.tolist() == [0.0] * ROWS + [1.0] * ROWS
