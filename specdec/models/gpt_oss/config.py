@@ -103,7 +103,7 @@ def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization:
         )
     refuse_keys(scheme, "quant_method modules_to_not_convert dequantize", where)
     only(scheme, "dequantize", where, False)
-    kept = scheme.get("modules_to_not_convert") or []
+    kept = [] if scheme.get("modules_to_not_convert") is None else scheme["modules_to_not_convert"]
     if not isinstance(kept, list) or any(not isinstance(name, str) or "expert" in name for name in kept):
         raise ValueError(f"{where}: modules_to_not_convert must be null or a list of names without experts, got {kept!r}")
     experts = Rule("regex", r".*\.mlp\.experts\.(gate_up|down)_proj$")

@@ -7,7 +7,7 @@ from typing import Any
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
 from specdec.models.schemes.formats import Fp4, Fp8
 from specdec.models.schemes.integers import PackedInts
-from specdec.models.schemes.rules import Quantization, Rule, block, group_size, name_list, only, refuse_keys, rule_of
+from specdec.models.schemes.rules import Quantization, Rule, block, check_group, name_list, only, refuse_keys, rule_of
 from specdec.models.schemes.source import Format
 
 _KNOWN = "quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio version "
@@ -21,16 +21,20 @@ def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
     refuse_keys(scheme, _KNOWN, where)
     only(scheme, "quantization_status", where, "compressed")
     refuse_changes(scheme, where)
-    formats: list[tuple[Rule, Format]] = []
+    if kv := mapping(scheme, "kv_cache_scheme", where):
+        only(kv, "num_bits", f"{where}: kv_cache_scheme", 8)
+        only(kv, "type", f"{where}: kv_cache_scheme", "float")
+    everywhere, formats = text(scheme, "format", where), list[tuple[Rule, Format]]()
     groups = mapping(scheme, "config_groups", where)
     for name in groups:
         inside, group = f"{where}: config_groups.{name}", mapping(groups, name, where)
         refuse_keys(group, GROUP_KEYS, inside)
-        if not group.get("weights"):
+        mapping(group, "input_activations", inside)
+        if not mapping(group, "weights", inside):
             continue
         if group.get("output_activations"):
             raise ValueError(f"{inside}: output_activations must be null, got {group['output_activations']!r}")
-        kind = text(group, "format", inside) or text(scheme, "format", where)
+        kind = text(group, "format", inside) or everywhere
         format = _format(mapping(group, "weights", inside), kind, f"{inside}.weights")
         for target in name_list(group, "targets", inside):
             rule = rule_of(target, "targets", inside)
@@ -82,18 +86,22 @@ def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
         raise ValueError(f"{where}: actorder must be null, 'weight' or 'static', got {weights['actorder']!r}")
     if number == "float" and bits == 8 and symmetric and kind in ("float-quantized", "naive-quantized"):
         if strategy == "block":
-            return Fp8("weight_scale", "block", block(weights.get("block_structure"), where))
+            return Fp8("weight_scale", "block", block(weights, "block_structure", where))
         if strategy in ("tensor", "channel"):
             return Fp8("weight_scale", "tensor" if strategy == "tensor" else "channel")
-    if number == "float" and bits == 4 and symmetric:
+    if number == "float" and bits == 4 and symmetric and strategy in ("group", "tensor_group"):
         size = whole(weights, "group_size", where)
         if kind == "nvfp4-pack-quantized" and size == 16:
             return Fp4("weight_packed", 16, "weight_global_scale", divides=True)
         if kind == "mxfp4-pack-quantized" and size == 32:
             return Fp4("weight_packed", 32)
     if number == "int" and bits in (4, 8) and kind == "pack-quantized" and strategy in ("group", "channel"):
-        group = whole(weights, "group_size", where) if strategy == "group" else 0
-        return PackedInts(bits, group_size(group, where), symmetric)
+        if strategy == "channel":
+            only(weights, "group_size", where, None, -1)
+            return PackedInts(bits, 0, symmetric)
+        group = whole(weights, "group_size", where)
+        check_group(group, f"{where}: group_size")
+        return PackedInts(bits, group, symmetric)
     raise ValueError(
         f"{where}: expected fp8 (float-quantized) by tensor, channel or block, 4 or 8 bit integers (pack-quantized) by group "
         f"or channel, nvfp4 or mxfp4; got {bits} bits of {number}, by {strategy}, symmetric {symmetric}, {kind}"

@@ -79,7 +79,7 @@ class Fp8:
         if not source.has_numbers:
             return None
         if self.per == "block":
-            scales_OG = found.repeat_interleave(rows, dim=0)[:O]
+            scales_OG = found.repeat_interleave(min(rows, O), dim=0)[:O]
         else:
             scales_OG = found.view(O, 1) if self.per == "channel" else found.view(1, 1).expand(O, 1)
         return CodedRows("e4m3", numbers.view(torch.uint8), scales_OG, None, group)
@@ -138,13 +138,18 @@ class Fp4:
             scales, of_all = take_powers(source, scale_name, grid, "U8", "F8_E8M0").to(device), torch.empty(0)
         if not source.has_numbers:
             return None
+        of_all = of_all.float()
+        if not bool(of_all.isfinite().all()):
+            raise source.refuse(whole_name, f"must be a number that float32 can hold, got {float(of_all):g}")
         if self.divides and not bool(of_all > 0):
             raise source.refuse(whole_name, f"divides all scales of the matrix, so it must be above 0, got {float(of_all):g}")
         codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         if not self.whole:
             scales_OG = power_of_two(scales)
         else:
-            scales_OG = scales.float() / of_all.float() if self.divides else scales.float() * of_all.float()
+            scales_OG = scales.float() / of_all if self.divides else scales.float() * of_all
+            if bool(scales.float().isfinite().all()) and not bool(scales_OG.isfinite().all()):
+                raise source.refuse(whole_name, f"makes scales that float32 can't hold, got {float(of_all):g}")
         source.landed(scale_name, scales_OG)
         return CodedRows("e2m1", codes_OI, scales_OG, None, self.group)
 

@@ -14,7 +14,7 @@ from specdec.models.schemes.rules import (
     Quantization,
     Rule,
     block,
-    group_size,
+    check_group,
     name_list,
     neutral,
     only,
@@ -41,8 +41,9 @@ def fp8(scheme: dict[str, Any], where: str) -> Quantization:
     neutral(scheme, where, _FP8_NEUTRAL)
     only(scheme, "activation_scheme", where, "dynamic", "static")
     only(scheme, "scale_fmt", where, "float", "ue8m0")
-    blocks = scheme.get("weight_block_size")
-    format = _PER_MATRIX if blocks is None else Fp8("weight_scale_inv", "block", block(blocks, where))
+    mapping(scheme, "kv_cache_scheme", where)
+    has_blocks = scheme.get("weight_block_size") is not None
+    format = Fp8("weight_scale_inv", "block", block(scheme, "weight_block_size", where)) if has_blocks else _PER_MATRIX
     kept = [*name_list(scheme, "modules_to_not_convert", where), *name_list(scheme, "ignored_layers", where)]
     return Quantization("fp8", ((_ALL, format),), tuple(Rule("wildcard", name) for name in kept), _OPTIONAL_HEAD, _SKIPS)
 
@@ -121,7 +122,7 @@ def _of_integers(
         if not pattern.startswith("-:"):
             raise ValueError(f"{where}: dynamic may skip modules ('-:regex'), not change their settings, got {pattern!r}")
         kept += (regex_rule(pattern.removeprefix("-:"), "dynamic", where),)
-    runs = scheme.get("modules_in_block_to_quantize") or []
+    runs = [] if scheme.get("modules_in_block_to_quantize") is None else scheme["modules_in_block_to_quantize"]
     if not isinstance(runs, list) or not all(isinstance(run, list) and all(isinstance(n, str) for n in run) for run in runs):
         raise ValueError(f"{where}: modules_in_block_to_quantize must be null or a list of lists of names, got {runs!r}")
     named = tuple(Rule("regex", rf".*\.{re.escape(name)}$") for run in runs for name in run)  # all others are ordinary
@@ -132,8 +133,11 @@ def _of_integers(
 
 
 def _group_size(scheme: dict[str, Any], where: str) -> int:
-    size = scheme.get("group_size", 128)
-    return 0 if size == -1 else group_size(whole(scheme, "group_size", where, 128), where)
+    if scheme.get("group_size", 128) == -1:
+        return 0
+    size = whole(scheme, "group_size", where, 128)
+    check_group(size, f"{where}: group_size")
+    return size
 
 
 # ---- ModelOpt ----
@@ -146,6 +150,8 @@ _ALGORITHMS = {"FP8": (8, (None, 0)), "NVFP4": (4, (16, None)), "W4A16_NVFP4": (
 def modelopt(scheme: dict[str, Any], where: str) -> Quantization:
     refuse_keys(scheme, _MODELOPT, where)
     neutral(scheme, where, {"pre_quant_scale": False, "has_zero_point": False})
+    only(scheme, "kv_cache_quant_algo", where, None, "FP8")
+    mapping(scheme, "kv_cache_scheme", where)
     algorithm = text(scheme, "quant_algo", where)
     if algorithm not in _ALGORITHMS:
         why = ", which scales activations" if algorithm == "NVFP4_AWQ" else ""

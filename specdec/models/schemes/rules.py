@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from specdec.models.checkpoints.config_values import MOST
 from specdec.models.schemes.source import Format
 
 HEAD = "lm_head"
@@ -94,7 +95,7 @@ def neutral(raw: dict[str, Any], where: str, allowed: dict[str, Any]) -> None:
 
 
 def name_list(raw: dict[str, Any], key: str, where: str) -> list[str]:
-    value = raw.get(key) or []
+    value = [] if raw.get(key) is None else raw[key]
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"{where}: {key} must be null or a list of names, got {value!r}")
     return value
@@ -103,8 +104,8 @@ def name_list(raw: dict[str, Any], key: str, where: str) -> list[str]:
 def regex_rule(expression: str, key: str, where: str) -> Rule:
     try:
         re.compile(expression)
-    except re.error as error:
-        raise ValueError(f"{where}: {key} must hold regular expressions, got {expression!r}: {error}") from error
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{where}: {key} must hold regular expressions, got {expression[:200]!r}: {error}") from error
     return Rule("regex", expression)
 
 
@@ -115,16 +116,18 @@ def rule_of(name: str, key: str, where: str) -> Rule:
     return Rule("class", name) if name == "Linear" else Rule("exact", name)
 
 
-def block(value: Any, where: str) -> tuple[int, int]:
-    sizes = [int(part) for part in value.split("x")] if isinstance(value, str) and re.fullmatch(r"\d+x\d+", value) else value
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"{where}: a block must be [rows, columns], got {value!r}")
-    group_size(sizes[1], where)
+def block(raw: dict[str, Any], key: str, where: str) -> tuple[int, int]:
+    """The rows and columns that share a scale: a list of two numbers, or a text such as "128x128"."""
+    value = sizes = raw.get(key)
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
+        sizes = [int(part) for part in value.split("x")]
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and 0 < size <= MOST for size in sizes):
+        raise ValueError(f"{where}: {key} must be [rows, columns], got {value!r}")
+    check_group(sizes[1], f"{where}: the columns of {key}")
     return sizes[0], sizes[1]
 
 
-def group_size(group: int, where: str) -> int:
-    """The kernels read a scale for each 32 columns, or a larger power of two of them."""
-    if group and (group < 32 or group & (group - 1)):
-        raise ValueError(f"{where}: a group of columns must be a power of two from 32 on, got {group}")
-    return group
+def check_group(columns: int, what: str) -> None:
+    """ValueError unless the kernels read a scale for so many columns: for each 32, or a larger power of two of them."""
+    if columns < 32 or columns & (columns - 1):
+        raise ValueError(f"{what} must be a power of two from 32 on, got {columns}")

@@ -113,6 +113,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "a.weights: unknown keys rotate",
     ),
     ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["re:["]}, "ignore must hold regular expressions, got '\\['"),
+    ({**CT, "ignore": ["re:a{99999999999999999999}"]}, "ignore must hold regular expressions, got 'a"),
+    ({**CT, "ignore": [f"re:{'(' * 3000}{')' * 3000}"]}, "ignore must hold regular expressions, got '\\("),
+    ({**CT, "ignore": 0}, "ignore must be null or a list of names, got 0"),
+    ({**CT, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme: num_bits must be 8, got 4"),
+    ({**CT, "config_groups": {"a": {**GROUP, "weights": 0}}}, "config_groups.a: weights must be"),
+    ({**CT, "config_groups": {"a": {**GROUP, "input_activations": 5}}}, "config_groups.a: input_activations must be"),
+    ({**FP8, "weight_block_size": [True, 128]}, "weight_block_size must be .rows, columns., got .True, 128."),
+    ({**FP8, "weight_block_size": [10**30, 128]}, "weight_block_size must be .rows, columns., got"),
+    ({**FP8, "weight_block_size": [128, 48]}, "the columns of weight_block_size must be a power of two from 32 on, got 48"),
+    ({**GPTQ, "group_size": 48}, "here: group_size must be a power of two from 32 on, got 48"),
+    ({**NVFP4, "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo must be None or 'FP8', got 'INT8'"),
+    (compressed("pack-quantized", num_bits=4, type="int", strategy="channel", group_size=64), "group_size must be None or -1"),
+    (
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="channel", group_size=16),
+        "got 4 bits of float, by channel",
+    ),
 ]
 
 

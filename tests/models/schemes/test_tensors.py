@@ -63,6 +63,19 @@ def test_codes_are_read_in_the_dtype_of_their_format_alone(tmp_path: Path, schem
                 read(tmp_path, {**tensors, ending: tensors[ending].to(dtype)}, SCHEMES[scheme].config)
 
 
+@pytest.mark.parametrize(("scheme", "scale", "says"), [
+    ("modelopt nvfp4", torch.tensor(3e38), "weight_scale_2' makes scales that float32 can't hold, got 3e.38"),
+    ("nvfp4", torch.tensor([1e-42]), "weight_global_scale' makes scales that float32 can't hold, got 1"),
+    ("nvfp4", torch.full((1,), 1e300, dtype=torch.float64), "weight_global_scale' must be a number that float32 can"),
+    ("nvfp4", torch.tensor([0.0]), "weight_global_scale' divides all scales of the matrix, so it must be above 0, got 0"),
+])  # fmt: skip
+def test_a_scale_of_the_whole_matrix_is_blamed_itself(tmp_path: Path, scheme: str, scale: torch.Tensor, says: str) -> None:
+    """Keeps out: an error that names another tensor, with advice that does not help; weights that are all 0 in silence."""
+    ending = "weight_scale_2" if scheme == "modelopt nvfp4" else "weight_global_scale"
+    with pytest.raises(ValueError, match=says):
+        read(tmp_path, {**written(scheme)[0], ending: scale}, SCHEMES[scheme].config)
+
+
 def test_symmetric_gptq_has_one_zero(tmp_path: Path) -> None:
     """Keeps out: files with zeros of their own that a wrong "sym" made others, and symmetric files refused for their format."""
     for name, add in (("gptq4 v1", 0), ("gptq4 v1", 0x11111111), ("gptq8 v2", 0), ("gptq8 v2", -0x01010101)):
