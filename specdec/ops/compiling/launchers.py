@@ -2,8 +2,8 @@
 
 Up to version 3.6 Triton loads a small C module with each kernel, which passes the kernel's arguments on, and all of these
 modules have one name.  Python keeps one module of a name: where one of them is loaded a second time, Python puts its functions
-into the module that was loaded last, which another thread may just be about to read.  Its kernel then has the launcher of another
-kernel, with other arguments.  So a load gives a copy here, and no two threads load at one time.
+into the module that was loaded last, which another thread may just be about to read.  Its kernel then has the launcher of
+another kernel, with other arguments.  So a load gives a copy here, and no two threads load at one time.
 
 This module knows no kernel.
 """
