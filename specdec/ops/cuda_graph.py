@@ -82,8 +82,9 @@ class GraphSet:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of the GPU meanwhile, memory for example, would otherwise end the capture.
-        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = fn()  # recorded, not executed: no tensor changes here
+        with _no_garbage_collection(), _generator_kept():
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = fn()  # recorded, not executed: no tensor changes here
         return graph, outputs
 
 
@@ -91,6 +92,20 @@ class GraphSet:
 def _warm_up_stream(device: int) -> torch.cuda.Stream:
     """One stream of a GPU for all warm-ups: cuBLAS keeps a workspace of 32 MiB for every stream that it has worked on."""
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _generator_kept() -> Iterator[None]:
+    """Gives the process its random numbers on the GPU back if a capture fails: torch 2.11 leaves their generator as if the
+    capture went on, and every later draw would raise.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise
 
 
 @contextmanager

@@ -86,11 +86,16 @@ def test_bfloat16_passes_are_captured(families: Families, name: str) -> None:
 
 @torch.inference_mode()
 def test_a_model_that_reads_the_device_says_so(families: Families) -> None:
-    """Keeps out: a capture that fails in the middle of a user's first request, without the setting that works."""
+    """Keeps out: a capture that fails in the middle of a user's first request, without the setting that works; a process that
+    can't draw random numbers on the GPU afterwards."""
     folder = families.target("llama")
     target = load_chosen(choose_target(folder, "transformers"), folder, 128, torch.device("cuda"), torch.float32, True)
     assert isinstance(target, TransformersTarget)
     target.parts.on_layers(lambda layer, state: state.sum().item())
+    torch.manual_seed(7)
     with pytest.raises(ValueError, match="can't be captured in a CUDA graph .*cuda_graphs=False"):
         check_capturable(target, "here")
+    drawn = torch.rand(5, device="cuda")
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(5, device="cuda"))
     assert torch.ones(3, device="cuda").sum().item() == 3  # the device is as it was

@@ -109,7 +109,8 @@ def quantise(weight_OI: Tensor, kind: Kind, group: int) -> Codes:
     O, I = weight_OI.shape
     runs_OGg = weight_OI.float().unflatten(1, (-1, group or I))
     most = {"e4m3": E4M3_MAX, "int8": 127.5, "int4": 7.5}[kind]
-    scales_OG = runs_OGg.abs().amax(dim=2) / most
+    # A GPU multiplies with the reciprocal of a Python number: codes of ties would not be a CPU's.  By a tensor it divides.
+    scales_OG = runs_OGg.abs().amax(dim=2) / torch.tensor(most, dtype=torch.float32, device=weight_OI.device)
     scales_OG = torch.where(scales_OG == 0, 1.0, scales_OG)
     scaled_OI = (runs_OGg / scales_OG[..., None]).view(O, I)
     if kind == "e4m3":

@@ -110,6 +110,20 @@ def test_the_kernel_takes_half_precision() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["e4m3", "int8", "int4"])
+def test_a_gpu_rounds_as_a_cpu(kind: Kind) -> None:
+    """Of numbers that lie in the middle between two codes.  Keeps out: scales that two devices divide in two ways, so that a
+    model rounded on a GPU writes another text than the same model rounded on a CPU.
+    """
+    draw = torch.Generator().manual_seed(5)
+    steps_OI = torch.randint(-24, 25, (64, 256), generator=draw) * 0.5
+    steps_OI[:, ::128] = 24 * 0.5
+    weight_OI = steps_OI * torch.rand(64, 1, generator=draw)
+    on_cpu, on_gpu = quantise(weight_OI, kind, 128), quantise(weight_OI.to(DEVICE), kind, 128)
+    assert torch.equal(on_gpu.scales_OG.cpu(), on_cpu.scales_OG) and torch.equal(on_gpu.codes_OJ.cpu(), on_cpu.codes_OJ)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_on_a_gpu(kind: Kind, group: int, zeros: bool, dtype: torch.dtype) -> None:
