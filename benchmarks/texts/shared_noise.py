@@ -34,7 +34,11 @@ from specdec.shipped import draft_folder, prompts_file, target_folder
 RULES = {"by_probability": False, "shared_noise": True}
 SHAPES = ((5, 1, 6), (5, 4, 16), (5, 8, 32))
 ROUNDS = (((5, 1, 6), 1), ((5, 8, 32), 1), ((5, 1, 6), 32))  # shape, batch
-MODES = {"greedy": (0.0, True), "by_probability": (1.0, False), "shared_noise": (1.0, True)}  # temperature, rule
+FILTERS = {"temperature": 1.0, "top_p": 0.95, "top_k": 20}
+MODES: dict[str, tuple[dict[str, Any], bool]] = {  # options, rule
+    "greedy": ({}, True), "by_probability": ({"temperature": 1.0}, False), "shared_noise": ({"temperature": 1.0}, True),
+    "filtered_by_probability": (FILTERS, False), "filtered_shared_noise": (FILTERS, True),
+}  # fmt: skip
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6}, {"temperature": 0.8}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": 1.0, "min_p": 0.1},
@@ -76,17 +80,17 @@ def measure(case: Case, count: int, tokens: int, seed: int) -> dict[str, Any]:
 
 
 def round_rows(blocks: int = 2, rounds: int = 40) -> list[dict[str, Any]]:
-    """Milliseconds a round: greedy, and at temperature 1 by both rules.  Blocks of rounds take turns, so that all see the same
-    clocks."""
+    """Milliseconds a round: greedy, and at temperature 1 by both rules, without and with filters.  Blocks of rounds take turns,
+    so that all see the same clocks."""
     model, head = random_pair(4096, torch.device("cuda", 0))
     rows = []
     for shape, batch in ROUNDS:
         work, walls = {}, dict[str, list[float]]()
-        for name, (temperature, shares) in MODES.items():
+        for name, (options, shares) in MODES.items():
             session = Session(make_decoder(model, head, SpecConfig(*shape), batch, 1024, "round"))
             session.share_noise(shares)
             session.force_acceptance([0.75] * shape[0])
-            params = [SamplingParams(max_tokens=900, temperature=temperature, seed=i) for i in range(batch)]
+            params = [SamplingParams(max_tokens=900, ignore_eos=True, seed=i, **options) for i in range(batch)]
             work[name] = Work(session, random_prompts(batch, 1024), params, speculate=True)
             full_rounds(work[name], session.step, 6)
         for _ in range(blocks):

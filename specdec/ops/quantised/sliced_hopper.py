@@ -185,14 +185,6 @@ def multiply(
         if not ONE:
             mbarrier.wait(full_x.index(slot), phase)
         columns = columns_of(x_places, (k if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right)
-        if k + STAGES < steps:
-            mbarrier.arrive(empty.index(slot), count=1)
-        goes_on = k + 1 < steps  # else the last step is read once more, for nothing
-        wraps = slot + 1 == STAGES
-        slot = gl.where(goes_on, gl.where(wraps, 0, slot + 1), slot)
-        phase = gl.where(goes_on & wraps, phase ^ 1, phase)
-        mbarrier.wait(full_w.index(slot), phase)
-        next_codes = w_cubes.index(slot).load(pairs)
         for n in gl.static_range(A_WORD):
             numbers = numbers_of(piece_of(codes, n, A_WORD, left), zero[n * 64 // RUN], layout, KIND, HAS_ZEROS, 64)
             if GROUP > 0:  # short chains of products, which the tensor cores work at side by side
@@ -202,7 +194,16 @@ def multiply(
                 acc = mma_v2(numbers, columns[n], acc)
             else:
                 other_acc = mma_v2(numbers, columns[n], other_acc)
-        codes = next_codes
+        # Not before: a barrier does not wait for loads from shared memory that were only begun, and the copy engine's writes
+        # don't queue up with them.  What was multiplied has come.
+        if k + STAGES < steps:
+            mbarrier.arrive(empty.index(slot), count=1)
+        goes_on = k + 1 < steps  # else the last step is read once more, for nothing
+        wraps = slot + 1 == STAGES
+        slot = gl.where(goes_on, gl.where(wraps, 0, slot + 1), slot)
+        phase = gl.where(goes_on & wraps, phase ^ 1, phase)
+        mbarrier.wait(full_w.index(slot), phase)
+        codes = w_cubes.index(slot).load(pairs)
         scale = next_scale
         zero = next_zero
 
