@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from specdec.batch.sampling import RowSampling
-from specdec.ops.noise.floor import Filters
 from specdec.ops.noise.gumbel import Noise
 from specdec.steps import Needs
 
@@ -30,9 +29,7 @@ FLOOR_WEIGHT = 2.0  # chosen for accept length with top-k 20 and top-p of 0.7 to
 
 def noise_of(lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise:
     """The noise of the tokens one position after the bonus tokens, which stand at positions lens_B (int32)."""
-    filters = None
-    if needs.filtered or needs.min_p:
-        filters = Filters(sampling.temperature_R, sampling.top_k_R, sampling.top_p_R, sampling.min_p_R)
+    filters = sampling.filters if needs.filtered or needs.min_p else None
     return Noise(sampling.temperature_R, sampling.seed_R, lens_B, 1, LOGIT_WEIGHT, NOISE_WEIGHT, FLOOR_WEIGHT, filters)
 
 

@@ -21,7 +21,7 @@ class Needs(NamedTuple):
     A pass runs the steps that are needed, and no other; a step changes nothing in rows without its option.  So any needs
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
 
-    sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, which sort the logits.  min_p: min-p.
+    sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose border is searched.  min_p: min-p.
     bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
     grammar: Entry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a round
         runs phase by phase.

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.rules import TokenTables, edited_logits
-from specdec.batch.sampling import RowSampling, filter_logits
+from specdec.batch.sampling import RowSampling
 from specdec.batch.tree import DraftTree
+from specdec.ops.noise.border import Border, borders, lowest_alone
 from specdec.ops.noise.gumbel import gumbel_noise
 from specdec.ops.noise.sample import sampled_tokens
 from specdec.parallel.group import ALONE
@@ -59,8 +60,9 @@ def choose_tokens(
     if needs.grammar:
         assert sampling.masks is not None, "a pass over rows with a grammar has masks"
         logits_RW = masked_logits(logits_RW, sampling.masks, vocabulary.first)
-    if needs.sampled and not (needs.filtered or needs.min_p) and vocabulary.group.size == 1:
-        tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1)
+    if needs.sampled and vocabulary.group.size == 1:
+        border = border_of(logits_RW, sampling, needs, vocabulary)
+        tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1, border)
     elif needs.sampled:
         tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, needs, vocabulary))
         tokens_R = tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
@@ -73,7 +75,7 @@ def choose_tokens(
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
     if needs.sampled:
         is_greedy_R1 = (rows.temperature_R == 0)[:, None]
-        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW.float(), rows, needs, vocabulary))
+        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW, rows, needs, vocabulary))
     return Chosen(tokens_R, torch.where(rows.processed_R[:, None] > 0, logits_RW, raw_RW))
 
 
@@ -82,14 +84,13 @@ def token_scores(logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, 
 
     logits_RW: after the rules for single tokens.  The other arguments: see `choose_tokens`.
     """
-    logits_RW = logits_RW.float()
     if not needs.sampled:
-        return logits_RW
+        return logits_RW.float()
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
     greedy_R1 = (rows.temperature_R == 0)[:, None]
     kept_RW = kept_logits(logits_RW, rows, needs, vocabulary)
     noise_RW = gumbel_noise(rows.seed_R, positions_R + 1, logits_RW.shape[1], vocabulary.first)
-    return torch.where(greedy_R1, logits_RW, kept_RW + noise_RW)
+    return torch.where(greedy_R1, logits_RW.float(), kept_RW + noise_RW)
 
 
 def scores_at(
@@ -128,14 +129,19 @@ def scores_at(
 def kept_logits(logits_RW: Tensor, rows: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Tensor:
     """[R, W] float32: the logits divided by the temperature, -inf where a filter drops the token.
 
-    logits_RW: float32.  rows: one for each row of logits; a greedy row is divided by 1, and its filters are not meant.
+    rows: one for each row of logits; a greedy row is divided by 1, and its filters are not meant.
     """
-    temperature_R = rows.temperature_R
-    scaled_RW = logits_RW / torch.where(temperature_R == 0, 1.0, temperature_R)[:, None]
-    kept_RW = scaled_RW
-    if needs.filtered:  # top-k and top-p sort the logits of the whole vocabulary
-        kept_RW = vocabulary.part(filter_logits(vocabulary.whole(scaled_RW), rows))
+    scaled_RW = logits_RW.float() / rows.filters.heat_B[:, None]
+    border = border_of(logits_RW, rows, needs, vocabulary)
+    if border is None:
+        return scaled_RW
+    return scaled_RW.where(border.keeps(logits_RW, scaled_RW, vocabulary.first), -torch.inf)
+
+
+def border_of(logits_RW: Tensor, sampling: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Border | None:
+    """What the filters keep of each row of whole logits; None: all.  sampling: of each sequence, or of each row."""
+    if needs.filtered:
+        return borders(vocabulary.whole(logits_RW), sampling.filters)
     if needs.min_p:
-        least_R = vocabulary.largest(scaled_RW) + rows.min_p_R.log()
-        kept_RW = kept_RW.masked_fill(scaled_RW < least_R[:, None], -torch.inf)
-    return kept_RW
+        return lowest_alone(vocabulary.largest(logits_RW), sampling.filters, vocabulary.size)
+    return None

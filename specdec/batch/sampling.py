@@ -1,10 +1,10 @@
-"""How rows sample: their options as a table, and the tokens that top-k and top-p keep.
+"""How rows sample: their options as a table.
 
 Tokens are chosen with noise that the seed fixes beforehand (ops/noise/gumbel.py).  So the token that is sampled at a position
 is a function of the target's logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text
 is the same with and without speculation.
 
-Shapes: R rows (one distribution each), V vocabulary, F floats and I integers of a row's options.
+Shapes: R rows (one distribution each), F floats and I integers of a row's options.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.masks import BitMasks
+from specdec.ops.noise.floor import Filters
 from specdec.steps import RowOptions
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 # The columns of a table of options: fields of RowOptions by type.
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTS = ("top_k", "seed", "first_end", "processed")
-
-_BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
 
 
 class RowSampling(NamedTuple):
@@ -89,6 +88,10 @@ class RowSampling(NamedTuple):
         return self.ints_RI[:, INTS.index("processed")]
 
     @property
+    def filters(self) -> Filters:
+        return Filters(self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R)
+
+    @property
     def rows(self) -> int:
         return self.ints_RI.shape[0]
 
@@ -102,23 +105,3 @@ class RowSampling(NamedTuple):
         if times == 1:
             return self
         return RowSampling(self.floats_RF.repeat_interleave(times, dim=0), self.ints_RI.repeat_interleave(times, dim=0))
-
-
-def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
-    """[R, V]: the logits, with -inf for all tokens outside top-k, and outside top-p of the tokens that top-k keeps.
-
-    logits_RV: already divided by the temperature.
-
-    top-p keeps the smallest set whose probability reaches top_p.  Of equal logits at a border, those of lower ids are kept.
-    """
-    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    top_k_R1 = torch.where(sampling.top_k_R > 0, sampling.top_k_R, logits_RV.shape[-1])[:, None]
-    sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, -torch.inf)
-    # Sums of integers are exact in any order.  A sum of floats has an order that depends on the number of rows, by which
-    # a token at top-p's border could depend on the batch.
-    weights_RV = ((sorted_RV - sorted_RV[:, :1]).exp() * _BEST).long()
-    sums_RV = weights_RV.cumsum(-1)
-    top_p_R1 = sampling.top_p_R[:, None]
-    outside = (sums_RV - weights_RV >= top_p_R1 * sums_RV[:, -1:].double()) & (top_p_R1 < 1) & (rank_V > 0)
-    return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))

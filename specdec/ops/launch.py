@@ -33,17 +33,17 @@ Rules for every chained kernel C.  Breaking one is a data race, which tests may 
 
 Which kernel triggers when, and which reads before a wait depend on it:
 - Late: matrix products (right after their wait, halfway through their loop or after it), the paged and latent attention
-  kernels, those that read leaves, the stores of latents and of an indexer's keys, the conversion of 8-bit latents, the merge of
-  latents' states, the scores and the selection of sparse attention, the scans and merge of top-k, the least kept logits, logits
-  that the token before corrects, the steps of a chain of such tokens, and last positions.  Because products trigger late, the
-  norm in front of the qkv projection is complete when the store after the projection starts.  So the store may read positions
-  and slots before its wait, and attention, which follows the store, may read tables, lengths and first keys before its own, as
-  long as all of these were written before that norm.  Because paged attention triggers late, the suffix and merge kernel after
-  it may read queries, and the suffix's keys and table, before its wait.  The second product of experts of codes comes after the
-  first one, so it may read the choices of experts before its wait.  In front of the least kept logits is a product or a
-  correction of logits, and in front of a scan one of these three; so both may read the rows' lengths, seeds and options before
-  their waits.  In front of a chain's second and later steps is a step, which waited for the product of all levels' own logits;
-  so these steps may read them before their waits.
+  kernels, those that read leaves, the stores of latents and of an indexer's keys, the conversion of 8-bit latents, the merge
+  of latents' states, the scores and the selection of sparse attention, the scans and merge of top-k, the least kept logits,
+  the search for the border of filters, logits that the token before corrects, the steps of a chain of such tokens, and last
+  positions.  Because products trigger late, the norm in front of the qkv projection is complete when the store after the
+  projection starts.  So the store may read positions and slots before its wait, and attention, which follows the store, may
+  read tables, lengths and first keys before its own, as long as all of these were written before that norm.  Because paged
+  attention triggers late, the suffix and merge kernel after it may read queries, and the suffix's keys and table, before its
+  wait.  The second product of experts of codes comes after the first one, so it may read the choices of experts before its
+  wait.  In front of the least kept logits is a product or a correction of logits, and in front of a scan one of these three;
+  so both may read the rows' lengths, seeds and options before their waits.  In front of a chain's second and later steps is a
+  step, which waited for the product of all levels' own logits; so these steps may read them before their waits.
 - Never: the product of gate and up with a prompt's rows; the first-keys kernel, and the one that counts what a rank keeps.
   Attention reads first keys and lengths before its wait, and may be the next kernel.
 - Early, though they wait for other ranks: exchanges between GPUs.  All their programs run when they have triggered, so that no

@@ -9,7 +9,8 @@ from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specdec.batch.choose import kept_logits
-from specdec.batch.sampling import RowSampling, filter_logits
+from specdec.batch.sampling import RowSampling
+from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Needs, RowOptions
 
@@ -18,6 +19,11 @@ FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 
 
 def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSampling:
     return RowSampling.of([RowOptions(temperature, top_p, top_k=top_k, seed=seed) for seed in range(count)], "cpu")
+
+
+def kept(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    vocabulary = Vocabulary.of(logits.shape[1], ALONE)
+    return kept_logits(logits, rows, Needs(sampled=True, filtered=True), vocabulary)
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
@@ -29,7 +35,7 @@ def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float
         want = TopKLogitsWarper(min(top_k, 40))(None, want)
     if top_p < 1:
         want = TopPLogitsWarper(top_p)(None, want)
-    got = filter_logits(logits / temperature, rows_of(64, temperature, top_k, top_p))
+    got = kept(logits, rows_of(64, temperature, top_k, top_p))
     assert torch.equal(got == -torch.inf, want == -torch.inf)
     torch.testing.assert_close(got, want)
 
@@ -46,27 +52,27 @@ def test_min_p_equals_transformers(temperature: float, top_k: int, top_p: float,
     want = MinPLogitsWarper(min_p)(None, want)
     rows = RowSampling.of([RowOptions(temperature, top_p, min_p, top_k=top_k)] * 64, "cpu")
 
-    def kept(group: ThreadGroup) -> torch.Tensor:
+    def on_rank(group: ThreadGroup) -> torch.Tensor:
         vocabulary = Vocabulary.of(40, group)
         return kept_logits(vocabulary.part(logits), rows, Needs(sampled=True, filtered=top_k > 0, min_p=True), vocabulary)
 
-    torch.testing.assert_close(torch.cat(on_ranks(size, kept), dim=1), want)
+    torch.testing.assert_close(torch.cat(on_ranks(size, on_rank), dim=1), want)
 
 
 def test_filters_break_ties_by_id() -> None:
     """Keeps out: all of a tie kept or dropped together, so that top_k=2 keeps four."""
-    got = filter_logits(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]), rows_of(1, 1.0, 2, 1.0))
+    got = kept(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]), rows_of(1, 1.0, 2, 1.0))
     assert (got[0] > -torch.inf).tolist() == [True, True, False, False, False]
 
 
 def test_top_p_stops_where_it_is_reached() -> None:
     """Keeps out: one token more than the smallest set, where its probability is exactly top_p."""
-    got = filter_logits(torch.zeros(1, 4), rows_of(1, 1.0, 0, 0.5))
+    got = kept(torch.zeros(1, 4), rows_of(1, 1.0, 0, 0.5))
     assert (got[0] > -torch.inf).tolist() == [True, True, False, False]
 
 
 def test_top_p_adds_up_exactly() -> None:
     """Keeps out: the rounding of a long running sum, which depends on how a library cuts it and moves top-p's border."""
     for count, top_p in ((3000, 0.5), (10000, 0.75)):
-        kept = filter_logits(torch.zeros(1, count), rows_of(1, 1.0, 0, top_p)).isfinite()
-        assert int(kept.sum()) == count * top_p
+        stays = kept(torch.zeros(1, count), rows_of(1, 1.0, 0, top_p)).isfinite()
+        assert int(stays.sum()) == count * top_p

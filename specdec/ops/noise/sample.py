@@ -1,7 +1,7 @@
 """The token that each row samples: the one with the largest logit / temperature + noise (Gumbel-max).
 
 On a CPU and under autograd the definition here runs; on a GPU two launches, of sample_triton.py and of a merge, give the same
-tokens.
+tokens.  Which tokens filters drop is found before (border.py).
 
 Shapes: B sequences, R rows of logits, equally many and adjacent for each sequence, V vocabulary.
 """
@@ -12,22 +12,29 @@ import torch
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.noise.border import Border
 from specdec.ops.noise.gumbel import gumbel_noise
 
 
-def sampled_tokens(logits_RV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_R: Tensor) -> Tensor:
+def sampled_tokens(
+    logits_RV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_R: Tensor, border: Border | None = None
+) -> Tensor:
     """[R] int64: each row's token; -1 where the largest logit is not a finite number.
 
     temperature_B: float32; a sequence of temperature 0 takes its largest logit.  seed_B: int64.  position_R: int64, of the
-    token.  Ties go to the lower id.
+    token.  border: what filters keep of rows that are not greedy; None: all.  Ties go to the lower id.
     """
     if use_kernels(logits_RV):
         from specdec.ops.noise.sample_triton import launch_sampled_tokens
 
-        return launch_sampled_tokens(logits_RV, temperature_B, seed_B, position_R)
+        return launch_sampled_tokens(logits_RV, temperature_B, seed_B, position_R, border)
     each = logits_RV.shape[0] // seed_B.shape[0]
     temperature_R, seed_R = temperature_B.repeat_interleave(each), seed_B.repeat_interleave(each)
     scores_RV = gumbel_scores(logits_RV.float(), temperature_R, seed_R, position_R)
+    if border is not None:
+        is_greedy_R1 = (temperature_R == 0)[:, None]
+        scaled_RV = logits_RV.float() / torch.where(is_greedy_R1, 1.0, temperature_R[:, None])
+        scores_RV = scores_RV.where(is_greedy_R1 | border.keeps(logits_RV, scaled_RV), -torch.inf)
     return torch.where(logits_RV.amax(-1).isfinite(), scores_RV.argmax(-1), -1)
 
 

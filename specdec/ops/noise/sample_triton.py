@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
+from specdec.ops.noise.border import Border
 from specdec.ops.noise.gumbel_triton import gumbel_of_bits, noise_bits
 from specdec.ops.topk_triton import make_key, merge_scanned, scan_slices, slice_size
 
@@ -43,6 +44,9 @@ def sample_scan_kernel(
     temperature,  # [B] float32
     seeds,  # [B] int64
     positions,  # [R] int64
+    least,  # [R] float32, with CUT
+    last_kept,  # [R] int64, with CUT
+    lowest,  # [R] float32, with CUT
     vocab,
     stride_row,
     stride_temperature,
@@ -50,6 +54,7 @@ def sample_scan_kernel(
     stride_position,
     each,  # R / B
     SLICE: tl.constexpr,
+    CUT: tl.constexpr,  # whether filters drop tokens
     ASM: tl.constexpr,  # see gumbel_triton.py
     PDL: tl.constexpr,
 ):
@@ -65,7 +70,16 @@ def sample_scan_kernel(
     position = tl.load(positions + row * stride_position)
     score_N = tl.load(logits + first + i_N, mask=first + i_N < vocab, other=-float("inf")).to(tl.float32)
     top, best = first_best(score_N, i_N, SLICE)
-    if (heat > 0) & (tl.abs(top) < float("inf")):
+    goes_on = (heat > 0) & (tl.abs(top) < float("inf"))
+    if CUT:
+        cut = tl.load(least + row)
+        stays_N = (score_N > cut) | ((score_N == cut) & (first + i_N <= tl.load(last_kept + row)))
+        stays_N &= tl.div_rn(score_N, tl.zeros_like(score_N) + tl.where(heat > 0, heat, 1.0)) >= tl.load(lowest + row)
+        if goes_on:
+            score_N = tl.where(stays_N, score_N, -float("inf"))
+            top, best = first_best(score_N, i_N, SLICE)
+            goes_on = top > -float("inf")
+    if goes_on:
         score_N = tl.div_rn(score_N, tl.zeros_like(score_N) + heat)
         score_N += gumbel_of_bits(noise_bits(seed, position, (first + i_N).to(tl.int64)), ASM)
         top = tl.max(score_N, 0)
@@ -80,7 +94,9 @@ def sample_scan_kernel(
     tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), make_key(top, first + best))
 
 
-def launch_sampled_tokens(logits_RV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_R: Tensor) -> Tensor:
+def launch_sampled_tokens(
+    logits_RV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_R: Tensor, border: Border | None = None
+) -> Tensor:
     """`sample.sampled_tokens`: [R] int64."""
     R, V = logits_RV.shape
     assert logits_RV.stride(1) == 1 and R % seed_B.shape[0] == 0 and position_R.shape == (R,)
@@ -88,11 +104,12 @@ def launch_sampled_tokens(logits_RV: Tensor, temperature_B: Tensor, seed_B: Tens
     slices, size = scan_slices(R, V, 1), slice_size(R, V, 1)
     keys = torch.empty(R, slices, 1, dtype=torch.int64, device=logits_RV.device)
     ids = torch.empty(R, dtype=torch.int64, device=logits_RV.device)
+    cut = (temperature_B, seed_B, temperature_B) if border is None else border  # what a kernel doesn't need is not read
     if R:
         sample_scan_kernel[(R, slices)](
-            logits_RV, keys, temperature_B, seed_B, position_R, V, logits_RV.stride(0), temperature_B.stride(0),
-            seed_B.stride(0), position_R.stride(0), R // seed_B.shape[0], SLICE=size, ASM=logits_RV.is_cuda,
-            num_warps=max(1, size // 1024), **chained(logits_RV.device),
+            logits_RV, keys, temperature_B, seed_B, position_R, *cut, V, logits_RV.stride(0), temperature_B.stride(0),
+            seed_B.stride(0), position_R.stride(0), R // seed_B.shape[0], SLICE=size, CUT=border is not None,
+            ASM=logits_RV.is_cuda, num_warps=max(1, size // 1024), **chained(logits_RV.device),
         )  # fmt: skip
         merge_scanned((keys, keys), None, None, ids, finite=True)
     return ids

@@ -8,7 +8,8 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
-from specdec.batch.sampling import RowSampling, filter_logits
+from specdec.batch.sampling import RowSampling
+from specdec.ops.noise.border import borders
 from specdec.ops.noise.floor import PER_UNIT, Filters, least_logits
 from specdec.ops.noise.floor_triton import launch_least_logits
 from specdec.steps import RowOptions
@@ -31,8 +32,7 @@ def sampling_of(min_p: float = 0.0) -> RowSampling:
 
 def filters_of(sampling: RowSampling, device: torch.device | str = "cpu") -> Filters:
     columns = sampling.floats_RF.to(device), sampling.ints_RI.to(device)
-    there = RowSampling(*columns)
-    return Filters(there.temperature_R, there.top_k_R, there.top_p_R, there.min_p_R)
+    return RowSampling(*columns).filters
 
 
 def logits_of(V: int) -> Tensor:
@@ -46,8 +46,8 @@ def test_the_floor_is_the_least_kept_logit_but_for_a_bin() -> None:
     logits, sampling = logits_of(300), sampling_of()
     floor = least_logits(logits, filters_of(sampling))
     rows = sampling.expand_rows(2)
-    heat = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0)
-    kept = filter_logits(logits / heat[:, None], rows) > -torch.inf
+    heat = rows.filters.heat_B
+    kept = borders(logits, rows.filters).keeps(logits, logits / heat[:, None])
     for row, (cut, is_kept) in enumerate(zip(floor.tolist(), kept, strict=True)):
         least, most_dropped = logits[row][is_kept].min(), logits[row][~is_kept].max(dim=0).values if not is_kept.all() else None
         if rows.temperature_R[row] == 0 or most_dropped is None or most_dropped == -torch.inf:

@@ -1,0 +1,272 @@
+"""The kernels of border.py: a search for the border without sorting, four bits of the border's logit at a time.
+
+A logit's bits become a key, an integer in the order of the logits.  A level of the search divides the range in which the
+border's key lies into 16, and adds up how much lies above each of the 15 inner edges: tokens for top-k, weights for top-p.
+The next level's programs all draw the same conclusion.  Top-k comes first, since top-p is a share of what it keeps; a row that
+has only one of them is done after half of the levels.  All sums are of integers, so no order changes them.
+
+Shapes: R rows, S slices of a row, L levels of one search, N tokens of a block, E = 16 edges, the last of them top-k's border.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.launch import chained
+from specdec.ops.noise.border import BEST, Border
+from specdec.ops.noise.floor import Filters
+
+SLICE, BLOCK, SCAN = 4096, 512, 8192  # tokens of a program, of a step of it, and of a step of the last kernel
+EDGES, FIELDS = 16, 8  # 2**4; and numbers that a level's state may have
+
+
+@triton.jit
+def _keys(x_N, BITS: tl.constexpr):
+    """Integers in the order of the numbers; -0 and 0 have the same."""
+    if BITS == 16:
+        bits_N = x_N.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        half = 1 << 15
+    else:
+        bits_N = x_N.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        half = 1 << 31
+    bits_N = tl.where(x_N.to(tl.float32) == 0.0, 0, bits_N)
+    return tl.where(bits_N < half, bits_N + half, 2 * half - 1 - bits_N)
+
+
+@triton.jit
+def _number(key, dtype: tl.constexpr, BITS: tl.constexpr):
+    """float32: the number of that key."""
+    half = 1 << 15 if BITS == 16 else 1 << 31
+    bits = tl.where(key >= half, key - half, 2 * half - 1 - key)
+    if BITS == 16:
+        return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights(x, heat, top, BEST: tl.constexpr):
+    """int64: what a number counts for in top-p.  top: the largest of the row, after temperature."""
+    below = tl.div_rn(x, tl.zeros_like(x) + heat) - top
+    return tl.where(below <= 0.0, tl.exp(below) * BEST, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _options(temperature, top_k, top_p, b, stride_floats, stride_ints, width):
+    """(what a row's logits are divided by, top-k's number, top-p's share, whether the row has the one and the other)."""
+    heat = tl.load(temperature + b * stride_floats)
+    few = tl.load(top_k + b * stride_ints)
+    share = tl.load(top_p + b * stride_floats)
+    is_sampled = heat > 0.0
+    return tl.where(is_sampled, heat, 1.0), few, share, is_sampled & (few > 0) & (few < width), is_sampled & (share < 1.0)
+
+
+@triton.jit
+def _largest(tops, row, slices, SLICES: tl.constexpr):
+    s = tl.arange(0, SLICES)
+    return tl.max(tl.load(tops + row * slices + s, mask=s < slices, other=-float("inf")), 0)
+
+
+@triton.jit
+def _adds_weights(level, has_k, has_p, LEVELS: tl.constexpr):
+    """Whether a level searches top-p's border: in a row with top-k the second search does, else the first."""
+    return has_p & ((level >= LEVELS) == has_k)
+
+
+@triton.jit
+def _state(
+    states, amounts, row, level, few, share, has_k, has_p, heat, top,
+    dtype: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, EDGES: tl.constexpr, FIELDS: tl.constexpr,
+    BEST: tl.constexpr,
+):  # fmt: skip
+    """What is known before a level, from the state before the last one and what that one added up:
+
+    (the first key of the range, how much lies above the range, top-k's key or -1, how many tokens with this key top-k keeps,
+    the weight of all tokens that it keeps)
+    """
+    low, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    key_k, ties_k, total = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    if level > 0:
+        before = level - 1
+        at = states + (row * 2 * LEVELS + before) * FIELDS
+        low, above, key_k = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        ties_k, total = tl.load(at + 3), tl.load(at + 4)
+        e = tl.arange(0, EDGES).to(tl.int64)
+        amount_E = tl.load(amounts + (row * 2 * LEVELS + before) * EDGES + e)
+        counts, weighs = has_k & (before < LEVELS), _adds_weights(before, has_k, has_p, LEVELS)
+        within = before % LEVELS
+        if within == 0:
+            weight_k = _weights(_number(tl.maximum(key_k, 0), dtype, BITS), heat, top, BEST)
+            total = tl.where(weighs, tl.sum(tl.where(e == EDGES - 1, amount_E, 0), 0) + ties_k * weight_k, total)
+        size = tl.full([], 1, tl.int64) << (BITS - 4 * (within + 1))
+        edge_E = low + (e + 1) * size
+        wanted = share.to(tl.float64) * total.to(tl.float64)
+        enough_E = tl.where(counts, amount_E >= few, (edge_E <= key_k) | (amount_E.to(tl.float64) >= wanted))
+        digit = tl.sum((enough_E & (e < EDGES - 1)).to(tl.int64), 0)
+        if counts | weighs:
+            above = tl.where(digit < EDGES - 1, tl.sum(tl.where(e == digit, amount_E, 0), 0), above)
+            low += digit * size
+        if counts & (within == LEVELS - 1):
+            key_k, ties_k, low, above = low, few - above, low * 0, above * 0
+    return low, above, key_k, ties_k, total
+
+
+@triton.jit(do_not_specialize=["stride_row", "width", "slices"])
+def row_tops_kernel(
+    logits,  # [R, V], any float type
+    tops,  # [R, S] float32
+    amounts,  # [R, 2 * L, E] int64
+    stride_row, width, slices,
+    SLICE: tl.constexpr, LEVELS: tl.constexpr, EDGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of each slice; and all amounts are 0."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_N = part * SLICE + tl.arange(0, SLICE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf")).to(tl.float32)
+    tl.store(tops + row * slices + part, tl.max(x_N, 0))
+    if part == 0:
+        at = tl.arange(0, 2 * LEVELS * EDGES)
+        tl.store(amounts + row * (2 * LEVELS * EDGES) + at, tl.zeros([2 * LEVELS * EDGES], tl.int64))
+
+
+@triton.jit(do_not_specialize=["stride_row", "stride_floats", "stride_ints", "each", "width", "slices", "level"])
+def narrow_kernel(
+    logits,  # [R, V], any float type
+    tops,  # [R, S] float32
+    amounts,  # [R, 2 * L, E] int64
+    states,  # [R, 2 * L, FIELDS] int64
+    temperature, top_k, top_p,  # [B] float32, int64, float32
+    stride_row, stride_floats, stride_ints, each, width, slices, level,
+    SLICE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
+    EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One level: how much of a slice lies at or above each edge.  each: rows of a sequence.  SLICES: S, padded."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    heat, few, share, has_k, has_p = _options(temperature, top_k, top_p, row // each, stride_floats, stride_ints, width)
+    top = tl.div_rn(_largest(tops, row, slices, SLICES), heat)
+    dtype: tl.constexpr = logits.dtype.element_ty
+    low, above, key_k, ties_k, total = _state(
+        states, amounts, row, level, few, share, has_k, has_p, heat, top, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
+    )
+    if part == 0:
+        at = states + (row * 2 * LEVELS + level) * FIELDS
+        tl.store(at, low)
+        tl.store(at + 1, above)
+        tl.store(at + 2, key_k)
+        tl.store(at + 3, ties_k)
+        tl.store(at + 4, total)
+    counts = has_k & (level < LEVELS)
+    if counts | _adds_weights(level, has_k, has_p, LEVELS):
+        e = tl.arange(0, EDGES).to(tl.int64)
+        size = tl.full([], 1, tl.int64) << (BITS - 4 * (level % LEVELS + 1))
+        edge_E = tl.where(e < EDGES - 1, low + (e + 1) * size, key_k + 1)
+        if BITS == 16:
+            edge_E = edge_E.to(tl.int32)
+        amount_EN = tl.zeros([EDGES, BLOCK], tl.int64)
+        for step in tl.static_range(SLICE // BLOCK):
+            i_N = part * SLICE + step * BLOCK + tl.arange(0, BLOCK)
+            x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf"))
+            weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), heat, top, BEST))
+            weight_N = tl.where(i_N < width, weight_N, 0)
+            amount_EN += tl.where(_keys(x_N, BITS)[None, :] >= edge_E[:, None], weight_N[None, :], 0)
+        tl.atomic_add(amounts + (row * 2 * LEVELS + level) * EDGES + e, tl.sum(amount_EN, 1))
+
+
+@triton.jit
+def _ties(above, weight, wanted):
+    """How many tokens of that weight top-p keeps after those above: those before which there is less than wanted."""
+    weight = tl.maximum(weight, 1)
+    ties = tl.maximum(((wanted - above.to(tl.float64)) / weight.to(tl.float64)).to(tl.int64), 0)
+    for _ in tl.static_range(2):  # the quotient was rounded
+        ties -= ((ties > 0) & ((above + (ties - 1) * weight).to(tl.float64) >= wanted)).to(tl.int64)
+    for _ in tl.static_range(2):
+        ties += ((above + ties * weight).to(tl.float64) < wanted).to(tl.int64)
+    return ties
+
+
+@triton.jit(do_not_specialize=["stride_row", "stride_floats", "stride_ints", "each", "width", "slices"])
+def border_kernel(
+    logits,  # [R, V], any float type
+    tops,  # [R, S] float32
+    amounts,  # [R, 2 * L, E] int64
+    states,  # [R, 2 * L, FIELDS] int64
+    least, last, lowest,  # [R] float32, int64, float32
+    temperature, top_k, top_p, min_p,  # [B] float32, int64, float32, float32
+    stride_row, stride_floats, stride_ints, each, width, slices,
+    SCAN: tl.constexpr, SLICES: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
+    EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The border, after all levels: which of the tokens with the border's logit is the last one kept."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    heat, few, share, has_k, has_p = _options(temperature, top_k, top_p, row // each, stride_floats, stride_ints, width)
+    top = tl.div_rn(_largest(tops, row, slices, SLICES), heat)
+    dtype: tl.constexpr = logits.dtype.element_ty
+    low, above, key_k, ties_k, total = _state(
+        states, amounts, row, 2 * LEVELS, few, share, has_k, has_p, heat, top, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
+    )
+    key = tl.where(has_p, low, tl.maximum(key_k, 0))
+    number = _number(key, dtype, BITS)
+    ties = _ties(above, _weights(number, heat, top, BEST), share.to(tl.float64) * total.to(tl.float64))
+    ties = tl.where(has_p, tl.where(key == key_k, tl.minimum(ties, ties_k), ties), ties_k)
+    found, end = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64) + width - 1
+    if has_k | has_p:
+        for first in range(0, width, SCAN):
+            i_N = first + tl.arange(0, SCAN)
+            x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf"))
+            is_tie_N = (_keys(x_N, BITS) == key) & (i_N < width)
+            here = tl.sum(is_tie_N.to(tl.int32), 0)
+            if (found < ties) & (found + here >= ties):
+                nth_N = tl.cumsum(is_tie_N.to(tl.int32), 0)
+                end = tl.min(tl.where(is_tie_N & (nth_N == ties - found), i_N, width), 0).to(tl.int64)
+            found += here
+    else:
+        number = -float("inf")
+    share_of_best = tl.load(min_p + row // each * stride_floats).to(tl.float64)
+    depth = tl.where(share_of_best > 0.0, tl.log(tl.maximum(share_of_best, 1e-300)), -float("inf"))
+    tl.store(least + row, number)
+    tl.store(last + row, end)
+    tl.store(lowest + row, top + depth.to(tl.float32))
+
+
+def launch_borders(logits_RV: Tensor, filters: Filters) -> Border:
+    """`border.borders`."""
+    (R, V), device = logits_RV.shape, logits_RV.device
+    floats = filters.temperature_B, filters.top_p_B, filters.min_p_B
+    assert logits_RV.stride(1) == 1 and all(x.dtype == torch.float32 and x.stride() == floats[0].stride() for x in floats)
+    assert filters.top_k_B.dtype == torch.int64 and R % filters.top_k_B.shape[0] == 0
+    bits = 8 * logits_RV.element_size()
+    levels, slices = bits // 4, triton.cdiv(V, SLICE)
+    tops = torch.empty(R, slices, dtype=torch.float32, device=device)
+    amounts = torch.empty(R, 2 * levels, EDGES, dtype=torch.int64, device=device)
+    states = torch.empty(R, 2 * levels, FIELDS, dtype=torch.int64, device=device)
+    least_R, lowest_R = torch.empty(2, R, dtype=torch.float32, device=device)
+    last_R = torch.empty(R, dtype=torch.int64, device=device)
+    if R:
+        more = dict(num_warps=8, **chained(device))
+        shapes = dict(SLICES=triton.next_power_of_2(slices), BITS=bits, LEVELS=levels, EDGES=EDGES, FIELDS=FIELDS, BEST=BEST)
+        options = filters.temperature_B, filters.top_k_B, filters.top_p_B
+        sizes = logits_RV.stride(0), floats[0].stride(0), filters.top_k_B.stride(0), R // filters.top_k_B.shape[0], V, slices
+        row_tops_kernel[(R, slices)](
+            logits_RV, tops, amounts, logits_RV.stride(0), V, slices, SLICE=SLICE, LEVELS=levels, EDGES=EDGES, **more
+        )
+        for level in range(2 * levels):
+            narrow_kernel[(R, slices)](
+                logits_RV, tops, amounts, states, *options, *sizes, level, SLICE=SLICE, BLOCK=BLOCK, **shapes, **more
+            )
+        border_kernel[(R,)](
+            logits_RV, tops, amounts, states, least_R, last_R, lowest_R, *options, filters.min_p_B, *sizes, SCAN=SCAN,
+            **shapes, **more,
+        )  # fmt: skip
+    return Border(least_R, last_R, lowest_R)

@@ -1,0 +1,129 @@
+"""The border of filters: the definition as whole numbers say it, token by token; the kernels as the definition.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE
+from torch import Tensor
+
+from specdec.batch.sampling import RowSampling
+from specdec.ops.noise.border import BEST, Border, borders
+from specdec.ops.noise.border_triton import launch_borders
+from specdec.ops.noise.gumbel import gumbel_noise
+from specdec.ops.noise.sample import sampled_tokens
+from specdec.ops.noise.sample_triton import launch_sampled_tokens
+from specdec.steps import RowOptions
+
+# temperature, top_k, top_p, min_p
+CASES = [
+    (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 0, 0.2, 0.05), (0.6, 20, 0.95, 0.0), (1.0, 1, 1.0, 0.0),
+    (0.0, 3, 0.5, 0.5), (1.0, 0, 1e-6, 0.0), (2.0, 7, 0.5, 0.0), (0.05, 0, 0.99, 0.0), (1.0, 100000, 0.8, 1.0),
+    (1.5, 40, 0.999, 0.0),
+]  # fmt: skip
+
+
+def sampling_on(device: torch.device | str) -> RowSampling:
+    return RowSampling.of([RowOptions(heat, top_p, min_p, top_k=top_k) for heat, top_k, top_p, min_p in CASES], device)
+
+
+def logits_of(V: int, dtype: torch.dtype, spread: float = 3.0) -> Tensor:
+    """Two rows a case.  Half of them have banned tokens, some few different numbers, many of them equal, and both zeros."""
+    logits = torch.randn(2 * len(CASES), V, generator=torch.Generator().manual_seed(V)) * spread
+    logits[::5] = (logits[::5] / 2).round()
+    logits[::5, V // 2 :] *= -1.0
+    logits[1::4, ::3] = -torch.inf
+    return logits.to(dtype)
+
+
+def scaled(logits: Tensor, sampling: RowSampling) -> Tensor:
+    return logits.float() / sampling.expand_rows(2).filters.heat_B[:, None]
+
+
+def kept_one_by_one(logits_V: list[float], scaled_V: Tensor, options: tuple[float, int, float, float]) -> list[bool]:
+    """Which tokens of a row are kept, by adding up whole numbers in the tokens' order."""
+    temperature, top_k, top_p, min_p = options
+    order = sorted(range(len(logits_V)), key=lambda i: (-logits_V[i], i))
+    weights = [int(w) for w in ((scaled_V - scaled_V.max()).exp() * BEST).long().tolist()]
+    first = order[: top_k or None]
+    share = Fraction(float(torch.tensor(top_p))) * sum(weights[i] for i in first)
+    kept, before = [False] * len(order), 0
+    for i in first:
+        kept[i] = top_p == 1 or before < share
+        before += weights[i]
+    lowest = scaled_V.max() + (torch.tensor(min_p).double().log().float() if min_p else -torch.inf)
+    return [is_kept and bool(scaled_V[i] >= lowest) for i, is_kept in enumerate(kept)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_definition_keeps_what_whole_numbers_say(dtype: torch.dtype) -> None:
+    """Keeps out: top-p of all tokens beside top-k, a tie kept or dropped as a whole, a sum that is rounded, two zeros that are
+    not in the order of their ids."""
+    logits, sampling = logits_of(90, dtype), sampling_on("cpu")
+    kept = borders(logits, sampling.filters).keeps(logits, scaled(logits, sampling))
+    for row, options in enumerate(case for case in CASES for _ in range(2)):
+        if options[0] > 0:
+            want = kept_one_by_one(logits[row].tolist(), scaled(logits, sampling)[row], options)
+            assert kept[row].tolist() == want, (row, options)
+
+
+def check(logits: Tensor) -> None:
+    """The kernels keep what the definition keeps.  Exponentials of two libraries may differ in their last bits, so top-p may
+    part at tokens before which there is as much as it wants, but for a millionth of all."""
+    sampling, there = sampling_on("cpu"), sampling_on(DEVICE)
+    border = Border(*(column.cpu() for column in launch_borders(logits.to(DEVICE), there.filters)))
+    want = borders(logits, sampling.filters)
+    torch.testing.assert_close(border.lowest_R, want.lowest_R, atol=1e-6, rtol=1e-6)
+    heated = scaled(logits, sampling)
+    got, kept = border.keeps(logits, heated), want.keeps(logits, heated)
+    rows = sampling.expand_rows(2)
+    for row in ((got != kept).any(1) & (rows.temperature_R > 0)).nonzero()[:, 0].tolist():
+        weights = (heated[row] - heated[row].max()).double().exp()
+        assert weights[got[row] != kept[row]].sum() < 1e-6 * weights[kept[row]].sum() and rows.top_p_R[row] < 1, row
+
+
+@pytest.mark.parametrize(("V", "dtype"), [(90, torch.float32), (4097, torch.float16)])
+def test_the_kernels_equal_the_definition(V: int, dtype: torch.dtype) -> None:
+    """Keeps out: another sequence's options, an edge that counts on the wrong side, ties of another slice, and the end of a
+    vocabulary that fills no block."""
+    check(logits_of(V, dtype))
+
+
+def test_rows_of_junk_reach_no_other_row() -> None:
+    """Keeps out: a search that fails for all, or does not end, because of one row's NaN or infinity."""
+    logits = logits_of(300, torch.float16)
+    there = sampling_on(DEVICE)
+    want = launch_borders(logits.to(DEVICE), there.filters)
+    for row, value in ((2, torch.nan), (5, torch.inf), (8, -torch.inf)):
+        logits[row, 7 if value != -torch.inf else slice(None)] = value
+    others = [row for row in range(len(logits)) if row not in (2, 5, 8)]
+    got = launch_borders(logits.to(DEVICE), there.filters)
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_tokens_are_sampled_from_what_is_kept(dtype: torch.dtype) -> None:
+    """Keeps out: a dropped token whose noise is large, a greedy row that is filtered, a slice that wins with no token kept."""
+    logits = logits_of(5000, dtype)
+    logits[3, 4] = torch.nan
+    sampling, there, at = sampling_on("cpu"), sampling_on(DEVICE), torch.arange(len(logits)) * 7
+    border = borders(logits, sampling.filters)
+    seeds = torch.arange(len(CASES)) - 5
+    want = sampled_tokens(logits, sampling.temperature_R, seeds, at, border)
+    kept, greedy = border.keeps(logits, scaled(logits, sampling)), sampling.expand_rows(2).temperature_R == 0
+    noise = gumbel_noise(seeds.repeat_interleave(2), at, 5000)
+    scores = torch.where(greedy[:, None], logits.float(), (scaled(logits, sampling) + noise).where(kept, -torch.inf))
+    assert torch.equal(want, scores.argmax(-1).masked_fill(torch.arange(len(logits)) == 3, -1))
+    moved = Border(*(column.to(DEVICE) for column in border))
+    got = launch_sampled_tokens(logits.to(DEVICE), there.temperature_R, seeds.to(DEVICE), at.to(DEVICE), moved)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("spread", [0.3, 6.0])
+def test_real_sizes(dtype: torch.dtype, spread: float) -> None:
+    check(logits_of(128256, dtype, spread))
