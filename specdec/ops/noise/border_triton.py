@@ -21,6 +21,10 @@ from specdec.ops.noise.floor import Filters
 
 SLICE, BLOCK, SCAN = 4096, 512, 8192  # tokens of a program, of a step of it, and of a step of the last kernel
 EDGES, FIELDS = 16, 8  # 2**4; and numbers that a level's state may have
+_BEYOND = tl.constexpr(1 << 17)  # after all keys of 16 bits
+# Triton would compare all numbers first, and keep more predicates than there are registers for.
+_ADD_16 = tl.constexpr("{ .reg .pred p; setp.ge.s32 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $1, $2; }")
+_ADD_32 = tl.constexpr("{ .reg .pred p; setp.ge.s64 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $1, $2; }")
 
 
 @triton.jit
@@ -52,6 +56,20 @@ def _weights(x, heat, top, BEST: tl.constexpr):
     """int64: what a number counts for in top-p.  top: the largest of the row, after temperature."""
     below = tl.div_rn(x, tl.zeros_like(x) + heat) - top
     return tl.where(below <= 0.0, tl.exp(below) * BEST, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _added(amount_EN, weight_N, key_N, edge_E, BITS: tl.constexpr, ASM: tl.constexpr):
+    """The amounts, with the weights of tokens that lie at or above each edge."""
+    if not ASM:
+        return amount_EN + tl.where(key_N[None, :] >= edge_E[:, None], weight_N[None, :], 0)
+    shape: tl.constexpr = amount_EN.shape
+    weight_EN = tl.broadcast_to(weight_N[None, :], shape)
+    key_EN, edge_EN = tl.broadcast_to(key_N[None, :], shape), tl.broadcast_to(edge_E.to(key_N.dtype)[:, None], shape)
+    return tl.inline_asm_elementwise(
+        _ADD_16 if BITS == 16 else _ADD_32, "=l,l,l,r,r" if BITS == 16 else "=l,l,l,l,l",
+        [amount_EN, weight_EN, key_EN, edge_EN], dtype=tl.int64, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -144,7 +162,7 @@ def narrow_kernel(
     temperature, top_k, top_p,  # [B] float32, int64, float32
     stride_row, stride_floats, stride_ints, each, width, slices, level,
     SLICE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+    EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One level: how much of a slice lies at or above each edge.  each: rows of a sequence.  SLICES: S, padded."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -164,20 +182,20 @@ def narrow_kernel(
         tl.store(at + 2, key_k)
         tl.store(at + 3, ties_k)
         tl.store(at + 4, total)
-    counts = has_k & (level < LEVELS)
-    if counts | _adds_weights(level, has_k, has_p, LEVELS):
-        e = tl.arange(0, EDGES).to(tl.int64)
-        size = tl.full([], 1, tl.int64) << (BITS - 4 * (level % LEVELS + 1))
-        edge_E = tl.where(e < EDGES - 1, low + (e + 1) * size, key_k + 1)
-        if BITS == 16:
-            edge_E = edge_E.to(tl.int32)
+    counts, within = has_k & (level < LEVELS), level % LEVELS
+    e = tl.arange(0, EDGES).to(tl.int64)
+    size = tl.full([], 1, tl.int64) << (BITS - 4 * (within + 1))
+    edge_E = tl.where(e < EDGES - 1, low + (e + 1) * size, tl.where(within == 0, key_k + 1, _BEYOND << (BITS - 16)))
+    highest = _keys(tl.load(tops + row * slices + part).to(dtype), BITS)
+    reaches = highest >= tl.min(edge_E, 0)
+    if reaches & (counts | _adds_weights(level, has_k, has_p, LEVELS)):
         amount_EN = tl.zeros([EDGES, BLOCK], tl.int64)
         for step in tl.static_range(SLICE // BLOCK):
             i_N = part * SLICE + step * BLOCK + tl.arange(0, BLOCK)
             x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf"))
             weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), heat, top, BEST))
             weight_N = tl.where(i_N < width, weight_N, 0)
-            amount_EN += tl.where(_keys(x_N, BITS)[None, :] >= edge_E[:, None], weight_N[None, :], 0)
+            amount_EN = _added(amount_EN, weight_N, _keys(x_N, BITS), edge_E, BITS, ASM)
         tl.atomic_add(amounts + (row * 2 * LEVELS + level) * EDGES + e, tl.sum(amount_EN, 1))
 
 
@@ -263,8 +281,9 @@ def launch_borders(logits_RV: Tensor, filters: Filters) -> Border:
         )
         for level in range(2 * levels):
             narrow_kernel[(R, slices)](
-                logits_RV, tops, amounts, states, *options, *sizes, level, SLICE=SLICE, BLOCK=BLOCK, **shapes, **more
-            )
+                logits_RV, tops, amounts, states, *options, *sizes, level, SLICE=SLICE, BLOCK=BLOCK,
+                ASM=logits_RV.is_cuda, **shapes, **more,
+            )  # fmt: skip
         border_kernel[(R,)](
             logits_RV, tops, amounts, states, least_R, last_R, lowest_R, *options, filters.min_p_B, *sizes, SCAN=SCAN,
             **shapes, **more,
