@@ -1,4 +1,4 @@
-"""The kernel of floor.py: one program for each row, which searches the edge by quarters.
+"""The kernel of floor.py: one program for each row, which searches the edge by halves.
 
 Shapes: R rows, N tokens of a block.
 """
@@ -14,7 +14,7 @@ from specdec.ops.launch import chained
 from specdec.ops.noise.floor import BINS, PER_UNIT, SHIFT, Filters
 
 MOST = 32768  # tokens whose exponentials a program holds in registers; of longer rows it computes them for every look
-LOOKS = ((BINS - 1).bit_length() + 1) // 2  # each leaves a quarter of the edges
+HALVINGS = (BINS - 1).bit_length()
 
 
 @triton.jit
@@ -27,56 +27,33 @@ def _exponentials(logits, first, width, largest, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _added(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def _counted(e_N, last, COUNTS: tl.constexpr, PER_UNIT: tl.constexpr, SHIFT: tl.constexpr):
-    """What each token above an edge counts for: 1, or its exponential."""
-    cut = tl.exp((last.to(tl.float32) + SHIFT) * (-1.0 / PER_UNIT))
-    return tl.where(e_N > cut, 1.0 if COUNTS else e_N, 0.0)
-
-
-@triton.jit
 def _above(
-    logits, e_N, width, largest, scale, one, two, three, COUNTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, e_N, width, largest, scale, last, COUNTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
     PER_UNIT: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens above each of three edges their number, or the sum of their exponentials.  e_N: of the row, if WHOLE.
-
-    All three are added up at once: that the program's warps wait for each other takes most of the time.
-    """
+    """Of the tokens above an edge their number, or the sum of their exponentials.  e_N: those of the row, if WHOLE."""
+    cut = tl.exp((last.to(tl.float32) + SHIFT) * (-1.0 / PER_UNIT))
     if WHOLE:
-        a_N = _counted(e_N, one, COUNTS, PER_UNIT, SHIFT)
-        b_N = _counted(e_N, two, COUNTS, PER_UNIT, SHIFT)
-        c_N = _counted(e_N, three, COUNTS, PER_UNIT, SHIFT)
-    else:
-        a_N = tl.zeros([BLOCK], tl.float32)
-        b_N, c_N = a_N, a_N
-        for first in range(0, width, BLOCK):
-            e_N = _exponentials(logits, first, width, largest, scale, BLOCK)
-            a_N += _counted(e_N, one, COUNTS, PER_UNIT, SHIFT)
-            b_N += _counted(e_N, two, COUNTS, PER_UNIT, SHIFT)
-            c_N += _counted(e_N, three, COUNTS, PER_UNIT, SHIFT)
-    return tl.reduce((a_N, b_N, c_N), 0, _added)
+        return tl.sum(tl.where(e_N > cut, 1.0 if COUNTS else e_N, 0.0), 0)
+    total_N = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        e_N = _exponentials(logits, first, width, largest, scale, BLOCK)
+        total_N += tl.where(e_N > cut, 1.0 if COUNTS else e_N, 0.0)
+    return tl.sum(total_N, 0)
 
 
 @triton.jit
 def _first_edge(
     logits, e_N, width, largest, scale, wanted, low, high, COUNTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-    PER_UNIT: tl.constexpr, SHIFT: tl.constexpr, LOOKS: tl.constexpr,
+    PER_UNIT: tl.constexpr, SHIFT: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
     """The first edge from `low` on above which there is as much as is wanted; `high` if there is none before it."""
-    for _ in range(LOOKS):
-        step = (high - low) // 4 + 1
-        one, two, three = low + step - 1, low + 2 * step - 1, low + 3 * step - 1
-        a, b, c = _above(logits, e_N, width, largest, scale, one, two, three, COUNTS, WHOLE, BLOCK, PER_UNIT, SHIFT)
-        passed = ((one < high) & (a < wanted)).to(tl.int32)
-        passed += ((two < high) & (b < wanted)).to(tl.int32)
-        passed += ((three < high) & (c < wanted)).to(tl.int32)
-        low += passed * step
-        high = tl.minimum(high, low + step - 1)
+    for _ in range(HALVINGS):
+        middle = (low + high) // 2
+        found = _above(logits, e_N, width, largest, scale, middle, COUNTS, WHOLE, BLOCK, PER_UNIT, SHIFT)
+        is_enough = found >= wanted
+        high = tl.where(is_enough & (low < high), middle, high)
+        low = tl.where(is_enough, low, tl.minimum(middle + 1, high))
     return high
 
 
@@ -98,7 +75,7 @@ def least_logits_kernel(
     BINS: tl.constexpr,
     PER_UNIT: tl.constexpr,
     SHIFT: tl.constexpr,
-    LOOKS: tl.constexpr,
+    HALVINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -124,14 +101,15 @@ def least_logits_kernel(
     last = tl.full([], BINS - 1, tl.int32)
     if few > 0:
         wanted = few.to(tl.float32)
-        last = _first_edge(logits, e_N, width, largest, scale, wanted, start, last, True, WHOLE, BLOCK, PER_UNIT, SHIFT, LOOKS)
+        last = _first_edge(
+            logits, e_N, width, largest, scale, wanted, start, last, True, WHOLE, BLOCK, PER_UNIT, SHIFT, HALVINGS
+        )
     if share < 1.0:
         all_edges = tl.where(last < BINS - 1, last, 1 << 20)  # below the last edge lies the whole row
-        kept, _, _ = _above(
-            logits, e_N, width, largest, scale, all_edges, all_edges, all_edges, False, WHOLE, BLOCK, PER_UNIT, SHIFT
-        )  # fmt: skip
-        wanted = share * kept
-        last = _first_edge(logits, e_N, width, largest, scale, wanted, start, last, False, WHOLE, BLOCK, PER_UNIT, SHIFT, LOOKS)
+        wanted = share * _above(logits, e_N, width, largest, scale, all_edges, False, WHOLE, BLOCK, PER_UNIT, SHIFT)
+        last = _first_edge(
+            logits, e_N, width, largest, scale, wanted, start, last, False, WHOLE, BLOCK, PER_UNIT, SHIFT, HALVINGS
+        )
     edge = largest - heat * (last.to(tl.float32) + SHIFT) / PER_UNIT
     edge = tl.where(last < BINS - 1, edge, -float("inf"))
     edge = tl.maximum(edge, tl.where(least > 0.0, largest + heat * tl.log(tl.maximum(least, 1e-30)), -float("inf")))
@@ -150,7 +128,7 @@ def launch_least_logits(logits_RW: Tensor, filters: Filters) -> Tensor:
         least_logits_kernel[(R,)](
             logits_RW, out, filters.temperature_B, filters.top_k_B, filters.top_p_B, filters.min_p_B, logits_RW.stride(0),
             floats[0].stride(0), filters.top_k_B.stride(0), R // filters.top_k_B.shape[0], W, BLOCK=block, WHOLE=block >= W,
-            BINS=BINS, PER_UNIT=PER_UNIT, SHIFT=SHIFT, LOOKS=LOOKS, num_warps=min(16, max(1, block // 512)),
+            BINS=BINS, PER_UNIT=PER_UNIT, SHIFT=SHIFT, HALVINGS=HALVINGS, num_warps=min(16, max(1, block // 512)),
             **chained(logits_RW.device),
         )  # fmt: skip
     return out
