@@ -87,9 +87,11 @@ def paged_tiles(
     if quant:
         return PagedTiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else PagedTiles(128, 64, 8, 3)
     if wanted == 16:
-        if waves < 0.8:
-            return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
-        return PagedTiles(16, keys(64), 4, 4)
+        if waves >= 0.8:
+            return PagedTiles(16, keys(64), 4, 4)
+        if waves > 0.1:
+            return PagedTiles(16, keys(128), 4, 3)
+        return PagedTiles(16, keys(64), 4, 3, least=64, an_sm=2 if max_keys > SHORT else 1)
     if wanted == 32:
         if waves < 0.1 and max_keys > SHORT and D <= 128:
             return PagedTiles(32, keys(64), 4, 3, an_sm=2)
