@@ -5,7 +5,8 @@ stage to be filled again.  Two groups take different rows of the weight, which h
 turn, and add their sums in shared memory.
 
 A step has two halves: while one is multiplied, the codes of the next are converted.  A half has one scale a row.  The two
-halves' numbers lie in registers of their own: products that run still read theirs.
+halves' numbers lie in registers of their own: products that run still read theirs.  The compiler converts after a wait what
+stands before it, so with scales of whole rows there is none between the halves of a step.
 
 This module knows no model's shapes and chooses no tiles.
 
@@ -185,8 +186,12 @@ def multiply(
         x = x_smem.index(slot)
         part = _begin(numbers, x, 0, acc, GROUP, HALF)
         others = _half(w_tiles.index(slot * TILES + MINE), 1, zero_high, KIND, HAS_ZEROS, HALF, A_WORD, layout)
-        acc = _end(part, numbers, acc, scale_low, GROUP)
-        part = _begin(others, x, 1, acc, GROUP, HALF)
+        if GROUP > 0:
+            acc = _end(part, numbers, acc, scale_low, GROUP)
+            part = _begin(others, x, 1, acc, GROUP, HALF)
+        else:  # queued up before the first half is complete; with scales of groups both halves' sums would need registers
+            part = _begin(others, x, 1, part, GROUP, HALF)
+            part, numbers = warpgroup_mma_wait(1, deps=(part, numbers))
         wraps = slot + TURNS >= STAGES
         next_slot = gl.where(more, gl.where(wraps, slot + TURNS - STAGES, slot + TURNS), slot)
         next_phase = gl.where(more & wraps, phase ^ 1, phase)
