@@ -91,7 +91,9 @@ def paged_tiles(
             return PagedTiles(16, keys(64), 4, 4)
         if waves > 0.1:
             return PagedTiles(16, keys(128), 4, 3)
-        return PagedTiles(16, keys(64), 4, 3, least=64, an_sm=2 if max_keys > SHORT else 1)
+        if max_keys > SHORT:
+            return PagedTiles(16, keys(64), 4, 2, least=64, an_sm=3)
+        return PagedTiles(16, keys(64), 4, 3, least=64)
     if wanted == 32:
         if waves < 0.1 and max_keys > SHORT and D <= 128:
             return PagedTiles(32, keys(64), 4, 3, an_sm=2)

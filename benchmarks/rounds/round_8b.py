@@ -73,7 +73,7 @@ class Case(NamedTuple):
 CASES = (
     Case("plain", 1, 1024), Case("plain", 8, 1024), Case("plain", 32, 1024), Case("5,1,6", 1, 1024), Case("5,1,6", 8, 1024),
     Case("5,1,6", 32, 1024), Case("5,8,32", 1, 1024), Case("5,8,32", 8, 1024), Case("7,10,60", 1, 1024),
-    Case("5,1,6", 1, 32768),
+    Case("plain", 1, 32768), Case("5,1,6", 1, 32768),
 )  # fmt: skip
 PREFILLS = ((1, 1024), (32, 1024))
 PAUSES = (1, 32)  # batch sizes at which "auto" is compared with plain decoding

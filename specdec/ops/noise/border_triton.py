@@ -1,9 +1,11 @@
-"""The kernels of border.py: a search for the border without sorting, four bits of the border's logit at a time.
+"""The kernels of border.py: a search for the border without sorting, by 15 edges at a time.
 
 A logit's bits become a key, an integer in the order of the logits.  A level of the search divides the range in which the
-border's key lies into 16, and adds up how much lies above each of the 15 inner edges: tokens for top-k, weights for top-p.
-The next level's programs all draw the same conclusion.  Top-k comes first, since top-p is a share of what it keeps; a row that
-has only one of them is done after half of the levels.  All sums are of integers, so no order changes them.
+border's key lies, and adds up how much lies at or above each edge: tokens for top-k, weights for top-p.  The next level's
+programs all draw the same conclusion.  The first edges of a wide range are equally far apart as logits, in the depth in which
+tokens have weights; others divide the range's keys equally.  Top-k comes first, since top-p is a share of what it keeps; a row
+that has only one of them is done after half of the levels, and a range of one key needs none.  Blocks in which no token reaches
+an edge are skipped.  All sums are of integers, so no order changes them.
 
 Shapes: R rows, S slices of a row, L levels of one search, N tokens of a block, E = 16 edges, the last of them top-k's border.
 """
@@ -20,8 +22,8 @@ from specdec.ops.noise.border import BEST, Border
 from specdec.ops.noise.floor import Filters
 
 SLICE, BLOCK, SCAN = 4096, 512, 8192  # tokens of a program, of a step of it, and of a step of the last kernel
-EDGES, FIELDS = 16, 8  # 2**4; and numbers that a level's state may have
-_BEYOND = tl.constexpr(1 << 17)  # after all keys of 16 bits
+EDGES, FIELDS = 16, 8  # and numbers that a level's state may have
+_WIDE, _DEPTH = tl.constexpr(4096), tl.constexpr(28.0)  # keys of a wide range; logits below the best that have a weight
 # Triton would compare all numbers first, and keep more predicates than there are registers for.
 _ADD_16 = tl.constexpr("{ .reg .pred p; setp.ge.s32 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $1, $2; }")
 _ADD_32 = tl.constexpr("{ .reg .pred p; setp.ge.s64 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $1, $2; }")
@@ -95,41 +97,54 @@ def _adds_weights(level, has_k, has_p, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def _edges(low, count, within, top, heat, dtype: tl.constexpr, BITS: tl.constexpr, EDGES: tl.constexpr):
+    """int64: the edges of a range of `count` keys from `low` on, all of them in it or just after it."""
+    e_E = tl.arange(0, EDGES)
+    edge_E = low + (e_E + 1).to(tl.int64) * ((count + EDGES - 1) // EDGES)
+    if (within == 0) & (count > _WIDE):
+        logit_E = (top - _DEPTH + (e_E + 1).to(tl.float32) * (_DEPTH / EDGES)) * heat
+        edge_E = _keys(logit_E.to(dtype), BITS).to(tl.int64)
+    return tl.minimum(tl.maximum(edge_E, low + 1), low + count)
+
+
+@triton.jit
 def _state(
-    states, amounts, row, level, few, share, has_k, has_p, heat, top,
+    states, amounts, row, level, few, share, has_k, has_p, heat, largest,
     dtype: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, EDGES: tl.constexpr, FIELDS: tl.constexpr,
     BEST: tl.constexpr,
 ):  # fmt: skip
     """What is known before a level, from the state before the last one and what that one added up:
 
-    (the first key of the range, how much lies above the range, top-k's key or -1, how many tokens with this key top-k keeps,
+    (the first key of the range, its keys, how much lies above it, top-k's key or -1, how many tokens with this key top-k keeps,
     the weight of all tokens that it keeps)
     """
-    low, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    top, last_key = tl.div_rn(largest, heat), _keys(largest.to(dtype), BITS).to(tl.int64)
+    low, count, above = tl.full([], 0, tl.int64), last_key + 1, tl.full([], 0, tl.int64)
     key_k, ties_k, total = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     if level > 0:
         before = level - 1
         at = states + (row * 2 * LEVELS + before) * FIELDS
-        low, above, key_k = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        ties_k, total = tl.load(at + 3), tl.load(at + 4)
-        e = tl.arange(0, EDGES).to(tl.int64)
-        amount_E = tl.load(amounts + (row * 2 * LEVELS + before) * EDGES + e)
+        low, count, above = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        key_k, ties_k, total = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        e_E = tl.arange(0, EDGES)
+        amount_E = tl.load(amounts + (row * 2 * LEVELS + before) * EDGES + e_E)
         counts, weighs = has_k & (before < LEVELS), _adds_weights(before, has_k, has_p, LEVELS)
         within = before % LEVELS
-        if within == 0:
+        if weighs & (within == 0):
             weight_k = _weights(_number(tl.maximum(key_k, 0), dtype, BITS), heat, top, BEST)
-            total = tl.where(weighs, tl.sum(tl.where(e == EDGES - 1, amount_E, 0), 0) + ties_k * weight_k, total)
-        size = tl.full([], 1, tl.int64) << (BITS - 4 * (within + 1))
-        edge_E = low + (e + 1) * size
-        wanted = share.to(tl.float64) * total.to(tl.float64)
-        enough_E = tl.where(counts, amount_E >= few, (edge_E <= key_k) | (amount_E.to(tl.float64) >= wanted))
-        digit = tl.sum((enough_E & (e < EDGES - 1)).to(tl.int64), 0)
-        if counts | weighs:
-            above = tl.where(digit < EDGES - 1, tl.sum(tl.where(e == digit, amount_E, 0), 0), above)
-            low += digit * size
+            total = tl.sum(tl.where(e_E == EDGES - 1, amount_E, 0), 0) + ties_k * weight_k
+        if (counts | weighs) & (count > 1):
+            edge_E = _edges(low, count, within, top, heat, dtype, BITS, EDGES)
+            wanted = share.to(tl.float64) * total.to(tl.float64)
+            enough_E = tl.where(counts, amount_E >= few, amount_E.to(tl.float64) >= wanted) & (e_E < EDGES - 1)
+            digit = tl.sum(enough_E.to(tl.int32), 0)
+            end = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, edge_E, 0), 0), low + count)
+            above = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, amount_E, 0), 0), above)
+            low = tl.where(digit > 0, tl.sum(tl.where(e_E == digit - 1, edge_E, 0), 0), low)
+            count = end - low
         if counts & (within == LEVELS - 1):
-            key_k, ties_k, low, above = low, few - above, low * 0, above * 0
-    return low, above, key_k, ties_k, total
+            key_k, ties_k, count, above = low, few - above, last_key - low + 1, above * 0
+    return low, count, above, key_k, ties_k, total
 
 
 @triton.jit(do_not_specialize=["stride_row", "width", "slices"])
@@ -149,8 +164,8 @@ def row_tops_kernel(
     x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf")).to(tl.float32)
     tl.store(tops + row * slices + part, tl.max(x_N, 0))
     if part == 0:
-        at = tl.arange(0, 2 * LEVELS * EDGES)
-        tl.store(amounts + row * (2 * LEVELS * EDGES) + at, tl.zeros([2 * LEVELS * EDGES], tl.int64))
+        for level in range(2 * LEVELS):
+            tl.store(amounts + (row * 2 * LEVELS + level) * EDGES + tl.arange(0, EDGES), tl.zeros([EDGES], tl.int64))
 
 
 @triton.jit(do_not_specialize=["stride_row", "stride_floats", "stride_ints", "each", "width", "slices", "level"])
@@ -170,33 +185,37 @@ def narrow_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     heat, few, share, has_k, has_p = _options(temperature, top_k, top_p, row // each, stride_floats, stride_ints, width)
-    top = tl.div_rn(_largest(tops, row, slices, SLICES), heat)
+    largest = _largest(tops, row, slices, SLICES)
     dtype: tl.constexpr = logits.dtype.element_ty
-    low, above, key_k, ties_k, total = _state(
-        states, amounts, row, level, few, share, has_k, has_p, heat, top, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
+    low, count, above, key_k, ties_k, total = _state(
+        states, amounts, row, level, few, share, has_k, has_p, heat, largest, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
     )
     if part == 0:
         at = states + (row * 2 * LEVELS + level) * FIELDS
         tl.store(at, low)
-        tl.store(at + 1, above)
-        tl.store(at + 2, key_k)
-        tl.store(at + 3, ties_k)
-        tl.store(at + 4, total)
-    counts, within = has_k & (level < LEVELS), level % LEVELS
-    e = tl.arange(0, EDGES).to(tl.int64)
-    size = tl.full([], 1, tl.int64) << (BITS - 4 * (within + 1))
-    edge_E = tl.where(e < EDGES - 1, low + (e + 1) * size, tl.where(within == 0, key_k + 1, _BEYOND << (BITS - 16)))
+        tl.store(at + 1, count)
+        tl.store(at + 2, above)
+        tl.store(at + 3, key_k)
+        tl.store(at + 4, ties_k)
+        tl.store(at + 5, total)
+    counts, weighs, within = has_k & (level < LEVELS), _adds_weights(level, has_k, has_p, LEVELS), level % LEVELS
+    e_E, top = tl.arange(0, EDGES), tl.div_rn(largest, heat)
+    edge_E = _edges(low, count, within, top, heat, dtype, BITS, EDGES)
+    all_E = tl.where(weighs & (within == 0), key_k + 1, low + count)  # of what top-k keeps, its border's tokens aside
+    edge_E = tl.where(e_E < EDGES - 1, edge_E, all_E)
+    first_edge = tl.min(edge_E, 0)
     highest = _keys(tl.load(tops + row * slices + part).to(dtype), BITS)
-    reaches = highest >= tl.min(edge_E, 0)
-    if reaches & (counts | _adds_weights(level, has_k, has_p, LEVELS)):
+    if (counts | weighs) & ((count > 1) | (within == 0)) & (highest >= first_edge):
         amount_EN = tl.zeros([EDGES, BLOCK], tl.int64)
         for step in tl.static_range(SLICE // BLOCK):
             i_N = part * SLICE + step * BLOCK + tl.arange(0, BLOCK)
             x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf"))
-            weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), heat, top, BEST))
-            weight_N = tl.where(i_N < width, weight_N, 0)
-            amount_EN = _added(amount_EN, weight_N, _keys(x_N, BITS), edge_E, BITS, ASM)
-        tl.atomic_add(amounts + (row * 2 * LEVELS + level) * EDGES + e, tl.sum(amount_EN, 1))
+            key_N = _keys(x_N, BITS)
+            if tl.max(key_N, 0) >= first_edge:
+                weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), heat, top, BEST))
+                weight_N = tl.where(i_N < width, weight_N, 0)
+                amount_EN = _added(amount_EN, weight_N, key_N, edge_E, BITS, ASM)
+        tl.atomic_add(amounts + (row * 2 * LEVELS + level) * EDGES + e_E, tl.sum(amount_EN, 1))
 
 
 @triton.jit
@@ -229,11 +248,12 @@ def border_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     heat, few, share, has_k, has_p = _options(temperature, top_k, top_p, row // each, stride_floats, stride_ints, width)
-    top = tl.div_rn(_largest(tops, row, slices, SLICES), heat)
+    largest = _largest(tops, row, slices, SLICES)
     dtype: tl.constexpr = logits.dtype.element_ty
-    low, above, key_k, ties_k, total = _state(
-        states, amounts, row, 2 * LEVELS, few, share, has_k, has_p, heat, top, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
+    low, count, above, key_k, ties_k, total = _state(
+        states, amounts, row, 2 * LEVELS, few, share, has_k, has_p, heat, largest, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
     )
+    top = tl.div_rn(largest, heat)
     key = tl.where(has_p, low, tl.maximum(key_k, 0))
     number = _number(key, dtype, BITS)
     ties = _ties(above, _weights(number, heat, top, BEST), share.to(tl.float64) * total.to(tl.float64))
@@ -265,7 +285,7 @@ def launch_borders(logits_RV: Tensor, filters: Filters) -> Border:
     assert logits_RV.stride(1) == 1 and all(x.dtype == torch.float32 and x.stride() == floats[0].stride() for x in floats)
     assert filters.top_k_B.dtype == torch.int64 and R % filters.top_k_B.shape[0] == 0
     bits = 8 * logits_RV.element_size()
-    levels, slices = bits // 4, triton.cdiv(V, SLICE)
+    levels, slices = 1 + bits // 4, triton.cdiv(V, SLICE)  # after the first one 16 edges divide what is left each time
     tops = torch.empty(R, slices, dtype=torch.float32, device=device)
     amounts = torch.empty(R, 2 * levels, EDGES, dtype=torch.int64, device=device)
     states = torch.empty(R, 2 * levels, FIELDS, dtype=torch.int64, device=device)
