@@ -59,9 +59,9 @@ def paged_tiles(
     int8_queries: whether int8 keys are multiplied as they are.
 
     Up to 64 packed queries, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
-    each, and small where an SM holds two programs: with many rows, and for a few queries of one row with many keys.  A single
-    query has little to merge, so it is split further.  Beyond 64, arithmetic takes the time; with few rows and few keys, tiles
-    of 64 then give more SMs work.
+    each, and small where an SM holds two programs or three: with many rows, and for one query or a few of one row with many
+    keys.  A single query has little to merge, so it is split further.  Beyond 64, arithmetic takes the time; with few rows and
+    few keys, tiles of 64 then give more SMs work.
     Long prompts have enough tiles for two programs an SM, one of which computes while the other waits.  float32 does not use
     tensor cores, and larger tiles would spill registers.  8-bit keys are converted to 16 bits on the way into a product of 64
     rows or more; a smaller product would read them byte by byte.  Where only keys have 8 bits, products of 16 rows are faster
@@ -91,9 +91,8 @@ def paged_tiles(
             return PagedTiles(16, keys(64), 4, 4)
         if waves > 0.1:
             return PagedTiles(16, keys(128), 4, 3)
-        if max_keys > SHORT:
-            return PagedTiles(16, keys(64), 4, 2, least=64, an_sm=3)
-        return PagedTiles(16, keys(64), 4, 3, least=64)
+        few = PagedTiles(16, keys(64), 4, 3, least=64)
+        return few._replace(stages=2, an_sm=3) if max_keys > SHORT else few
     if wanted == 32:
         if waves < 0.1 and max_keys > SHORT and D <= 128:
             return PagedTiles(32, keys(64), 4, 3, an_sm=2)

@@ -147,10 +147,6 @@ class Vocabulary(NamedTuple):
         ids_Rk = ids_RX.gather(1, order_Rk).nan_to_num(0.0).clamp(0, self.size - 1).long()
         return values_Rk, ids_Rk, total_R1 - values_Rk[:, :1]
 
-    def part(self, logits_RV: Tensor) -> Tensor:
-        """[R, W]: this rank's run of whole logits."""
-        return logits_RV[:, self.first : self.first + self.own]
-
     def whole(self, logits_RW: Tensor) -> Tensor:
         """[R, V]: the logits of all ranks."""
         if self.group.size == 1:

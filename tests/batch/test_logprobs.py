@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from torch import Tensor
 
 from specdec.batch.logprobs import token_logprobs
@@ -20,7 +20,7 @@ def test_each_rank_has_the_numbers_of_whole_logits(size: int, top: int) -> None:
 
     def on_rank(group: ThreadGroup) -> Tensor:
         vocabulary = Vocabulary.of(V, group)
-        return token_logprobs(vocabulary.part(logits_RV), tokens_R, top, vocabulary)
+        return token_logprobs(run_of(vocabulary, logits_RV), tokens_R, top, vocabulary)
 
     exact_RV = logits_RV.double().log_softmax(-1)
     likeliest_Rk, ids_Rk = exact_RV.topk(top)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from toolkit.trees import random_trees
 from torch import Tensor
 from transformers import (
@@ -89,7 +89,7 @@ class Batch:
             counts_B = torch.tensor([min(piece, max(0, len(output) - at)) for output in self.outputs])
             tables.record(padded_BT[:, at : at + piece], counts_B, vocabulary.first)
         sampling = RowSampling.of([choice.options for choice in self.choices], "cpu")._replace(tables=tables)
-        logits_RW = vocabulary.part(self.logits_RV)
+        logits_RW = run_of(vocabulary, self.logits_RV)
         return edited_logits(logits_RW, sampling, self.positions_R, self.needs, vocabulary, self.tree)
 
     def wanted(self) -> Tensor:

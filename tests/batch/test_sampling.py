@@ -5,10 +5,10 @@ Keeps out: top-p before top-k, sets that stop short of top_p or go beyond it.
 
 import pytest
 import torch
-from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.batch.choose import kept_logits
+from specdec.batch.choose import choose_tokens, kept_logits, token_scores
 from specdec.batch.sampling import RowSampling
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
@@ -54,7 +54,7 @@ def test_min_p_equals_transformers(temperature: float, top_k: int, top_p: float,
 
     def on_rank(group: ThreadGroup) -> torch.Tensor:
         vocabulary = Vocabulary.of(40, group)
-        return kept_logits(vocabulary.part(logits), rows, Needs(sampled=True, filtered=top_k > 0, min_p=True), vocabulary)
+        return kept_logits(run_of(vocabulary, logits), rows, Needs(sampled=True, filtered=top_k > 0, min_p=True), vocabulary)
 
     torch.testing.assert_close(torch.cat(on_ranks(size, on_rank), dim=1), want)
 
@@ -76,3 +76,22 @@ def test_top_p_adds_up_exactly() -> None:
     for count, top_p in ((3000, 0.5), (10000, 0.75)):
         stays = kept(torch.zeros(1, count), rows_of(1, 1.0, 0, top_p)).isfinite()
         assert int(stays.sum()) == count * top_p
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("needs", [Needs(sampled=True, min_p=True), Needs(sampled=True, filtered=True, min_p=True)], ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_filters_of_one_row_leave_a_greedy_one_alone(needs: Needs, size: int, dtype: torch.dtype) -> None:
+    """Keeps out: a greedy row that is filtered or gets noise beside a sampled one; ranks that gather 16 bits wrongly."""
+    logits = (2 * torch.randn(40, 40, generator=torch.Generator().manual_seed(2))).to(dtype)
+    options = [RowOptions(0.0, 1.0, 0.5), RowOptions(1.5, 0.6 if needs.filtered else 1.0, 0.2, seed=3)]
+    rows, at = RowSampling.of(options, "cpu"), torch.arange(40) % 20
+
+    def on_rank(group: ThreadGroup) -> torch.Tensor:
+        vocabulary = Vocabulary.of(40, group)
+        return choose_tokens(run_of(vocabulary, logits), rows, at, needs, vocabulary).tokens_R
+
+    found = on_ranks(size, on_rank)
+    assert all(torch.equal(each, found[0]) for each in found) and torch.equal(found[0][:20], logits[:20].argmax(-1))
+    scores = token_scores(logits, rows, at, needs, Vocabulary.of(40, ALONE))
+    assert torch.equal(found[0], scores.argmax(-1)) and not torch.equal(found[0][20:], logits[20:].argmax(-1))

@@ -1,7 +1,8 @@
-"""What top-k, top-p and min-p keep of rows of logits, exactly: the border between the tokens that stay and those that go.
+"""What top-k, top-p and min-p keep of rows of logits: the border between the tokens that stay and those that go.
 
 Top-k and top-p keep the beginning of a row's tokens in their order, by logits and, of equal ones, by ids.  So the last of them
-is all that needs to be known of it.  The definition here sorts; on a GPU the kernels of border_triton.py search.
+is all that needs to be known of it.  The definition here sorts; on a GPU the kernels of border_triton.py search.  Both add
+whole numbers, so neither depends on the batch; their exponentials differ by a millionth, and so may top-p's border.
 
 Shapes: R rows, V vocabulary, W a run of it, B sequences.
 """
@@ -75,5 +76,5 @@ def lowest(largest_R: Tensor, filters: Filters) -> Tensor:
 
 def lowest_alone(largest_R: Tensor, filters: Filters, size: int) -> Border:
     """The border of rows that have no other filter than min-p.  size: of the vocabulary."""
-    least_R, last_R = torch.full_like(largest_R, -torch.inf, dtype=torch.float32), torch.full_like(largest_R, size).long()
-    return Border(least_R, last_R, lowest(largest_R, filters))
+    least_R = torch.full_like(largest_R, -torch.inf, dtype=torch.float32)
+    return Border(least_R, torch.full_like(largest_R, size, dtype=torch.int64), lowest(largest_R, filters))

@@ -25,8 +25,8 @@ SLICE, BLOCK, SCAN = 4096, 512, 8192  # tokens of a program, of a step of it, an
 EDGES, FIELDS = 16, 8  # and numbers that a level's state may have
 _WIDE, _DEPTH = tl.constexpr(4096), tl.constexpr(28.0)  # keys of a wide range; logits below the best that have a weight
 # Triton would compare all numbers first, and keep more predicates than there are registers for.
-_ADD_16 = tl.constexpr("{ .reg .pred p; setp.ge.s32 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $1, $2; }")
-_ADD_32 = tl.constexpr("{ .reg .pred p; setp.ge.s64 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $1, $2; }")
+_ADD_16 = tl.constexpr("{ .reg .pred p; setp.ge.s32 p, $3, $4; @p add.s64 $0, $1, $2; @!p mov.b64 $0, $1; }")
+_ADD_32 = tl.constexpr("{ .reg .pred p; setp.ge.s64 p, $3, $4; @p add.s64 $0, $1, $2; @!p mov.b64 $0, $1; }")
 
 
 @triton.jit
@@ -108,6 +108,12 @@ def _edges(low, count, within, top, heat, dtype: tl.constexpr, BITS: tl.constexp
 
 
 @triton.jit
+def _wanted(share, total):
+    """What top-p wants, in float64; at least the smallest weight, so that the best token stays however small the share is."""
+    return tl.maximum(share.to(tl.float64) * total.to(tl.float64), 1.0)
+
+
+@triton.jit
 def _state(
     states, amounts, row, level, few, share, has_k, has_p, heat, largest,
     dtype: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, EDGES: tl.constexpr, FIELDS: tl.constexpr,
@@ -135,8 +141,7 @@ def _state(
             total = tl.sum(tl.where(e_E == EDGES - 1, amount_E, 0), 0) + ties_k * weight_k
         if (counts | weighs) & (count > 1):
             edge_E = _edges(low, count, within, top, heat, dtype, BITS, EDGES)
-            wanted = share.to(tl.float64) * total.to(tl.float64)
-            enough_E = tl.where(counts, amount_E >= few, amount_E.to(tl.float64) >= wanted) & (e_E < EDGES - 1)
+            enough_E = tl.where(counts, amount_E >= few, amount_E.to(tl.float64) >= _wanted(share, total)) & (e_E < EDGES - 1)
             digit = tl.sum(enough_E.to(tl.int32), 0)
             end = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, edge_E, 0), 0), low + count)
             above = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, amount_E, 0), 0), above)
@@ -256,7 +261,7 @@ def border_kernel(
     top = tl.div_rn(largest, heat)
     key = tl.where(has_p, low, tl.maximum(key_k, 0))
     number = _number(key, dtype, BITS)
-    ties = _ties(above, _weights(number, heat, top, BEST), share.to(tl.float64) * total.to(tl.float64))
+    ties = _ties(above, _weights(number, heat, top, BEST), _wanted(share, total))
     ties = tl.where(has_p, tl.where(key == key_k, tl.minimum(ties, ties_k), ties), ties_k)
     found, end = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64) + width - 1
     if has_k | has_p:

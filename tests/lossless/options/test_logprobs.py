@@ -10,7 +10,7 @@ import pytest
 import torch
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.statistics import filtered
-from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from transformers import AutoModelForCausalLM
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
@@ -129,7 +129,7 @@ def test_ranks_agree_on_them(size: int, top: int) -> None:
 
     def of_rank(group: ThreadGroup) -> torch.Tensor:
         vocabulary = Vocabulary.of(10, group)
-        return token_logprobs(vocabulary.part(logits_RV), tokens_R, top, vocabulary)
+        return token_logprobs(run_of(vocabulary, logits_RV), tokens_R, top, vocabulary)
 
     for got in on_ranks(size, of_rank):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)

@@ -11,7 +11,7 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.batch.sampling import RowSampling
-from specdec.ops.noise.border import BEST, Border, borders
+from specdec.ops.noise.border import BEST, Border, borders, lowest_alone
 from specdec.ops.noise.border_triton import launch_borders
 from specdec.ops.noise.gumbel import gumbel_noise
 from specdec.ops.noise.sample import sampled_tokens
@@ -102,6 +102,31 @@ def test_rows_of_junk_reach_no_other_row() -> None:
     others = [row for row in range(len(logits)) if row not in (2, 5, 8)]
     got = launch_borders(logits.to(DEVICE), there.filters)
     assert all(torch.equal(a[others], b[others]) for a, b in zip(got, want, strict=True))
+    seeds, at = torch.arange(len(CASES), device=DEVICE), torch.arange(len(logits), device=DEVICE)
+    tokens = launch_sampled_tokens(logits.to(DEVICE), there.temperature_R, seeds, at, got)
+    assert (tokens == -1).nonzero()[:, 0].tolist() == [2, 5, 8]
+
+
+def test_the_best_token_stays_whatever_top_p_is() -> None:
+    """Keeps out: a share that is 0 in float32, by which all tokens go and none can be sampled."""
+    logits = logits_of(90, torch.float32)[:2]
+    for device in ("cpu", DEVICE):
+        filters = RowSampling.of([RowOptions(1.0, 1e-46)] * 2, device).filters
+        border = (borders if device == "cpu" else launch_borders)(logits.to(device), filters)
+        kept = Border(*(column.cpu() for column in border)).keeps(logits, logits)
+        assert torch.equal(kept.nonzero()[:, 1], logits.argmax(-1)) and kept.sum() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_min_p_alone(dtype: torch.dtype) -> None:
+    """Of a vocabulary that 16 bits can't count.  Keeps out: an id that the logits' dtype rounds or can't hold."""
+    logits = (3 * torch.randn(2, 70001, generator=torch.Generator().manual_seed(3))).to(dtype)
+    filters = RowSampling.of([RowOptions(0.7, 1.0, min_p) for min_p in (0.1, 0.9)], "cpu").filters
+    heated = logits.float() / 0.7
+    kept = lowest_alone(logits.amax(-1), filters, 70001).keeps(logits, heated)
+    shares = (heated - heated.amax(-1, keepdim=True)).exp()
+    far = (shares - torch.tensor([[0.1], [0.9]])).abs() > 1e-6
+    assert torch.equal(kept[far], (shares >= torch.tensor([[0.1], [0.9]]))[far]) and kept.any(1).all() and not kept.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

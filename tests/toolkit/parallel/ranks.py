@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.parallel.group import Group
+from specdec.parallel.vocabulary import Vocabulary
 
 Result = TypeVar("Result")
 PATIENCE = 60.0  # seconds that a rank waits for the others: one of them has failed
@@ -86,3 +87,8 @@ def on_ranks(size: int, work: Callable[[ThreadGroup], Result], in_turns: bool = 
         if failed:
             raise min(failed, key=lambda error: isinstance(error, BrokenBarrierError))  # the others only waited for it
         return [each.result() for each in done]
+
+
+def run_of(vocabulary: Vocabulary, logits_RV: Tensor) -> Tensor:
+    """[R, W]: a rank's run of whole logits."""
+    return logits_RV[:, vocabulary.first : vocabulary.first + vocabulary.own]
