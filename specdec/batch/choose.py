@@ -60,11 +60,11 @@ def choose_tokens(
     if needs.grammar:
         assert sampling.masks is not None, "a pass over rows with a grammar has masks"
         logits_RW = masked_logits(logits_RW, sampling.masks, vocabulary.first)
+    border = border_of(logits_RW, sampling, needs, vocabulary)
     if needs.sampled and vocabulary.group.size == 1:
-        border = border_of(logits_RW, sampling, needs, vocabulary)
         tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1, border)
     elif needs.sampled:
-        tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, needs, vocabulary))
+        tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, border, vocabulary.first))
         tokens_R = tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
     else:
         tokens_R = vocabulary.greedy(logits_RW, finite=True)
@@ -75,21 +75,22 @@ def choose_tokens(
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
     if needs.sampled:
         is_greedy_R1 = (rows.temperature_R == 0)[:, None]
-        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW, rows, needs, vocabulary))
+        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW, rows, border, vocabulary.first))
     return Chosen(tokens_R, torch.where(rows.processed_R[:, None] > 0, logits_RW, raw_RW))
 
 
-def token_scores(logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, needs: Needs, vocabulary: Vocabulary) -> Tensor:
-    """[R, W] float32: the scores of which the chosen token has the highest.
+def token_scores(
+    logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, border: Border | None, first: int = 0
+) -> Tensor:
+    """[R, W] float32: the scores of which the chosen token has the highest, where rows may be sampled.
 
-    logits_RW: after the rules for single tokens.  The other arguments: see `choose_tokens`.
+    logits_RW: after the rules for single tokens, of the ids from `first` on.  border: what filters keep; None: all.  The other
+    arguments: see `choose_tokens`.
     """
-    if not needs.sampled:
-        return logits_RW.float()
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
     greedy_R1 = (rows.temperature_R == 0)[:, None]
-    kept_RW = kept_logits(logits_RW, rows, needs, vocabulary)
-    noise_RW = gumbel_noise(rows.seed_R, positions_R + 1, logits_RW.shape[1], vocabulary.first)
+    kept_RW = kept_logits(logits_RW, rows, border, first)
+    noise_RW = gumbel_noise(rows.seed_R, positions_R + 1, logits_RW.shape[1], first)
     return torch.where(greedy_R1, logits_RW.float(), kept_RW + noise_RW)
 
 
@@ -123,19 +124,20 @@ def scores_at(
         assert masks_RX is not None, "a row with a grammar has masks"
         place_1 = torch.zeros(1, dtype=torch.int32, device=device)
         logits_RV = masked_logits(logits_RV, BitMasks(masks_RX[None].to(device), place_1))
-    return token_scores(logits_RV, sampling, before_R, needs, vocabulary)
+    if not needs.sampled:
+        return logits_RV.float()
+    return token_scores(logits_RV, sampling, before_R, border_of(logits_RV, sampling, needs, vocabulary))
 
 
-def kept_logits(logits_RW: Tensor, rows: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Tensor:
+def kept_logits(logits_RW: Tensor, rows: RowSampling, border: Border | None, first: int = 0) -> Tensor:
     """[R, W] float32: the logits divided by the temperature, -inf where a filter drops the token.
 
-    rows: one for each row of logits; a greedy row is divided by 1, and its filters are not meant.
+    rows: one for each row of logits; a greedy row is divided by 1, and its filters are not meant.  first: the first id.
     """
     scaled_RW = logits_RW.float() / rows.filters.heat_B[:, None]
-    border = border_of(logits_RW, rows, needs, vocabulary)
     if border is None:
         return scaled_RW
-    return scaled_RW.where(border.keeps(logits_RW, scaled_RW, vocabulary.first), -torch.inf)
+    return scaled_RW.where(border.keeps(logits_RW, scaled_RW, first), -torch.inf)
 
 
 def border_of(logits_RW: Tensor, sampling: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Border | None:

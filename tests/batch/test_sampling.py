@@ -8,7 +8,7 @@ import torch
 from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.batch.choose import choose_tokens, kept_logits, token_scores
+from specdec.batch.choose import border_of, choose_tokens, kept_logits, token_scores
 from specdec.batch.sampling import RowSampling
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
@@ -23,7 +23,7 @@ def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSamp
 
 def kept(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     vocabulary = Vocabulary.of(logits.shape[1], ALONE)
-    return kept_logits(logits, rows, Needs(sampled=True, filtered=True), vocabulary)
+    return kept_logits(logits, rows, border_of(logits, rows, Needs(sampled=True, filtered=True), vocabulary))
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
@@ -54,7 +54,8 @@ def test_min_p_equals_transformers(temperature: float, top_k: int, top_p: float,
 
     def on_rank(group: ThreadGroup) -> torch.Tensor:
         vocabulary = Vocabulary.of(40, group)
-        return kept_logits(run_of(vocabulary, logits), rows, Needs(sampled=True, filtered=top_k > 0, min_p=True), vocabulary)
+        own, needs = run_of(vocabulary, logits), Needs(sampled=True, filtered=top_k > 0, min_p=True)
+        return kept_logits(own, rows, border_of(own, rows, needs, vocabulary), vocabulary.first)
 
     torch.testing.assert_close(torch.cat(on_ranks(size, on_rank), dim=1), want)
 
@@ -93,5 +94,5 @@ def test_filters_of_one_row_leave_a_greedy_one_alone(needs: Needs, size: int, dt
 
     found = on_ranks(size, on_rank)
     assert all(torch.equal(each, found[0]) for each in found) and torch.equal(found[0][:20], logits[:20].argmax(-1))
-    scores = token_scores(logits, rows, at, needs, Vocabulary.of(40, ALONE))
+    scores = token_scores(logits, rows, at, border_of(logits, rows, needs, Vocabulary.of(40, ALONE)))
     assert torch.equal(found[0], scores.argmax(-1)) and not torch.equal(found[0][20:], logits[20:].argmax(-1))
