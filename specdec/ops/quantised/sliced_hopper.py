@@ -1,8 +1,7 @@
 """The kernel of linear_hopper.py for up to 16 rows of x: each warp multiplies alone (mma).
 
 Latency counts, so groups of warps may take different columns of a step, and one warp of its own loads: the others wait for each
-other once a step, to say that a stage was read.  The codes of a step are in registers before those of the last one are
-multiplied.
+other once a step, after its products, to say that a stage was read.
 
 This module knows no model's shapes and chooses no tiles.
 
