@@ -21,8 +21,7 @@ from specdec.batch.rules import TokenTables, edited_logits
 from specdec.batch.sampling import RowSampling
 from specdec.batch.tree import DraftTree
 from specdec.ops.noise.border import Border, borders, lowest_alone
-from specdec.ops.noise.gumbel import gumbel_noise
-from specdec.ops.noise.sample import sampled_tokens
+from specdec.ops.noise.sample import gumbel_scores, sampled_tokens
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
@@ -88,10 +87,7 @@ def token_scores(
     arguments: see `choose_tokens`.
     """
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
-    greedy_R1 = (rows.temperature_R == 0)[:, None]
-    kept_RW = kept_logits(logits_RW, rows, border, first)
-    noise_RW = gumbel_noise(rows.seed_R, positions_R + 1, logits_RW.shape[1], first)
-    return torch.where(greedy_R1, logits_RW.float(), kept_RW + noise_RW)
+    return gumbel_scores(logits_RW.float(), rows.temperature_R, rows.seed_R, positions_R + 1, border, first)
 
 
 def scores_at(

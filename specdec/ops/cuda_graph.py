@@ -103,7 +103,7 @@ def _generator_kept() -> Iterator[None]:
     before = generator.clone_state()
     try:
         yield
-    except BaseException:
+    except BaseException:  # of any kind: it goes on
         generator.graphsafe_set_state(before)
         raise
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from toolkit.oracles.statistics import DRAWS, LIMIT, Text, draw, filtered, p_value
 
-from specdec.batch import choose
 from specdec.ops.noise import sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -96,14 +95,13 @@ def test_draws_after_rules_follow_the_definition(case: str, device: str) -> None
 @pytest.mark.parametrize("fault", ["low bits", "no position"])
 def test_weak_noise_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a chi-square test that no noise fails."""
-    original = choose.gumbel_noise
+    original = sample.gumbel_noise
 
     def weak(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int, first: int = 0) -> torch.Tensor:
         if fault == "low bits":  # a thousand different draws, each 200 times
             return original(seed_R % 1000, position_R, vocab_size, first)
         return original(seed_R, position_R * 0, vocab_size, first)
 
-    for module in (choose, sample):
-        monkeypatch.setattr(module, "gumbel_noise", weak)
+    monkeypatch.setattr(sample, "gumbel_noise", weak)
     over = "seeds" if fault == "low bits" else "positions"
     assert p_value(counts_of(LOGITS[8], "cpu", over, {"temperature": 1.0}), filtered(LOGITS[8].numpy(), 1.0)) < LIMIT

@@ -3,7 +3,7 @@
 On a CPU and under autograd the definition here runs; on a GPU two launches, of sample_triton.py and of a merge, give the same
 tokens.  Which tokens filters drop is found before (border.py).
 
-Shapes: B sequences, R rows of logits, equally many and adjacent for each sequence, V vocabulary.
+Shapes: B sequences, R rows of logits, equally many and adjacent for each sequence, V vocabulary, W a run of it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ def sampled_tokens(
         return launch_sampled_tokens(logits_RV, temperature_B, seed_B, position_R, border)
     each = logits_RV.shape[0] // seed_B.shape[0]
     temperature_R, seed_R = temperature_B.repeat_interleave(each), seed_B.repeat_interleave(each)
-    scores_RV = gumbel_scores(logits_RV.float(), temperature_R, seed_R, position_R)
-    if border is not None:
-        is_greedy_R1 = (temperature_R == 0)[:, None]
-        scaled_RV = logits_RV.float() / torch.where(is_greedy_R1, 1.0, temperature_R[:, None])
-        scores_RV = scores_RV.where(is_greedy_R1 | border.keeps(logits_RV, scaled_RV), -torch.inf)
+    scores_RV = gumbel_scores(logits_RV.float(), temperature_R, seed_R, position_R, border)
     return torch.where(logits_RV.amax(-1).isfinite(), scores_RV.argmax(-1), -1)
 
 
-def gumbel_scores(logits_RV: Tensor, temperature_R: Tensor, seed_R: Tensor, position_R: Tensor, first: int = 0) -> Tensor:
-    """[R, V] float32: what the sampled token has the largest of.  logits_RV: float32, of the V ids from `first` on."""
+def gumbel_scores(
+    logits_RW: Tensor, temperature_R: Tensor, seed_R: Tensor, position_R: Tensor, border: Border | None = None, first: int = 0
+) -> Tensor:
+    """[R, W] float32: what the sampled token has the largest of.  logits_RW: float32, of the W ids from `first` on.
+
+    The other arguments: see `sampled_tokens`.
+    """
     is_greedy_R1 = (temperature_R == 0)[:, None]
-    scaled_RV = logits_RV / torch.where(is_greedy_R1, 1.0, temperature_R[:, None])
-    noise_RV = gumbel_noise(seed_R, position_R, logits_RV.shape[1], first)
-    return torch.where(is_greedy_R1, logits_RV, scaled_RV + noise_RV)
+    scaled_RW = logits_RW / torch.where(is_greedy_R1, 1.0, temperature_R[:, None])
+    noise_RW = gumbel_noise(seed_R, position_R, logits_RW.shape[1], first)
+    scores_RW = torch.where(is_greedy_R1, logits_RW, scaled_RW + noise_RW)
+    if border is None:
+        return scores_RW
+    return scores_RW.where(is_greedy_R1 | border.keeps(logits_RW, scaled_RW, first), -torch.inf)
