@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from specdec.attention.pages import PageTable
-from specdec.attention.segment import Segment, uniform_cu_seqlens
+from specdec.attention.segment import Fresh, Segment, uniform_cu_seqlens
 
 
-def prefix_segment(pages: PageTable, lens_B: Tensor, queries_per_row: int) -> Segment:
+def prefix_segment(pages: PageTable, lens_B: Tensor, queries_per_row: int, fresh: Fresh = "all") -> Segment:
     """Every query of a sequence reads the whole committed prefix.  Nothing is copied: the segment is a view of its inputs."""
     cu_seqlens_q = uniform_cu_seqlens(lens_B.shape[0], queries_per_row, lens_B.device)
-    return Segment(pages, lens_B, cu_seqlens_q, queries_per_row)
+    return Segment(pages, lens_B, cu_seqlens_q, queries_per_row, fresh=fresh)
 
 
-def causal_segment(pages: PageTable, lens_B: Tensor, queries_per_row: int) -> Segment:
+def causal_segment(pages: PageTable, lens_B: Tensor, queries_per_row: int, fresh: Fresh = "all") -> Segment:
     """The last `queries_per_row` tokens of each sequence read everything up to themselves (chain, extend, decode).
 
     lens_B includes the queries' own tokens, whose keys have been stored before.
     """
     cu_seqlens_q = uniform_cu_seqlens(lens_B.shape[0], queries_per_row, lens_B.device)
-    return Segment(pages, lens_B, cu_seqlens_q, queries_per_row, queries_per_row > 1)
+    return Segment(pages, lens_B, cu_seqlens_q, queries_per_row, queries_per_row > 1, fresh=fresh)
 
 
 def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> None:

@@ -6,7 +6,7 @@ Shapes: R rows, W table width, T queries, B sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from specdec.attention.kinds import LayerKind
 from specdec.attention.pages import PageTable
 from specdec.ops.index import kept, use_index_kernels
 from specdec.parallel.group import Group
+
+Fresh = Literal["none", "queries", "all"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Segment:
     at_T: int32, where each query stands, counted from its row's key 0: its position minus the row's base.  ALiBi's distances
         need it.  None: no layer that reads this segment has slopes.
     span: the most keys between any query's first and its last key; known to the host.  None: a query may read its whole row.
+    fresh: which of a row's keys the layer may have stored just before it attends: those of the row's own "queries", its last
+        ones; "none"; or perhaps "all".  The others were complete before its projections, so kernels may read them early.
     max_cached: the most keys that any row of a prompt holds before its own queries' keys; known to the host.  None: not given.
     """
 
@@ -51,6 +55,7 @@ class Segment:
     span: int | None = None
     max_cached: int | None = None
     ahead: int = 0
+    fresh: Fresh = "all"
 
     @property
     def rows(self) -> int:

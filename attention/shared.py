@@ -81,6 +81,7 @@ def split_shared(own: Segment, shared: SharedPrefix | None) -> tuple[Segment, ..
         cache_seqlens=shared.length_1,
         cu_seqlens_q=uniform_cu_seqlens(1, rows * n, own.cache_seqlens.device),
         max_seqlen_q=rows * n,
+        fresh="none",
         starts_T=_each(shared.unshared_B, n),  # a row that is no member starts at the row's end, so it reads none
     )
     return once, replace(own, starts_T=_each(shared.shared_B, n))

@@ -46,12 +46,12 @@ def tree_tables(state: BatchState, tree: DraftTree) -> TreeTables:
     cross = state.sources and state.sources.read_by(N)
     if tree.is_chain:
         rows = pages.next_tokens(state.lens_B, N)
-        segment = causal_segment(pages, rows.ends_PB[-1], N)
+        segment = causal_segment(pages, rows.ends_PB[-1], N, "queries")
         positions_T = rows.positions.flatten()
         plan = AttentionPlan(split_shared(segment, state.shared), positions_T, cross=cross)
         return TreeTables(positions_T, rows.slots, plan)
     positions_T, slots_BN, suffix = path_tables(pages, state.lens_B, tree)
-    prefix = prefix_segment(pages, state.lens_B, N)
+    prefix = prefix_segment(pages, state.lens_B, N, "none")
     plan = AttentionPlan(split_shared(prefix, state.shared), positions_T, suffix, cross)
     return TreeTables(positions_T, slots_BN, plan)
 

@@ -25,6 +25,7 @@ class PagedTiles(NamedTuple):
     least: the fewest keys of a split; with fewer, merging costs more than splitting gains.
     registers: the most registers of a thread, so that two programs fit an SM; None: the compiler decides.
     an_sm: programs for which `splits_for` plans on each SM.
+    hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).
     """
 
     block_m: int
@@ -34,6 +35,7 @@ class PagedTiles(NamedTuple):
     least: int = 128
     registers: int | None = None
     an_sm: int = 1
+    hopper: bool = False
 
 
 def padded(D: int, int8_product: bool = False) -> int:

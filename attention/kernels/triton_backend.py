@@ -21,6 +21,7 @@ from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView, SplitView
+from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
@@ -92,7 +93,7 @@ class TritonBackend(Backend):
         0 means none: `paged_partial` returns its state instead.  The answer depends on shapes, dtypes and what `scoring` holds,
         all of which the host knows.
         """
-        return self._tiles(q_THD, view, segment)[1]
+        return self._tiles(q_THD, view, segment, scoring)[1]
 
     def paged_partial(
         self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
@@ -110,13 +111,19 @@ class TritonBackend(Backend):
         If S == 0, it returns a state in memory of its own: out [T, H, E] of any float type, contiguous along E; lse [T, H],
         float32, natural log, any strides; 0 and -inf where no key was read.
         """
-        tiles, splits = self._tiles(q_THD, view, segment)
+        tiles, splits = self._tiles(q_THD, view, segment, scoring)
         assert out_THSD.shape[2] == splits
-        launch_paged(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
+        if tiles.hopper:
+            from specdec.attention.kernels.paged_hopper import launch_paged_hopper
+
+            assert isinstance(view, MHAView)
+            launch_paged_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
+        else:
+            launch_paged(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
         return None
 
-    def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> tuple[PagedTiles, int]:
-        """The paged kernel's tiles for this segment, and the number of splits."""
+    def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> tuple[PagedTiles, int]:
+        """The tiles of the kernel that reads this segment, and the number of splits."""
         H, (k, v) = q_THD.shape[1], view.heads
         K, widest = k.shape[1], max(k.shape[2], v.shape[2])
         packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
@@ -127,7 +134,9 @@ class TritonBackend(Backend):
             # along (ptxas 12.8) takes their address from a register that it has not set.
             wanted = min(packed, 32)
         kept = quant_of(view), segment.causal, waves, segment.max_keys, rounds_queries(view)
-        tiles = paged_tiles(wanted, widest, q_THD.element_size(), *kept)
+        tiles = hopper_tiles(q_THD, view, segment, scoring, programs) or paged_tiles(
+            wanted, widest, q_THD.element_size(), *kept
+        )
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 

@@ -83,7 +83,7 @@ class DraftWorker(Drafter):
             positions_B = rows[0].positions[step]
             tables = []
             for group, own in zip(groups, rows, strict=True):
-                segment = causal_segment(group.pages, own.ends_PB[step], 1)
+                segment = causal_segment(group.pages, own.ends_PB[step], 1, "queries")
                 plan = AttentionPlan(split_shared(segment, group.shared), positions_B)
                 tables.append(PassTables(plan, own.slots[step]))
             hidden_BH, logits_BV = self.head.level(tokens_B, hidden_BH, positions_B, self._attention(tables))
@@ -97,7 +97,7 @@ class DraftWorker(Drafter):
         """
         S, K, B = spec.max_steps, spec.topk, state.rows
         device, groups, first = state.lens_B.device, self._groups(state), self._rows(state)
-        prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K), group.shared) for group in groups]
+        prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K, "none"), group.shared) for group in groups]
         candidates = Candidates.empty(B, K, S, device)
         level1_tokens_BK, level1_logp_BK = (t[:, :K].contiguous() for t in (first.level1_tokens_BK, first.level1_logp_BK))
         beam = first_level(candidates, level1_tokens_BK, level1_logp_BK)
@@ -202,7 +202,7 @@ class DraftWorker(Drafter):
         last_rows: whether a plan is made for each row's last committed token alone, too.
         """
         rows = state.pages.next_tokens(base_lens_B, count)
-        segment = causal_segment(state.pages, rows.ends_PB[-1], count)
+        segment = causal_segment(state.pages, rows.ends_PB[-1], count, "queries")
         plan = AttentionPlan(split_shared(segment, state.shared), rows.positions.flatten())
         last_plan = None
         if last_rows:

@@ -133,7 +133,7 @@ class PackedPrompts:
             pages_T = table_BW.flatten()[part_T.clamp(min=0) * table_BW.shape[1] + positions_T // page_size]
             pages_T = torch.where(part_T < 0, DUMMY_PAGE, pages_T)
             slots_T = pages_T.long() * page_size + positions_T % page_size
-            whole = Segment(pages, lens_B, cu, shape.most, True, ragged=ragged, max_cached=shape.cached)
+            whole = Segment(pages, lens_B, cu, shape.most, True, ragged=ragged, max_cached=shape.cached, fresh="queries")
             plan = AttentionPlan((whole,), positions_T, cross=read and read.read_by_rows_of(cu, shape.most, ragged=ragged))
             last_plan = AttentionPlan((causal_segment(pages, lens_B, 1),), cross=read and read.read_by(1))
             return PassTables(plan, slots_T, last_plan)

@@ -38,7 +38,8 @@ Which kernel triggers when, and which reads before a wait depend on it:
   the search for the border of filters, logits that the token before corrects, the steps of a chain of such tokens, and last
   positions.  Because products trigger late, the norm in front of the qkv projection is complete when the store after the
   projection starts.  So the store may read positions and slots before its wait, and attention, which follows the store, may
-  read tables, lengths and first keys before its own, as long as all of these were written before that norm.  Because paged
+  read tables, lengths and first keys before its own, as long as all of these were written before that norm.  By the same
+  reasoning it may read keys and values of earlier passes, which a segment says it holds (`Segment.fresh`).  Because paged
   attention triggers late, the suffix and merge kernel after it may read queries, and the suffix's keys and table, before its
   wait.  The second product of experts of codes comes after the first one, so it may read the choices of experts before its
   wait.  In front of the least kept logits is a product or a correction of logits, and in front of a scan one of these three;

@@ -101,7 +101,7 @@ class PairPass(BlockPass):
         for table, shared in zip(pages.tables, pages.shared, strict=True):
             rows = table.next_tokens(emitted.base_lens_B, W)
             positions_T = rows.positions.flatten() if positions_T is None else positions_T
-            segment = causal_segment(table, rows.ends_PB[-1], W)
+            segment = causal_segment(table, rows.ends_PB[-1], W, "queries")
             tables.append(PassTables(AttentionPlan(split_shared(segment, shared), positions_T), rows.slots.flatten()))
         fused_BEH = self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1)
         ids_BW, fused_BWH = fill_pairs(emitted.tokens_BE, emitted.last_B, fused_BEH, self.head.block.mask_id, self.mask_1H, W)

@@ -27,6 +27,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels import triton_backend
+from specdec.attention.kernels.tables_triton import launch_last_positions
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
@@ -264,16 +265,22 @@ def overwrite_kernel(
         tl.store(kv + (earlier * (X - H) + x - H) * D + d, fresh - seen)
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["all keys fresh", "early reads"])
 @pytest.mark.parametrize(
     "case", [("tree", 1, 1000, 6), ("tree", 1, 3000, 32), ("chain", 1, 1000, 1), ("chain", 3, 700, 6)], ids=str
 )
-def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chained_launches_compute_what_unchained_ones_do(case: tuple, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a kernel that reads before its wait what its predecessor writes, or starts its successor too early.
 
     Sixty layers, each of which overwrites all that the one before it read, in one graph, replayed on ever new inputs.  The
     same arithmetic in the same order: equal to the last bit.
+    early: attention may read other keys than the queries' own before its wait; a kernel that triggers late stands for the
+        projections in front of the store.
     """
     w, (kind, B, L, N) = world(*case), case
+    if early:
+        (paged,) = w.plan.segments
+        w = w._replace(plan=replace(w.plan, segments=(replace(paged, fresh="none" if kind == "tree" else "queries"),)))
     T, H, D = w.q_THD.shape
     X, kv, backend = H + 16, w.view.kv, TritonBackend()
     prefix_slots = PageTable(w.table, 16).slots_at((17 * torch.arange(N, device=DEVICE)).expand(B, N)).flatten()
@@ -284,6 +291,8 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatc
     def layers() -> None:
         prepared = backend.prepare(w.plan)
         for _ in range(60):
+            if early:
+                launch_last_positions(w.lens_B, N)
             out = backend.attend(backend.store(w.view, qkv, w.slots_T, prep), w.view, prepared).out_THD
             overwrite_kernel[(T, X)](
                 out, qkv, kv, w.slots_T, prefix_slots, base, H=H, X=X, D=D, num_warps=1, **chained(DEVICE)

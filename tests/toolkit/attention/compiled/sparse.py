@@ -1,19 +1,16 @@
 """Compiles the kernels of a layer of sparse latent attention for a Hopper GPU, on a machine that needs none.
 
-Triton's interpreter runs code that its compiler refuses, such as one name for two shapes.  Run this file in a process of its
-own: in it Triton believes that there is a GPU, and every launch compiles its kernel and goes no further.
+Run this file in a process of its own, with the folder of tests on the path.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+
+from toolkit.attention.compiled.hopper import compile_only
 
 GROUP = 128  # latents are kept in 8 bits if their rank is a multiple of this
-SHARED_MEMORY = 232448  # bytes that one block may take on compute capability 9.0
 
 
 class Dims(NamedTuple):
@@ -30,34 +27,6 @@ class Dims(NamedTuple):
 
 
 TINY, REAL = Dims(torch.float32, 4, 16, 8, 16, 16, 6, 1), Dims(torch.bfloat16, 128, 512, 64, 64, 128, 2048, 64)
-
-
-class NoGpu:
-    """What Triton asks of a GPU before it launches anything."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def compile_only(names: set[str]) -> None:
-    """Makes every launch a compilation; the kernel's name is added to `names`."""
-
-    def of_grid(kernel: Any, grid: Any) -> Any:
-        def launch(*args: Any, **options: Any) -> None:
-            compiled = kernel.run(*args, grid=grid, warmup=True, **options)
-            assert compiled.metadata.shared <= SHARED_MEMORY, (kernel.__name__, compiled.metadata.shared)
-            names.add(kernel.__name__)
-
-        return launch
-
-    driver.set_active(NoGpu())
-    JITFunction.__getitem__ = of_grid  # type: ignore[method-assign]
 
 
 def layer(d: Dims, width: int) -> None:

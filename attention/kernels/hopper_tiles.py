@@ -1,0 +1,71 @@
+"""Which paged segments paged_hopper.py's kernel reads, and in which tiles.
+
+It reads what the copy engine can bring: 16-bit keys and values of one width, side by side, in pages of at least 16 tokens.  Of
+these it takes the shapes for which it was measured to be faster: benchmarks/layers/README.md, "Why the tiles and rules are what
+they are".  The kernel itself is not imported here, because other GPUs can't compile it.
+
+Shapes: T queries, H heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.kernels.tiles_triton import SHORT, PagedTiles
+from specdec.attention.kinds import Scoring
+from specdec.attention.segment import Segment
+
+LEAST_PAGE = 16  # the tensor cores sum 16 keys at a time
+WIDTHS = (64, 128, 256)  # head dims
+
+
+def hopper_tiles(q_THD: Tensor, view: object, segment: Segment, scoring: Scoring, programs: int) -> PagedTiles | None:
+    """The tiles of paged_hopper.py's kernel for a segment; None: paged_triton.py's kernel reads it.
+
+    programs: how many programs the GPU is taken to run at once.
+    """
+    if not (has_hopper_kernels(q_THD.device) and isinstance(view, MHAView) and scoring.slopes_H is None):
+        return None
+    (_, H, D), K, P = q_THD.shape, view.kv.shape[2], segment.pages.page_size
+    group, aligned = H // K, all(number * 2 % 16 == 0 for number in (*q_THD.stride()[:2], view.kv.stride(0)))
+    if q_THD.dtype.itemsize != 2 or not aligned or q_THD.data_ptr() % 16 or view.kv.data_ptr() % 16:
+        return None
+    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or P < LEAST_PAGE or P & (P - 1) or 64 % group:
+        return None
+    packed, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
+    return _tiles(packed, D, branches, segment.rows * K, segment.max_keys, programs)
+
+
+@lru_cache
+def _tiles(packed: int, D: int, branches: bool, pairs: int, max_keys: int, programs: int) -> PagedTiles | None:
+    """packed: queries x heads of a row and kv head.  branches: whether queries are a tree's.  pairs: rows x kv heads.
+
+    Where the GPU's tensor cores have much to do, or a single query's keys fill its memory's queues anyway, the kernel of
+    paged_triton.py is faster.  Many keys at batch 1 want two programs an SM; few want all of the SM's memory for one.
+    """
+    tiles = -(-packed // 64)
+    waves = pairs * tiles / programs
+    if packed <= 16:
+        taken = waves <= 0.2 or max_keys <= SHORT
+    else:
+        taken = waves <= (1.5 if tiles == 1 and not branches else 0.5)
+    if not taken:
+        return None
+    if D == 256:
+        return PagedTiles(64, 32, 4, 3, 64, hopper=True)
+    if max_keys <= SHORT and waves <= 0.25 and (packed <= 16 or packed > 32):
+        return PagedTiles(64, 64, 4, 3, 64, hopper=True)
+    return PagedTiles(64, 64, 4, 3 if tiles > 1 and max_keys > SHORT else 2, 64, an_sm=2, hopper=True)
+
+
+@cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether kernels written in Gluon for Hopper GPUs run on that device."""
+    if device.type != "cuda" or importlib.util.find_spec("triton.experimental.gluon") is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,0 +1,287 @@
+"""paged_attention_kernel written in Gluon for Hopper GPUs: 16-bit keys and values, read through the GPU's copy engine (TMA).
+
+Kernels of a decode step are short, so it counts when the first keys arrive.  Most keys of a row were stored in earlier passes.
+So a program asks for the first pages of its split before it waits for the kernel in front (specdec/ops/launch.py), and after
+the wait for those with keys that this layer may have just stored, together with the queries.  The builder of a segment says
+which keys those are (`Segment.fresh`).
+
+A tile of packed queries and heads is the first operand of the tensor cores, 64 rows for each group of four warps: a row's
+softmax needs no other warp.  One request of the engine brings a page's keys and values of a head, in panels of 64 columns, as
+the tensor cores read them.  Pages are multiplied one by one: their panels do not follow each other in shared memory.
+
+This module knows pages, not what the keys are, and chooses no tiles.
+
+Shapes: as in paged_triton.py; a page of N keys (or a part of it, in larger pages) instead of a block.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.kernels.paged_triton import LN2, LOG2E
+from specdec.attention.kernels.tiles_triton import PagedTiles
+from specdec.attention.kinds import Scoring
+from specdec.attention.segment import Segment
+from specdec.ops.launch import chained
+from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
+
+PANEL = 64  # columns of a panel: 128 bytes, the widest row that the tensor cores read from shared memory
+
+
+@gluon.jit
+def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, PAGES: gl.constexpr):
+    """The first slots of the pages of a block; pages after the row's last key are taken for the last one, or for page 0."""
+    slots = ()
+    for p in gl.static_range(PAGES):
+        key = gl.minimum(start + p * ROWS, high - 1)
+        page = gl.load(pages + gl.maximum(key, 0) // PAGE_SIZE, mask=start < high, other=0, cache_modifier=".cg")
+        slots = slots + (page * PAGE_SIZE + (start % PAGE_SIZE if PAGES == 1 else 0),)
+    return slots
+
+
+@gluon.jit
+def _fetch_first(
+    kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head,
+    LATE: gl.constexpr, STAGES: gl.constexpr, PAGES: gl.constexpr, ROWS: gl.constexpr, PANELS: gl.constexpr,
+):  # fmt: skip
+    """Asks for the pages of the first blocks: those with keys from `settled` on if LATE, else the others."""
+    for s in gl.static_range(STAGES):
+        for i in gl.static_range(PAGES):
+            is_late = low + (s * PAGES + i + 1) * ROWS > settled
+            at_page = [0, kv_head * PANELS, slots[s * PAGES + i], 0]
+            wanted = (s < blocks) & (is_late == LATE)
+            _fetch(kv_tiles, at_page, full.index(s), kv_smem.index(s * PAGES + i), pred=wanted)
+
+
+@gluon.jit
+def _logits(q_MD, kv_PND, slot, scale2, softcap, nothing, PAGES: gl.constexpr, SOFTCAP: gl.constexpr):
+    """The logits of the queries and the keys of each page of a block, times log2(e)."""
+    products = ()
+    for i in gl.static_range(PAGES):
+        keys_DN = kv_PND.index((slot * PAGES + i) * 2).permute((1, 0))
+        products = products + (warpgroup_mma(q_MD, keys_DN, nothing, use_acc=False, is_async=True),)
+    logits = ()
+    for i in gl.static_range(PAGES):
+        s_MN = warpgroup_mma_wait(PAGES - 1 - i, deps=(products[i],)) * scale2
+        if SOFTCAP:
+            s_MN = (softcap - 2 * softcap / (1 + gl.exp2(s_MN * (2 * LOG2E / softcap)))) * LOG2E
+        logits = logits + (s_MN,)
+    return logits
+
+
+@gluon.jit(
+    do_not_specialize=["stride_row", "states", "tiles"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "lse"],
+)
+def paged_hopper_kernel(
+    q_tiles,  # tiles [BLOCK_M / GROUP, GROUP, 64] of [T, H, D]
+    kv_tiles,  # tiles [2, PANELS, ROWS, 64] of keys and values as [2, K * PANELS, slots, 64]
+    page_table, cache_seqlens, cu_seqlens_q, starts, out, lse,  # as in paged_attention_kernel
+    scale, softcap, stride_row, states, tiles,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_STARTS: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, LEAST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all"."""
+    dtype: gl.constexpr = kv_tiles.dtype
+    ROWS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
+    PAGES: gl.constexpr = BLOCK_N // ROWS
+    PANELS: gl.constexpr = DIM // 64
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    kv_head = (gl.program_id(0) // tiles) % KV_HEADS
+    row = gl.program_id(0) // tiles // KV_HEADS
+    split, splits = gl.program_id(1), gl.num_programs(1)
+
+    first = gl.load(cu_seqlens_q + row, cache_modifier=".cg")
+    queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
+    length = gl.load(cache_seqlens + row, cache_modifier=".cg")
+    packed_M = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, S))
+    query_M = packed_M // GROUP
+    ok_M = query_M < queries
+    end = length
+    whole = length  # every query of the tile reads the keys before this one, but for first keys
+    if CAUSAL:
+        end = length - gl.maximum(queries - 1 - AHEAD - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
+        whole = length - (queries - 1 - AHEAD - tile * BLOCK_M // GROUP)
+    end = gl.maximum(gl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
+    begin = 0
+    from_first = 0  # every query of the tile reads keys from this one on
+    start_M = query_M
+    if HAS_STARTS:
+        start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
+        begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
+        from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
+    of_page = begin // ROWS * ROWS  # pages are read from their first key on
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - of_page, splits), LEAST), BLOCK_N) * BLOCK_N
+    low = of_page + split * per_split
+    high = gl.minimum(low + per_split, end)
+    whole = gl.minimum(whole, high)
+    blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
+    pages = page_table + row.to(gl.int64) * stride_row
+    settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
+
+    q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // GROUP, GROUP, 64], q_tiles.layout)
+    kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, 2, PANELS, ROWS, 64], kv_tiles.layout)
+    kv_PND = kv_smem._reinterpret(dtype, [STAGES * PAGES * 2, ROWS, DIM], SHARED)  # each page's keys, then its values
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())  # the last one is the queries'
+    for s in gl.static_range(STAGES + 1):
+        mbarrier.init(full.index(s), count=1)
+    _barrier()
+    slots = ()
+    for s in gl.static_range(STAGES):
+        slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+        mbarrier.expect(full.index(s), 4 * BLOCK_N * DIM, pred=s < blocks)
+    if FRESH != "all":
+        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, PAGES, ROWS, PANELS)
+    if PDL:
+        _wait_for_the_kernel_in_front()
+        _let_the_next_kernel_start()
+    state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + packed_M % GROUP) * states + split
+    e = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
+    at_ME = out + gl.convert_layout(state_M, gl.SliceLayout(1, A))[:, None] * DIM + e[None, :]
+    ok_ME = gl.convert_layout(ok_M, gl.SliceLayout(1, A))[:, None] & (e < DIM)[None, :]
+    if low >= high:  # the merge does not read the output of an idle split
+        gl.store(lse + state_M, gl.full([BLOCK_M], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)
+        if splits == 1:
+            gl.store(at_ME, gl.zeros([BLOCK_M, DIM], out.dtype.element_ty, layout=A), mask=ok_ME)
+        return
+    mbarrier.expect(full.index(STAGES), 2 * BLOCK_M * DIM)
+    for d in gl.static_range(PANELS):
+        at_queries = [first + tile * (BLOCK_M // GROUP), kv_head * GROUP, d * 64]
+        _fetch(q_tiles, at_queries, full.index(STAGES), q_smem.index(d))
+    if low + STAGES * BLOCK_N > settled:
+        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, PAGES, ROWS, PANELS)
+    slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+    top_M = gl.full([BLOCK_M], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
+    total_M = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, S))
+    acc_ME = gl.zeros([BLOCK_M, DIM], gl.float32, layout=A)
+    nothing = gl.zeros([BLOCK_M, ROWS], gl.float32, layout=S)
+    n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
+    scale2 = scale if SOFTCAP else scale * LOG2E
+    slot = 0
+    phase = 0
+    mbarrier.wait(full.index(STAGES), 0)
+    q_MD = q_smem._reinterpret(dtype, [BLOCK_M, DIM], SHARED)
+    for k in range(blocks):
+        start = low + k * BLOCK_N
+        # Loaded for every block: the assembler that Triton 3.6 brings along (ptxas 12.8) gave the registers of queries that
+        # stay in them to the softmax's weights, where a head has 64 numbers and a block one page.
+        queries_MD = q_MD.load(gl.DotOperandLayout(0, S, 2))
+        mbarrier.wait(full.index(slot), phase)
+        logits = _logits(queries_MD, kv_PND, slot, scale2, softcap, nothing, PAGES, SOFTCAP)
+        if (start + BLOCK_N > whole) | (start < from_first):
+            last_M = high + query_M * 0
+            if CAUSAL:
+                last_M = gl.minimum(last_M, length - (queries - 1 - AHEAD - query_M))
+            visible = ()
+            for i in gl.static_range(PAGES):
+                visible = visible + (_masked(logits[i], start + i * ROWS + n, start_M, last_M, HAS_STARTS),)
+            logits = visible
+        most_MN = logits[0]
+        for i in gl.static_range(1, PAGES):
+            most_MN = gl.maximum(most_MN, logits[i])
+        new_M = gl.maximum(top_M, gl.max(most_MN, 1))
+        shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
+        decay_M = gl.exp2(top_M - shift_M)
+        top_M = new_M
+        if (start + BLOCK_N > high) | (start < begin):
+            for i in gl.static_range(PAGES):
+                _drop_values(kv_PND.index((slot * PAGES + i) * 2 + 1), begin, start + i * ROWS, high, ROWS, DIM, num_warps)
+            fence_async_shared()
+            _barrier()
+        acc_ME *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
+        sum_MN = nothing
+        acc = acc_ME
+        for i in gl.static_range(PAGES):
+            p_MN = gl.exp2(logits[i] - shift_M[:, None])
+            sum_MN += p_MN
+            weights = gl.convert_layout(p_MN.to(dtype), gl.DotOperandLayout(0, A, 2))
+            acc = warpgroup_mma(weights, kv_PND.index((slot * PAGES + i) * 2 + 1), acc, is_async=True)
+        total_M = total_M * decay_M + gl.sum(sum_MN, 1)
+        acc_ME = warpgroup_mma_wait(0, deps=(acc,))
+        _barrier()  # all warps have read the stage that is filled again
+        mbarrier.expect(full.index(slot), 4 * BLOCK_N * DIM, pred=k + STAGES < blocks)
+        for i in gl.static_range(PAGES):
+            at_page = [0, kv_head * PANELS, slots[i], 0]
+            _fetch(kv_tiles, at_page, full.index(slot), kv_smem.index(slot * PAGES + i), pred=k + STAGES < blocks)
+        slots = _slots_of_pages(pages, start + (STAGES + 1) * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+    some_M = total_M > 0
+    safe_M = gl.where(some_M, total_M, 1.0)
+    gl.store(lse + state_M, gl.where(some_M, (top_M + gl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
+    inverse_M = gl.convert_layout(1.0 / safe_M, gl.SliceLayout(1, A))
+    gl.store(at_ME, (acc_ME * inverse_M[:, None]).to(out.dtype.element_ty), mask=ok_ME)
+
+
+@gluon.jit
+def _masked(s_MN, key_N, start_M, last_M, HAS_STARTS: gl.constexpr):
+    """The logits, and -inf for keys before a query's first key or from its end on."""
+    visible_MN = key_N[None, :] < last_M[:, None]
+    if HAS_STARTS:
+        visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
+    return gl.where(visible_MN, s_MN, -float("inf"))
+
+
+@gluon.jit
+def _drop_values(v_ND, begin, start, high, ROWS: gl.constexpr, DIM: gl.constexpr, num_warps: gl.constexpr):
+    """Sets values that no query reads to 0: an unwritten slot may hold NaN, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [num_warps, 1], [1, 0])
+    key_N = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    v = v_ND.load(layout)
+    v_ND.store(gl.where(((key_N >= begin) & (key_N < high))[:, None], v, gl.zeros_like(v)))
+
+
+def launch_paged_hopper(
+    q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
+) -> None:
+    """Launches the kernel for one segment, with as many splits as out_THSD has."""
+    (_, H, D), (N, _, K, _), splits = q_THD.shape, view.kv.shape, out_THSD.shape[2]
+    P = segment.pages.page_size
+    G, states = H // K, lse_THS.stride(1)
+    num_tiles = triton.cdiv(segment.max_seqlen_q * G, tiles.block_m)
+    starts_T = segment.starts_T
+    rows = min(P, tiles.block_n)
+    assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
+    assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
+    panels = D // PANEL
+    q_block, kv_block = [tiles.block_m // G, G, PANEL], [2, panels, rows, PANEL]
+    causal = segment.causal and segment.max_seqlen_q > 1
+    paged_hopper_kernel[(segment.rows * K * num_tiles, splits)](
+        TensorDescriptor(q_THD, list(q_THD.shape), list(q_THD.stride()), q_block, _layout(3)),
+        TensorDescriptor(view.kv, [2, K * panels, N, PANEL], [K * D, PANEL, view.kv.stride(0), 1], kv_block, _layout(4)),
+        segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
+        segment.cu_seqlens_q if starts_T is None else starts_T, out_THSD, lse_THS,
+        scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap,
+        segment.pages.table.stride(0), states, num_tiles,
+        KV_HEADS=K, GROUP=G, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
+        AHEAD=segment.ahead, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, num_warps=tiles.warps, **chained(q_THD.device),
+    )  # fmt: skip
+
+
+@cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    """How tiles lie in shared memory: rows of 128 bytes, as the tensor cores read them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
