@@ -45,22 +45,22 @@ def hopper_tiles(q_THD: Tensor, view: object, segment: Segment, scoring: Scoring
 def _tiles(packed: int, D: int, branches: bool, pairs: int, max_keys: int, programs: int) -> PagedTiles | None:
     """packed: queries x heads of a row and kv head.  branches: whether queries are a tree's.  pairs: rows x kv heads.
 
-    Where the GPU's tensor cores have much to do, or a single query's keys fill its memory's queues anyway, the kernel of
-    paged_triton.py is faster.  Many keys at batch 1 want two programs an SM; few want all of the SM's memory for one.
+    Two programs an SM, with two blocks each under way, are fastest in most cases; one with three where there is just one for
+    each SM, over the many keys of one row, and for small trees.  A single query over few keys at batch 1, trees that keep the
+    tensor cores busy over few keys, and wide heads in many rows are the other kernel's.
     """
     tiles = -(-packed // 64)
-    waves = pairs * tiles / programs
-    if packed <= 16:
-        taken = waves <= 0.2 or max_keys <= SHORT
-    else:
-        taken = waves <= (1.5 if tiles == 1 and not branches else 0.5)
-    if not taken:
+    waves, few = pairs * tiles / programs, max_keys <= SHORT
+    alone = PagedTiles(64, 64 if D <= 128 else 32, 4, 3, 64, registers=232, hopper=True)
+    if waves > (0.4 if D == 256 or (branches and few) else 1.0 if branches else 4.0):
         return None
-    if D == 256:
-        return PagedTiles(64, 32, 4, 3, 64, hopper=True)
-    if max_keys <= SHORT and waves <= 0.25 and (packed <= 16 or packed > 32):
-        return PagedTiles(64, 64, 4, 3, 64, hopper=True)
-    return PagedTiles(64, 64, 4, 3 if tiles > 1 and max_keys > SHORT else 2, 64, an_sm=2, hopper=True)
+    if packed <= 8 and waves <= 0.1 and few:
+        return None
+    fills = not branches and 0.8 <= waves <= 1.0
+    small = branches and waves <= 0.15 if few else not branches and waves <= 0.1
+    if D == 256 or fills or small:
+        return alone
+    return alone._replace(stages=2, registers=128, an_sm=2)
 
 
 @cache

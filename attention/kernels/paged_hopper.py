@@ -1,9 +1,8 @@
 """paged_attention_kernel written in Gluon for Hopper GPUs: 16-bit keys and values, read through the GPU's copy engine (TMA).
 
-Kernels of a decode step are short, so it counts when the first keys arrive.  Most keys of a row were stored in earlier passes.
-So a program asks for the first pages of its split before it waits for the kernel in front (specdec/ops/launch.py), and after
-the wait for those with keys that this layer may have just stored, together with the queries.  The builder of a segment says
-which keys those are (`Segment.fresh`).
+One warp of a program only loads.  Most keys of a row were stored in earlier passes, so that warp asks for the first pages of
+its split before it waits for the kernel in front (specdec/ops/launch.py), and after the wait for those with keys that this
+layer may have just stored, together with the queries.  The builder of a segment says which keys those are (`Segment.fresh`).
 
 A tile of packed queries and heads is the first operand of the tensor cores, 64 rows for each group of four warps: a row's
 softmax needs no other warp.  One request of the engine brings a page's keys and values of a head, in panels of 64 columns, as
@@ -38,6 +37,7 @@ from specdec.attention.segment import Segment
 from specdec.ops.launch import chained
 from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 
+LOADER = 24  # registers that a thread of the loading warp keeps
 PANEL = 64  # columns of a panel: 128 bytes, the widest row that the tensor cores read from shared memory
 
 
@@ -93,16 +93,14 @@ def paged_hopper_kernel(
     scale, softcap, stride_row, states, tiles,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_STARTS: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, LEAST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, LEAST: gl.constexpr, STAGES: gl.constexpr, LOADER: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all"."""
     dtype: gl.constexpr = kv_tiles.dtype
     ROWS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
     PAGES: gl.constexpr = BLOCK_N // ROWS
     PANELS: gl.constexpr = DIM // 64
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tile = gl.program_id(0) % tiles
     if CAUSAL:
         tile = tiles - 1 - tile
@@ -113,19 +111,17 @@ def paged_hopper_kernel(
     first = gl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = gl.load(cache_seqlens + row, cache_modifier=".cg")
-    packed_M = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, S))
-    query_M = packed_M // GROUP
-    ok_M = query_M < queries
     end = length
-    whole = length  # every query of the tile reads the keys before this one, but for first keys
+    whole = length
     if CAUSAL:
         end = length - gl.maximum(queries - 1 - AHEAD - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
         whole = length - (queries - 1 - AHEAD - tile * BLOCK_M // GROUP)
     end = gl.maximum(gl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
     begin = 0
-    from_first = 0  # every query of the tile reads keys from this one on
-    start_M = query_M
+    from_first = 0
     if HAS_STARTS:
+        query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [num_warps], [0]))) // GROUP
+        ok_M = query_M < queries
         start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
         from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
@@ -134,17 +130,44 @@ def paged_hopper_kernel(
     low = of_page + split * per_split
     high = gl.minimum(low + per_split, end)
     whole = gl.minimum(whole, high)
-    blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
-    pages = page_table + row.to(gl.int64) * stride_row
     settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
 
     q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // GROUP, GROUP, 64], q_tiles.layout)
     kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, 2, PANELS, ROWS, 64], kv_tiles.layout)
-    kv_PND = kv_smem._reinterpret(dtype, [STAGES * PAGES * 2, ROWS, DIM], SHARED)  # each page's keys, then its values
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())  # the last one is the queries'
-    for s in gl.static_range(STAGES + 1):
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    mbarrier.init(full.index(STAGES), count=1)
     _barrier()
+    gl.warp_specialize(
+        [
+            (attend, (
+                q_smem, kv_smem, full, empty, starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head,
+                split, splits, low, high, whole, begin, from_first, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, AHEAD, SOFTCAP,
+                BLOCK_M, BLOCK_N, ROWS, STAGES, PDL, num_warps,
+            )),
+            (load, (
+                q_tiles, kv_tiles, q_smem, kv_smem, full, empty, page_table + row.to(gl.int64) * stride_row,
+                first + tile * (BLOCK_M // GROUP), kv_head, low, high, settled, GROUP, DIM, PAGE_SIZE, FRESH, BLOCK_M,
+                BLOCK_N, ROWS, STAGES, PDL,
+            )),
+        ],
+        [1], [LOADER],
+    )  # fmt: skip
+
+
+@gluon.jit
+def load(
+    q_tiles, kv_tiles, q_smem, kv_smem, full, empty, pages, first_query, kv_head, low, high, settled,
+    GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: old pages of all stages, then, once they exist, queries and fresh pages; then each stage again."""
+    PAGES: gl.constexpr = BLOCK_N // ROWS
+    PANELS: gl.constexpr = DIM // 64
+    blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     slots = ()
     for s in gl.static_range(STAGES):
         slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
@@ -154,32 +177,72 @@ def paged_hopper_kernel(
     if PDL:
         _wait_for_the_kernel_in_front()
         _let_the_next_kernel_start()
+    mbarrier.expect(full.index(STAGES), 2 * BLOCK_M * DIM, pred=blocks > 0)
+    for d in gl.static_range(PANELS):
+        at_queries = [first_query, kv_head * GROUP, d * 64]
+        _fetch(q_tiles, at_queries, full.index(STAGES), q_smem.index(d), pred=blocks > 0)
+    if low + STAGES * BLOCK_N > settled:
+        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, PAGES, ROWS, PANELS)
+    slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+    slot = 0
+    phase = 0
+    for k in range(STAGES, blocks):
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(full.index(slot), 4 * BLOCK_N * DIM)
+        for i in gl.static_range(PAGES):
+            _fetch(kv_tiles, [0, kv_head * PANELS, slots[i], 0], full.index(slot), kv_smem.index(slot * PAGES + i))
+        slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def attend(
+    q_smem, kv_smem, full, empty, starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head,
+    split, splits, low, high, whole, begin, from_first,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr,
+    AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """All other warps.
+
+    whole, from_first: every query of the tile reads the keys before `whole` from `from_first` on.  begin: the first key that
+    any of them reads.
+    """
+    dtype: gl.constexpr = kv_smem.dtype
+    PAGES: gl.constexpr = BLOCK_N // ROWS
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    packed_M = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, S))
+    query_M = packed_M // GROUP
+    ok_M = query_M < queries
+    start_M = query_M
+    if HAS_STARTS:
+        start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
+    last_M = high + query_M * 0
+    if CAUSAL:
+        last_M = gl.minimum(last_M, length - (queries - 1 - AHEAD - query_M))
     state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + packed_M % GROUP) * states + split
     e = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     at_ME = out + gl.convert_layout(state_M, gl.SliceLayout(1, A))[:, None] * DIM + e[None, :]
     ok_ME = gl.convert_layout(ok_M, gl.SliceLayout(1, A))[:, None] & (e < DIM)[None, :]
-    if low >= high:  # the merge does not read the output of an idle split
-        gl.store(lse + state_M, gl.full([BLOCK_M], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)
-        if splits == 1:
-            gl.store(at_ME, gl.zeros([BLOCK_M, DIM], out.dtype.element_ty, layout=A), mask=ok_ME)
-        return
-    mbarrier.expect(full.index(STAGES), 2 * BLOCK_M * DIM)
-    for d in gl.static_range(PANELS):
-        at_queries = [first + tile * (BLOCK_M // GROUP), kv_head * GROUP, d * 64]
-        _fetch(q_tiles, at_queries, full.index(STAGES), q_smem.index(d))
-    if low + STAGES * BLOCK_N > settled:
-        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, PAGES, ROWS, PANELS)
-    slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+    q_MD = q_smem._reinterpret(dtype, [BLOCK_M, DIM], SHARED)
+    kv_PND = kv_smem._reinterpret(dtype, [STAGES * PAGES * 2, ROWS, DIM], SHARED)  # each page's keys, then its values
     top_M = gl.full([BLOCK_M], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
     total_M = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, S))
     acc_ME = gl.zeros([BLOCK_M, DIM], gl.float32, layout=A)
     nothing = gl.zeros([BLOCK_M, ROWS], gl.float32, layout=S)
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
     scale2 = scale if SOFTCAP else scale * LOG2E
+    blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
+    if PDL:
+        _wait_for_the_kernel_in_front()
     slot = 0
     phase = 0
-    mbarrier.wait(full.index(STAGES), 0)
-    q_MD = q_smem._reinterpret(dtype, [BLOCK_M, DIM], SHARED)
+    mbarrier.wait(full.index(STAGES), 0, pred=blocks > 0)
     for k in range(blocks):
         start = low + k * BLOCK_N
         # Loaded for every block: the assembler that Triton 3.6 brings along (ptxas 12.8) gave the registers of queries that
@@ -188,9 +251,6 @@ def paged_hopper_kernel(
         mbarrier.wait(full.index(slot), phase)
         logits = _logits(queries_MD, kv_PND, slot, scale2, softcap, nothing, PAGES, SOFTCAP)
         if (start + BLOCK_N > whole) | (start < from_first):
-            last_M = high + query_M * 0
-            if CAUSAL:
-                last_M = gl.minimum(last_M, length - (queries - 1 - AHEAD - query_M))
             visible = ()
             for i in gl.static_range(PAGES):
                 visible = visible + (_masked(logits[i], start + i * ROWS + n, start_M, last_M, HAS_STARTS),)
@@ -204,7 +264,7 @@ def paged_hopper_kernel(
         top_M = new_M
         if (start + BLOCK_N > high) | (start < begin):
             for i in gl.static_range(PAGES):
-                _drop_values(kv_PND.index((slot * PAGES + i) * 2 + 1), begin, start + i * ROWS, high, ROWS, DIM, num_warps)
+                _drop_values(kv_PND.index((slot * PAGES + i) * 2 + 1), begin, start + i * ROWS, high, ROWS, DIM, WARPS)
             fence_async_shared()
             _barrier()
         acc_ME *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
@@ -217,12 +277,9 @@ def paged_hopper_kernel(
             acc = warpgroup_mma(weights, kv_PND.index((slot * PAGES + i) * 2 + 1), acc, is_async=True)
         total_M = total_M * decay_M + gl.sum(sum_MN, 1)
         acc_ME = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()  # all warps have read the stage that is filled again
-        mbarrier.expect(full.index(slot), 4 * BLOCK_N * DIM, pred=k + STAGES < blocks)
-        for i in gl.static_range(PAGES):
-            at_page = [0, kv_head * PANELS, slots[i], 0]
-            _fetch(kv_tiles, at_page, full.index(slot), kv_smem.index(slot * PAGES + i), pred=k + STAGES < blocks)
-        slots = _slots_of_pages(pages, start + (STAGES + 1) * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+        if k + STAGES < blocks:
+            _barrier()  # all warps have read the stage
+            mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -232,7 +289,8 @@ def paged_hopper_kernel(
     safe_M = gl.where(some_M, total_M, 1.0)
     gl.store(lse + state_M, gl.where(some_M, (top_M + gl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
     inverse_M = gl.convert_layout(1.0 / safe_M, gl.SliceLayout(1, A))
-    gl.store(at_ME, (acc_ME * inverse_M[:, None]).to(out.dtype.element_ty), mask=ok_ME)
+    if (low < high) | (splits == 1):  # the merge does not read the output of an idle split
+        gl.store(at_ME, (acc_ME * inverse_M[:, None]).to(out.dtype.element_ty), mask=ok_ME)
 
 
 @gluon.jit
@@ -277,7 +335,8 @@ def launch_paged_hopper(
         segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=G, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
         AHEAD=segment.ahead, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, num_warps=tiles.warps, **chained(q_THD.device),
+        BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, LOADER=LOADER, num_warps=tiles.warps,
+        maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 
 

@@ -107,14 +107,17 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
             rng.choice([torch.bfloat16, torch.float16]),
         )  # fmt: skip
         block_m, block_n = 64 if D == 256 else rng.choice([64, 128]), 32 if D == 256 else rng.choice([32, 64])
-        tiles = PagedTiles(block_m, block_n, block_m // 16, rng.choice([2, 3]), rng.choice([32, 64, 128]), hopper=True)
+        registers = 168 if block_m == 128 else 232 if D == 256 else 128
+        tiles = PagedTiles(
+            block_m, block_n, block_m // 16, rng.choice([2, 3]), rng.choice([32, 64, 128]), registers, hopper=True
+        )
         check(case, Chosen(tiles, rng.choice([1, 40, 264])))
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case([1000], 1, True), Case([1000], 6, True), Case([0, 700], 6, False), Case([5000, 40], 1, True, near=1),
+        Case([1000] * 16, 1, True), Case([1000], 6, True), Case([0, 700], 6, False), Case([5000, 40], 1, True, near=1),
         Case([3000], 32, False, fresh="none"), Case([900], 128, True), Case([40, 5, 700], 3, True, (8, 8, 64)),
         Case([700, 900], 6, True, (8, 2, 256)), Case([5000], 60, False, fresh="none"), Case([800, 300], 6, True, near=128),
     ],
@@ -143,7 +146,7 @@ def test_what_the_engine_cannot_bring_goes_to_the_other_kernel(case: Case) -> No
 
 def test_one_compilation_serves_every_batch() -> None:
     """Keeps out: seconds of compiling in the middle of serving because a batch of 1 or 16 is special to Triton."""
-    tiles, counts = PagedTiles(64, 64, 4, 2, 64, hopper=True), []
+    tiles, counts = PagedTiles(64, 64, 4, 2, 64, 128, hopper=True), []
     for lens in ([141], [701, 5], [300] * 16, [130]):
         check(Case(lens, 2, True), Chosen(tiles, 264))
         counts.append(sum(len(cache[0]) for cache in paged_hopper.paged_hopper_kernel.device_caches.values()))
