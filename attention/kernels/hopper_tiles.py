@@ -45,22 +45,36 @@ def hopper_tiles(q_THD: Tensor, view: object, segment: Segment, scoring: Scoring
 def _tiles(packed: int, D: int, branches: bool, pairs: int, max_keys: int, programs: int) -> PagedTiles | None:
     """packed: queries x heads of a row and kv head.  branches: whether queries are a tree's.  pairs: rows x kv heads.
 
-    Two programs an SM, with two blocks each under way, are fastest in most cases; one with three where there is just one for
-    each SM, over the many keys of one row, and for small trees.  A single query over few keys at batch 1, trees that keep the
-    tensor cores busy over few keys, and wide heads in many rows are the other kernel's.
+    In most cases two programs an SM, each with two blocks under way, are fastest.  One with three is where there is just one
+    for each SM, over the many keys of one row, for small trees and for wide heads.
     """
     tiles = -(-packed // 64)
     waves, few = pairs * tiles / programs, max_keys <= SHORT
+    if not _taken(tiles, packed, D, branches, waves, few):
+        return None
     alone = PagedTiles(64, 64 if D <= 128 else 32, 4, 3, 64, registers=232, hopper=True)
-    if waves > (0.4 if D == 256 or (branches and few) else 1.0 if branches else 4.0):
-        return None
-    if packed <= 8 and waves <= 0.1 and few:
-        return None
-    fills = not branches and 0.8 <= waves <= 1.0
-    small = branches and waves <= 0.15 if few else not branches and waves <= 0.1
+    fills = tiles == 1 and not branches and 0.8 <= waves <= 1.0
+    small = branches and waves <= 0.15 if few else tiles == 1 and not branches and waves <= 0.1
     if D == 256 or fills or small:
         return alone
-    return alone._replace(stages=2, registers=128, an_sm=2)
+    return alone._replace(stages=2, registers=128, an_sm=2, joined=tiles > 1)
+
+
+def _taken(tiles: int, packed: int, D: int, branches: bool, waves: float, few: bool) -> bool:
+    """Whether the kernel was measured to be at least as fast as the other one.
+
+    tiles: of a row and kv head.  waves: programs without splits, as a share of those that the GPU runs at once.  few: whether
+    rows have up to SHORT keys.
+    """
+    if D == 256:
+        return waves <= 0.4
+    if packed <= 8 and few and waves <= 0.1:
+        return False  # a single query at batch 1 is as fast there
+    if branches and few:
+        return waves <= 0.4
+    if tiles > 1 and few:
+        return waves <= 0.5 or 3 <= waves <= 20
+    return waves <= 4 or tiles > 1 and not branches
 
 
 @cache

@@ -5,8 +5,9 @@ its split before it waits for the kernel in front (specdec/ops/launch.py), and a
 layer may have just stored, together with the queries.  The builder of a segment says which keys those are (`Segment.fresh`).
 
 A tile of packed queries and heads is the first operand of the tensor cores, 64 rows for each group of four warps: a row's
-softmax needs no other warp.  One request of the engine brings a page's keys and values of a head, in panels of 64 columns, as
-the tensor cores read them.  Pages are multiplied one by one: their panels do not follow each other in shared memory.
+softmax needs no other warp.  The engine brings panels of 64 columns, as the tensor cores read them.  Either one request brings
+all panels of a page's keys and values of a head, and pages are multiplied one by one; or each panel has a request of its own,
+and a block's pages lie side by side (JOINED), so that fewer and larger products take them all.
 
 This module knows pages, not what the keys are, and chooses no tiles.
 
@@ -37,7 +38,7 @@ from specdec.attention.segment import Segment
 from specdec.ops.launch import chained
 from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 
-LOADER = 24  # registers that a thread of the loading warp keeps
+LOADER = 40  # registers that a thread of the loading warp keeps
 PANEL = 64  # columns of a panel: 128 bytes, the widest row that the tensor cores read from shared memory
 
 
@@ -53,17 +54,31 @@ def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, ROWS: gl.conste
 
 
 @gluon.jit
+def _fetch_page(
+    kv_tiles, kv_smem, bar, first_slot, kv_head, stage, i, pred,
+    JOINED: gl.constexpr, PAGES: gl.constexpr, PANELS: gl.constexpr,
+):  # fmt: skip
+    """Asks for the keys and values of page i of a block: with one request, or for each panel with one of its own."""
+    if JOINED:
+        for part in gl.static_range(2):
+            for d in gl.static_range(PANELS):
+                to = kv_smem.index(((stage * 2 + part) * PANELS + d) * PAGES + i)
+                _fetch(kv_tiles, [part, kv_head * PANELS + d, first_slot, 0], bar, to, pred=pred)
+    else:
+        _fetch(kv_tiles, [0, kv_head * PANELS, first_slot, 0], bar, kv_smem.index(stage * PAGES + i), pred=pred)
+
+
+@gluon.jit
 def _fetch_first(
-    kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head,
-    LATE: gl.constexpr, STAGES: gl.constexpr, PAGES: gl.constexpr, ROWS: gl.constexpr, PANELS: gl.constexpr,
+    kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, LATE: gl.constexpr, STAGES: gl.constexpr,
+    JOINED: gl.constexpr, PAGES: gl.constexpr, ROWS: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """Asks for the pages of the first blocks: those with keys from `settled` on if LATE, else the others."""
     for s in gl.static_range(STAGES):
         for i in gl.static_range(PAGES):
             is_late = low + (s * PAGES + i + 1) * ROWS > settled
-            at_page = [0, kv_head * PANELS, slots[s * PAGES + i], 0]
             wanted = (s < blocks) & (is_late == LATE)
-            _fetch(kv_tiles, at_page, full.index(s), kv_smem.index(s * PAGES + i), pred=wanted)
+            _fetch_page(kv_tiles, kv_smem, full.index(s), slots[s * PAGES + i], kv_head, s, i, wanted, JOINED, PAGES, PANELS)
 
 
 @gluon.jit
@@ -93,10 +108,13 @@ def paged_hopper_kernel(
     scale, softcap, stride_row, states, tiles,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_STARTS: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, LEAST: gl.constexpr, STAGES: gl.constexpr, LOADER: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, LEAST: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr, LOADER: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all"."""
+    """FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all".
+
+    JOINED: whether a block's pages are multiplied together.  LOADER: registers of a thread of the loading warp.
+    """
     dtype: gl.constexpr = kv_tiles.dtype
     ROWS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
     PAGES: gl.constexpr = BLOCK_N // ROWS
@@ -133,7 +151,10 @@ def paged_hopper_kernel(
     settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
 
     q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // GROUP, GROUP, 64], q_tiles.layout)
-    kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, 2, PANELS, ROWS, 64], kv_tiles.layout)
+    if JOINED:
+        kv_smem = gl.allocate_shared_memory(dtype, [STAGES * 2 * PANELS * PAGES, 1, 1, ROWS, 64], kv_tiles.layout)
+    else:
+        kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, 2, PANELS, ROWS, 64], kv_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())  # the last one is the queries'
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -141,17 +162,18 @@ def paged_hopper_kernel(
         mbarrier.init(empty.index(s), count=1)
     mbarrier.init(full.index(STAGES), count=1)
     _barrier()
+    memory = q_smem, kv_smem, full, empty
+    shared = starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head, split, splits
+    keys = low, high, whole, begin, from_first
+    loads = q_tiles, kv_tiles, page_table + row.to(gl.int64) * stride_row, first + tile * (BLOCK_M // GROUP), kv_head
     gl.warp_specialize(
         [
             (attend, (
-                q_smem, kv_smem, full, empty, starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head,
-                split, splits, low, high, whole, begin, from_first, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, AHEAD, SOFTCAP,
-                BLOCK_M, BLOCK_N, ROWS, STAGES, PDL, num_warps,
+                memory, shared, keys, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, AHEAD, SOFTCAP, BLOCK_M, BLOCK_N,
+                BLOCK_N if JOINED else ROWS, STAGES, PDL, num_warps,
             )),
             (load, (
-                q_tiles, kv_tiles, q_smem, kv_smem, full, empty, page_table + row.to(gl.int64) * stride_row,
-                first + tile * (BLOCK_M // GROUP), kv_head, low, high, settled, GROUP, DIM, PAGE_SIZE, FRESH, BLOCK_M,
-                BLOCK_N, ROWS, STAGES, PDL,
+                memory, loads, low, high, settled, GROUP, DIM, PAGE_SIZE, FRESH, BLOCK_M, BLOCK_N, ROWS, JOINED, STAGES, PDL,
             )),
         ],
         [1], [LOADER],
@@ -160,11 +182,13 @@ def paged_hopper_kernel(
 
 @gluon.jit
 def load(
-    q_tiles, kv_tiles, q_smem, kv_smem, full, empty, pages, first_query, kv_head, low, high, settled,
+    memory, loads, low, high, settled,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, ROWS: gl.constexpr, JOINED: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: old pages of all stages, then, once they exist, queries and fresh pages; then each stage again."""
+    q_smem, kv_smem, full, empty = memory
+    q_tiles, kv_tiles, pages, first_query, kv_head = loads
     PAGES: gl.constexpr = BLOCK_N // ROWS
     PANELS: gl.constexpr = DIM // 64
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
@@ -173,16 +197,15 @@ def load(
         slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
         mbarrier.expect(full.index(s), 4 * BLOCK_N * DIM, pred=s < blocks)
     if FRESH != "all":
-        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, PAGES, ROWS, PANELS)
+        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, JOINED, PAGES, ROWS, PANELS)
     if PDL:
         _wait_for_the_kernel_in_front()
         _let_the_next_kernel_start()
     mbarrier.expect(full.index(STAGES), 2 * BLOCK_M * DIM, pred=blocks > 0)
     for d in gl.static_range(PANELS):
-        at_queries = [first_query, kv_head * GROUP, d * 64]
-        _fetch(q_tiles, at_queries, full.index(STAGES), q_smem.index(d), pred=blocks > 0)
+        _fetch(q_tiles, [first_query, kv_head * GROUP, d * 64], full.index(STAGES), q_smem.index(d), pred=blocks > 0)
     if low + STAGES * BLOCK_N > settled:
-        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, PAGES, ROWS, PANELS)
+        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, ROWS, PANELS)
     slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
     slot = 0
     phase = 0
@@ -190,7 +213,7 @@ def load(
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), 4 * BLOCK_N * DIM)
         for i in gl.static_range(PAGES):
-            _fetch(kv_tiles, [0, kv_head * PANELS, slots[i], 0], full.index(slot), kv_smem.index(slot * PAGES + i))
+            _fetch_page(kv_tiles, kv_smem, full.index(slot), slots[i], kv_head, slot, i, True, JOINED, PAGES, PANELS)
         slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
         slot += 1
         if slot == STAGES:
@@ -200,17 +223,19 @@ def load(
 
 @gluon.jit
 def attend(
-    q_smem, kv_smem, full, empty, starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head,
-    split, splits, low, high, whole, begin, from_first,
+    memory, shared, keys,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr,
     AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """All other warps.
+    """All other warps.  ROWS: keys that are multiplied together, a page or a block.
 
     whole, from_first: every query of the tile reads the keys before `whole` from `from_first` on.  begin: the first key that
     any of them reads.
     """
+    q_smem, kv_smem, full, empty = memory
+    starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head, split, splits = shared
+    low, high, whole, begin, from_first = keys
     dtype: gl.constexpr = kv_smem.dtype
     PAGES: gl.constexpr = BLOCK_N // ROWS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -303,9 +328,9 @@ def _masked(s_MN, key_N, start_M, last_M, HAS_STARTS: gl.constexpr):
 
 
 @gluon.jit
-def _drop_values(v_ND, begin, start, high, ROWS: gl.constexpr, DIM: gl.constexpr, num_warps: gl.constexpr):
+def _drop_values(v_ND, begin, start, high, ROWS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr):
     """Sets values that no query reads to 0: an unwritten slot may hold NaN, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [num_warps, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     key_N = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     v = v_ND.load(layout)
     v_ND.store(gl.where(((key_N >= begin) & (key_N < high))[:, None], v, gl.zeros_like(v)))
@@ -324,7 +349,8 @@ def launch_paged_hopper(
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     panels = D // PANEL
-    q_block, kv_block = [tiles.block_m // G, G, PANEL], [2, panels, rows, PANEL]
+    q_block = [tiles.block_m // G, G, PANEL]
+    kv_block = [1, 1, rows, PANEL] if tiles.joined else [2, panels, rows, PANEL]
     causal = segment.causal and segment.max_seqlen_q > 1
     paged_hopper_kernel[(segment.rows * K * num_tiles, splits)](
         TensorDescriptor(q_THD, list(q_THD.shape), list(q_THD.stride()), q_block, _layout(3)),
@@ -335,8 +361,8 @@ def launch_paged_hopper(
         segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=G, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
         AHEAD=segment.ahead, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, LOADER=LOADER, num_warps=tiles.warps,
-        maxnreg=tiles.registers, **chained(q_THD.device),
+        BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, JOINED=tiles.joined, LOADER=LOADER,
+        num_warps=tiles.warps, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 
 

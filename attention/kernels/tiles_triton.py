@@ -25,7 +25,7 @@ class PagedTiles(NamedTuple):
     least: the fewest keys of a split; with fewer, merging costs more than splitting gains.
     registers: the most registers of a thread, so that two programs fit an SM; None: the compiler decides.
     an_sm: programs for which `splits_for` plans on each SM.
-    hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).
+    hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).  joined: whether it multiplies a block's pages together.
     """
 
     block_m: int
@@ -36,6 +36,7 @@ class PagedTiles(NamedTuple):
     registers: int | None = None
     an_sm: int = 1
     hopper: bool = False
+    joined: bool = False
 
 
 def padded(D: int, int8_product: bool = False) -> int:

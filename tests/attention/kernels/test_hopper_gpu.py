@@ -108,9 +108,8 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
         )  # fmt: skip
         block_m, block_n = 64 if D == 256 else rng.choice([64, 128]), 32 if D == 256 else rng.choice([32, 64])
         registers = 168 if block_m == 128 else 232 if D == 256 else 128
-        tiles = PagedTiles(
-            block_m, block_n, block_m // 16, rng.choice([2, 3]), rng.choice([32, 64, 128]), registers, hopper=True
-        )
+        stages, least, joined = rng.choice([2, 3]), rng.choice([32, 64, 128]), rng.choice([False, True])
+        tiles = PagedTiles(block_m, block_n, block_m // 16, stages, least, registers, hopper=True, joined=joined)
         check(case, Chosen(tiles, rng.choice([1, 40, 264])))
 
 
