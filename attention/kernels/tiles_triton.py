@@ -25,7 +25,8 @@ class PagedTiles(NamedTuple):
     least: the fewest keys of a split; with fewer, merging costs more than splitting gains.
     registers: the most registers of a thread, so that two programs fit an SM; None: the compiler decides.
     an_sm: programs for which `splits_for` plans on each SM.
-    hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).  joined: whether it multiplies a block's pages together.
+    hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).
+    joined: whether that kernel multiplies a block's pages together.
     """
 
     block_m: int
