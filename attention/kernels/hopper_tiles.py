@@ -1,8 +1,9 @@
 """Which paged segments paged_hopper.py's kernel reads, and in which tiles.
 
-It reads what the copy engine can bring: 16-bit keys and values of one width, side by side, in pages of at least 16 tokens.  Of
-these it takes the shapes for which it was measured to be faster: benchmarks/layers/README.md, "Why the tiles and rules are what
-they are".  The kernel itself is not imported here, because other GPUs can't compile it.
+It runs on Hopper GPUs, and is chosen on H200s and what is nearest to them.  It reads what the copy engine can bring: 16-bit keys
+and values of one width, side by side, in pages of at least 16 tokens.  Of these it takes the shapes for which it was measured
+to be faster: benchmarks/layers/README.md, "Why the tiles and rules are what they are".  The kernel itself is not imported here,
+because other GPUs can't compile it.
 
 Shapes: T queries, H heads, K kv heads, D head dim.
 """
@@ -19,6 +20,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kernels.tiles_triton import SHORT, PagedTiles
 from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
+from specdec.ops.products.gpus import H200, match_of
 
 LEAST_PAGE = 16  # the tensor cores sum 16 keys at a time
 WIDTHS = (64, 128, 256)  # head dims
@@ -29,7 +31,7 @@ def hopper_tiles(q_THD: Tensor, view: object, segment: Segment, scoring: Scoring
 
     programs: how many programs the GPU is taken to run at once.
     """
-    if not (has_hopper_kernels(q_THD.device) and isinstance(view, MHAView) and scoring.slopes_H is None):
+    if not (is_measured(q_THD.device) and isinstance(view, MHAView) and scoring.slopes_H is None):
         return None
     (_, H, D), K, P = q_THD.shape, view.kv.shape[2], segment.pages.page_size
     group, aligned = H // K, all(number * 2 % 16 == 0 for number in (*q_THD.stride()[:2], view.kv.stride(0)))
@@ -78,8 +80,9 @@ def _taken(tiles: int, packed: int, D: int, branches: bool, waves: float, few: b
 
 
 @cache
-def has_hopper_kernels(device: torch.device) -> bool:
-    """Whether kernels written in Gluon for Hopper GPUs run on that device."""
+def is_measured(device: torch.device) -> bool:
+    """Whether the device runs the kernel, and takes the tiles of the GPU on which it was measured, an H200."""
     if device.type != "cuda" or importlib.util.find_spec("triton.experimental.gluon") is None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    match = match_of(device)
+    return match.hopper and match.kind == H200
