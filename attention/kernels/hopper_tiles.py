@@ -1,6 +1,6 @@
 """Which paged segments paged_hopper.py's kernel reads, and in which tiles.
 
-It runs on Hopper GPUs, and is chosen on H200s and what is nearest to them.  It reads what the copy engine can bring: 16-bit keys
+It runs on Hopper GPUs, and is chosen on H200s and what is nearest to them.  It reads what the copy engine brings: 16-bit keys
 and values of one width, side by side, in pages of at least 16 tokens.  Of these it takes the shapes for which it was measured
 to be faster: benchmarks/layers/README.md, "Why the tiles and rules are what they are".  The kernel itself is not imported here,
 because other GPUs can't compile it.
