@@ -19,7 +19,8 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
     (NORM, r"norm|rope|rotate|silu"),
     (
         ATTENTION,
-        r"attention|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|^(filter|select|rows_hopper|merge_rows)_kernel",
+        r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores"
+        r"|^(filter|select|rows_hopper|merge_rows)_kernel",
     ),
     (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear"),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|border|tables|tokens|accept|move|rows"),
