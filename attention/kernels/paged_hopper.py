@@ -49,7 +49,7 @@ def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, ROWS: gl.conste
     for p in gl.static_range(PAGES):
         key = gl.minimum(start + p * ROWS, high - 1)
         page = gl.load(pages + gl.maximum(key, 0) // PAGE_SIZE, mask=start < high, other=0, cache_modifier=".cg")
-        slots = slots + (page * PAGE_SIZE + (start % PAGE_SIZE if PAGES == 1 else 0),)
+        slots = slots + (page * PAGE_SIZE + (start % PAGE_SIZE if PAGES == 1 else 0),)  # type: ignore[assignment]
     return slots
 
 
@@ -87,13 +87,13 @@ def _logits(q_MD, kv_PND, slot, scale2, softcap, nothing, PAGES: gl.constexpr, S
     products = ()
     for i in gl.static_range(PAGES):
         keys_DN = kv_PND.index((slot * PAGES + i) * 2).permute((1, 0))
-        products = products + (warpgroup_mma(q_MD, keys_DN, nothing, use_acc=False, is_async=True),)
+        products = products + (warpgroup_mma(q_MD, keys_DN, nothing, use_acc=False, is_async=True),)  # type: ignore[assignment]
     logits = ()
     for i in gl.static_range(PAGES):
         s_MN = warpgroup_mma_wait(PAGES - 1 - i, deps=(products[i],)) * scale2
         if SOFTCAP:
             s_MN = (softcap - 2 * softcap / (1 + gl.exp2(s_MN * (2 * LOG2E / softcap)))) * LOG2E
-        logits = logits + (s_MN,)
+        logits = logits + (s_MN,)  # type: ignore[assignment]
     return logits
 
 
@@ -278,7 +278,7 @@ def attend(
         if (start + BLOCK_N > whole) | (start < from_first):
             visible = ()
             for i in gl.static_range(PAGES):
-                visible = visible + (_masked(logits[i], start + i * ROWS + n, start_M, last_M, HAS_STARTS),)
+                visible = visible + (_masked(logits[i], start + i * ROWS + n, start_M, last_M, HAS_STARTS),)  # type: ignore[assignment]
             logits = visible
         most_MN = logits[0]
         for i in gl.static_range(1, PAGES):
