@@ -38,8 +38,23 @@ def check_files(paths: dict[str, str]) -> None:
             raise ValueError(f"{flag} {name} can't be written: the folder {path.parent} does not exist")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"{flag} {name} can't be written: permission is denied")
+        try:
+            _open_once(path)
+        except OSError as error:  # a file system that takes no files, as /proc
+            raise ValueError(f"{flag} {name} can't be written: {error.strerror or error}") from error
     if len({Path(name).resolve() for name in paths.values()}) < len(paths):
         raise ValueError(f"{' and '.join(paths)} name the same file, {next(iter(paths.values()))}; give each its own")
+
+
+def _open_once(path: Path) -> None:
+    """Opens the file for writing and leaves everything as it was.  A pipe or a device is not opened: that may wait."""
+    held = path.exists()
+    if held and not path.is_file():
+        return
+    with path.open("ab"):
+        pass
+    if not held:
+        path.unlink()
 
 
 def write_files(writers: dict[str, Callable[[Path], object]]) -> None:

@@ -25,7 +25,8 @@ def test_files_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     good = tmp_path / "o.json"
     check_files({"--json": str(good), "--plot": str(tmp_path / "o.png")})
     assert not good.exists(), "a check removes the file that it made"
-    for name, said in ((str(tmp_path), "it is a folder"), (str(tmp_path / "no" / "o.json"), "the folder .*no does not exist")):
+    refused = {str(tmp_path): "it is a folder", str(tmp_path / "no" / "o.json"): "the folder .*no does not exist"}
+    for name, said in (*refused.items(), ("/proc/o.json", "No such file|permission")):  # not even root makes one there
         with pytest.raises(ValueError, match=f"--json .* can't be written: {said}"):
             check_files({"--json": name})
     with pytest.raises(ValueError, match="--json and --plot name the same file"):
