@@ -40,12 +40,16 @@ def hopper_tiles(q_THD: Tensor, view: object, segment: Segment, scoring: Scoring
     if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or P < LEAST_PAGE or P & (P - 1) or 64 % group:
         return None
     packed, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
-    return _tiles(packed, D, branches, segment.rows * K, segment.max_keys, programs)
+    keys = segment.max_keys
+    if segment.max_cached is not None:  # of prompts that run eagerly the host knows more than the table's capacity
+        keys = min(keys, segment.max_cached + segment.max_seqlen_q)
+    return _tiles(packed, D, branches, segment.rows * K, keys, programs)
 
 
 @lru_cache
 def _tiles(packed: int, D: int, branches: bool, pairs: int, max_keys: int, programs: int) -> PagedTiles | None:
     """packed: queries x heads of a row and kv head.  branches: whether queries are a tree's.  pairs: rows x kv heads.
+    max_keys: the most keys of a row that the host can't exclude, mostly the table's capacity.
 
     In most cases two programs an SM, each with two blocks under way, are fastest.  One with three is where there is just one
     for each SM, over the many keys of one row, for small trees and for wide heads.
@@ -66,7 +70,7 @@ def _taken(tiles: int, packed: int, D: int, branches: bool, waves: float, few: b
     """Whether the kernel was measured to be at least as fast as the other one.
 
     tiles: of a row and kv head.  waves: programs without splits, as a share of those that the GPU runs at once.  few: whether
-    rows have up to SHORT keys.
+    rows can't have more than SHORT keys.
     """
     if D == 256:
         return waves <= 0.4

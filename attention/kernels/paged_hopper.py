@@ -340,7 +340,7 @@ def launch_paged_hopper(
     q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
 ) -> None:
     """Launches the kernel for one segment, with as many splits as out_THSD has."""
-    (_, H, D), (N, _, K, _), splits = q_THD.shape, view.kv.shape, out_THSD.shape[2]
+    (T, H, D), (N, _, K, _), splits = q_THD.shape, view.kv.shape, out_THSD.shape[2]
     P = segment.pages.page_size
     G, states = H // K, lse_THS.stride(1)
     num_tiles = triton.cdiv(segment.max_seqlen_q * G, tiles.block_m)
@@ -348,6 +348,7 @@ def launch_paged_hopper(
     rows = min(P, tiles.block_n)
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
+    assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
     panels = D // PANEL
     q_block = [tiles.block_m // G, G, PANEL]
     kv_block = [1, 1, rows, PANEL] if tiles.joined else [2, panels, rows, PANEL]

@@ -120,7 +120,10 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
         Case([3000], 32, False, fresh="none"), Case([900], 128, True), Case([40, 5, 700], 3, True, (8, 8, 64)),
         Case([700, 900], 6, True, (8, 2, 256)), Case([5000], 60, False, fresh="none"), Case([800, 300], 6, True, near=128),
     ],
-    ids=str,
+    ids=[
+        "16 rows", "chain", "empty row", "window of 1", "tree of 32", "prompt", "heads of 64", "heads of 256", "tree of 60",
+        "window of 128",
+    ],
 )  # fmt: skip
 def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: tiles of the rule that do not fit the GPU or compute something else; and that the kernel is never taken."""
@@ -137,8 +140,9 @@ def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     [Case([100], 6, True, page_size=8), Case([100], 6, True, (2, 3, 128)), Case([100], 6, True, (2, 4, 96))],
     ids=["pages of 8", "groups of 3", "heads of 96"],
 )
-def test_what_the_engine_cannot_bring_goes_to_the_other_kernel(case: Case) -> None:
+def test_what_the_engine_cannot_bring_goes_to_the_other_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a page, a group or a head that the copy engine or the tensor cores cannot take."""
+    monkeypatch.setattr(hopper_tiles, "is_measured", lambda device: True)
     q_THD, view, segment = world(case)
     assert hopper_tiles.hopper_tiles(q_THD, view, segment, PLAIN, 132) is None
     check(case, TritonBackend())

@@ -69,9 +69,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/caches/test_int8_keys.py::test_the_kernel_stores_the_very_bytes_of_the_definition[5-3-24-True-torch.float16]",
     ],
     "paged_attention_kernel": ["tests/attention/kernels/test_triton.py::test_nan_in_unread_slots_stays_there[5]"],
-    "paged_hopper_kernel": [
-        "tests/attention/kernels/test_hopper_gpu.py::test_the_rule_s_own_choice[Case(lens=[0, 700], queries=6, causal=False]"
-    ],
+    "paged_hopper_kernel": ["tests/attention/kernels/test_hopper_gpu.py::test_the_rule_s_own_choice[empty row]"],
     "suffix_merge_kernel": ["tests/attention/kernels/test_triton.py::test_any_number_of_splits_gives_the_same[True-8]"],
     "sinks_kernel": ["tests/attention/kernels/test_sinks.py::test_sinks_equal_their_definition[7-3-24-dtype1]"],
     "subtract_kernel": ["tests/attention/differential/test_subtract.py::test_difference_is_that_of_the_pairs"],

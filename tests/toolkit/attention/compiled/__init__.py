@@ -1,1 +1,1 @@
-"""Small worlds for tests of attention: paged caches, the cells of the matrix, stand-ins for flash-attn."""
+"""Kernels of attention compiled for a Hopper GPU, on a machine that needs none."""

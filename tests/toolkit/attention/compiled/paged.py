@@ -16,7 +16,7 @@ from toolkit.attention.compiled.hopper import compile_only
 KV_HEADS, GROUP = 2, 4
 
 
-def compile_for(queries: int, D: int, causal: bool, window: bool) -> None:
+def compile_for(queries: int, D: int, causal: bool, window: bool, joined: bool = False) -> None:
     T, H = 2 * queries, KV_HEADS * GROUP
     q_THD = torch.zeros(T, H, D, dtype=torch.bfloat16)
     view = MHAView(torch.zeros(256, 2, KV_HEADS, D, dtype=torch.bfloat16))
@@ -25,7 +25,7 @@ def compile_for(queries: int, D: int, causal: bool, window: bool) -> None:
     if window:
         segment = replace(segment, starts_T=torch.zeros(T, dtype=torch.int32))
     tiles = _tiles(queries * GROUP, D, not causal, 2 * KV_HEADS, 128, 132)
-    assert tiles is not None
+    assert tiles is not None and tiles.joined == joined
     out_THSD, lse_THS = torch.zeros(T, H, 3, D), torch.zeros(T, H, 3)
     scoring = Scoring(softcap=20.0) if window else PLAIN
     paged_hopper.launch_paged_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
@@ -38,4 +38,5 @@ if __name__ == "__main__":
     compile_for(6, 128, True, False)
     compile_for(32, 64, False, False)
     compile_for(6, 256, True, True)
+    compile_for(128, 128, True, False, joined=True)
     print(*sorted(compiled_names))
