@@ -1,15 +1,12 @@
 """The rule that chooses paged_hopper.py's kernel and its tiles, and that the kernel compiles; neither needs a GPU."""
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from toolkit.paths import ROOT
+from toolkit.paths import compiler_s_output
 
 pytest.importorskip("triton")
 
@@ -67,9 +64,4 @@ def test_a_prompt_is_judged_by_what_the_host_knows_of_it(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_the_kernel_compiles_for_hopper() -> None:
     """Keeps out: code that this Triton does not compile, and tiles that take more shared memory than there is."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), *sys.path))
-    script = ROOT / "tests" / "toolkit" / "attention" / "compiled" / "paged.py"
-    done = subprocess.run([sys.executable, "-P", str(script)], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["paged_hopper_kernel"]
+    assert compiler_s_output("attention/compiled/paged.py").split() == ["paged_hopper_kernel"]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from toolkit.paths import ROOT
+from toolkit.paths import ROOT, compiler_s_output
 
 from specdec.ops.compiling import known
 from specdec.ops.compiling.known import ENDINGS
@@ -19,12 +17,8 @@ from specdec.ops.compiling.known import ENDINGS
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     """For each start: the kernels that were known, and those of two that Triton was asked for."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    script: Path = ROOT / "tests" / "toolkit" / "inside" / "known_kernels.py"
-    done = subprocess.run([sys.executable, "-P", str(script)], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    printed = compiler_s_output("inside/known_kernels.py", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
+    found: dict[str, list[int]] = json.loads(printed.splitlines()[-1])
     return found
 
 

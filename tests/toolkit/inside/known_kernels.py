@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -20,22 +19,10 @@ from specdec.ops.compiling.known import KnownKernels
 from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.ops.products import linear_hopper, linear_triton
 from specdec.ops.products.tiles import ProductTiles
+from toolkit.attention.compiled.hopper import NoGpu
 
 DEVICE = torch.device("cuda", 0)
 FUNCTIONS = linear_hopper.hopper_linear_kernel, linear_triton.silu_mul_kernel
-
-
-class NoGpu:
-    """What Triton asks of a GPU before it loads a kernel."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def launches() -> None:
