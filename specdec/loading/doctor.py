@@ -38,7 +38,7 @@ from specdec.parallel import nccl
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
-    "flash-attn", "flash-attn-3", "flash-attn-4", "llguidance",
+    "flash-attn", "flash-attn-3", "flash-attn-4", "llguidance", "fastapi", "uvicorn", "prometheus-client", "ray",
 )  # fmt: skip
 
 

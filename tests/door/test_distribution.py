@@ -61,3 +61,12 @@ def test_versions_need_no_installed_metadata(monkeypatch):
     found = doctor.versions()
     assert found["specdec"] == specdec.__version__ and found["torch"]
     assert "specdec" not in doctor.PACKAGES
+
+
+def test_doctor_knows_the_packages_of_every_extra() -> None:
+    """Keeps out: a report that is silent about what a server, a grammar or a plot lacks."""
+    from specdec.loading import doctor
+
+    extras = PROJECT["optional-dependencies"]
+    wanted = {re.split(r"[^\w-]", line)[0] for name, lines in extras.items() if name not in ("test", "dev") for line in lines}
+    assert wanted and wanted <= {*doctor.PACKAGES}
