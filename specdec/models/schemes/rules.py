@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import regex
+
 from specdec.models.checkpoints.config_values import MOST
 from specdec.models.schemes.source import Format
 
 HEAD = "lm_head"
+PATIENCE = 2.0  # seconds for one expression and one name; an expression that backtracks may otherwise take for ever
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,23 @@ class Rule:
 
     def fits(self, name: str) -> bool:
         if self.how == "regex":
-            return re.match(self.what, name) is not None
+            return _begins(self.what, name)
         if self.how == "wildcard":
             return fnmatchcase(name, self.what) or name.startswith(f"{self.what}.")
         if self.how == "part":
             return self.what in name
         return self.how == "class" or name == self.what
+
+
+def _begins(expression: str, name: str) -> bool:
+    """Whether the expression fits the beginning of the name.  `regex` reads what Python's own `re` does, and has a clock."""
+    try:
+        return regex.match(expression, name, timeout=PATIENCE) is not None
+    except TimeoutError:
+        raise ValueError(
+            f"the regular expression {expression[:200]!r}, by which a config names matrices, was not done with {name!r} after "
+            f"{PATIENCE:g} s: it tries the same characters in ever new ways; write it without repetitions inside repetitions"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,9 @@ def name_list(raw: dict[str, Any], key: str, where: str) -> list[str]:
 
 def regex_rule(expression: str, key: str, where: str) -> Rule:
     try:
-        re.compile(expression)
-    except (re.error, OverflowError, RecursionError) as error:
+        re.compile(expression)  # what the tools that write such configs use
+        regex.compile(expression)
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}: {key} must hold regular expressions, got {expression[:200]!r}: {error}") from error
     return Rule("regex", expression)
 

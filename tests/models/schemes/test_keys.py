@@ -12,6 +12,7 @@ from transformers.utils.quantization_config import AwqConfig, FineGrainedFP8Conf
 from specdec.models.config import read_target_json
 from specdec.models.gpt_oss.config import _quantization as of_gpt_oss
 from specdec.models.registry import choose_target
+from specdec.models.schemes import rules
 from specdec.models.schemes.config import parse_quantization, quantization_of
 from specdec.models.schemes.formats import Fp8
 from specdec.models.schemes.integers import Awq, Gptq
@@ -137,6 +138,15 @@ def test_other_values_are_refused_by_name(raw: dict[str, Any], says: str) -> Non
     """Keeps out: values that change what codes stand for, keys that contradict each other, and a traceback of re's."""
     with pytest.raises(ValueError, match=says):
         parse_quantization(raw, "here")
+
+
+def test_an_expression_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a config whose regular expression backtracks for years, while `inspect` or a server seems to hang."""
+    monkeypatch.setattr(rules, "PATIENCE", 0.1)
+    rule = rules.rule_of(r"re:(\w|\w\w)+$", "ignore", "here")
+    assert rule.fits("lm_head") and not rule.fits("model.layers")
+    with pytest.raises(ValueError, match=r"the regular expression .* was not done with 'a_name_of.*after 0.1 s"):
+        rule.fits("a_name_of_as_many_characters_as_a_module_may_have.weight")
 
 
 KV = {"num_bits": 8, "type": "float"}
