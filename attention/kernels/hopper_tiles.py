@@ -10,7 +10,6 @@ Shapes: T queries, H heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache, lru_cache
 
 import torch
@@ -20,6 +19,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kernels.tiles_triton import SHORT, PagedTiles
 from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
+from specdec.ops.launch import has_gluon
 from specdec.ops.products.gpus import H200, match_of
 
 LEAST_PAGE = 16  # the tensor cores sum 16 keys at a time
@@ -86,7 +86,7 @@ def _taken(tiles: int, packed: int, D: int, branches: bool, waves: float, few: b
 @cache
 def is_measured(device: torch.device) -> bool:
     """Whether the device runs the kernel, and takes the tiles of the GPU on which it was measured, an H200."""
-    if device.type != "cuda" or importlib.util.find_spec("triton.experimental.gluon") is None:
+    if device.type != "cuda" or not has_gluon():
         return False
     match = match_of(device)
     return match.hopper and match.kind == H200

@@ -45,7 +45,7 @@ PANEL = 64  # columns of a panel: 128 bytes, the widest row that the tensor core
 @gluon.jit
 def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, PAGES: gl.constexpr):
     """The first slots of the pages of a block; pages after the row's last key are taken for the last one, or for page 0."""
-    slots = ()
+    slots = ()  # grows while the compiler unrolls the loop; the type checker takes it for a tuple of one length, here and below
     for p in gl.static_range(PAGES):
         key = gl.minimum(start + p * ROWS, high - 1)
         page = gl.load(pages + gl.maximum(key, 0) // PAGE_SIZE, mask=start < high, other=0, cache_modifier=".cg")

@@ -9,7 +9,6 @@ Shapes: T queries, H heads, C latent rank, L latent width, S states of a query.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.rows_launch import attend_rows, takes_rows
 from specdec.attention.state import AttentionState
-from specdec.ops.launch import chained
+from specdec.ops.launch import chained, has_gluon
 
 # Rows of at most SHORT keys are split down to SHORT_LEAST keys.  Measured: benchmarks/latent/README.md, "Why the tiles and
 # rules are what they are".
@@ -205,9 +204,3 @@ def latent_tiles(
 def gpu_generation(device: torch.device) -> int:
     """The major number of the device's compute capability; 0 without a GPU."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-
-
-@cache
-def has_gluon() -> bool:
-    """Whether the installed Triton can compile mla_hopper.py."""
-    return importlib.util.find_spec("triton.experimental.gluon") is not None

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kernels import triton_backend
+from specdec.attention.kernels.tiles_triton import programs_at_once
 from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.attention.kinds import PLAIN
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -124,7 +126,7 @@ def measured(heads: Heads, case: Case, replays: int) -> dict[str, Any]:
     other, ours = (statistics.median(times) for times in zip(*turns, strict=True))
     view, segment = world.caches[0], world.plan.segments[0]
     q_THD = _random(world.T, heads.H, heads.D)
-    tiles = rule(q_THD, view, segment, triton_backend.PLAIN, triton_backend.programs_at_once(DEVICE))
+    tiles = rule(q_THD, view, segment, PLAIN, programs_at_once(DEVICE))
     row = {**heads._asdict(), **case._asdict(), "triton_us": other, "rule_us": ours, "taken": tiles is not None}
     return row | {"difference": (firsts[0] - firsts[1]).abs().max().item()}
 

@@ -48,6 +48,7 @@ def check_files(paths: dict[str, str]) -> None:
 
 def _open_once(path: Path) -> None:
     """Opens the file for writing and leaves everything as it was.  A pipe or a device is not opened: that may wait."""
+    path = path.resolve()  # of a link to a file that does not exist the file is made and removed, and not the link
     held = path.exists()
     if held and not path.is_file():
         return

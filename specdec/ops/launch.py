@@ -87,6 +87,12 @@ def has_triton() -> bool:
 
 
 @cache
+def has_gluon() -> bool:
+    """Whether the installed Triton has Gluon, in which the kernels for Hopper GPUs alone are written."""
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@cache
 def has_pdl(device: torch.device) -> bool:
     """Whether kernels can be chained by programmatic dependent launch: on compute capability 9.0 or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

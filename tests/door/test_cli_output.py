@@ -24,7 +24,11 @@ def test_files_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     """Keeps out: minutes of measuring that end in "Is a directory" or "Permission denied"."""
     good = tmp_path / "o.json"
     check_files({"--json": str(good), "--plot": str(tmp_path / "o.png")})
-    assert not good.exists(), "a check removes the file that it made"
+    link = tmp_path / "link.json"
+    link.symlink_to(good)
+    check_files({"--json": str(link)})
+    assert link.is_symlink() and not good.exists(), "a check removes the file that it made, and nothing else"
+    link.unlink()
     refused = {str(tmp_path): "it is a folder", str(tmp_path / "no" / "o.json"): "the folder .*no does not exist"}
     for name, said in (*refused.items(), ("/proc/o.json", "No such file|permission")):  # not even root makes one there
         with pytest.raises(ValueError, match=f"--json .* can't be written: {said}"):
