@@ -1,4 +1,4 @@
-"""The product of few rows with a weight of 8 or 4 bits, written in Gluon for Hopper GPUs.
+"""The product of few rows with a weight of 8 or 4 bits, or a packed one, written in Gluon for Hopper GPUs.
 
 Its two kernels are ops/products/linear_hopper.py's, whose docstring explains the order of loads and waits, over codes instead
 of numbers: the copy engine (TMA) fills all stages with codes before the product's input exists.  Codes go from shared memory to
@@ -6,12 +6,14 @@ registers, are converted there to bfloat16, in which every code is exact, and ar
 multiply float32 sums.  So nothing is rounded before the end.
 
 - A scale for each row is applied once, to the complete sum.
+- A packed weight (ops/packed/packing.py) has codes of 8 bits and of 4 in stages of their own, and no scales.
 - Scales for groups of columns, and zeros, are read into registers a step ahead, the first before the wait, since no kernel
   writes them.  A group's sum is multiplied by its scale.
 
 One warp of a program only loads, and has its registers taken away for the others' sake.  A stage has barriers for its codes
 and for its columns, which say that they are there, and one that says that they were read.  Where that warp loads x, it alone
-waits for the kernel in front; the others write nothing before columns of x have come, so not before that wait is over.
+waits for the kernel in front; the others write nothing before columns of x have come, so not before that wait is over.  Of a
+packed weight's far numbers all warps read x, after a wait of their own.
 
 Of few rows each warp multiplies alone (sliced_hopper.py), of more four warps multiply together (wide_hopper.py).  This
 module knows no model's shapes and chooses no tiles.
@@ -23,7 +25,7 @@ row of codes, G groups of a row.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
@@ -32,6 +34,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.ops.launch import chained
+from specdec.ops.packed.packing import WIDTH, Packed
 from specdec.ops.products.linear_hopper import EIGHT
 from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
 from specdec.ops.quantised.codes import codes_a_word
@@ -40,22 +43,55 @@ from specdec.ops.quantised.tiles import LOADER
 from specdec.ops.quantised.wide_hopper import quantised_hopper_kernel
 
 if TYPE_CHECKING:
-    from specdec.ops.quantised.codes import Codes
+    from specdec.ops.quantised.codes import Codes, Kind
     from specdec.ops.quantised.tiles import HopperTiles
 
 
+class _Planes(NamedTuple):
+    """What the kernels read of a weight; planes that it doesn't have are replaced by any other.
+
+    words_OJ: int16, all codes, or a packed weight's 8 bits.
+    high_OJ: a packed weight's 4 bits.
+    scales: scales and zeros, or a packed weight's bases and starts, and its far numbers' columns, bits and largest counts.
+    """
+
+    kind: str
+    words_OJ: Tensor
+    high_OJ: Tensor
+    scales: tuple[Tensor, ...]
+    columns: int
+    groups: int
+    group: int
+    has_zeros: bool
+
+    @property
+    def a_word(self) -> int:
+        return 2 if self.kind == "packed" else codes_a_word(cast("Kind", self.kind))
+
+
+def _planes(weight: Codes | Packed) -> _Planes:
+    if isinstance(weight, Packed):
+        words_OJ, high_OJ = weight.low_OJ.view(torch.int16), weight.high_OJ.view(torch.int16)
+        return _Planes("packed", words_OJ, high_OJ, weight[2:], weight.columns, 1, 0, False)
+    assert weight.zeros_OG is None or weight.group
+    words_OJ, scales_OG, has_zeros = weight.codes_OJ.view(torch.int16), weight.scales_OG, weight.zeros_OG is not None
+    scales = scales_OG, scales_OG if weight.zeros_OG is None else weight.zeros_OG, scales_OG, scales_OG, scales_OG
+    return _Planes(weight.kind, words_OJ, words_OJ, scales, weight.columns, scales_OG.shape[1], weight.group, has_zeros)
+
+
 def launch_quantised_hopper(
-    x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: HopperTiles, leaves: bool = False
+    x_TI: Tensor, weight: Codes | Packed, bias_O: Tensor | None, gated: bool, tiles: HopperTiles, leaves: bool = False
 ) -> Tensor:
     """[T, O], or [T, F] if gated, in bfloat16.  Rows of x must start at multiples of 16 bytes, and O be one of 8.
 
     leaves: the result is [splits, T, O] float32, what each split has computed.
     """
-    (T, I), rows = x_TI.shape, weight.codes_OJ.shape[0]
+    of = _planes(weight)
+    (T, I), rows = x_TI.shape, len(of.words_OJ)
     O, parts = (rows // 2, 2) if gated else (rows, 1)
-    a_word, slices = codes_a_word(weight.kind), tiles.slices
-    assert 0 < T and (T <= tiles.block_t or not tiles.alone) and weight.columns == I and x_TI.stride(1) == 1 and O % EIGHT == 0
-    assert weight.zeros_OG is None or weight.group
+    a_word, slices, is_packed = of.a_word, tiles.slices, of.kind == "packed"
+    assert 0 < T and (T <= tiles.block_t or not tiles.alone) and of.columns == I and x_TI.stride(1) == 1 and O % EIGHT == 0
+    assert not is_packed or I % WIDTH == 0
     assert x_TI.dtype == torch.bfloat16 and (bias_O is None or bias_O.shape == (rows,))
     num_tiles = triton.cdiv(rows, tiles.block_o) * triton.cdiv(T, tiles.block_t)
     most_counted = num_tiles * tiles.of_program
@@ -69,56 +105,56 @@ def launch_quantised_hopper(
         of_tile = tiles.block_o // tiles.of_program, max(8, tiles.block_t)
         partials = x_TI.new_empty(most_counted, tiles.splits, *of_tile, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
-    scales_OG, zeros_OG = weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG
-    planes = scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO, partials, arrivals
-    sizes = T, O, I, scales_OG.shape[1]
+    planes = *of.scales, of.scales[0] if bias_O is None else bias_O, y_TO, partials, arrivals
+    sizes = T, O, I, of.groups, x_TI.stride(0)
     common: dict[str, Any] = dict(
-        KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None, ROWS=tiles.block_t,
+        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=tiles.block_t,
         BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         LEAVES=leaves, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip
     steps = triton.cdiv(I, tiles.block_i)
     if tiles.alone:
         width = 64 * a_word
-        assert weight.group == 0 or (width % weight.group == 0 and width // weight.group <= 4), weight.group
+        assert of.group == 0 or (width % of.group == 0 and width // of.group <= 4), of.group
         assert tiles.block_i == slices * width and I % width == 0 and steps >= tiles.splits
-        codes = _slices_of(weight, parts, tiles.block_o, slices)
+        codes = _slices_of(of.words_OJ, 64, parts, tiles.block_o, slices)
+        highs = _slices_of(of.high_OJ, 32, parts, tiles.block_o, slices) if is_packed else codes
         shape, strides = [a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
         block = [a_word, slices, tiles.block_t, 64]
         x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, _layout(64, 4))
         quantised_sliced_kernel[(num_tiles, tiles.splits)](
-            x_TI, x_tiles, codes, *planes, *sizes, SLICES=slices, num_warps=tiles.warps,
+            x_TI, x_tiles, codes, highs, *planes, *sizes, SLICES=slices, num_warps=tiles.warps,
             STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0, **common,
         )  # fmt: skip
     else:
-        assert weight.group in (0, tiles.block_i // 2) or weight.group % tiles.block_i == 0, weight.group
-        assert tiles.block_i % (32 * a_word) == 0
+        assert of.group in (0, tiles.block_i // 2) or of.group % tiles.block_i == 0, of.group
+        assert tiles.block_i % (WIDTH if is_packed else 32 * a_word) == 0
         assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
-        codes = _codes_of(weight, parts, tiles.block_o // tiles.of_program, tiles.block_i // a_word)
+        block_o, block_j = tiles.block_o // tiles.of_program, tiles.block_i // a_word
+        codes = _codes_of(of.words_OJ, parts, block_o, block_j)
+        highs = _codes_of(of.high_OJ, parts, block_o, block_j // 2) if is_packed else codes
         x_tiles = TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], _layout(64, 2))
         quantised_hopper_kernel[(num_tiles, tiles.splits)](
-            x_tiles, codes, *planes, *sizes, BLOCK_I=tiles.block_i, TILES=tiles.of_program, TURNS=slices, OTHERS=tiles.others,
-            num_warps=4, **common,
+            x_TI, x_tiles, codes, highs, *planes, *sizes, BLOCK_I=tiles.block_i, TILES=tiles.of_program, TURNS=slices,
+            OTHERS=tiles.others, num_warps=4, **common,
         )  # fmt: skip
     return y_TO
 
 
-def _codes_of(weight: Codes, parts: int, block_o: int, block_j: int) -> TensorDescriptor:
+def _codes_of(words_OJ: Tensor, parts: int, block_o: int, block_j: int) -> TensorDescriptor:
     """The copy engine's descriptor of tiles of words of codes, in which 8 rows of each part alternate."""
-    words_OJ = weight.codes_OJ.view(torch.int16)
     rows, J = words_OJ.shape
     O, groups = rows // parts, block_o // parts // EIGHT
     shape, strides = [O // EIGHT, parts, EIGHT, J], [EIGHT * J, O * J, J, 1]
     return TensorDescriptor(words_OJ, shape, strides, [groups, parts, EIGHT, block_j], _layout(block_j, 4))
 
 
-def _slices_of(weight: Codes, parts: int, block_o: int, slices: int) -> TensorDescriptor:
-    """The same in slices of 64 words, each of which lies in shared memory by itself."""
-    words_OJ = weight.codes_OJ.view(torch.int16)
+def _slices_of(words_OJ: Tensor, width: int, parts: int, block_o: int, slices: int) -> TensorDescriptor:
+    """The same in slices of `width` words, each of which lies in shared memory by itself."""
     rows, J = words_OJ.shape
     O, groups = rows // parts, block_o // parts // EIGHT
-    shape, strides = [J // 64, O // EIGHT, parts, EIGHT, 64], [64, EIGHT * J, O * J, J, 1]
-    return TensorDescriptor(words_OJ, shape, strides, [slices, groups, parts, EIGHT, 64], _layout(64, 5))
+    shape, strides = [J // width, O // EIGHT, parts, EIGHT, width], [width, EIGHT * J, O * J, J, 1]
+    return TensorDescriptor(words_OJ, shape, strides, [slices, groups, parts, EIGHT, width], _layout(width, 5))
 
 
 @cache

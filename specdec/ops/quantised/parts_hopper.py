@@ -36,11 +36,11 @@ def whole_row(x, smem, low, I, A_WORD: gl.constexpr, SLICES: gl.constexpr, num_w
 
 @gluon.jit
 def scales_of_rows(
-    scales, tile, O, GROUP: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr
+    scales, tile, O, WHOLE: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """A tile's scales, of whole rows; where groups of columns have their own, ones."""
+    """A tile's scales, if there are any of whole rows (WHOLE); else ones."""
     row_O = weight_rows(gl.arange(0, BLOCK_O, gl.SliceLayout(1, layout)), tile, O, BLOCK_O, PARTS)
-    if GROUP == 0:
+    if WHOLE:
         return gl.load(scales + row_O, mask=row_O < PARTS * O, other=0.0).to(gl.float32)
     else:
         return gl.full([BLOCK_O], 1, gl.float32, gl.SliceLayout(1, layout))
@@ -49,14 +49,14 @@ def scales_of_rows(
 @gluon.jit
 def complete(
     acc, layout: gl.constexpr, scale, bias, y, partials, arrivals, tile, counted, first_t, split, T, O,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr,
+    WHOLE: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr,
     LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the rows' scales, adds up the splits unless this program leaves its sums to another kernel, and stores.
+    """Multiplies by scales of whole rows, adds up the splits unless this program leaves its sums to another kernel, and stores.
 
     counted: the number of the counter of arrivals.
     """
-    if GROUP == 0:
+    if WHOLE:
         acc *= scale[:, None]
     if LEAVES:
         y += split.to(gl.int64) * T * O
@@ -123,15 +123,22 @@ def _columns(places, n, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr
 @gluon.jit
 def piece_of(codes, n: gl.constexpr, A_WORD: gl.constexpr, left: gl.constexpr):
     """The words of 64 columns, of a slice's pairs of words."""
-    part = _part(codes, n // (A_WORD // 2))
+    part = half_of(codes, n // (A_WORD // 2))
     if A_WORD == 4:
-        part = _part(part, n % 2)
-    words = gl.join(part.to(gl.int16), (part >> 16).to(gl.int16))
-    return gl.convert_layout(gl.reshape(words, [codes.shape[0], codes.shape[1], 64 // A_WORD]), left, assert_trivial=True)
+        part = half_of(part, n % 2)
+    return words_of(part, left)
 
 
 @gluon.jit
-def _part(codes, n: gl.constexpr):
+def words_of(pairs, left: gl.constexpr):
+    """The words of pairs of words."""
+    words = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16))
+    shape: gl.constexpr = [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]]
+    return gl.convert_layout(gl.reshape(words, shape), left, assert_trivial=True)
+
+
+@gluon.jit
+def half_of(codes, n: gl.constexpr):
     """The first or second half of the last dim."""
     halves = gl.reshape(codes, [codes.shape[0], codes.shape[1], 2, codes.shape[2] // 2])
     first, second = gl.split(gl.permute(halves, (0, 1, 3, 2)))
@@ -161,12 +168,7 @@ def numbers_of(codes, zero, layout: gl.constexpr, KIND: gl.constexpr, HAS_ZEROS:
                 INT4_ASM, "=r,=r,=r,=r,r,r,r", [codes, middle, middle],
                 dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
             )  # fmt: skip
-        both = gl.join(gl.join(a, c), gl.join(b, d))  # the last two dims: the lower and the upper bit of a code's place
-        if RANK == 2:
-            both = gl.permute(gl.reshape(both, [codes.shape[0], STEP // 64, 16, 2, 2]), (0, 1, 3, 4, 2))
-        else:
-            both = gl.reshape(both, [codes.shape[0], codes.shape[1], STEP // 64, 16, 2, 2])
-            both = gl.permute(both, (0, 1, 2, 4, 5, 3))
+        return four_pieces(a, b, c, d, layout, STEP)
     else:
         PROGRAM: gl.constexpr = E4M3_ASM if KIND == "e4m3" else INT8_ASM
         a, b = gl.inline_asm_elementwise(PROGRAM, "=r,=r,r", [codes], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
@@ -177,5 +179,25 @@ def numbers_of(codes, zero, layout: gl.constexpr, KIND: gl.constexpr, HAS_ZEROS:
         else:
             both = gl.reshape(gl.join(a, b), [codes.shape[0], codes.shape[1], STEP // 32, 16, 2])
             both = gl.permute(both, (0, 1, 2, 4, 3))
-    flat = gl.reshape(both, [codes.shape[0], STEP] if RANK == 2 else [codes.shape[0], codes.shape[1], STEP])
+        return _in_order(both, layout, STEP)
+
+
+@gluon.jit
+def four_pieces(a, b, c, d, layout: gl.constexpr, STEP: gl.constexpr):
+    """Numbers of words of four codes: the first 16 columns of each run of 64, the next, and so on."""
+    both = gl.join(gl.join(a, c), gl.join(b, d))  # the last two dims: the lower and the upper bit of a code's place
+    if len(a.shape) == 2:
+        both = gl.permute(gl.reshape(both, [a.shape[0], STEP // 64, 16, 2, 2]), (0, 1, 3, 4, 2))
+    else:
+        both = gl.permute(gl.reshape(both, [a.shape[0], a.shape[1], STEP // 64, 16, 2, 2]), (0, 1, 2, 4, 5, 3))
+    return _in_order(both, layout, STEP)
+
+
+@gluon.jit
+def _in_order(numbers, layout: gl.constexpr, STEP: gl.constexpr):
+    """Numbers whose columns are the last dims, as one dim and as the first operand of the tensor cores."""
+    if len(layout.warps_per_cta) == 2:
+        flat = gl.reshape(numbers, [numbers.shape[0], STEP])
+    else:
+        flat = gl.reshape(numbers, [numbers.shape[0], numbers.shape[1], STEP])
     return gl.convert_layout(flat, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)

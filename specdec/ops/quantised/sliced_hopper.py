@@ -14,31 +14,38 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
+from specdec.ops.packed.numbers_hopper import bases_of_rows, far_products, far_rows, numbers_of_packed
 from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 from specdec.ops.quantised.parts_hopper import (
     columns_of,
     complete,
+    half_of,
     numbers_of,
     of_groups,
     piece_of,
     rows_of_groups,
     scales_of_rows,
     whole_row,
+    words_of,
 )
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
 def quantised_sliced_kernel(
-    x,  # [1, I] if ROWS is 1
+    x,  # [T, I]
     x_tiles,  # else tiles [A_WORD, SLICES, ROWS, 64] of x as [A_WORD, I / SLICE, T, 64]
     code_tiles,  # tiles [SLICES, BLOCK_O / PARTS / 8, PARTS, 8, 64] of the words as [J / 64, O / 8, PARTS, 8, 64]
-    scales,  # [PARTS * O, G]
-    zeros,  # as scales
+    high_tiles,  # of packed weights, likewise with 32 words
+    scales,  # [PARTS * O, G]; of packed weights bases_O
+    zeros,  # as scales; of packed weights starts
+    far_columns,  # of packed weights, [N]
+    far,  # of packed weights, [N]
+    most_far,  # of packed weights, [PARTS * O / 8]
     bias,  # [PARTS * O]
     y,  # [T, O]; with LEAVES [SPLITS, T, O] float32
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
-    T, O, I, G,
+    T, O, I, G, stride_x,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     STEPS: gl.constexpr, LOADER: gl.constexpr,
@@ -61,7 +68,10 @@ def quantised_sliced_kernel(
     w_smem = gl.allocate_shared_memory(gl.int16, [STAGES, SLICES, BLOCK_O // PARTS // 8, PARTS, 8, 64], code_tiles.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full_x = full_w  # what a kernel doesn't need is not read
+    h_smem = w_smem  # what a kernel doesn't need is not read
+    if KIND == "packed":
+        h_smem = gl.allocate_shared_memory(gl.int16, [STAGES, SLICES, BLOCK_O // PARTS // 8, PARTS, 8, 32], high_tiles.layout)
+    full_x = full_w
     if ONE:
         x_smem = gl.allocate_shared_memory(gl.bfloat16, [TIMES, 256 * num_warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
@@ -75,16 +85,21 @@ def quantised_sliced_kernel(
     _barrier()
     twos: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
     w_cubes = w_smem._reinterpret(gl.int32, [STAGES, SLICES, BLOCK_O, 32], twos)
+    h_cubes = w_cubes
+    if KIND == "packed":
+        narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=3)
+        h_cubes = h_smem._reinterpret(gl.int32, [STAGES, SLICES, BLOCK_O, 16], narrow)
+    planes = scales, zeros, far_columns, far, most_far
     gl.warp_specialize(
         [
             (multiply, (
-                x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals, tile,
-                split, low, steps, T, O, I, G, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, PARTS,
-                LEAVES, HAS_BIAS, PDL, num_warps,
+                x, x_smem, w_cubes, h_cubes, full_w, full_x, empty, planes, bias, y, partials, arrivals, tile, split, low,
+                steps, T, O, I, G, stride_x, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, SLICES, SPLITS, STAGES, PARTS, LEAVES,
+                HAS_BIAS, PDL, num_warps,
             )),
             (load, (
-                x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, low, steps, A_WORD, ROWS, BLOCK_O, SLICES,
-                STAGES, PARTS, PDL,
+                x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, low, steps, A_WORD, ROWS,
+                BLOCK_O, SLICES, STAGES, PARTS, KIND == "packed", PDL,
             )),
         ],
         [1], [LOADER],
@@ -93,9 +108,9 @@ def quantised_sliced_kernel(
 
 @gluon.jit
 def load(
-    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, low, steps,
+    x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, low, steps,
     A_WORD: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: codes of all stages, then, once x exists, its columns; then each stage that was emptied.
 
@@ -103,7 +118,7 @@ def load(
     """
     for s in gl.static_range(STAGES):
         if s < steps:
-            _load_codes(code_tiles, w_smem, full_w, tile, low + s, s, BLOCK_O, SLICES, PARTS)
+            _load_codes(code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + s, s, BLOCK_O, SLICES, PARTS, PACKED)
     if ROWS > 1:
         if PDL:
             _wait_for_the_kernel_in_front()
@@ -115,7 +130,7 @@ def load(
     phase = 0
     for k in range(STAGES, steps):
         mbarrier.wait(empty.index(slot), phase)
-        _load_codes(code_tiles, w_smem, full_w, tile, low + k, slot, BLOCK_O, SLICES, PARTS)
+        _load_codes(code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + k, slot, BLOCK_O, SLICES, PARTS, PACKED)
         if ROWS > 1:
             _load_columns(x_tiles, x_smem, full_x, low + k, slot, A_WORD, ROWS, SLICES)
         slot += 1
@@ -126,10 +141,13 @@ def load(
 
 @gluon.jit
 def _load_codes(
-    code_tiles, w_smem, full_w, tile, step, slot, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, PARTS: gl.constexpr
+    code_tiles, high_tiles, w_smem, h_smem, full_w, tile, step, slot, BLOCK_O: gl.constexpr, SLICES: gl.constexpr,
+    PARTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    mbarrier.expect(full_w.index(slot), SLICES * BLOCK_O * 128)
+    mbarrier.expect(full_w.index(slot), SLICES * BLOCK_O * (192 if PACKED else 128))
     _fetch(code_tiles, [step * SLICES, tile * (BLOCK_O // PARTS // 8), 0, 0, 0], full_w.index(slot), w_smem.index(slot))
+    if PACKED:
+        _fetch(high_tiles, [step * SLICES, tile * (BLOCK_O // PARTS // 8), 0, 0, 0], full_w.index(slot), h_smem.index(slot))
 
 
 @gluon.jit
@@ -140,13 +158,14 @@ def _load_columns(x_tiles, x_smem, full_x, step, slot, A_WORD: gl.constexpr, ROW
 
 @gluon.jit
 def multiply(
-    x, x_smem, w_cubes, full_w, full_x, empty, scales, zeros, bias, y, partials, arrivals,
-    tile, split, low, steps, T, O, I, G,
+    x, x_smem, w_cubes, h_cubes, full_w, full_x, empty, planes, bias, y, partials, arrivals,
+    tile, split, low, steps, T, O, I, G, stride_x,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
     LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """All other warps."""
+    scales, zeros, far_columns, far, most_far = planes
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     SLICE: gl.constexpr = 64 * A_WORD  # columns of a slice of a step: as many as lie in a row of 128 bytes
     ONE: gl.constexpr = ROWS == 1
@@ -155,26 +174,35 @@ def multiply(
     RUNS: gl.constexpr = SLICE // RUN  # such runs of a slice
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, WARPS // SLICES, 1], [1, 16, 8])
     out: gl.constexpr = gl.SliceLayout(0, layout)
-    row_scale = scales_of_rows(scales, tile, O, GROUP, BLOCK_O, PARTS, out)
+    WHOLE: gl.constexpr = GROUP == 0 and KIND != "packed"
+    row_scale = scales_of_rows(scales, tile, O, WHOLE, BLOCK_O, PARTS, out)
     pairs: gl.constexpr = gl.DotOperandLayout(0, layout, 1)  # of words, as what a loop carries is not packed again
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
     other_acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
+    if KIND == "packed":
+        base = bases_of_rows(scales, tile, O, BLOCK_O, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :, None]
+        rows_of_far = far_rows(scales, zeros, far_columns, far, most_far, tile, split, O, SPLITS, N, BLOCK_O, PARTS, out)
     scale_at = _places(scales, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, layout))
     zero_at = _places(zeros, low, tile, O, G, SLICES, RUNS, BLOCK_O, PARTS, gl.SliceLayout(2, left))
     scale = _of_runs(scale_at, 0, G, GROUP > 0, RUNS, SLICES)
     zero = _of_runs(zero_at, 0, G, HAS_ZEROS, RUNS, SLICES)
     mbarrier.wait(full_w.index(0), 0)
     codes = w_cubes.index(0).load(pairs)
+    highs = h_cubes.index(0).load(pairs) if KIND == "packed" else 0
     if ONE:
         if PDL:
             _wait_for_the_kernel_in_front()
             _let_the_next_kernel_start()
         x_places = whole_row(x, x_smem, low, I, A_WORD, SLICES, WARPS)
     else:
+        if PDL and KIND == "packed":
+            _wait_for_the_kernel_in_front()
         cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         x_places = x_smem._reinterpret(gl.bfloat16, [STAGES * A_WORD, SLICES, ROWS, 64], cube)
+    if KIND == "packed":
+        of_far = far_products(rows_of_far, x, stride_x, 0, T, N, out)
     slot = 0
     phase = 0
     for k in range(steps):
@@ -185,7 +213,11 @@ def multiply(
             mbarrier.wait(full_x.index(slot), phase)
         columns = columns_of(x_places, (k if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right)
         for n in gl.static_range(A_WORD):
-            numbers = numbers_of(piece_of(codes, n, A_WORD, left), zero[n * 64 // RUN], layout, KIND, HAS_ZEROS, 64)
+            words = piece_of(codes, n, A_WORD, left)
+            if KIND == "packed":
+                numbers = numbers_of_packed(words, words_of(half_of(highs, n), left), base, layout, 64)
+            else:
+                numbers = numbers_of(words, zero[n * 64 // RUN], layout, KIND, HAS_ZEROS, 64)
             if GROUP > 0:  # short chains of products, which the tensor cores work at side by side
                 part = mma_v2(numbers, columns[n], gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout))
                 acc += part * scale[n * 64 // RUN][:, :, None]
@@ -203,12 +235,15 @@ def multiply(
         phase = gl.where(goes_on & wraps, phase ^ 1, phase)
         mbarrier.wait(full_w.index(slot), phase)
         codes = w_cubes.index(slot).load(pairs)
+        highs = h_cubes.index(slot).load(pairs) if KIND == "packed" else 0
         scale = next_scale
         zero = next_zero
 
     total = gl.sum(acc + other_acc, axis=0)
+    if KIND == "packed":
+        total += of_far
     complete(
-        total, out, row_scale, bias, y, partials, arrivals, tile, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS,
+        total, out, row_scale, bias, y, partials, arrivals, tile, tile, 0, split, T, O, WHOLE, N, BLOCK_O, SPLITS, PARTS,
         LEAVES, HAS_BIAS, WARPS,
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The tiles of products with weights of 8 or 4 bits, chosen by shapes alone.
 
+The numbers of packed weights are in ops/packed/tiles.py, and become tiles here.
 Most were measured on an H200, for some numbers of rows: benchmarks/products/README.md, "Weights in 8 and 4 bits".  This
 module knows no tensor and no model.
 
@@ -104,9 +105,24 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
     a_word = codes_a_word(kind)
     if not 0 < T <= FEW or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * a_word):
         return None
-    block_t = 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
-    shape = "wide" if O >= WIDE else "long" if I > LONG else "square" if O <= 4096 else "tall"
+    block_t, shape = tile_rows(T), shape_of(O, I)
     numbers = WIDE_GROUPED_64 if group and block_t == 64 and shape == "wide" else MEASURED[a_word][block_t][shape]
+    return fitted(T, O, I, numbers, a_word, 16 // a_word)
+
+
+def tile_rows(T: int) -> int:
+    """Rows of a tile of x that holds T rows."""
+    return 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
+
+
+def shape_of(O: int, I: int) -> str:
+    """The measured shape of weight that this one is most like."""
+    return "wide" if O >= WIDE else "long" if I > LONG else "square" if O <= 4096 else "tall"
+
+
+def fitted(T: int, O: int, I: int, numbers: tuple[int, int, int, int, int, int, int], a_word: int, bits: int) -> HopperTiles:
+    """Measured numbers as tiles for this weight, with no more stages than fit.  bits: of a number of the weight."""
+    block_t = tile_rows(T)
     block_o, block_i, splits, warps, stages, slices, registers = numbers
     alone = block_t <= ALONE
     block_i = 64 * slices * a_word if alone else block_i
@@ -117,7 +133,7 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
     if O > 8192 or count > MOST_TILES:
         splits = 1
     splits = max(1, min(splits, steps // 2))
-    stage = 2 * block_i * (block_o // a_word + (block_t if T > 1 else 0))
+    stage = block_i * block_o * bits // 8 + (2 * block_i * block_t if T > 1 else 0)
     row = 2 * _parts(I, splits) + 1024 * warps if T == 1 else 0
     return tiles._replace(splits=splits, stages=max(2, min(stages, (SHARED - row) // stage)))
 

@@ -19,21 +19,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from specdec.ops.packed.numbers_hopper import bases_of_rows, far_products, far_rows, numbers_of_packed
 from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 from specdec.ops.quantised.parts_hopper import complete, numbers_of, of_groups, rows_of_groups, scales_of_rows
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
 def quantised_hopper_kernel(
-    x_tiles,  # tiles [ROWS, BLOCK_I] of x [T, I]
+    x,  # [T, I]
+    x_tiles,  # its tiles [ROWS, BLOCK_I]
     code_tiles,  # tiles [BLOCK_O / PARTS / 8, PARTS, 8, BLOCK_J] of the words as [O / 8, PARTS, 8, J]
-    scales,  # [PARTS * O, G]
-    zeros,  # as scales
+    high_tiles,  # of packed weights, likewise with half as many words
+    scales,  # [PARTS * O, G]; of packed weights bases_O
+    zeros,  # as scales; of packed weights starts
+    far_columns,  # of packed weights, [N]
+    far,  # of packed weights, [N]
+    most_far,  # of packed weights, [PARTS * O / 8]
     bias,  # [PARTS * O]
     y,  # [T, O]; with LEAVES [SPLITS, T, O] float32
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
-    T, O, I, G,
+    T, O, I, G, stride_x,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     TILES: gl.constexpr, TURNS: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
@@ -56,6 +62,10 @@ def quantised_hopper_kernel(
 
     shape: gl.constexpr = [STAGES * TILES, BLOCK_O // PARTS // 8, PARTS, 8, BLOCK_J]
     w_smem = gl.allocate_shared_memory(gl.int16, shape, code_tiles.layout)
+    h_smem = w_smem  # what a kernel doesn't need is not read
+    if KIND == "packed":
+        half_shape: gl.constexpr = [STAGES * TILES, BLOCK_O // PARTS // 8, PARTS, 8, BLOCK_J // 2]
+        h_smem = gl.allocate_shared_memory(gl.int16, half_shape, high_tiles.layout)
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_I], x_tiles.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_x = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -66,7 +76,7 @@ def quantised_hopper_kernel(
         mbarrier.init(empty.index(s), count=TILES)
     summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(summed, count=1)
-    sums = summed  # what a kernel doesn't need is not read
+    sums = summed
     if TURNS > 1:
         sums = gl.allocate_shared_memory(gl.float32, [BLOCK_O, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     _barrier()
@@ -74,17 +84,24 @@ def quantised_hopper_kernel(
         swizzle_byte_width=128 if BLOCK_J >= 64 else 2 * BLOCK_J, element_bitwidth=16, rank=2
     )
     w_tiles = w_smem._reinterpret(gl.int16, [STAGES * TILES, BLOCK_O, BLOCK_J], flat)
+    h_tiles = w_tiles
+    if KIND == "packed":
+        narrow: gl.constexpr = gl.NVMMASharedLayout(
+            swizzle_byte_width=128 if BLOCK_J >= 128 else BLOCK_J, element_bitwidth=16, rank=2
+        )
+        h_tiles = h_smem._reinterpret(gl.int16, [STAGES * TILES, BLOCK_O, BLOCK_J // 2], narrow)
+    planes = scales, zeros, far_columns, far, most_far
     if TILES * TURNS == 1:
         gl.warp_specialize(
             [
                 (multiply, (
-                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
-                    SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS,
+                    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, stride_x, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O,
+                    BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
                 )),
                 (load, (
-                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
-                    BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
+                    x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, first_t, low, steps,
+                    ROWS, BLOCK_O, BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, KIND == "packed", PDL,
                 )),
             ],
             [1], [LOADER],
@@ -93,18 +110,18 @@ def quantised_hopper_kernel(
         gl.warp_specialize(
             [
                 (multiply, (
-                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, T, O, I, G, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
-                    SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS,
+                    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, stride_x, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O,
+                    BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
                 )),
                 (multiply, (
-                    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, T, O, I, G, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O, BLOCK_I,
-                    SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS,
+                    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals, tile,
+                    counted, first_t, split, low, steps, T, O, I, G, stride_x, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O,
+                    BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
                 )),
                 (load, (
-                    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps, ROWS, BLOCK_O,
-                    BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, PDL,
+                    x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, first_t, low, steps,
+                    ROWS, BLOCK_O, BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, KIND == "packed", PDL,
                 )),
             ],
             [4, 1], [OTHERS, LOADER],
@@ -113,14 +130,16 @@ def quantised_hopper_kernel(
 
 @gluon.jit
 def load(
-    x_tiles, code_tiles, x_smem, w_smem, full_w, full_x, empty, tile, first_t, low, steps,
+    x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, first_t, low, steps,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    TILES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: codes of all stages, then, once x exists, its columns; then each stage that was emptied."""
     for s in gl.static_range(STAGES):
         if s < steps:
-            _load_codes(code_tiles, w_smem, full_w, tile, low + s, s, BLOCK_O, BLOCK_J, TILES, PARTS)
+            _load_codes(
+                code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + s, s, BLOCK_O, BLOCK_J, TILES, PARTS, PACKED
+            )
     if PDL:
         _wait_for_the_kernel_in_front()
         _let_the_next_kernel_start()
@@ -132,7 +151,7 @@ def load(
     phase = 0
     for k in range(STAGES, steps):
         mbarrier.wait(empty.index(slot), phase)
-        _load_codes(code_tiles, w_smem, full_w, tile, low + k, slot, BLOCK_O, BLOCK_J, TILES, PARTS)
+        _load_codes(code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + k, slot, BLOCK_O, BLOCK_J, TILES, PARTS, PACKED)
         mbarrier.expect(full_x.index(slot), ROWS * BLOCK_I * 2)
         _fetch(x_tiles, [first_t, (low + k) * BLOCK_I], full_x.index(slot), x_smem.index(slot))
         slot += 1
@@ -143,38 +162,55 @@ def load(
 
 @gluon.jit
 def _load_codes(
-    code_tiles, w_smem, full_w, tile, step, slot,
-    BLOCK_O: gl.constexpr, BLOCK_J: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr,
+    code_tiles, high_tiles, w_smem, h_smem, full_w, tile, step, slot,
+    BLOCK_O: gl.constexpr, BLOCK_J: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    mbarrier.expect(full_w.index(slot), TILES * BLOCK_O * BLOCK_J * 2)
+    mbarrier.expect(full_w.index(slot), TILES * BLOCK_O * BLOCK_J * (3 if PACKED else 2))
     for n in gl.static_range(TILES):
-        at = [(tile + n) * (BLOCK_O // PARTS // 8), 0, 0, step * BLOCK_J]
-        _fetch(code_tiles, at, full_w.index(slot), w_smem.index(slot * TILES + n))
+        row = (tile + n) * (BLOCK_O // PARTS // 8)
+        _fetch(code_tiles, [row, 0, 0, step * BLOCK_J], full_w.index(slot), w_smem.index(slot * TILES + n))
+        if PACKED:
+            _fetch(high_tiles, [row, 0, 0, step * (BLOCK_J // 2)], full_w.index(slot), h_smem.index(slot * TILES + n))
 
 
 @gluon.jit
 def multiply(
-    x_smem, w_tiles, full_w, full_x, empty, sums, summed, scales, zeros, bias, y, partials, arrivals,
-    tile, counted, first_t, split, low, steps, T, O, I, G,
+    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals,
+    tile, counted, first_t, split, low, steps, T, O, I, G, stride_x,
     WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Group WHO of four warps: its tile, or its steps of the only tile."""
+    scales, zeros, far_columns, far, most_far = planes
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     HALF: gl.constexpr = BLOCK_I // 2
     MINE: gl.constexpr = WHO if TILES > 1 else 0
     FIRST: gl.constexpr = WHO if TURNS > 1 else 0
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    scale = scales_of_rows(scales, tile + MINE, O, GROUP, BLOCK_O, PARTS, layout)
+    WHOLE: gl.constexpr = GROUP == 0 and KIND != "packed"
+    scale = scales_of_rows(scales, tile + MINE, O, WHOLE, BLOCK_O, PARTS, layout)
     scales_B = rows_of_groups(scales, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, layout))
     zeros_B = rows_of_groups(zeros, tile + MINE, O, G, BLOCK_O, PARTS, gl.SliceLayout(1, left))
     scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_I, G, GROUP > 0, GROUP, HALF)
     zero_low, zero_high = _of_halves(zeros_B, (low + FIRST) * BLOCK_I, G, HAS_ZEROS, GROUP, HALF)
     acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
+    base = 0
+    if KIND == "packed":
+        base = bases_of_rows(scales, tile + MINE, O, BLOCK_O, PARTS, gl.SliceLayout(1, left))
+        share = split * TURNS + FIRST
+        rows_of_far = far_rows(
+            scales, zeros, far_columns, far, most_far, tile + MINE, share, O, SPLITS * TURNS, ROWS, BLOCK_O, PARTS, layout
+        )
     mbarrier.wait(full_w.index(FIRST), 0)
-    numbers = _half(w_tiles.index(FIRST * TILES + MINE), 0, zero_low, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+    at = FIRST * TILES + MINE
+    numbers = _half(w_tiles.index(at), h_tiles.index(at), 0, zero_low, base, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+    if KIND == "packed":
+        if PDL:
+            _wait_for_the_kernel_in_front()
+        acc = far_products(rows_of_far, x, stride_x, first_t, T, ROWS, layout)
     slot = FIRST
     phase = 0
     for k in range(FIRST, steps, TURNS):
@@ -183,20 +219,22 @@ def multiply(
         next_scale_low, next_scale_high = _of_halves(scales_B, next_i, G, GROUP > 0, GROUP, HALF)
         next_zero_low, next_zero_high = _of_halves(zeros_B, next_i, G, HAS_ZEROS, GROUP, HALF)
         mbarrier.wait(full_x.index(slot), phase)
-        x = x_smem.index(slot)
-        part = _begin(numbers, x, 0, acc, GROUP, HALF)
-        others = _half(w_tiles.index(slot * TILES + MINE), 1, zero_high, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+        columns = x_smem.index(slot)
+        part = _begin(numbers, columns, 0, acc, GROUP, HALF)
+        at = slot * TILES + MINE
+        others = _half(w_tiles.index(at), h_tiles.index(at), 1, zero_high, base, KIND, HAS_ZEROS, HALF, A_WORD, layout)
         if GROUP > 0:
             acc = _end(part, numbers, acc, scale_low, GROUP)
-            part = _begin(others, x, 1, acc, GROUP, HALF)
+            part = _begin(others, columns, 1, acc, GROUP, HALF)
         else:  # queued up before the first half is complete; with scales of groups both halves' sums would need registers
-            part = _begin(others, x, 1, part, GROUP, HALF)
+            part = _begin(others, columns, 1, part, GROUP, HALF)
             part, numbers = warpgroup_mma_wait(1, deps=(part, numbers))
         wraps = slot + TURNS >= STAGES
         next_slot = gl.where(more, gl.where(wraps, slot + TURNS - STAGES, slot + TURNS), slot)
         next_phase = gl.where(more & wraps, phase ^ 1, phase)
         mbarrier.wait(full_w.index(next_slot), next_phase)
-        numbers = _half(w_tiles.index(next_slot * TILES + MINE), 0, next_zero_low, KIND, HAS_ZEROS, HALF, A_WORD, layout)
+        at = next_slot * TILES + MINE
+        numbers = _half(w_tiles.index(at), h_tiles.index(at), 0, next_zero_low, base, KIND, HAS_ZEROS, HALF, A_WORD, layout)
         acc = _end(part, others, acc, scale_high, GROUP)
         mbarrier.arrive(empty.index(slot), count=1)
         slot = next_slot
@@ -214,7 +252,7 @@ def multiply(
             mbarrier.wait(summed, 0)
             acc += sums.load(layout)
         complete(
-            acc, layout, scale, bias, y, partials, arrivals, tile + MINE, counted + MINE, first_t, split, T, O, GROUP, ROWS,
+            acc, layout, scale, bias, y, partials, arrivals, tile + MINE, counted + MINE, first_t, split, T, O, WHOLE, ROWS,
             BLOCK_O, SPLITS, PARTS, LEAVES, HAS_BIAS, 4,
         )  # fmt: skip
 
@@ -232,12 +270,17 @@ def _of_halves(rows_B, i, G, needed: gl.constexpr, GROUP: gl.constexpr, HALF: gl
 
 @gluon.jit
 def _half(
-    w, half: gl.constexpr, zero, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, HALF: gl.constexpr, A_WORD: gl.constexpr,
+    w, h, half: gl.constexpr, zero, base, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, HALF: gl.constexpr, A_WORD: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
     """The numbers of a step's first or second half."""
-    codes = w.slice(half * (HALF // A_WORD), HALF // A_WORD, dim=1).load(gl.DotOperandLayout(0, layout, 2))
-    return numbers_of(codes, zero, layout, KIND, HAS_ZEROS, HALF)
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    codes = w.slice(half * (HALF // A_WORD), HALF // A_WORD, dim=1).load(left)
+    if KIND == "packed":
+        highs = h.slice(half * (HALF // 4), HALF // 4, dim=1).load(left)
+        return numbers_of_packed(codes, highs, base[:, None], layout, HALF)
+    else:
+        return numbers_of(codes, zero, layout, KIND, HAS_ZEROS, HALF)
 
 
 @gluon.jit

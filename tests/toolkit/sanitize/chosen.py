@@ -24,10 +24,12 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_product[int4-32-True]"
     ],
     "quantised_sliced_kernel": [
-        "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[False-int4-64-True]"
+        "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[False-int4-64-True]",
+        "tests/ops/packed/test_packed_hopper.py::test_the_kernels_compute_the_product[False]",
     ],
     "quantised_hopper_kernel": [
-        "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-64-True]"
+        "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-64-True]",
+        "tests/ops/packed/test_packed_hopper.py::test_the_kernels_compute_the_product[True]",
     ],
     "dequantise_kernel": ["tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_numbers[int4-32-True]"],
     "tiled_linear_kernel": [

@@ -1,0 +1,1 @@
+"""Products with bfloat16 weights packed into 12 bits a number, without loss."""
