@@ -145,8 +145,7 @@ class DraftModel(nn.Module, ABC):
         """How often a round of that shape reads the weights; 0: there are none."""
         return 0
 
-    @property
-    def once_bytes(self) -> int:
+    def once_bytes(self, rows: int) -> int:
         """Bytes of the weights that only one of these passes reads."""
         return 0
 

@@ -147,6 +147,14 @@ class EngineOptions:
         "Embeddings, output layer and drafter stay as they are.  A checkpoint in 8 or 4 bits is refused.",
         choices=("none", "fp8", "int4"),
     )
+    pack_weights: bool = option(
+        False,
+        "keep each matrix of bfloat16 weights once more in 12 bits a number, without loss, for passes of few tokens",
+        details="Rounds are faster, since they wait for memory; the copies take three quarters of the weights' memory in "
+        "addition.  Every number has all of its bits; sums are taken in another order, as with other tiles.  It needs a GPU of "
+        "compute capability 9.0 and specdec's own modules in bfloat16, and is for both models.  Weights in 8 or 4 bits and "
+        "experts stay as they are, and passes of more than 64 tokens, on an H200 of more than 32, mostly read the weights.",
+    )
     prefix_caching: bool = option(
         False,
         "keep keys and values of earlier prompts and texts, so that a prompt that begins as one of them did starts after it",

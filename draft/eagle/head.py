@@ -69,9 +69,8 @@ class Eagle3Head(EagleHead):
         """Whether `forward` returns the output after the final norm."""
         return self.config.recycles_normed
 
-    @property
-    def once_bytes(self) -> int:
-        return self.fc.num_bytes  # features are fused in the extend only
+    def once_bytes(self, rows: int) -> int:
+        return self.fc.read_bytes(rows)  # features are fused in the extend only
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         if len(self.feature_norms):

@@ -38,7 +38,7 @@ def byte_limit(
     context: committed tokens of each of `batch` sequences.  sharers: ranks that divide the target's keys and values of each.
     """
     nodes = batch * (spec.num_draft_tokens if spec else 1)
-    target = _weights(model) + nodes * _row_bytes(model)
+    target = _weights(model, nodes) + nodes * _row_bytes(model)
     target_kv = int(batch * _kv_bytes(model, model.config, kv_cache_dtype, context / sharers))
     if spec is None:
         return RoundBytes(target, target_kv)
@@ -47,7 +47,8 @@ def byte_limit(
     if not passes:
         return RoundBytes(target, target_kv)
     rows = batch * (spec.topk * (passes - 1) + passes + 1)  # of all passes: the tree's branches, then the extend's
-    draft = passes * (_weights(head) - head.once_bytes) + head.once_bytes + rows * _row_bytes(head)
+    once = head.once_bytes(batch * spec.topk)
+    draft = passes * (_weights(head, batch * spec.topk) - once) + once + rows * _row_bytes(head)
     draft_kv = int(passes * batch * sum(_kv_bytes(head, config, kv_cache_dtype, context) for config in head.needs.models))
     return RoundBytes(target, target_kv, draft, draft_kv, passes)
 
@@ -90,14 +91,21 @@ def _host_seconds(work: Callable[[], Tensor], repeats: int) -> float:
     return median(seconds)
 
 
-def _weights(module: Target | DraftModel) -> int:
-    """Bytes of all weights that a pass reads, shared ones once.  An embedding table counts if it is the output layer too."""
+def _weights(module: Target | DraftModel, rows: int) -> int:
+    """Bytes of all weights that a pass of `rows` rows reads, shared ones once.
+
+    An embedding table counts if it is the output layer too.
+    """
     tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
     matrices = [part for part in module.modules() if isinstance(part, Linear)]
     for table in _tables(module):
         if not any(matrix.holds(table) for matrix in matrices):
             tensors.pop(table.data_ptr(), None)
-    return sum(map(_bytes, tensors.values()))
+    packed = {
+        matrix.weight.data_ptr(): matrix for matrix in matrices if matrix.packed is not None and matrix.weight is not None
+    }
+    unread = sum(sum(map(_bytes, matrix.parameters())) - matrix.read_bytes(rows) for matrix in packed.values())
+    return sum(map(_bytes, tensors.values())) - unread
 
 
 def _tables(module: Target | DraftModel) -> list[Tensor]:

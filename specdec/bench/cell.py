@@ -18,6 +18,7 @@ from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.lossless.near_tie import explain_divergence, first_divergence
+from specdec.models.schemes.planes import PackedPlanes
 
 WARM_UPS = 6  # at most; a graph that a short run captures late, a long run captured long before its end
 CHUNK_USES = 3  # a chunk of prompts is captured at its third use, so that with graphs fewer warm-ups say nothing
@@ -184,7 +185,8 @@ def _is_empty(output: Generation, has_text: bool) -> bool:
 def _memory(session: Session) -> Memory:
     modules = [session.model] + ([session.head] if session.head is not None else [])
     tensors = {t.data_ptr(): t for module in modules for t in module.parameters()}  # shared ones once
-    weights = sum(t.numel() * t.element_size() for t in tensors.values())
+    planes = {id(part): part for module in modules for part in module.modules() if isinstance(part, PackedPlanes)}
+    weights = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(p.weight.num_bytes for p in planes.values())
     pool, device = session.kv_pool_bytes, session.settings.device
     if device.type == "cuda":
         return Memory(weights, pool, torch.cuda.max_memory_allocated(device), "GPU allocator, this row")

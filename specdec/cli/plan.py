@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
 # Engine options that have the same flags here as in other commands.
-USED = ("dtype", "quantize", "kv_cache_dtype", "page_size", "draft_format", "draft_pickle", "draft_quantize")
+USED = ("dtype", "quantize", "pack_weights", "kv_cache_dtype", "page_size", "draft_format", "draft_pickle", "draft_quantize")
 UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 

@@ -19,9 +19,11 @@ from specdec.loading.resolve import EngineSettings, choose_attention, resolve_se
 from specdec.loading.threads import allowed_threads, threads_for, use_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
 from specdec.models.config import ModelConfig
+from specdec.models.linear import pack_matrices
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
+from specdec.ops.packed.packing import EIGHT, MOST_FAR, WIDTH
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
@@ -107,7 +109,20 @@ def load_pair(
     STARTUP.lap("target")
     head = None if drafter is None else drafter.load(model, max_positions, device, dtype)
     STARTUP.lap("draft")
+    if settings.options.pack_weights:
+        pack_pair(model, head)
+        STARTUP.lap("packing")
     return model, head, settings, folder
+
+
+def pack_pair(model: Target, head: DraftModel | None) -> None:
+    """Packs both models' matrices.  ValueError if there are none that can be."""
+    if not pack_matrices(*([model] if head is None else [model, head])):
+        raise ValueError(
+            f"pack_weights=True packs matrices whose width is a multiple of {WIDTH} and whose rows are a multiple of {EIGHT}, "
+            f"none with more than {MOST_FAR} numbers far from its others, and found none; "
+            "nearest setting that works: pack_weights=False"
+        )
 
 
 def set_threads(model: Target, settings: EngineSettings) -> None:

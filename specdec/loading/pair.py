@@ -47,7 +47,7 @@ class WantedPair(NamedTuple):
             folders = [folder for folder in (self.target, self.draft) if folder is not None and not is_name(folder)]
             configs = check_pair(self.target, self.draft, self.spec, self.options, warns=False).configs
             whole = sum(weights_bytes(resolve_folder(folder, "folder")) for folder in folders)
-            raise RuntimeError(no_room(whole, group, torch.device(options.device), configs)) from error
+            raise RuntimeError(no_room(whole, group, torch.device(options.device), configs, options.pack_weights)) from error
 
 
 def weights_bytes(folder: Path) -> int:
@@ -56,18 +56,21 @@ def weights_bytes(folder: Path) -> int:
     return next((total for kind in kinds if (total := sum(file.stat().st_size for file in folder.glob(kind)))), 0)
 
 
-def no_room(whole: int, group: Group, device: torch.device, configs: Iterable[ModelConfig]) -> str:
-    """What to tell of a rank whose GPU has no room for its share.  whole: bytes of all weights."""
+def no_room(whole: int, group: Group, device: torch.device, configs: Iterable[ModelConfig], packs: bool = False) -> str:
+    """What to tell of a rank whose GPU has no room for its share.  whole: bytes of all weights.  packs: with packed copies."""
     free, total = torch.cuda.mem_get_info(device)
+    taken, copies = (whole * 7 // 4, " and their packed copies") if packs else (whole, "")
     configs = list(configs)
     fits = (
         size
         for size in range(group.size + 1, MOST_RANKS + 1)
-        if whole / size <= WEIGHTS_SHARE * total and not any(misfit(config, size) for config in configs)
+        if taken / size <= WEIGHTS_SHARE * total and not any(misfit(config, size) for config in configs)
     )
-    more = next((f"tensor_parallel_size={size}" for size in fits), "a smaller model")
+    more = ("pack_weights=False, " if packs else "") + next(
+        (f"tensor_parallel_size={size}" for size in fits), "a smaller model"
+    )
     return (
-        f"rank {group.rank} of {group.size} has no room for its share of the models on {device}: their files hold "
+        f"rank {group.rank} of {group.size} has no room for its share of the models{copies} on {device}: the files hold "
         f"{whole / 2**30:.1f} GiB, of which each rank takes about 1/{group.size}; the GPU has {total / 2**30:.1f} GiB, and "
         f"{free / 2**30:.1f} GiB of it are free now; nearest setting that works: {more}, or a GPU that nothing else uses"
     )

@@ -21,19 +21,23 @@ from specdec.draft.mtp.load import OpenMtp
 from specdec.draft.mtp.tensors import stored_tensors
 from specdec.loading.load import CheckedPair, check_pair
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
-from specdec.loading.resolve import CHUNK_COST, EngineSettings
+from specdec.loading.resolve import CHUNK_COST, EngineSettings, check_packing
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.schemes.size import matrix_size
 from specdec.models.schemes.source import Format
+from specdec.ops.packed.packing import EIGHT, WIDTH, packed_size
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 4096  # the most that max_batch_size takes
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
 MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|\bfc|lm_head)\.\w+$")
+UNPACKED = re.compile(
+    r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$"
+)  # what is no matrix of a Linear, or is read by head
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
@@ -49,6 +53,7 @@ class Models(NamedTuple):
     features: how many numbers of each token the drafter reads of the target.
     page_bytes: what the drafter keeps of each page besides keys and values.
     scratch: how many numbers the largest matrix of the target has that is stored as codes: prompts compute them; 0: none is.
+    packed: the bytes of matrices that are kept once more, of both.
     """
 
     configs: tuple[ModelConfig, ...]
@@ -56,6 +61,7 @@ class Models(NamedTuple):
     features: int = 0
     page_bytes: int = 0
     scratch: int = 0
+    packed: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -92,10 +98,14 @@ def plan_memory(
     spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
     checkpoint's own.  ValueError as when the pair is loaded.
     """
-    pair = check_pair(target, draft, spec, replace(options, device="cpu", attention="auto", prefix_caching=False))
+    here = replace(options, device="cpu", attention="auto", prefix_caching=False, pack_weights=False)
+    pair = check_pair(target, draft, spec, here)
     config, settings = pair.chosen.config, pair.settings
     if options.dtype == "auto":  # on a GPU
         settings = replace(settings, dtype=DTYPES.get(config.dtype or "", torch.bfloat16))
+    settings = settings.with_options(pack_weights=options.pack_weights)
+    if options.pack_weights:
+        check_packing(settings)
     models = _models(pair, settings)
 
     def at(context: int, batch: int) -> dict[str, int]:
@@ -139,6 +149,7 @@ def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:
     return {
         "weights of the target": models.weights[0],
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
+        **({"packed copies of weights": models.packed} if options.pack_weights else {}),
         "keys and values": kv + source_bytes(target, settings),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
@@ -165,8 +176,10 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
     mtp = mtp_prefixes(config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
     weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_numbers(own, without)
+    packs = settings.options.pack_weights
+    packed = packed_bytes(own, without, config.tie_embeddings) if packs else 0
     if drafter is None or drafter.files is None:  # one without files keeps a few bytes of each token, and reads no weights
-        return Models(pair.configs, (weights,), scratch=scratch)
+        return Models(pair.configs, (weights,), scratch=scratch, packed=packed)
     if isinstance(drafter.files, OpenMtp):
         checkpoint, spec = drafter.files
         without, layers = set(checkpoint.names()) - set(stored_tensors(checkpoint, spec)), spec.model
@@ -182,7 +195,8 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
         without |= set() if own_lm_head else {"lm_head.weight"}
         features, layers = head.feature_size, head.model
     drafted = tensor_bytes(checkpoint, layers, settings.dtype, without)
-    return Models(pair.configs, (weights, drafted), features, page_bytes=kept, scratch=scratch)
+    packed += packed_bytes(checkpoint, without) if packs else 0
+    return Models(pair.configs, (weights, drafted), features, page_bytes=kept, scratch=scratch, packed=packed)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:
@@ -202,6 +216,23 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
         math.prod(checkpoint.shape(name)) * heads.get(name.removesuffix(".weight").rpartition(".")[2], 1) for name in own
     )
     return coded + numbers * dtype.itemsize
+
+
+def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) -> int:
+    """The bytes of packed copies of a checkpoint's matrices, but for their rare far numbers, which no header tells.
+
+    tied: whether the embedding table is the output layer's matrix too.
+    """
+    names = [name for name in checkpoint.names() if name not in without and name.endswith(".weight")]
+    formats = _formats(checkpoint, names)
+    total = 0
+    for name in names:
+        matrix, shape = name.removesuffix(".weight"), checkpoint.shape(name)
+        is_table = "embed" in matrix.rpartition(".")[2] and not tied
+        is_matrix = len(shape) == 2 and matrix not in formats and not is_table and not UNPACKED.search(name)
+        if is_matrix and shape[0] % EIGHT == 0 and shape[1] % WIDTH == 0:
+            total += packed_size(*shape)
+    return total
 
 
 def _is_spare_bias(name: str, formats: dict[str, Format], config: ModelConfig) -> bool:

@@ -22,6 +22,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
+from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
 from specdec.runner.prompts import LARGEST_STEP
@@ -157,6 +158,9 @@ def resolve_settings(
     )
     if options.deterministic:
         check_deterministic(settings, target)
+    if options.pack_weights:
+        check_packing_here(device)
+        check_packing(settings)
     return replace(settings, attention_backend=choose_attention(settings, target))
 
 
@@ -194,6 +198,35 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
         got = " and ".join(map(str, row_lengths(target, ranks)))
         nearest = f"tensor_parallel_size={fits[0]}" if fits else "deterministic=False"
         refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {got}", nearest)
+
+
+def check_packing(settings: EngineSettings) -> None:
+    """ValueError if no product would read packed weights, whatever the device."""
+    got = "deterministic=True" if settings.options.deterministic else ""
+    if settings.target_backend != "native":
+        got = f"backend={settings.target_backend!r} ({settings.target_backend_reason})"
+    if got:
+        raise ValueError(
+            "pack_weights=True is for specdec's own modules, with tiles chosen by the number of tokens, "
+            f"got {got}; nearest setting that works: pack_weights=False"
+        )
+    if settings.dtype != torch.bfloat16:
+        got, nearest = f"dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'"
+        raise ValueError(f"pack_weights=True packs weights in bfloat16, got {got}; nearest setting that works: {nearest}")
+
+
+def check_packing_here(device: torch.device) -> None:
+    """ValueError on a device without the kernels that read packed weights."""
+    architecture = architecture_of(device)
+    if architecture == (9, 0) and has_gluon():
+        return
+    got = device if architecture is None else f"{device} of {'.'.join(map(str, architecture))}"
+    if architecture == (9, 0):
+        got = f"{device} without Triton's Gluon"
+    raise ValueError(
+        f"pack_weights=True needs an NVIDIA GPU of compute capability 9.0, for which its kernels are written, got {got}; "
+        "nearest setting that works: pack_weights=False"
+    )
 
 
 def row_lengths(target: ModelConfig, ranks: int) -> tuple[int, ...]:

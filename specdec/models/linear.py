@@ -2,7 +2,8 @@
 
 A layer multiplies through `Linear` and reads none of its bytes.  A loader asks for the tensors of one part, by their names in a
 checkpoint, and fills them; or it hands over a part as codes (schemes/rows.py), and the matrix is stored in 8 or 4 bits
-(schemes/planes.py).  So this file alone knows how a matrix is stored.  It knows no checkpoint and no model.
+(schemes/planes.py).  A matrix that was filled can be kept once more, packed.  So this file alone knows how a matrix is stored.
+It knows no checkpoint and no model.
 
 Shapes: T tokens, I columns, O rows, F rows of a gate, N matrices of a stack, R rows asked for.
 """
@@ -17,10 +18,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specdec.models.schemes.planes import Planes
+from specdec.models.schemes.planes import PackedPlanes, Planes
 from specdec.models.schemes.rows import CodedRows
 from specdec.models.schemes.stacks import StackPlanes
 from specdec.ops.experts.codes import chosen_of, dequantise_stack
+from specdec.ops.packed.linear import packed_gated_linear, packed_linear, packed_linear_terms, reads_packed
+from specdec.ops.packed.packing import EIGHT, pack_weight
 from specdec.ops.products.linear import gated_linear, linear, linear_terms
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.quantised.codes import dequantise
@@ -101,6 +104,8 @@ class Linear(Multiplying):
     outputs.  `row`: some columns, so that each rank's product is one of the terms of the output.  All sizes are the rank's own.
     unread: endings of tensors of the checkpoint of which this rank holds nothing.
     weight, planes: the numbers, or the codes that stand for them; the other one is None.
+    packed: the numbers once more, for products of few rows; None unless `pack` was called.
+    packs: whether it may be packed: not if the numbers are read by head alone (`by_head`).
     """
 
     def __init__(self, in_features: int, parts: int | Mapping[str, int], bias: bool = False) -> None:
@@ -111,6 +116,8 @@ class Linear(Multiplying):
         device = None if self._late is None else "meta"
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.out_features, in_features, device=device))
         self.planes: Planes | None = None
+        self.packed: PackedPlanes | None = None
+        self.packs = True
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
         self._cuts = {part: _Cut(0, 0, size) for part, size in self.parts.sizes.items()}
         self.unread: tuple[str, ...] = ()
@@ -161,12 +168,17 @@ class Linear(Multiplying):
         terms = terms and self.shape()[1] == self.in_features
         if self.planes is not None:
             return (quantised_linear_terms if terms else quantised_linear)(x, self.planes.weight, self.bias)
+        if self.packed is not None:
+            product = packed_linear_terms if terms else packed_linear
+            return product(x, self._numbers, self.packed.weight, self.bias, self.numerics)
         return (linear_terms if terms else linear)(x, self._numbers, self.bias, self.numerics)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
         if self.planes is not None:
             return quantised_gated_linear(x_TI, self.planes.weight, self.bias)
+        if self.packed is not None:
+            return packed_gated_linear(x_TI, self._numbers, self.packed.weight, self.bias, self.numerics)
         return gated_linear(x_TI, self._numbers, self.bias, self.numerics)
 
     @property
@@ -230,14 +242,22 @@ class Linear(Multiplying):
             raise ValueError(f"its parts are stored alike in one matrix ({', '.join(self.parts.sizes)}), got {why}")
         self.planes.put(rows, own)
 
+    def pack(self) -> None:
+        """Keeps numbers that can be packed (`pack_weight`) once more, for products of few rows.  They must not change then."""
+        if self.weight is not None and self.packs and self.out_features % EIGHT == 0:
+            packed = pack_weight(self.weight)
+            self.packed = None if packed is None else PackedPlanes(packed)
+
     def holds(self, table: Tensor) -> bool:
         """Whether the weight is this very tensor, as the language-model head of a model with tied embeddings is."""
         return self.weight is not None and self.weight.data_ptr() == table.data_ptr()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a product reads of the matrix."""
-        return sum(stored.numel() * stored.element_size() for stored in self.parameters())
+    def read_bytes(self, rows: int) -> int:
+        """Bytes that a product of that many rows reads of the matrix."""
+        stored: list[Tensor] = list(self.parameters())
+        if self.packed is not None and reads_packed(self.packed.weight, rows):
+            stored = [*self.packed.buffers(), *([] if self.bias is None else [self.bias])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in stored)
 
 
 def use_numerics(model: nn.Module, numerics: Numerics) -> None:
@@ -245,6 +265,14 @@ def use_numerics(model: nn.Module, numerics: Numerics) -> None:
     for module in model.modules():
         if isinstance(module, Multiplying):
             module.numerics = numerics
+
+
+def pack_matrices(*models: nn.Module) -> int:
+    """Packs all matrices of these models that can be packed, shared ones once, and says how many these are."""
+    matrices = {id(part): part for model in models for part in model.modules() if isinstance(part, Linear)}
+    for matrix in matrices.values():
+        matrix.pack()
+    return sum(matrix.packed is not None for matrix in matrices.values())
 
 
 class LinearStack(nn.Module):

@@ -38,6 +38,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "smoke": ([], False),
     "backend": (["transformers"], "transformers"),
     "quantize": (["int4"], "int4"),
+    "pack_weights": ([], True),
     "prefix_caching": ([], True),
     "deterministic": ([], True),
     "tensor_parallel_size": (["2"], 2),

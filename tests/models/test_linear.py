@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.models.linear import Linear, LinearStack, filled_late
+from specdec.models.linear import Linear, LinearStack, filled_late, pack_matrices
 from specdec.models.schemes.rows import CodedRows
+from specdec.ops.packed.packing import unpack_weight
 from specdec.ops.quantised.codes import Kind
 from specdec.parallel.shard import Shard
 
@@ -32,7 +33,7 @@ def test_each_part_computes_its_own_rows(bias: bool) -> None:
     want = torch.cat([F.linear(x, part["weight"], part.get("bias")) for part in given.values()], dim=-1)
     assert fused.out_features == 11 and torch.allclose(fused(x), want, atol=1e-6)
     assert torch.equal(fused.rows(torch.tensor([6, 0])), torch.stack([given["k"]["weight"][0], given["q"]["weight"][0]]))
-    assert fused.num_bytes == 4 * (11 * 5 + 11 * bias)
+    assert fused.read_bytes(1) == 4 * (11 * 5 + 11 * bias)
 
 
 def test_a_gate_opens_the_other_half() -> None:
@@ -52,6 +53,39 @@ def test_a_shared_weight_is_one_tensor() -> None:
     table.weight.data.fill_(2.0)
     assert head.holds(table.weight) and torch.equal(head(torch.ones(1, 5)), torch.full((1, 7), 10.0))
     assert not Linear(5, 7).holds(table.weight)
+
+
+def test_a_packed_copy_is_the_matrix_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a copy that is a weight of the model, that a change of dtype turns into other codes, of a matrix in codes or
+    of one that no kernel reads; and bytes that a round is said to read and does not.
+    """
+    torch.manual_seed(0)
+    table = nn.Embedding(64, 256, dtype=torch.bfloat16)
+    model = nn.ModuleList([Linear(256, {"q": 24, "k": 8}, bias=True), Linear(72, 8), Linear.of(table.weight)]).to(
+        torch.bfloat16
+    )
+    model[0].weight.data.normal_(std=0.02)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    want = [matrix(x) for matrix in (model[0], model[2])]
+    model.append(Linear(256, 12).to(torch.bfloat16))  # 12 rows
+    model.append(Linear(256, 16).to(torch.bfloat16))
+    model[4].packs = False  # read by head
+    assert pack_matrices(nn.ModuleList([model[0]]), model) == 2
+    assert [matrix.packed is not None for matrix in model] == [True, False, True, False, False]
+    assert before == [parameter.data_ptr() for parameter in model[:3].parameters()] and not model[0].packed.state_dict()
+    assert all(torch.equal(matrix(x), y) for matrix, y in zip((model[0], model[2]), want))
+    packed = model[0].packed.weight
+    assert torch.equal(unpack_weight(packed), model[0].weight)
+    assert 0.75 < packed.num_bytes / model[0].weight.nbytes < 0.8
+    assert model[0].read_bytes(1) == 2 * (32 * 256 + 32)  # on a CPU nothing reads the copy
+    monkeypatch.setattr("specdec.models.linear.reads_packed", lambda packed, rows: rows <= 32)
+    assert model[0].read_bytes(32) == packed.num_bytes + 64 and model[0].read_bytes(33) == 2 * (32 * 256 + 32)
+    model.float()
+    assert torch.equal(unpack_weight(model[0].packed.weight).float(), model[0].weight)
+    coded = Linear(256, 8)
+    coded.fill("", CodedRows("int8", torch.zeros(8, 256, dtype=torch.uint8), torch.ones(8, 1), None, 0))
+    assert pack_matrices(coded) == 0
 
 
 def test_a_stack_keeps_matrices_apart() -> None:
@@ -125,7 +159,7 @@ def test_a_change_of_dtype_leaves_codes_alone() -> None:
     matrix.to(torch.bfloat16)
     assert matrix.bias is not None and matrix.bias.dtype == torch.bfloat16
     assert all(torch.equal(old, new) and old.dtype == new.dtype for old, new in zip(before, matrix.planes.parameters()))
-    assert matrix.num_bytes == 8 * 32 + 8 * 2 * (4 + 1) + 8 * 2  # codes, scales and zeros, and the bias
+    assert matrix.read_bytes(1) == 8 * 32 + 8 * 2 * (4 + 1) + 8 * 2  # codes, scales and zeros, and the bias
 
 
 def test_unlike_parts_are_refused() -> None:

@@ -1,4 +1,6 @@
-"""The tensors of a matrix in 8 or 4 bits: codes, scales and zeros, filled part by part.  Knows no checkpoint and no product.
+"""The tensors of a matrix in 8 or 4 bits: codes, scales and zeros, filled part by part; or of one that is packed.
+
+Knows no checkpoint and no product.
 
 Shapes: O rows, P rows of a part, I columns, J bytes of a row's codes, G groups of a row.
 """
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.schemes.rows import CodedRows
+from specdec.ops.packed.packing import Packed
 from specdec.ops.quantised.codes import Codes, Kind, row_bytes
 
 
@@ -73,3 +76,16 @@ class Planes(KeptPlanes):
             self.scales_OG[rows].copy_(weight.scales_OG)
             if self.zeros_OG is not None and weight.zeros_OG is not None:
                 self.zeros_OG[rows].copy_(weight.zeros_OG)
+
+
+class PackedPlanes(KeptPlanes):
+    """The planes of a packed matrix.  They are buffers: copies, and no weights of the model."""
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__()
+        for name, plane in packed._asdict().items():
+            self.register_buffer(name, plane, persistent=False)
+
+    @property
+    def weight(self) -> Packed:
+        return Packed(*(self.get_buffer(name) for name in Packed._fields))
