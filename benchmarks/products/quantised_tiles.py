@@ -1,9 +1,10 @@
-"""Which tiles are fastest for products of few rows with weights of 8 or 4 bits, at Llama-3.1-8B's shapes, on a real GPU.
+"""Which tiles are fastest for products of few rows with weights of 8 or 4 bits, or packed, at Llama-3.1-8B's shapes.
 
     python benchmarks products.quantised_tiles --out benchmarks/products/results/quantised_tiles_h200.json
 
-Times are medians of replays of CUDA graphs, which run through copies of a weight that spill over L2, so that each product reads
-its weight from memory, as in a model.  Kernels are compiled by several processes first.
+It needs a GPU of compute capability 9.0.  Times are medians of replays of CUDA graphs, which run through copies of a weight
+that spill over L2, so that each product reads its weight from memory, as in a model.  Kernels are compiled by several processes
+first.
 
 Shapes: T rows, I in, O weight rows.
 """
@@ -27,14 +28,18 @@ import triton
 from graph_timing import replay_us
 from torch import Tensor
 
+from products.tile_candidates import CANDIDATES, Stored
 from specdec.ops.norm import add_rms_norm
+from specdec.ops.packed.packing import Packed, pack_weight, unpack_weight
+from specdec.ops.packed.tiles import packed_tiles
+from specdec.ops.products.gpus import match_of
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
 from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 from specdec.ops.quantised.tiles import ALONE, HopperTiles, hopper_tiles
 from specdec.ops.terms import Terms, added_up
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-FORMATS: tuple[tuple[Kind, int], ...] = (("e4m3", 0), ("int4", 128))
+FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("int4", 128), ("packed", 0))
 COLD_BYTES = 200_000_000
 ROWS = {1: 1, 32: 32, 6: 8, 16: 16, 64: 64}  # rows of x, and the tiles that hold them
 LAYERS = 4
@@ -44,139 +49,15 @@ BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 class Trial(NamedTuple):
     """shape: of SHAPES, for which the tiles are tried."""
 
-    kind: Kind
+    kind: Stored
     group: int
     shape: str
     tiles: HopperTiles
 
     @property
-    def compiled(self) -> tuple[Kind, int, bool, HopperTiles]:
+    def compiled(self) -> tuple[Stored, int, bool, HopperTiles]:
         """What one compiled kernel is for."""
         return self.kind, self.group, self.shape == "gate_up", self.tiles
-
-
-# By kind, tiles' rows of x and shape: block_o, block_i (0: as slices are), splits, warps, stages, slices, registers.
-CANDIDATES: dict[Kind, dict[int, dict[str, tuple[tuple[int, ...], ...]]]] = {
-    "e4m3": {
-        1: {
-            "qkv": (
-                (16, 0, 1, 4, 5, 4, 64), (16, 0, 1, 4, 4, 4, 56), (16, 0, 1, 4, 6, 4, 64), (32, 0, 1, 4, 5, 2, 64),
-                (64, 0, 1, 4, 8, 1, 64), (32, 0, 1, 8, 4, 4, 56),
-            ),
-            "o": (
-                (16, 0, 1, 4, 5, 4, 64), (16, 0, 1, 4, 4, 4, 56), (32, 0, 2, 4, 4, 2, 80), (32, 0, 2, 4, 5, 2, 64),
-                (64, 0, 4, 4, 4, 1, 64), (64, 0, 2, 8, 4, 2, 80),
-            ),
-            "gate_up": (
-                (128, 0, 1, 4, 5, 1, 128), (128, 0, 1, 8, 6, 1, 80), (128, 0, 1, 8, 5, 1, 64), (64, 0, 1, 4, 6, 1, 64),
-                (64, 0, 1, 4, 5, 1, 64), (64, 0, 1, 4, 4, 1, 64),
-            ),
-            "down": (
-                (16, 0, 1, 4, 8, 4, 80), (16, 0, 1, 4, 6, 4, 64), (32, 0, 2, 4, 6, 2, 64), (32, 0, 3, 4, 5, 2, 64),
-                (64, 0, 6, 4, 5, 1, 64), (64, 0, 4, 8, 4, 2, 80),
-            ),
-        },
-        8: {
-            "qkv": ((32, 0, 1, 8, 4, 4, 80), (16, 0, 1, 4, 4, 4, 64)),
-            "o": ((32, 0, 1, 8, 4, 4, 80), (64, 0, 2, 8, 4, 2, 80), (64, 0, 4, 4, 4, 1, 80)),
-            "gate_up": ((128, 0, 1, 8, 5, 1, 56), (128, 0, 1, 4, 5, 1, 80)),
-            "down": ((32, 0, 1, 8, 8, 4, 80), (64, 0, 4, 4, 5, 1, 80), (64, 0, 2, 8, 5, 2, 80)),
-        },
-        16: {
-            "qkv": ((64, 256, 2, 8, 4, 2, 80), (64, 256, 1, 8, 4, 2, 128)),
-            "o": ((64, 256, 2, 4, 4, 1, 80), (64, 256, 2, 8, 4, 2, 80)),
-            "gate_up": ((128, 128, 1, 8, 4, 1, 80), (128, 256, 1, 4, 2, 1, 128)),
-            "down": ((64, 256, 2, 8, 6, 2, 128), (64, 256, 2, 4, 6, 1, 80), (128, 256, 4, 8, 4, 1, 128)),
-        },
-        32: {
-            "qkv": (
-                (64, 256, 1, 8, 5, 2, 128), (64, 256, 1, 8, 4, 2, 96), (64, 128, 1, 8, 6, 2, 96), (64, 128, 1, 4, 8, 1, 80),
-                (64, 256, 1, 4, 5, 1, 128),
-            ),
-            "o": (
-                (64, 256, 2, 4, 4, 1, 80), (64, 256, 2, 4, 5, 1, 96), (64, 256, 2, 4, 3, 1, 80), (64, 128, 2, 4, 8, 1, 80),
-                (64, 256, 3, 4, 3, 1, 80), (64, 256, 2, 8, 4, 2, 128),
-            ),
-            "gate_up": (
-                (128, 128, 1, 8, 4, 1, 80), (128, 128, 1, 8, 5, 1, 80), (64, 128, 1, 4, 6, 1, 80), (64, 256, 1, 4, 3, 1, 80),
-                (128, 256, 1, 4, 2, 1, 128), (128, 256, 1, 8, 2, 1, 80), (256, 128, 1, 8, 3, 1, 168),
-            ),
-            "down": (
-                (64, 256, 2, 8, 6, 2, 128), (64, 256, 2, 8, 5, 2, 128), (64, 256, 3, 4, 5, 1, 80), (64, 128, 2, 4, 8, 1, 80),
-                (64, 256, 3, 8, 5, 2, 128), (64, 256, 2, 4, 6, 1, 80), (64, 128, 4, 4, 6, 1, 80),
-            ),
-        },
-        64: {
-            "qkv": ((64, 128, 2, 8, 4, 2, 80), (64, 128, 1, 8, 6, 2, 128)),
-            "o": ((64, 128, 2, 8, 4, 2, 80), (64, 128, 4, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128)),
-            "gate_up": ((128, 128, 1, 8, 3, 1, 80), (256, 128, 1, 8, 4, 1, 168)),
-            "down": ((64, 128, 2, 8, 6, 2, 128), (128, 128, 4, 8, 6, 1, 128), (64, 128, 4, 4, 5, 1, 80)),
-        },
-    },
-    "int4": {
-        1: {
-            "qkv": (
-                (16, 0, 1, 4, 3, 4, 64), (16, 0, 1, 4, 2, 4, 64), (16, 0, 1, 4, 3, 4, 80), (16, 0, 1, 4, 3, 4, 56),
-                (32, 0, 1, 8, 3, 4, 80), (16, 0, 1, 4, 4, 4, 80),
-            ),
-            "o": (
-                (16, 0, 1, 4, 4, 4, 80), (16, 0, 1, 4, 3, 4, 80), (16, 0, 1, 4, 3, 4, 64), (64, 0, 4, 4, 3, 1, 80),
-                (32, 0, 2, 4, 3, 2, 64), (32, 0, 2, 4, 4, 2, 80),
-            ),
-            "gate_up": (
-                (64, 0, 1, 4, 3, 1, 64), (64, 0, 1, 4, 2, 1, 64), (64, 0, 1, 4, 3, 1, 56), (64, 0, 1, 4, 3, 1, 72),
-                (64, 0, 1, 4, 4, 1, 64), (128, 0, 1, 8, 3, 1, 64), (128, 0, 1, 4, 3, 1, 120),
-            ),
-            "down": (
-                (64, 0, 6, 4, 3, 1, 80), (64, 0, 6, 4, 2, 1, 80), (64, 0, 6, 4, 3, 1, 72), (32, 0, 3, 4, 3, 2, 80),
-                (32, 0, 3, 4, 3, 2, 64), (64, 0, 6, 4, 3, 1, 96), (64, 0, 4, 4, 4, 1, 80),
-            ),
-        },
-        8: {
-            "qkv": ((32, 0, 1, 8, 2, 4, 80), (16, 0, 1, 4, 2, 4, 80), (16, 0, 1, 4, 2, 4, 64), (16, 0, 1, 4, 3, 4, 80)),
-            "o": (
-                (64, 0, 4, 4, 3, 1, 80), (16, 0, 1, 4, 2, 4, 80), (64, 0, 4, 4, 4, 1, 80), (32, 0, 2, 4, 3, 2, 80),
-                (64, 0, 4, 4, 3, 1, 64),
-            ),
-            "gate_up": ((128, 0, 1, 8, 4, 1, 80), (128, 0, 1, 4, 4, 1, 120), (64, 0, 1, 4, 4, 1, 80), (128, 0, 1, 8, 3, 1, 80)),
-            "down": (
-                (64, 0, 4, 8, 3, 2, 80), (64, 0, 6, 4, 4, 1, 80), (64, 0, 7, 4, 4, 1, 80), (64, 0, 4, 4, 4, 1, 80),
-                (64, 0, 3, 8, 3, 2, 80), (64, 0, 5, 4, 4, 1, 80),
-            ),
-        },
-        16: {
-            "qkv": ((64, 256, 2, 8, 4, 2, 80), (64, 256, 1, 8, 4, 2, 80)),
-            "o": ((64, 256, 2, 4, 4, 1, 80), (64, 256, 2, 8, 4, 2, 80), (64, 256, 4, 4, 4, 1, 80)),
-            "gate_up": ((128, 256, 1, 8, 3, 1, 80), (128, 256, 1, 4, 3, 1, 128)),
-            "down": ((64, 256, 4, 8, 4, 2, 80), (64, 256, 2, 8, 6, 2, 128), (64, 256, 8, 4, 4, 1, 80)),
-        },
-        32: {
-            "qkv": (
-                (64, 256, 1, 8, 6, 2, 128), (64, 256, 1, 8, 4, 2, 128), (64, 256, 1, 8, 4, 2, 96), (64, 128, 1, 8, 6, 2, 96),
-                (64, 128, 1, 4, 8, 1, 80),
-            ),
-            "o": (
-                (64, 256, 2, 8, 4, 2, 128), (64, 256, 2, 8, 4, 2, 96), (64, 128, 4, 4, 6, 1, 64), (64, 256, 2, 4, 4, 1, 80),
-                (64, 256, 3, 8, 4, 2, 128),
-            ),
-            "gate_up": (
-                (128, 256, 1, 4, 2, 1, 128), (64, 256, 1, 4, 3, 1, 80), (64, 256, 1, 4, 3, 1, 96), (64, 256, 1, 4, 4, 1, 128),
-                (64, 128, 1, 4, 6, 1, 80), (128, 128, 1, 4, 4, 1, 128), (128, 128, 1, 8, 5, 1, 80), (128, 256, 1, 4, 3, 1, 168),
-                (64, 256, 1, 8, 4, 2, 96),
-            ),
-            "down": (
-                (64, 256, 2, 8, 6, 2, 128), (64, 256, 3, 8, 4, 2, 128), (64, 256, 3, 4, 4, 1, 80), (64, 256, 6, 4, 4, 1, 80),
-                (64, 128, 4, 4, 8, 1, 80), (64, 256, 2, 8, 4, 2, 128), (64, 256, 4, 4, 4, 1, 80),
-            ),
-        },
-        64: {
-            "qkv": ((64, 128, 2, 4, 4, 1, 80), (64, 128, 2, 8, 4, 2, 128), (64, 128, 1, 8, 6, 2, 128)),
-            "o": ((64, 128, 2, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128), (64, 128, 4, 4, 4, 1, 80)),
-            "gate_up": ((256, 128, 1, 8, 5, 1, 168), (128, 128, 1, 4, 4, 1, 128)),
-            "down": ((64, 128, 4, 4, 4, 1, 80), (64, 128, 2, 8, 6, 2, 128), (128, 128, 4, 8, 6, 1, 128)),
-        },
-    },
-}  # fmt: skip
 
 
 def trials() -> list[Trial]:
@@ -185,10 +66,19 @@ def trials() -> list[Trial]:
     for block_t, (kind, group), shape in itertools.product((1, 32, 8, 16, 64), FORMATS, SHAPES):
         for block_o, block_i, splits, warps, stages, slices, registers in CANDIDATES[kind][block_t][shape]:
             alone = block_t <= ALONE
-            width = slices * 64 * codes_a_word(kind) if alone else block_i
+            a_word = 2 if kind == "packed" else codes_a_word(kind)
+            width = slices * 64 * a_word if alone else block_i
             tiles = HopperTiles(block_t, block_o, width, splits, warps, stages, slices, alone, registers)
             found.append(Trial(kind, group, shape, tiles))
     return found
+
+
+def random_weight(kind: Stored, O: int, I: int, group: int) -> Codes | Packed:
+    if kind != "packed":
+        return random_codes(kind, O, I, group)
+    packed = pack_weight((torch.randn(O, I, device="cuda") * 0.02).bfloat16())
+    assert packed is not None
+    return packed
 
 
 def random_codes(kind: Kind, O: int, I: int, group: int, zeros: bool = False) -> Codes:
@@ -204,7 +94,7 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
     """Checks the kernel against float64 on the way."""
     torch.set_grad_enabled(False)
     gated = trial.shape == "gate_up"
-    weight = random_codes(trial.kind, 544 if gated else 528, SHAPES[trial.shape][1], trial.group)
+    weight = random_weight(trial.kind, 544 if gated else 528, SHAPES[trial.shape][1], trial.group)
     worst = 0.0
     try:
         for T in {max(1, trial.tiles.block_t - 3), trial.tiles.block_t}:
@@ -216,8 +106,9 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
         return f"{trial}: {type(error).__name__} {str(error)[-200:]}", trial
 
 
-def difference(y: Tensor, x: Tensor, weight: Codes, gated: bool) -> float:
-    want = x.double() @ dequantise(weight, torch.float64).T
+def difference(y: Tensor, x: Tensor, weight: Codes | Packed, gated: bool) -> float:
+    numbers = unpack_weight(weight).double() if isinstance(weight, Packed) else dequantise(weight, torch.float64)
+    want = x.double() @ numbers.T
     if gated:
         gate, up = want.chunk(2, -1)
         want = gate / (1 + (-gate).exp()) * up
@@ -230,24 +121,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--processes", type=int, default=7)
+    parser.add_argument("--kinds", nargs="+", choices=[kind for kind, _ in FORMATS], default=[kind for kind, _ in FORMATS])
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS), help="rows of x")
     args = parser.parse_args()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
               "date": time.strftime("%Y-%m-%d"), "rows": [], "layers": []}  # fmt: skip
-    todo = [trial for trial in trials() if trial.tiles.block_t in [ROWS[T] for T in args.rows]]
-    for found in sweep(todo, args.rows, args.seconds, args.processes):
+    todo = [each for each in trials() if each.tiles.block_t in [ROWS[T] for T in args.rows] and each.kind in args.kinds]
+    for found in sweep(todo, args.rows, args.kinds, args.seconds, args.processes):
         for name, rows in found.items():
             result[name] += rows
         if args.out:
             args.out.write_text(json.dumps(result) + "\n")
 
 
-def sweep(todo: list[Trial], rows_of_x: list[int], seconds: float, processes: int) -> Iterator[dict[str, list[Any]]]:
+def sweep(
+    todo: list[Trial], rows_of_x: list[int], kinds: list[Stored], seconds: float, processes: int
+) -> Iterator[dict[str, list[Any]]]:
     """For each number of rows and kind a row for each shape and tiling, and whole layers with some of them."""
     start = time.time()
     done = compiled(todo, 0.5 * seconds, processes)
     print(f"{len(done)} of {len(todo)} compiled in {time.time() - start:.1f} s", flush=True)
-    for T, (kind, group) in itertools.product(rows_of_x, FORMATS):
+    for T, (kind, group) in itertools.product(rows_of_x, [each for each in FORMATS if each[0] in kinds]):
         if time.time() - start > 0.95 * seconds:
             print(f"no time for {T} rows of {kind}")
             continue
@@ -276,36 +170,49 @@ def compiled(todo: list[Trial], seconds: float, processes: int) -> set[Any]:
     return done
 
 
-def copies(kind: Kind, O: int, I: int, group: int) -> list[Codes]:
+def copies(kind: Stored, O: int, I: int, group: int) -> list[Codes | Packed]:
     """As many weights as spill over L2, and as layers have."""
-    return [random_codes(kind, O, I, group) for _ in range(max(LAYERS, math.ceil(COLD_BYTES / (row_bytes(kind, I) * O))))]
+    return [random_weight(kind, O, I, group) for _ in range(max(LAYERS, math.ceil(COLD_BYTES / (bytes_of_row(kind, I) * O))))]
+
+
+def bytes_of_row(kind: Stored, I: int) -> int:
+    return 3 * I // 2 if kind == "packed" else row_bytes(kind, I)
 
 
 def timed(
-    todo: list[Trial], T: int, kind: Kind, group: int, weights: dict[str, list[Codes]], x: dict[int, Tensor]
+    todo: list[Trial], T: int, kind: Stored, group: int, weights: dict[str, list[Codes | Packed]], x: dict[int, Tensor]
 ) -> tuple[list[dict[str, Any]], dict[str, list[HopperTiles]]]:
     """A row for each tiling, and each shape's tilings, the policy's first, then from the fastest on."""
     rows: list[dict[str, Any]] = []
     best: dict[str, list[HopperTiles]] = {}
     for name, (O, I) in SHAPES.items():
         gated = name == "gate_up"
-        policy = hopper_tiles(T, O, I, kind, group, False, gated)
-        assert policy is not None
+        policy = (
+            packed_tiles(T, O, I, gated, match_of(torch.device("cuda", 0)).kind)
+            if kind == "packed"
+            else hopper_tiles(T, O, I, kind, group, False, gated)
+        )
         tilings = [each.tiles for each in todo if (each.kind, each.shape, each.tiles.block_t) == (kind, name, ROWS[T])]
         found = []
-        for tiles in dict.fromkeys([policy, *tilings]):
+        tilings = list(dict.fromkeys(tilings if policy is None else [policy, *tilings]))
+        for tiles in tilings:
             us = measure(weights[name], partial(product_of, x[I], name, tiles))
             found.append((round(us, 2), tiles))
         found.sort()
         rows += [{"kind": kind, "shape": name, "T": T, "tiles": list(tiles), "us": us} for us, tiles in found]
-        best[name] = [policy, *(tiles for _, tiles in found)]
-        limit = row_bytes(kind, I) * O / BANDWIDTH * 1e6
+        best[name] = [policy or found[0][1], *(tiles for _, tiles in found)]
+        limit = bytes_of_row(kind, I) * O / BANDWIDTH * 1e6
         print(kind, name, T, f"limit {limit:.1f}", *((us, *tiles[1:]) for us, tiles in found), flush=True)
     return rows, best
 
 
 def layers(
-    T: int, kind: Kind, best: dict[str, list[HopperTiles]], weights: dict[str, list[Codes]], x: dict[int, Tensor], until: float
+    T: int,
+    kind: Stored,
+    best: dict[str, list[HopperTiles]],
+    weights: dict[str, list[Codes | Packed]],
+    x: dict[int, Tensor],
+    until: float,
 ) -> list[dict[str, Any]]:
     """Microseconds of a layer's four products and three norms with the policy's tiles, and with what was found to be better."""
     rows: list[dict[str, Any]] = []
@@ -332,7 +239,7 @@ def layers(
     return [*rows, {"kind": kind, "T": T, "us": round(at, 2), "best": {name: list(tiles) for name, tiles in now.items()}}]
 
 
-def layer(choice: dict[str, HopperTiles], weights: dict[str, list[Codes]], x: dict[int, Tensor]) -> float:
+def layer(choice: dict[str, HopperTiles], weights: dict[str, list[Codes | Packed]], x: dict[int, Tensor]) -> float:
     norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     for capture in (False, True):
@@ -345,14 +252,14 @@ def layer(choice: dict[str, HopperTiles], weights: dict[str, list[Codes]], x: di
     return replay_us(graph, 9) / LAYERS
 
 
-def product_of(x: Tensor, name: str, tiles: HopperTiles, weight: Codes) -> Tensor | Terms:
+def product_of(x: Tensor, name: str, tiles: HopperTiles, weight: Codes | Packed) -> Tensor | Terms:
     """As a layer computes it: a norm adds up the terms of o and down."""
     leaves = name in ("o", "down") and tiles.splits > 1
     y = launch_quantised_hopper(x, weight, None, name == "gate_up", tiles, leaves)
     return Terms(y, x.dtype) if leaves else y
 
 
-def measure(weights: list[Codes], product: Callable[[Codes], Tensor | Terms]) -> float:
+def measure(weights: list[Codes | Packed], product: Callable[[Codes | Packed], Tensor | Terms]) -> float:
     """Microseconds of a product."""
     todo = weights * (1 if len(weights) > 5 else 2)
     product(weights[0])

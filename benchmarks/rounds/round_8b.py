@@ -36,6 +36,7 @@ from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.head import Eagle3Head, EagleHead
 from specdec.draft.formats.spec import HeadSpec
+from specdec.loading.load import pack_pair
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
@@ -144,6 +145,17 @@ def round_weights(model: nn.Module, quantize: str, but: Linear | None = None) ->
             numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
             for part, weight in numbers.items():
                 matrix.fill(part, rounded(weight, form.kind, form.group_of(weight.shape[1])))
+
+
+def store_weights(model: CausalLM, head: EagleHead, quantize: str, draft_quantize: str, packs: bool) -> None:
+    """Stores both models' weights as the options of these names do."""
+    if quantize != "none":
+        round_weights(model, quantize, but=model.lm_head)
+    if draft_quantize != "none":
+        round_weights(head, draft_quantize)
+    if packs:
+        pack_pair(model, head)
+    torch.cuda.empty_cache()
 
 
 def spec_of(text: str) -> SpecConfig | None:
@@ -291,16 +303,13 @@ def main() -> None:
     parser.add_argument("--no-auto", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
     parser.add_argument("--quantize", choices=("none", *ROUNDED), default="none", help="the target's weights in 8 or 4 bits")
+    parser.add_argument("--pack-weights", action="store_true", help="keep weights in 16 bit once more, packed")
     parser.add_argument("--draft-quantize", choices=("none", *ROUNDED), default="none", help="the head's weights likewise")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
-    if args.quantize != "none":
-        round_weights(model, args.quantize, but=model.lm_head)
-    if args.draft_quantize != "none":
-        round_weights(head, args.draft_quantize)
-    torch.cuda.empty_cache()
+    store_weights(model, head, args.quantize, args.draft_quantize, args.pack_weights)
     rows = []
     for case in () if args.prefills else CASES:
         if args.only and not case.name.startswith(tuple(args.only)):
@@ -332,7 +341,7 @@ def main() -> None:
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
-        "quantize": args.quantize, "draft_quantize": args.draft_quantize,
+        "quantize": args.quantize, "draft_quantize": args.draft_quantize, "pack_weights": args.pack_weights,
         "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills, "generate": rates,
     }  # fmt: skip
     if args.out:
