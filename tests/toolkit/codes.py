@@ -1,9 +1,11 @@
-"""Random weights of 8 and 4 bits, and the product with one in float64."""
+"""Random weights of 8 and 4 bits, the product with one in float64, and what tiles may take of an SM."""
 
 import torch
 from torch import Tensor
 
+from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, pack
+from specdec.ops.quantised.tiles import HopperTiles
 from toolkit.kernels import DEVICE
 
 # kind, columns of a scale, whether there are zeros
@@ -35,3 +37,19 @@ def exact(x: Tensor, weight: Codes, gated: bool, bias: Tensor | None = None) -> 
 
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
+
+
+def check_tiles(tiles: HopperTiles, T: int, O: int, I: int, bits: int, width: int) -> None:
+    """Fails if tiles for T rows and a weight [O, I] do not fit a Hopper GPU.
+
+    bits: of a number of the weight.  width: columns of a slice.
+    """
+    stage = tiles.block_o * tiles.block_i * bits // 8 + (T > 1) * tiles.block_t * tiles.block_i * 2
+    sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0
+    row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
+    assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
+    assert tiles.alone or tiles.block_o // tiles.of_program in (64, 128)
+    assert 24 <= tiles.others <= 255 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
+    assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
+    assert not tiles.alone or tiles.block_i == tiles.slices * width
+    assert tiles.alone or -(-I // tiles.block_i) // tiles.splits >= tiles.slices

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.models import ragged_prompts, save_eagle3, save_target
+from toolkit.parallel.gpus import in_turn
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -56,3 +57,13 @@ def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.
             assert found.passed, (mode, spec, found.prompts)
             assert {m.packed.weight.low_OJ.data_ptr() for m in matrices if m.packed is not None} == set(read)
         assert max(map(max, read.values())) <= 64
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_pack_their_shares(tmp_path: Path) -> None:
+    """Keeps out: copies of a whole matrix where a rank has a share of it, and terms where ranks exchange sums."""
+    target = save_target(tmp_path / "target", "llama", **SIZES)
+    pair = target, save_eagle3(tmp_path / "head", target, intermediate_size=2048)
+    for mode, spec in CELLS:
+        with in_turn(), load(pair, spec, cuda_graphs=mode, tensor_parallel_size=2) as decoder:
+            assert decoder.verify(PROMPTS, PARAMS).passed, (mode, spec)

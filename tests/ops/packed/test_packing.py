@@ -4,12 +4,12 @@ from itertools import product
 
 import pytest
 import torch
+from toolkit.codes import check_tiles
 from toolkit.paths import compiler_s_output
 
 from specdec.ops.packed.packing import MOST_FAR, WIDTH, Packed, pack_weight, packed_size, unpack_weight
 from specdec.ops.packed.tiles import packed_tiles
 from specdec.ops.products.gpus import H100, H200
-from specdec.ops.products.linear_triton import ARRIVALS
 
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (10240, 8192, False),
           (57344, 8192, True), (8192, 28672, False), (1024, 512, False), (1024, 128, False), (2056, 1152, False))  # fmt: skip
@@ -83,15 +83,8 @@ def test_tiles_fit_a_hopper() -> None:
         if tiles is None:
             assert T > 64 or (kind is H200 and T > 32 and O < 16384)
             continue
-        stage = tiles.block_o * tiles.block_i * 3 // 2 + (T > 1) * tiles.block_t * tiles.block_i * 2
-        sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0
-        row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
-        assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
-        assert tiles.alone or tiles.block_o // tiles.of_program in (64, 128)
-        assert 24 <= tiles.others <= 255 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
-        assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
-        assert tiles.block_i % WIDTH == 0 and (not tiles.alone or tiles.block_i == tiles.slices * WIDTH)
-        assert tiles.alone or -(-I // tiles.block_i) // tiles.splits >= tiles.slices
+        assert tiles.block_i % WIDTH == 0
+        check_tiles(tiles, T, O, I, 12, WIDTH)
 
 
 def test_the_kernels_compile_for_hopper_gpus() -> None:

@@ -7,10 +7,9 @@ from itertools import product
 
 import pytest
 import torch
-from toolkit.codes import FORMATS, error, exact, random_weight
+from toolkit.codes import FORMATS, check_tiles, error, exact, random_weight
 from toolkit.kernels import DEVICE
 
-from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
 from specdec.ops.quantised.linear import quantised_linear_terms
 from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles
@@ -44,15 +43,9 @@ def test_tiles_fit_a_hopper() -> None:
         if tiles is None:
             assert (kind, group, zeros) not in SEEN or T > 64 or I == 1032
             continue
-        stage = tiles.block_o * tiles.block_i // codes_a_word(kind) * 2 + (T > 1) * tiles.block_t * tiles.block_i * 2
-        sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0
-        row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
-        assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
-        assert tiles.alone or tiles.block_o // tiles.of_program in (64, 128)
-        assert 24 <= tiles.others <= 255 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
-        assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
-        assert not tiles.alone or tiles.block_i == tiles.slices * 64 * codes_a_word(kind)
-        assert tiles.alone or group % (tiles.block_i // 2) == 0 and -(-I // tiles.block_i) // tiles.splits >= tiles.slices
+        a_word = codes_a_word(kind)
+        check_tiles(tiles, T, O, I, 16 // a_word, 64 * a_word)
+        assert tiles.alone or group % (tiles.block_i // 2) == 0
 
 
 # T, O, I, whether gated, tiles; a slice's columns are of the kind
