@@ -13,7 +13,7 @@ if __name__ == "__main__":
     compiled_names: set[str] = set()
     compile_only(compiled_names)
     linear_hopper.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined, assignment]
-    for T, O, I, gated in ((1, 1024, 1024, False), (6, 32768, 1024, True), (32, 4096, 1024, False), (60, 32768, 1024, True)):
+    for T, O, I, gated in ((1, 1024, 512, False), (6, 16384, 256, True), (32, 4096, 1024, False), (60, 16384, 256, True)):
         packed, tiles = pack_weight(0.02 * torch.randn(O, I).bfloat16()), packed_tiles(T, O, I, gated, H200)
         assert packed is not None and tiles is not None
         linear_hopper.launch_quantised_hopper(torch.zeros(T, I, dtype=torch.bfloat16), packed, None, gated, tiles, not gated)
