@@ -153,7 +153,8 @@ class EngineOptions:
         details="Rounds are faster, since they wait for memory; the copies take three quarters of the weights' memory in "
         "addition.  Every number has all of its bits; sums are taken in another order, as with other tiles.  It needs a GPU of "
         "compute capability 9.0 and specdec's own modules in bfloat16, and is for both models.  Weights in 8 or 4 bits and "
-        "experts stay as they are, and passes of more than 64 tokens, on an H200 of more than 32, mostly read the weights.",
+        "experts have no copies.  Passes of more than 64 tokens read the weights themselves, and on an H200 those of more than "
+        "32, but for gate, up and output layers.",
     )
     prefix_caching: bool = option(
         False,

@@ -120,19 +120,19 @@ def _far(rows, m):
 def far_products(rows_of_far, x, stride_x, first_t, T, N: gl.constexpr, layout: gl.constexpr):
     """What a tile's far numbers add to its sums [B, N], in float32."""
     rows, most, some = rows_of_far
+    AT_ONCE: gl.constexpr = len(some)
     t = first_t + gl.arange(0, N, gl.SliceLayout(0, layout))
     x_T = x + t.to(gl.int64) * stride_x
-    AT_ONCE: gl.constexpr = 4 if N <= 16 else 2
-    total = _times(some, x_T, t < T, N)
+    total = _times(some, x_T, t < T)
     for m in range(AT_ONCE, most, AT_ONCE):
-        total += _times(_some(rows, m, N), x_T, t < T, N)
+        total += _times(_some(rows, m, N), x_T, t < T)
     return total
 
 
 @gluon.jit
-def _times(some, x_T, ok_T, N: gl.constexpr):
+def _times(some, x_T, ok_T):
     total = _time(some[0], x_T, ok_T) + _time(some[1], x_T, ok_T)
-    if N <= 16:
+    if len(some) > 2:
         total += _time(some[2], x_T, ok_T) + _time(some[3], x_T, ok_T)
     return total
 

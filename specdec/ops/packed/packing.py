@@ -64,7 +64,7 @@ class Packed(NamedTuple):
 
 def packed_size(rows: int, columns: int) -> int:
     """The bytes of a packed weight without far numbers, of which each takes 6."""
-    return rows * (columns * 3 // 2 + 6) + 4 + -(-rows // 8) * 4
+    return rows * (columns * 3 // 2 + 6) + 4 + -(-rows // EIGHT) * 4
 
 
 def pack_weight(weight_OI: Tensor) -> Packed | None:
@@ -77,7 +77,7 @@ def pack_weight(weight_OI: Tensor) -> Packed | None:
     if count_O.max() > MOST_FAR:
         return None
     starts = torch.nn.functional.pad(count_O.cumsum(0), (1, 0)).int()
-    most_E = torch.nn.functional.pad(count_O, (0, -O % 8)).view(-1, 8).amax(1).int()
+    most_E = torch.nn.functional.pad(count_O, (0, -O % EIGHT)).view(-1, EIGHT).amax(1).int()
     return Packed(low_OJ, high_OJ, bases_O, starts, columns_N, far_N, most_E)
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from specdec.ops.packed.packing import WIDTH
-from specdec.ops.products.gpus import H100, Kind
-from specdec.ops.quantised.tiles import FEW, HopperTiles, fitted, shape_of, tile_rows
-
-Numbers = tuple[int, int, int, int, int, int, int]
+from specdec.ops.packed.packing import EIGHT, WIDTH
+from specdec.ops.products.gpus import Kind
+from specdec.ops.quantised.tiles import FEW, HopperTiles, Numbers, fitted, shape_of, tile_rows
 
 # By rows of x and a weight's shape: block_o, block_i (0: slices'), splits, warps, stages, slices, registers.
 FEW_ROWS: dict[int, dict[str, Numbers]] = {
@@ -25,7 +23,7 @@ FEW_ROWS: dict[int, dict[str, Numbers]] = {
     16: {"square": (64, 256, 2, 4, 4, 1, 96), "tall": (64, 256, 1, 4, 5, 1, 96), "wide": (64, 256, 1, 4, 3, 1, 96),
          "long": (64, 256, 2, 4, 6, 1, 96)},
 }  # fmt: skip
-# The same by the kind of GPU.  An H200 reads ordinary weights of shapes without numbers as fast: its memory waits for less.
+# The same by the kind of GPU.  Where an H200 has no numbers for a shape, ordinary weights were as fast on it.
 MORE_ROWS: dict[str, dict[int, dict[str, Numbers]]] = {
     "H100": {
         32: {"square": (64, 256, 2, 4, 4, 1, 96), "tall": (64, 256, 1, 4, 4, 1, 96), "wide": (64, 256, 1, 4, 2, 1, 96),
@@ -42,13 +40,13 @@ MORE_ROWS: dict[str, dict[int, dict[str, Numbers]]] = {
 
 
 @cache
-def packed_tiles(T: int, O: int, I: int, gated: bool, kind: Kind = H100) -> HopperTiles | None:
+def packed_tiles(T: int, O: int, I: int, gated: bool, kind: Kind) -> HopperTiles | None:
     """Tiles of quantised/linear_hopper.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None:
     the product takes the weight's ordinary numbers.
 
     kind: of GPU, whose tiles are taken.
     """
-    if not 0 < T <= FEW or O % (16 if gated else 8) or I % WIDTH:
+    if not 0 < T <= FEW or O % (2 * EIGHT if gated else EIGHT) or I % WIDTH:
         return None
     rows = tile_rows(T)
     numbers = (FEW_ROWS | MORE_ROWS[kind.name])[rows].get(shape_of(O, I))

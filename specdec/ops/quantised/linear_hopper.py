@@ -25,7 +25,7 @@ row of codes, G groups of a row.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -43,19 +43,21 @@ from specdec.ops.quantised.tiles import LOADER
 from specdec.ops.quantised.wide_hopper import quantised_hopper_kernel
 
 if TYPE_CHECKING:
-    from specdec.ops.quantised.codes import Codes, Kind
+    from specdec.ops.quantised.codes import Codes
     from specdec.ops.quantised.tiles import HopperTiles
 
 
 class _Planes(NamedTuple):
     """What the kernels read of a weight; planes that it doesn't have are replaced by any other.
 
+    a_word: codes of 8 or 4 bits in a word.
     words_OJ: int16, all codes, or a packed weight's 8 bits.
     high_OJ: a packed weight's 4 bits.
     scales: scales and zeros, or a packed weight's bases and starts, and its far numbers' columns, bits and largest counts.
     """
 
     kind: str
+    a_word: int
     words_OJ: Tensor
     high_OJ: Tensor
     scales: tuple[Tensor, ...]
@@ -64,19 +66,18 @@ class _Planes(NamedTuple):
     group: int
     has_zeros: bool
 
-    @property
-    def a_word(self) -> int:
-        return 2 if self.kind == "packed" else codes_a_word(cast("Kind", self.kind))
-
 
 def _planes(weight: Codes | Packed) -> _Planes:
     if isinstance(weight, Packed):
         words_OJ, high_OJ = weight.low_OJ.view(torch.int16), weight.high_OJ.view(torch.int16)
-        return _Planes("packed", words_OJ, high_OJ, weight[2:], weight.columns, 1, 0, False)
+        return _Planes("packed", 2, words_OJ, high_OJ, weight[2:], weight.columns, 1, 0, False)
     assert weight.zeros_OG is None or weight.group
     words_OJ, scales_OG, has_zeros = weight.codes_OJ.view(torch.int16), weight.scales_OG, weight.zeros_OG is not None
     scales = scales_OG, scales_OG if weight.zeros_OG is None else weight.zeros_OG, scales_OG, scales_OG, scales_OG
-    return _Planes(weight.kind, words_OJ, words_OJ, scales, weight.columns, scales_OG.shape[1], weight.group, has_zeros)
+    return _Planes(
+        weight.kind, codes_a_word(weight.kind), words_OJ, words_OJ, scales, weight.columns, scales_OG.shape[1], weight.group,
+        has_zeros,
+    )  # fmt: skip
 
 
 def launch_quantised_hopper(

@@ -64,8 +64,9 @@ class HopperTiles(NamedTuple):
         return (self.registers * warps - LOADER * LOADERS) // self.warps // 8 * 8
 
 
+Numbers = tuple[int, int, int, int, int, int, int]  # as the tables below name them
 # By codes of a word, rows of x and a weight's shape: block_o, block_i (0: slices'), splits, warps, stages, slices, registers.
-MEASURED: dict[int, dict[int, dict[str, tuple[int, int, int, int, int, int, int]]]] = {
+MEASURED: dict[int, dict[int, dict[str, Numbers]]] = {
     2: {
         1: {"square": (16, 0, 1, 4, 5, 4, 64), "tall": (16, 0, 1, 4, 5, 4, 64), "wide": (128, 0, 1, 4, 5, 1, 128),
             "long": (16, 0, 1, 4, 8, 4, 80)},
@@ -120,7 +121,7 @@ def shape_of(O: int, I: int) -> str:
     return "wide" if O >= WIDE else "long" if I > LONG else "square" if O <= 4096 else "tall"
 
 
-def fitted(T: int, O: int, I: int, numbers: tuple[int, int, int, int, int, int, int], a_word: int, bits: int) -> HopperTiles:
+def fitted(T: int, O: int, I: int, numbers: Numbers, a_word: int, bits: int) -> HopperTiles:
     """Measured numbers as tiles for this weight, with no more stages than fit.  bits: of a number of the weight."""
     block_t = tile_rows(T)
     block_o, block_i, splits, warps, stages, slices, registers = numbers
