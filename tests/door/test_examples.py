@@ -79,11 +79,11 @@ def test_the_client_talks_to_a_server(tmp_path: Path) -> None:
     for said in (
         "accepted_prediction_tokens",
         "choice 1:",
-        "32 tokens streamed",
+        r"\n[1-9]\d? tokens streamed",  # it is sampled without a seed, and may end before 32
         "no chat: this model has no chat template",
         "refused: echo",
     ):
-        assert said in done.stdout, done.stdout
+        assert re.search(said, done.stdout), done.stdout
 
 
 def test_a_missing_server_is_one_line(tmp_path: Path) -> None:

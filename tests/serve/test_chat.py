@@ -64,7 +64,7 @@ def test_an_answer_may_be_as_long_as_the_context(chat_served: Served) -> None:
     for field in ({}, {"max_tokens": None}):
         usage = ask(chat_served, ignore_eos=True, **field)["usage"]
         assert usage["total_tokens"] == 128
-    assert ask(chat_served, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    assert ask(chat_served, ignore_eos=True, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
 
 
 def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
@@ -75,7 +75,7 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
         "audio": None, "prediction": None, "functions": [], "function_call": "auto", "reasoning_effort": "none",
         "verbosity": "medium", "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": None, "user": "somebody",
     }  # fmt: skip
-    assert ask(chat_served, max_tokens=2, **neutral)["usage"]["completion_tokens"] == 2
+    assert ask(chat_served, max_tokens=2, ignore_eos=True, **neutral)["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize(
