@@ -117,7 +117,12 @@ def load_pair(
 
 def pack_pair(model: Target, head: DraftModel | None) -> None:
     """Packs both models' matrices.  ValueError if there are none that can be."""
-    if not pack_matrices(*([model] if head is None else [model, head])):
+    require_packed(pack_matrices(*([model] if head is None else [model, head])))
+
+
+def require_packed(found: int) -> None:
+    """ValueError if nothing was found that can be packed.  found: matrices, or their bytes."""
+    if not found:
         raise ValueError(
             f"pack_weights=True packs matrices whose width is a multiple of {WIDTH} and whose rows are a multiple of {EIGHT}, "
             f"none with more than {MOST_FAR} numbers far from its others, and found none; "

@@ -19,7 +19,7 @@ import torch
 from specdec.config import SpecConfig
 from specdec.draft.mtp.load import OpenMtp
 from specdec.draft.mtp.tensors import stored_tensors
-from specdec.loading.load import CheckedPair, check_pair
+from specdec.loading.load import CheckedPair, check_pair, require_packed
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, check_packing
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -107,6 +107,8 @@ def plan_memory(
     if options.pack_weights:
         check_packing(settings)
     models = _models(pair, settings)
+    if options.pack_weights:
+        require_packed(models.packed)
 
     def at(context: int, batch: int) -> dict[str, int]:
         return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.models import Zoo
 from torch import nn
 
 from specdec import SpecConfig, SpecDecoder
@@ -77,10 +78,14 @@ def test_what_can_t_read_copies_is_refused(asked: EngineSettings, words: str) ->
         check_packing(asked)
 
 
-def test_a_pair_without_such_matrices_is_refused() -> None:
-    """Keeps out: an option that changes nothing, in silence."""
-    with pytest.raises(ValueError, match="found none; nearest setting that works: pack_weights=False"):
+def test_a_pair_without_such_matrices_is_refused(zoo: Zoo) -> None:
+    """Keeps out: an option that changes nothing, in silence; a plan of a pair that a decoder does not take."""
+    message = "found none; nearest setting that works: pack_weights=False"
+    with pytest.raises(ValueError, match=message):
         pack_pair(nn.ModuleList([Linear(72, 8).to(torch.bfloat16)]), None)  # type: ignore[arg-type]
+    asked = EngineOptions(pack_weights=True, dtype="bfloat16", max_batch_size=2, max_seq_len=128)
+    with pytest.raises(ValueError, match=message):  # its widths are 32 and 48
+        plan_memory(zoo.target("llama"), zoo.head("llama", "eagle3"), SpecConfig(), asked, 10**9)
 
 
 def test_a_plan_counts_the_copies() -> None:
