@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.schemes.planes import PackedPlanes, Planes
-from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.rows import CodedRows, restored
 from specdec.models.schemes.stacks import StackPlanes
 from specdec.ops.experts.codes import chosen_of, dequantise_stack
 from specdec.ops.packed.linear import packed_gated_linear, packed_linear, packed_linear_terms, reads_packed
@@ -167,16 +167,17 @@ class Linear(Multiplying):
         """terms: whether the reader can add up terms, as norms do (RMSNorm.add).  Ranks that share columns exchange sums."""
         terms = terms and self.shape()[1] == self.in_features
         if self.planes is not None:
-            return (quantised_linear_terms if terms else quantised_linear)(x, self.planes.weight, self.bias)
+            product = quantised_linear_terms if terms else quantised_linear
+            return product(self.planes.ordered(x), self.planes.weight, self.bias)
         if self.packed is not None:
-            product = packed_linear_terms if terms else packed_linear
-            return product(x, self._numbers, self.packed.weight, self.bias, self.numerics)
+            of_packed = packed_linear_terms if terms else packed_linear
+            return of_packed(x, self._numbers, self.packed.weight, self.bias, self.numerics)
         return (linear_terms if terms else linear)(x, self._numbers, self.bias, self.numerics)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
         if self.planes is not None:
-            return quantised_gated_linear(x_TI, self.planes.weight, self.bias)
+            return quantised_gated_linear(self.planes.ordered(x_TI), self.planes.weight, self.bias)
         if self.packed is not None:
             return packed_gated_linear(x_TI, self._numbers, self.packed.weight, self.bias, self.numerics)
         return gated_linear(x_TI, self._numbers, self.bias, self.numerics)
@@ -197,7 +198,7 @@ class Linear(Multiplying):
         weight, dtype = self.planes.weight, self.planes.scales_OG.dtype
         zeros_RG = None if weight.zeros_OG is None else weight.zeros_OG[ids_R]
         chosen = weight._replace(codes_OJ=weight.codes_OJ[ids_R], scales_OG=weight.scales_OG[ids_R], zeros_OG=zeros_RG)
-        return dequantise(chosen, dtype)
+        return restored(dequantise(chosen, dtype), self.planes.order_I)
 
     @property
     def device(self) -> torch.device:
@@ -334,6 +335,8 @@ class LinearStack(nn.Module):
         rows, dim = self.parts.rows[part], 0 if self._role == "column" else 1
         size = self.in_features if dim else self.parts.sizes[part]
         own = whole.run(dim, self._shard.rank * size, size)
+        if own.order_I is not None:
+            raise ValueError("an expert's groups must be of neighbouring columns, got act order (desc_act)")
         if self.planes is None:
             self.planes = StackPlanes(self.count, self.parts.total, self.in_features, own)
             self.weight_NOI, self._late = None, None

@@ -13,6 +13,8 @@ from specdec.models.schemes.source import Format
 _KNOWN = "quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio version "
 _KNOWN += "transform_config sparsity_config"
 GROUP_KEYS = "targets weights input_activations output_activations format"
+# The last three, of older files, mean groups of columns that are no neighbours.  Others change only how weights were rounded.
+_ORDERS = (None, False, "weight", "static", "group", "dynamic", True)
 WEIGHT_KEYS = "num_bits type symmetric strategy group_size block_structure dynamic actorder scale_dtype zp_dtype "
 WEIGHT_KEYS += "observer observer_kwargs"
 
@@ -82,8 +84,9 @@ def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
     number, symmetric = only(weights, "type", where, "int", "float"), flag(weights, "symmetric", where, True)
     if weights.get("dynamic"):
         raise ValueError(f"{where}: dynamic must be false for weights, got {weights['dynamic']!r}")
-    if weights.get("actorder") not in (None, "weight", "static"):
-        raise ValueError(f"{where}: actorder must be null, 'weight' or 'static', got {weights['actorder']!r}")
+    has_order = only(weights, "actorder", where, *_ORDERS) in ("group", "dynamic", True)
+    if has_order and strategy != "group":
+        raise ValueError(f"{where}: actorder {weights['actorder']!r} is of weights by group, got them by {strategy}")
     if number == "float" and bits == 8 and symmetric and kind in ("float-quantized", "naive-quantized"):
         if strategy == "block":
             return Fp8("weight_scale", "block", block(weights, "block_structure", where))
@@ -101,7 +104,7 @@ def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
             return PackedInts(bits, 0, symmetric)
         group = whole(weights, "group_size", where)
         check_group(group, f"{where}: group_size")
-        return PackedInts(bits, group, symmetric)
+        return PackedInts(bits, group, symmetric, has_order)
     raise ValueError(
         f"{where}: expected fp8 (float-quantized) by tensor, channel or block, 4 or 8 bit integers (pack-quantized) by group "
         f"or channel, nvfp4 or mxfp4; got {bits} bits of {number}, by {strategy}, symmetric {symmetric}, {kind}"

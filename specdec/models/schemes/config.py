@@ -18,7 +18,7 @@ METHODS = {  # by quant_method, and what of it is read
     "compressed-tensors": "fp8 by tensor, channel or block; int4 and int8 by group or channel, zeros or none; nvfp4, mxfp4",
     "fp8": "blocks of 128 x 128 as DeepSeek and Qwen have them, or a scale for each matrix",
     "awq": "int4 with zeros, in the gemm layout",
-    "gptq": "int4 and int8 in order (desc_act false), both layouts",
+    "gptq": "int4 and int8, both layouts, in act order (desc_act) or not",
     "modelopt": "fp8 and nvfp4, weights alone",
 }
 OF_FAMILIES = {"mxfp4": "gpt-oss's own checkpoints: experts in mxfp4, and all else in ordinary numbers"}  # by its config

@@ -23,11 +23,15 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word ho
 
 @dataclass(frozen=True)
 class PackedInts:
-    """compressed-tensors' "pack-quantized" integers: W4A16 and W8A16.  group: columns of a scale; 0: all of a row."""
+    """compressed-tensors' "pack-quantized" integers: W4A16 and W8A16.
+
+    group: columns of a scale; 0: all of a row.  has_order: whether weight_g_idx must say which group each column is in.
+    """
 
     bits: int
     group: int
     symmetric: bool
+    has_order: bool = False
     packs: ClassVar[bool] = True
     may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)
 
@@ -42,7 +46,7 @@ class PackedInts:
         check_groups(source, f"{name}.weight_packed", I, self.group)
         words = take_words(source, f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
         shape_2 = take_indices(source, f"{name}.weight_shape", (2,))
-        order_I = take_indices(source, f"{name}.weight_g_idx", (I,)) if f"{name}.weight_g_idx" in source else None
+        groups_I = self._groups(source, name, I)
         G = I // (self.group or I)
         scales_OG = take_scale(source, f"{name}.weight_scale", (O, G), device)
         packed = None
@@ -50,12 +54,21 @@ class PackedInts:
             packed = take_words(source, f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
         if not source.has_numbers:
             return None
-        if order_I is not None and not bool((order_I == -1).all()):  # which compressed-tensors writes where there is no order
-            _expect_in_order(source, f"{name}.weight_g_idx", order_I, self.group or I)
+        order_I = None
+        if groups_I is not None and not bool((groups_I == -1).all()):  # which compressed-tensors writes where there is no order
+            order_I = _order(source, f"{name}.weight_g_idx", groups_I, self.group or I, "" if self.has_order else _STATIC)
         if (said := shape_2.tolist()) != [O, I]:
             raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
         zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
-        return CodedRows(_integers(self.bits), _fields(words, self.bits)[:, :I], scales_OG, zeros_OG, self.group)
+        return _rows(self.bits, _fields(words, self.bits)[:, :I], scales_OG, zeros_OG, self.group, order_I)
+
+    def _groups(self, source: Source, name: str, columns: int) -> Tensor | None:
+        own = f"{name}.weight_g_idx"
+        if own in source:
+            return take_indices(source, own, (columns,))
+        if self.has_order and self.group:
+            raise source.refuse(own, _missing("actorder 'group'"))
+        return None
 
     def outline(self, source: Source, name: str) -> Outline:
         (rows, words), scale_bytes = source.shape(f"{name}.weight_packed"), source.itemsize(f"{name}.weight_scale")
@@ -65,7 +78,7 @@ class PackedInts:
         return self.group
 
     def describe(self) -> str:
-        return _describe(self.bits, self.group, self.symmetric)
+        return _describe(self.bits, self.group, self.symmetric, self.has_order)
 
 
 @dataclass(frozen=True)
@@ -140,16 +153,14 @@ class Gptq:
         words = take_words(source, f"{name}.qweight", (I // a_word, O)).to(device)
         zeros = take_words(source, f"{name}.qzeros", (I // group, O // a_word)).to(device)
         scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
-        order_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
-        if order_I is None and self.has_order and group < I:
-            raise source.refuse(
-                f"{name}.g_idx", "is missing, which must say the group of each column where config.json says desc_act true; "
-                "nearest thing that works: a checkpoint made with desc_act false"
-            )  # fmt: skip
+        groups_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
+        if groups_I is None and self.has_order and group < I:
+            raise source.refuse(f"{name}.g_idx", _missing("desc_act true"))
         if not source.has_numbers:
             return None
-        if order_I is not None:
-            _expect_in_order(source, f"{name}.g_idx", order_I, group)
+        order_I = None
+        if groups_I is not None:
+            order_I = _order(source, f"{name}.g_idx", groups_I, group, "" if self.has_order else "desc_act false")
         zeros_OG, stored_GO, middle = None, _fields(zeros, self.bits).int(), 1 << (self.bits - 1)
         if not self.symmetric:
             zeros_OG = _relative(((stored_GO + self.added) % (1 << self.bits)).T, self.bits)
@@ -160,7 +171,7 @@ class Gptq:
                 "checkpoint was made so"
             )  # fmt: skip
         codes_OI = _fields(words.T.contiguous(), self.bits)
-        return CodedRows(_integers(self.bits), codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group)
+        return _rows(self.bits, codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group, order_I)
 
     def outline(self, source: Source, name: str) -> Outline:
         (words, rows), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")
@@ -170,20 +181,53 @@ class Gptq:
         return self.group
 
     def describe(self) -> str:
-        return _describe(self.bits, self.group, self.symmetric)
+        return _describe(self.bits, self.group, self.symmetric, self.has_order)
 
 
-def _describe(bits: int, group: int, symmetric: bool) -> str:
+_STATIC = "actorder null or 'static'"
+
+
+def _describe(bits: int, group: int, symmetric: bool, has_order: bool = False) -> str:
     run = f"{group} columns" if group else "row"
-    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}"
+    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}{', in act order' if has_order else ''}"
 
 
-def _expect_in_order(source: Source, name: str, order_I: Tensor, group: int) -> None:
-    if not torch.equal(order_I, torch.arange(len(order_I)) // group):
+def _missing(said: str) -> str:
+    return f"is missing, which must say the group of each column where config.json says {said}"
+
+
+def _order(source: Source, name: str, groups_I: Tensor, group: int, refused_by: str) -> Tensor | None:
+    """The columns sorted by their groups, those of a group in their own order; None if they lie so.
+
+    refused_by: what of config.json says that they do; empty if they need not.
+    ValueError if they must and do not, or if groups are not of so many columns each.
+    """
+    I = len(groups_I)
+    in_order_I = torch.arange(I) // group
+    if torch.equal(groups_I, in_order_I):
+        return None
+    if refused_by:
         raise source.refuse(
-            name, "gives columns to groups out of order (desc_act, act order), which can't be computed; nearest thing that "
-            "works: a checkpoint made with desc_act false"
+            name, f"gives columns to groups out of order (desc_act, act order), but config.json says {refused_by}; nearest "
+            "thing that works: the config.json that the weights were made with"
         )  # fmt: skip
+    order_I = groups_I.argsort(stable=True)
+    if not torch.equal(groups_I[order_I], in_order_I):
+        found, counts = groups_I.unique(return_counts=True)
+        raise source.refuse(
+            name, f"must give {group} columns to each of the groups 0 to {I // group - 1}, got groups {found.min()} to "
+            f"{found.max()} with {counts.min()} to {counts.max()} columns"
+        )  # fmt: skip
+    return order_I
+
+
+def _rows(
+    bits: int, codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor | None, group: int, order_I: Tensor | None
+) -> CodedRows:  # fmt: skip
+    if order_I is not None:
+        order_I = order_I.to(codes_OI.device)
+        codes_OI = codes_OI[:, order_I]
+    return CodedRows(_integers(bits), codes_OI, scales_OG, zeros_OG, group, order_I)
 
 
 def _integers(bits: int) -> Kind:

@@ -59,14 +59,25 @@ class Planes(KeptPlanes):
         self.codes_OJ = self.plane(rows, row_bytes(like.kind, columns), torch.uint8, device)
         self.scales_OG = self.plane(rows, groups, like.scales_PG.dtype, device)
         self.zeros_OG = None if like.zeros_PG is None else self.plane(rows, groups, torch.int8, device)
+        self.order_I: Tensor | None
+        self.register_buffer("order_I", like.order_I, persistent=False)
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """x [..., I] with its columns in the order of the codes'."""
+        return x if self.order_I is None else x.index_select(-1, self.order_I)
 
     @property
     def weight(self) -> Codes:
+        """The columns are in the order of the codes'."""
         return Codes(self.kind, self.codes_OJ, self.scales_OG, self.zeros_OG, self.columns, self.group)
 
     def unlike(self, part: CodedRows) -> str:
         """Why a part can't lie in these planes; empty if it can."""
-        return unlike_planes(self.kind, self.group, self.scales_OG.dtype, self.zeros_OG is not None, part)
+        unlike = unlike_planes(self.kind, self.group, self.scales_OG.dtype, self.zeros_OG is not None, part)
+        if unlike or (self.order_I is None and part.order_I is None):
+            return unlike
+        alike = self.order_I is not None and part.order_I is not None and torch.equal(self.order_I, part.order_I)
+        return "" if alike else "columns in two orders (desc_act, act order)"
 
     def put(self, rows: slice, part: CodedRows) -> None:
         """Fills the rows of a part."""

@@ -15,13 +15,18 @@ from specdec.ops.quantised.codes import Codes, Kind, dequantise, pack
 
 
 class CodedRows(NamedTuple):
-    """See Codes, but that codes are in order, one a byte: codes_PI is uint8 [P, I]."""
+    """See Codes, but that codes lie one a byte: codes_PI is uint8 [P, I].
+
+    order_I: which of the matrix's columns each column of codes is, where groups are of columns that are no neighbours (GPTQ's
+    act order); None: the same.
+    """
 
     kind: Kind
     codes_PI: Tensor
     scales_PG: Tensor
     zeros_PG: Tensor | None
     group: int
+    order_I: Tensor | None = None
 
     def arranged(self, arrange: Callable[[Tensor], Tensor]) -> CodedRows:
         """The rows in another order."""
@@ -35,8 +40,15 @@ class CodedRows(NamedTuple):
         """Some of the rows, or some of the columns, which must be whole groups."""
         if dim == 0:
             return self.arranged(lambda plane: plane.narrow(0, start, size))
+        if size == self.codes_PI.shape[1]:
+            return self
+        if self.order_I is not None:
+            raise ValueError(
+                "ranks can't share columns whose groups are no neighbours (desc_act, act order); nearest setting that works: "
+                "tensor_parallel_size=1"
+            )
         own = self._replace(codes_PI=self.codes_PI.narrow(1, start, size))
-        if not self.group or size == self.codes_PI.shape[1]:
+        if not self.group:
             return own
         if start % self.group or size % self.group:
             raise ValueError(
@@ -53,5 +65,10 @@ class CodedRows(NamedTuple):
         )
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """[P, I]: what the codes stand for, rounded once."""
-        return dequantise(self.packed(), dtype)
+        """[P, I]: what the codes stand for, rounded once, in the order of the matrix's columns."""
+        return restored(dequantise(self.packed(), dtype), self.order_I)
+
+
+def restored(numbers_PI: Tensor, order_I: Tensor | None) -> Tensor:
+    """Numbers whose columns are in some order (see `CodedRows`), in that of the matrix."""
+    return numbers_PI if order_I is None else torch.empty_like(numbers_PI).index_copy_(1, order_I, numbers_PI)

@@ -10,8 +10,10 @@ from toolkit.oracles.quantised import SCHEMES, as_codes
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import MixtureOfExperts
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, LinearStack
 from specdec.models.registry import choose_target, load_chosen
+from specdec.models.schemes.rows import CodedRows
+from specdec.parallel.shard import Shard
 
 
 def logits(folder: Path, tokens: int) -> tuple[DeepseekLM, torch.Tensor]:
@@ -38,3 +40,12 @@ def test_experts_and_latents_of_codes(tmp_path: Path, name: str, scheme: str) ->
     assert experts and all(each.gate_up_proj.planes and each.down_proj.planes for each in experts)
     expanding = [module for place, module in model.named_modules() if place.endswith("kv_b_proj")]
     assert all(isinstance(module, Linear) and module.planes is None for module in expanding)
+
+
+def test_experts_in_act_order_are_refused() -> None:
+    """Keeps out: experts whose columns are sorted by groups, and multiplied with inputs that are not."""
+    codes, scales, order = torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 2), torch.randperm(64)
+    stack = LinearStack(2, 64, {"down_proj": 8}, Shard(0, 1), "row")
+    with pytest.raises(ValueError, match="an expert's groups must be of neighbouring columns, got act order"):
+        stack.fill(0, "down_proj", CodedRows("int4", codes, scales, None, 32, order))
+    stack.fill(0, "down_proj", CodedRows("int4", codes, scales, None, 32))

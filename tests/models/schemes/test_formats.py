@@ -15,7 +15,6 @@ from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.schemes.integers import PackedInts
 from specdec.models.target import Target
-from specdec.ops.quantised.codes import dequantise
 
 
 def load(folder: Path) -> Target:
@@ -23,7 +22,7 @@ def load(folder: Path) -> Target:
 
 
 def numbers(matrix: Linear) -> torch.Tensor:
-    return matrix.weight.detach() if matrix.planes is None else dequantise(matrix.planes.weight, torch.float32)
+    return matrix.rows(torch.arange(matrix.out_features)).detach()
 
 
 def planned(folder: Path, quantize: str = "none") -> tuple[int, int]:
@@ -59,7 +58,9 @@ def test_bytes_of_rounded_weights_are_known(tmp_path: Path, quantize: str) -> No
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> None:
-    """Keeps out: nibbles in another order, zeros off by one, a scale that divides, parts of a fused matrix with one scale."""
+    """Keeps out: nibbles in another order, zeros off by one, a scale that divides, parts of a fused matrix with one scale; and
+    columns of a product in another order than the groups of the codes.
+    """
     quantised, plain = map(load, save_quantised(tmp_path, SCHEMES[name]))
     wanted = {where: module for where, module in plain.named_modules() if isinstance(module, Linear)}
     assert len(wanted) == 4 * 2 + 1
@@ -68,6 +69,7 @@ def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> Non
         assert isinstance(own, Linear)
         assert (own.planes is None) == (where == "lm_head")
         torch.testing.assert_close(numbers(own), numbers(want), rtol=2e-7, atol=0)
+        torch.testing.assert_close(own(torch.eye(own.in_features)), numbers(want).T, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -37,7 +37,9 @@ def outputs(target: Path, head: Path | None = None, **settings: Any) -> list[Any
 
 
 @pytest.mark.slow_cases(keep=2)
-@pytest.mark.parametrize("name", ["fp8 channel", "w4a16 g32 zeros", "nvfp4", "deepseek fp8", "awq", "gptq4 v1", "mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["fp8 channel", "gptq4 in act order", "w4a16 g32 zeros", "nvfp4", "deepseek fp8", "awq", "gptq4 v1", "mxfp4"]
+)
 def test_texts_and_acceptance_are_those_of_the_numbers(tmp_path: Path, name: str) -> None:
     """Keeps out: a draft that takes the target's scheme, whose acceptance then falls to nothing."""
     quantised, plain = save_quantised(tmp_path, SCHEMES[name], num_hidden_layers=3)
@@ -200,10 +202,18 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("fp8 channel", {}, {"quantization_status": "frozen"}, "quantization_status must be 'compressed', got 'frozen'"),
     ("deepseek fp8", {}, {"weight_block_size": [128, 48]}, "must be a power of two from 32 on, got 48"),
     ("w4a16 g0", {f"{Q}.weight_shape": torch.tensor([128, 64])}, {}, r"must be \[128, 128\], got \[128, 64\]"),
-    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "act order"),
+    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "says actorder null or 'static'"),
+    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: None}, {}, "weight_g_idx' is missing, .*actorder 'group'"),
+    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: t.flip(0)}, {}, "alike .*columns in two orders"),
+    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: t // 2}, {}, "32 columns to each .* 0 to 1 with 64 to 64"),
     ("gptq4 v1", {f"{Q}.bias": torch.ones(128)}, {}, "bias' must hold zeros alone, or be left out: .*attention_bias"),
     ("awq", {f"{Q}.bias": torch.zeros(128)}, {}, "not part of this architecture: .*q_proj.bias"),
-    ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "desc_act, act order"),
+    ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "desc_act, act order.* but config.json says desc_act false"),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t * 0}, {}, "must give 64 columns to each of the groups 0 to 1, got"),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t - 1}, {}, "got groups -1 to 0"),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t[:-1]}, {}, "must have shape .128,., got .127,."),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "stored alike .*, got columns in two orders"),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t.float()}, {}, "must hold I32 or I64, got F32"),
     ("gptq4 v1", {}, {"bits": 3}, "bits must be 4 or 8, got 3"),
     ("gptq4 v1", {}, {"dynamic": {"+:.*": {"bits": 8}}}, "may skip modules"),
     ("awq", {}, {"version": "gemv"}, "version must be 'gemm', got 'gemv'"),

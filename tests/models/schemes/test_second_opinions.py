@@ -15,7 +15,6 @@ from specdec.models.checkpoints.frame import check_tensors, load_family, open_ta
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, family_of
 from specdec.models.schemes.config import parse_quantization
-from specdec.ops.quantised.codes import dequantise
 from specdec.parallel.shard import WHOLE, Shard
 
 SHAPE = (256, 384)
@@ -119,7 +118,7 @@ def matrices(folder: Path, quantize: str, shard: Shard) -> dict[tuple[str, str],
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            own = module.weight.detach() if module.planes is None else dequantise(module.planes.weight, torch.float32)
+            own = module.rows(torch.arange(module.out_features)).detach()
             found |= {(name, part): own[module.parts.rows[part]] for part in module.parts.sizes}
     return found
 
@@ -141,3 +140,12 @@ def test_what_ranks_hold_is_the_whole(tmp_path: Path, name: str) -> None:
     for key, numbers in whole.items():
         dim = int(key[0].endswith(("o_proj", "down_proj")))
         torch.testing.assert_close(torch.cat([rank[key] for rank in ranks], dim), numbers, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gptq4 in act order", "w4a16 g32 zeros in act order"])
+def test_ranks_can_not_share_columns_in_act_order(tmp_path: Path, name: str) -> None:
+    """Keeps out: a rank that takes its run of sorted columns, which are others than those of its inputs."""
+    folder = save_quantised(tmp_path, SCHEMES[name], num_hidden_layers=1)[0]
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"o_proj: ranks can't share columns .*act order.*: tensor_parallel_size=1"):
+            matrices(folder, "none", Shard(rank, 2))

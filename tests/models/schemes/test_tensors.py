@@ -98,6 +98,16 @@ def test_act_order_needs_its_order(tmp_path: Path) -> None:
     read(tmp_path, tensors, {**config, "desc_act": False})
 
 
+@pytest.mark.parametrize("name", ["gptq4 in act order", "gptq8 zeros in act order", "w4a16 g32 zeros in act order"])
+def test_numbers_of_act_order_are_in_the_matrix_order(tmp_path: Path, name: str) -> None:
+    """Keeps out: latents expanded with columns sorted by their groups, and an order undone by itself, not its inverse."""
+    tensors, matrix = written(name, 64, 256)
+    rows = read(tmp_path, tensors, SCHEMES[name].config, (64, 256))
+    assert rows.order_I is not None
+    torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+    torch.testing.assert_close(rows.run(0, 8, 16).numbers(torch.float32), matrix[8:24], rtol=2e-7, atol=0)
+
+
 def test_an_order_that_changes_nothing_is_no_order(tmp_path: Path) -> None:
     """Keeps out: a refusal of files that say of each column that it is in its own group, or that no order was chosen."""
     tensors, matrix = written("w4a16 g32 zeros")

@@ -69,7 +69,15 @@ def fp8(ending: str, per: str, block: tuple[int, int] = (128, 128)) -> Callable[
     return write
 
 
-def packed(bits: int, group: int, symmetric: bool) -> Callable[[int, int, torch.Generator], Written]:
+def groups_of(I: int, group: int, in_act_order: bool) -> Tensor:
+    """The group of each column: at random, and the same in all matrices of that width, as matrices of one input have it."""
+    columns = torch.randperm(I, generator=torch.Generator().manual_seed(I)) if in_act_order else torch.arange(I)
+    return columns // group
+
+
+def packed(
+    bits: int, group: int, symmetric: bool, in_act_order: bool = False
+) -> Callable[[int, int, torch.Generator], Written]:
     def write(O: int, I: int, generator: torch.Generator) -> Written:
         G, middle = I // (group or I), 1 << (bits - 1)
         codes, scale = draw(1 << bits, O, I, generator=generator), scales(O, G, generator=generator) / middle * 8
@@ -77,7 +85,10 @@ def packed(bits: int, group: int, symmetric: bool) -> Callable[[int, int, torch.
         tensors = {"weight_packed": words(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor([O, I])}
         if not symmetric:
             tensors["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
-        return tensors, (codes - spread(zeros, I)).float() * spread(scale, I)
+        groups_I = groups_of(I, group or I, in_act_order)
+        if in_act_order:
+            tensors["weight_g_idx"] = groups_I.int()
+        return tensors, (codes - zeros[:, groups_I]).float() * scale[:, groups_I]
 
     return write
 
@@ -95,17 +106,20 @@ def awq(group: int) -> Callable[[int, int, torch.Generator], Written]:
     return write
 
 
-def gptq(bits: int, group: int, symmetric: bool, version: int) -> Callable[[int, int, torch.Generator], Written]:
+def gptq(
+    bits: int, group: int, symmetric: bool, version: int, in_act_order: bool = False
+) -> Callable[[int, int, torch.Generator], Written]:
     def write(O: int, I: int, generator: torch.Generator) -> Written:
         middle, G = 1 << (bits - 1), I // group
         codes_OI, scale_GO = draw(2 * middle, O, I, generator=generator), scales(G, O, generator=generator) / middle * 8
         zeros_GO = torch.full((G, O), middle) if symmetric else draw(2 * middle, G, O, generator=generator)
         stored = (zeros_GO - 1) % (2 * middle) if version == 1 else zeros_GO  # which wraps around
+        groups_I = groups_of(I, group, in_act_order)
         tensors = {
             "qweight": words(codes_OI, bits).T.contiguous(), "qzeros": words(stored, bits), "scales": scale_GO,
-            "g_idx": torch.tensor([column // group for column in range(I)], dtype=torch.int32),
+            "g_idx": groups_I.int(),
         }  # fmt: skip
-        return tensors, (codes_OI - spread(zeros_GO.T, I)).float() * spread(scale_GO.T, I)
+        return tensors, (codes_OI - zeros_GO[groups_I].T).float() * scale_GO[groups_I].T
 
     return write
 
@@ -150,9 +164,9 @@ def _ct_fp8(strategy: str, **more: Any) -> dict[str, Any]:
     return compressed("float-quantized", num_bits=8, type="float", strategy=strategy, **more)
 
 
-def _ct_int(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+def _ct_int(bits: int, group: int, symmetric: bool, **more: Any) -> dict[str, Any]:
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
-    return compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **strategy)
+    return compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **strategy, **more)
 
 
 def _gptq_config(bits: int, group: int, symmetric: bool, version: int) -> dict[str, Any]:
@@ -190,6 +204,9 @@ SCHEMES: dict[str, Scheme] = {
         )
         for bits, symmetric, version in ((4, True, 1), (4, False, 1), (4, False, 2), (8, True, 2), (8, False, 1))
     },
+    "w4a16 g32 zeros in act order": Scheme(_ct_int(4, 32, False, actorder="group"), packed(4, 32, False, True)),
+    "gptq4 in act order": Scheme(_gptq_config(4, 64, True, 1) | {"desc_act": True}, gptq(4, 64, True, 1, True)),
+    "gptq8 zeros in act order": Scheme(_gptq_config(8, 32, False, 2) | {"desc_act": True}, gptq(8, 32, False, 2, True)),
     "mxfp4": Scheme(compressed("mxfp4-pack-quantized", strategy="group", group_size=32, **_FP4), fp4("mxfp4")),
     "nvfp4": Scheme(compressed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **_FP4), fp4("nvfp4")),
     "modelopt nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, fp4("modelopt")),
