@@ -1,7 +1,8 @@
 """What memory a pair takes on a GPU, from configs and headers of files alone: no weight is read, and no GPU is needed.
 
-Weights, keys and values are counted exactly.  What passes and graphs take besides is estimated by rules that were measured
-(benchmarks/caches/README.md).  This file knows models' configs, tensors' shapes and engine options.
+Weights, keys and values are counted exactly, but for 4 bytes a column of matrices in act order.  What passes and graphs take
+besides is estimated by rules that were measured (benchmarks/caches/README.md).  This file knows models' configs, tensors'
+shapes and engine options.
 """
 
 from __future__ import annotations

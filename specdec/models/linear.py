@@ -240,7 +240,7 @@ class Linear(Multiplying):
             self.planes = Planes(self.out_features, self.in_features, own)
             self.weight, self._late = None, None
         elif why := self.planes.unlike(own):
-            raise ValueError(f"its parts are stored alike in one matrix ({', '.join(self.parts.sizes)}), got {why}")
+            raise ValueError(f"parts of one matrix ({', '.join(self.parts.sizes)}) must be stored alike, got {why}")
         self.planes.put(rows, own)
 
     def pack(self) -> None:
@@ -335,8 +335,7 @@ class LinearStack(nn.Module):
         rows, dim = self.parts.rows[part], 0 if self._role == "column" else 1
         size = self.in_features if dim else self.parts.sizes[part]
         own = whole.run(dim, self._shard.rank * size, size)
-        if own.order_I is not None:
-            raise ValueError("an expert's groups must be of neighbouring columns, got act order (desc_act)")
+        assert own.order_I is None, "experts in act order are refused by their format (checkpoints/loader.py)"
         if self.planes is None:
             self.planes = StackPlanes(self.count, self.parts.total, self.in_features, own)
             self.weight_NOI, self._late = None, None

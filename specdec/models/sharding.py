@@ -88,7 +88,7 @@ def _expert_widths(config: ModelConfig) -> dict[str, int]:
 
 def _broken_groups(config: ModelConfig, size: int) -> str:
     """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
-    if config.quantization is None:
+    if config.quantization is None or size == 1:
         return ""
     heads_width = config.num_heads * (config.value_dim if isinstance(config, DeepseekConfig) else config.head_dim)
     shared = {  # what columns are, their number, and the matrices of a layer that may have them
@@ -98,6 +98,8 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     }
     for name, (width, matrices) in shared.items():
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
+        if config.quantization.in_act_order(names):
+            return f"{name}, which are in act order (desc_act, actorder),"
         for group in config.quantization.groups(names, width):
             if width % group == 0 and width // size % group:
                 return f"{name} {width} in whole groups of {group}"

@@ -208,3 +208,15 @@ def test_rows_are_written_once_with_seeds_of_their_own(monkeypatch: pytest.Monke
     assert {each.temperature for _, each in asked} == {0.0, 1.0} and {each.max_tokens for _, each in asked} == {4}
     assert rows[:, 0].tolist() == [7] * 4 + list(range(4, 10)) and rows[4:, 5].tolist() == [-1] * 6
     assert [int((row[:, 0] >= 0).sum()) for row in saved] == [8, 10]
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout"), [(1, "safeailab"), (3, "safeailab"), (6, "safeailab"), (2, "speculators"), (3, "speculators")]
+)
+def test_layers_that_are_named_can_be_asked_for(pair: SpecDecoder, layers: int, layout: str) -> None:
+    """Keeps out: advice for small targets that is refused in turn."""
+    config, run = replace(pair.model.config, num_layers=layers), HeadRun(layout=layout)
+    with pytest.raises(ValueError, match="such as") as said:
+        training._check(run, config, "a target", None)
+    named = str(said.value).split("such as ")[1].split(", got")[0]
+    assert training._check(run, config, "a target", [int(layer) for layer in named.split(",")])

@@ -208,6 +208,11 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
     names = {(index, part): f"{prefix}.{index}.{part}" for index in range(stack.count) for part in stack.parts.sizes}
     formats = {name: checkpoint.format_of(name) for name in names.values()}
     _expect_alike(checkpoint, "all experts of a layer", formats)
+    if any(format is not None and format.in_act_order for format in formats.values()):
+        raise ValueError(
+            f"{checkpoint.folder}: {prefix}: experts in act order (desc_act, actorder) can't be computed; nearest thing that "
+            "works: a checkpoint without act order"
+        )
     for (index, part), name in names.items():
         if (format := formats[name]) is None:
             for ending, stored in stack.tensors(index, part).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
@@ -13,8 +14,8 @@ from specdec.models.schemes.source import Format
 _KNOWN = "quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio version "
 _KNOWN += "transform_config sparsity_config"
 GROUP_KEYS = "targets weights input_activations output_activations format"
-# The last three, of older files, mean groups of columns that are no neighbours.  Others change only how weights were rounded.
-_ORDERS = (None, False, "weight", "static", "group", "dynamic", True)
+_ACT_ORDER = ("group", "dynamic", True)  # of older files: a group's columns are no neighbours, and weight_g_idx names them
+_IN_ORDER = (None, False, "weight", "static")  # which change only how weights were rounded
 WEIGHT_KEYS = "num_bits type symmetric strategy group_size block_structure dynamic actorder scale_dtype zp_dtype "
 WEIGHT_KEYS += "observer observer_kwargs"
 
@@ -80,13 +81,25 @@ def refuse_changes(scheme: dict[str, Any], where: str) -> None:
 
 def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
     refuse_keys(weights, WEIGHT_KEYS, where)
+    format, order = _in_order(weights, kind, where), weights.get("actorder")
+    if not any(order is one or order == one and isinstance(one, str) for one in (*_IN_ORDER, *_ACT_ORDER)):
+        raise ValueError(f"{where}: actorder must be null, false, 'weight', 'static' or, for groups, 'group', got {order!r}")
+    if order not in _ACT_ORDER:
+        return format
+    if isinstance(format, PackedInts) and format.group:
+        return replace(format, in_act_order=True)
+    raise ValueError(
+        f"{where}: actorder must be null, false, 'weight' or 'static' for {format.describe()}, since act order is of integers "
+        f"with a scale for each group of columns, got {order!r}"
+    )
+
+
+def _in_order(weights: dict[str, Any], kind: str | None, where: str) -> Format:
+    """The format but for the order of columns."""
     bits, strategy = whole(weights, "num_bits", where), text(weights, "strategy", where)
     number, symmetric = only(weights, "type", where, "int", "float"), flag(weights, "symmetric", where, True)
     if weights.get("dynamic"):
         raise ValueError(f"{where}: dynamic must be false for weights, got {weights['dynamic']!r}")
-    has_order = only(weights, "actorder", where, *_ORDERS) in ("group", "dynamic", True)
-    if has_order and strategy != "group":
-        raise ValueError(f"{where}: actorder {weights['actorder']!r} is of weights by group, got them by {strategy}")
     if number == "float" and bits == 8 and symmetric and kind in ("float-quantized", "naive-quantized"):
         if strategy == "block":
             return Fp8("weight_scale", "block", block(weights, "block_structure", where))
@@ -104,7 +117,7 @@ def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
             return PackedInts(bits, 0, symmetric)
         group = whole(weights, "group_size", where)
         check_group(group, f"{where}: group_size")
-        return PackedInts(bits, group, symmetric, has_order)
+        return PackedInts(bits, group, symmetric)
     raise ValueError(
         f"{where}: expected fp8 (float-quantized) by tensor, channel or block, 4 or 8 bit integers (pack-quantized) by group "
         f"or channel, nvfp4 or mxfp4; got {bits} bits of {number}, by {strategy}, symmetric {symmetric}, {kind}"

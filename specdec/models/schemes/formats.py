@@ -48,6 +48,7 @@ class Fp8:
     block: tuple[int, int] = (128, 128)
     or_scale: str = ""
     packs: ClassVar[bool] = False
+    in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")  # of activations, which are not rounded here
 
     def scale_of(self, source: Source, name: str) -> str:
@@ -110,6 +111,7 @@ class Fp4:
     whole: str = ""
     divides: bool = False
     packs: ClassVar[bool] = True
+    in_act_order: ClassVar[bool] = False
 
     def endings(self, source: Source, name: str) -> tuple[str, ...]:
         return self.weight, "weight_scale", *((self.whole,) if self.whole else ())
@@ -173,6 +175,7 @@ class ExpertBlocks:
 
     experts: int
     packs: ClassVar[bool] = True
+    in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
 
     def endings(self, source: Source, name: str) -> tuple[str, ...]:
@@ -223,6 +226,7 @@ class RoundToNearest:
     kind: Kind
     group: int
     packs: ClassVar[bool] = False
+    in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
 
     def endings(self, source: Source, name: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ Shapes: O rows, I columns, G groups of a row's columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,13 +25,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word ho
 class PackedInts:
     """compressed-tensors' "pack-quantized" integers: W4A16 and W8A16.
 
-    group: columns of a scale; 0: all of a row.  has_order: whether weight_g_idx must say which group each column is in.
+    group: columns of a scale; 0: all of a row.  in_act_order: whether weight_g_idx must say which group each column is in.
     """
 
     bits: int
     group: int
     symmetric: bool
-    has_order: bool = False
+    in_act_order: bool = False
     packs: ClassVar[bool] = True
     may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)
 
@@ -56,7 +56,8 @@ class PackedInts:
             return None
         order_I = None
         if groups_I is not None and not bool((groups_I == -1).all()):  # which compressed-tensors writes where there is no order
-            order_I = _order(source, f"{name}.weight_g_idx", groups_I, self.group or I, "" if self.has_order else _STATIC)
+            may = self.in_act_order or "actorder 'group'"
+            order_I = _order(source, f"{name}.weight_g_idx", groups_I, self.group or I, may)
         if (said := shape_2.tolist()) != [O, I]:
             raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
         zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
@@ -66,8 +67,8 @@ class PackedInts:
         own = f"{name}.weight_g_idx"
         if own in source:
             return take_indices(source, own, (columns,))
-        if self.has_order and self.group:
-            raise source.refuse(own, _missing("actorder 'group'"))
+        if self.in_act_order:
+            raise source.refuse(own, _missing("actorder"))
         return None
 
     def outline(self, source: Source, name: str) -> Outline:
@@ -78,7 +79,7 @@ class PackedInts:
         return self.group
 
     def describe(self) -> str:
-        return _describe(self.bits, self.group, self.symmetric, self.has_order)
+        return _describe(self.bits, self.group, self.symmetric, self.in_act_order)
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Awq:
 
     group: int
     packs: ClassVar[bool] = True
+    in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
 
     def endings(self, source: Source, name: str) -> tuple[str, ...]:
@@ -127,7 +129,7 @@ class Gptq:
     """GPTQ's layout: neighbouring columns in a word.
 
     added: 1 where the file holds zeros minus 1 (the older format).  symmetric: then all zeros are the middle code, in either
-    format, since some files that say so hold those of the other one.  has_order: whether g_idx must say which group each
+    format, since some files that say so hold those of the other one.  in_act_order: whether g_idx must say which group each
     column is in.
     """
 
@@ -135,7 +137,7 @@ class Gptq:
     group: int
     symmetric: bool
     added: int
-    has_order: bool = False
+    in_act_order: bool = False
     packs: ClassVar[bool] = True
     may_end: ClassVar[tuple[str, ...]] = ("g_idx", "bias")  # AutoGPTQ writes biases of zeros where a model has none
 
@@ -154,13 +156,15 @@ class Gptq:
         zeros = take_words(source, f"{name}.qzeros", (I // group, O // a_word)).to(device)
         scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
         groups_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
-        if groups_I is None and self.has_order and group < I:
-            raise source.refuse(f"{name}.g_idx", _missing("desc_act true"))
+        if groups_I is None and self.in_act_order and group < I:
+            raise source.refuse(f"{name}.g_idx", _missing("desc_act"))
         if not source.has_numbers:
             return None
         order_I = None
         if groups_I is not None:
-            order_I = _order(source, f"{name}.g_idx", groups_I, group, "" if self.has_order else "desc_act false")
+            order_I = _order(
+                source, f"{name}.g_idx", groups_I, group, self.in_act_order or "desc_act true, static_groups false"
+            )
         zeros_OG, stored_GO, middle = None, _fields(zeros, self.bits).int(), 1 << (self.bits - 1)
         if not self.symmetric:
             zeros_OG = _relative(((stored_GO + self.added) % (1 << self.bits)).T, self.bits)
@@ -181,42 +185,41 @@ class Gptq:
         return self.group
 
     def describe(self) -> str:
-        return _describe(self.bits, self.group, self.symmetric, self.has_order)
+        return _describe(self.bits, self.group, self.symmetric, self.in_act_order)
 
 
-_STATIC = "actorder null or 'static'"
+_NEAREST = "nearest thing that works: a checkpoint without act order"
 
 
-def _describe(bits: int, group: int, symmetric: bool, has_order: bool = False) -> str:
+def _describe(bits: int, group: int, symmetric: bool, in_act_order: bool = False) -> str:
     run = f"{group} columns" if group else "row"
-    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}{', in act order' if has_order else ''}"
+    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}{', in act order' if in_act_order else ''}"
 
 
-def _missing(said: str) -> str:
-    return f"is missing, which must say the group of each column where config.json says {said}"
+def _missing(key: str) -> str:
+    return f"is missing, which must say the group of each column, since config.json says act order ({key}); {_NEAREST}"
 
 
-def _order(source: Source, name: str, groups_I: Tensor, group: int, refused_by: str) -> Tensor | None:
+def _order(source: Source, name: str, groups_I: Tensor, group: int, may: Literal[True] | str) -> Tensor | None:
     """The columns sorted by their groups, those of a group in their own order; None if they lie so.
 
-    refused_by: what of config.json says that they do; empty if they need not.
+    may: True if they need not, or else what config.json must say for that.
     ValueError if they must and do not, or if groups are not of so many columns each.
     """
     I = len(groups_I)
-    in_order_I = torch.arange(I) // group
-    if torch.equal(groups_I, in_order_I):
-        return None
-    if refused_by:
-        raise source.refuse(
-            name, f"gives columns to groups out of order (desc_act, act order), but config.json says {refused_by}; nearest "
-            "thing that works: the config.json that the weights were made with"
-        )  # fmt: skip
-    order_I = groups_I.argsort(stable=True)
+    in_order_I, order_I = torch.arange(I) // group, groups_I.argsort(stable=True)
     if not torch.equal(groups_I[order_I], in_order_I):
         found, counts = groups_I.unique(return_counts=True)
         raise source.refuse(
-            name, f"must give {group} columns to each of the groups 0 to {I // group - 1}, got groups {found.min()} to "
-            f"{found.max()} with {counts.min()} to {counts.max()} columns"
+            name, f"must name each of the groups 0 to {I // group - 1} for {group} columns, got {len(found)} groups, "
+            f"{found.min()} to {found.max()}, of {counts.min()} to {counts.max()} columns; {_NEAREST}"
+        )  # fmt: skip
+    if torch.equal(groups_I, in_order_I):
+        return None
+    if may is not True:
+        raise source.refuse(
+            name, f"gives columns to groups out of order (act order), which config.json must say by {may} if it is meant; "
+            f"{_NEAREST}"
         )  # fmt: skip
     return order_I
 
@@ -225,7 +228,7 @@ def _rows(
     bits: int, codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor | None, group: int, order_I: Tensor | None
 ) -> CodedRows:  # fmt: skip
     if order_I is not None:
-        order_I = order_I.to(codes_OI.device)
+        order_I = order_I.to(codes_OI.device, torch.int32)
         codes_OI = codes_OI[:, order_I]
     return CodedRows(_integers(bits), codes_OI, scales_OG, zeros_OG, group, order_I)
 

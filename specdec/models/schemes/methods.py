@@ -83,8 +83,10 @@ def gptq(scheme: dict[str, Any], where: str) -> Quantization:
     only(scheme, "packing_format", where, "auto_gptq", "auto_round:auto_gptq")
     bits, symmetric = only(scheme, "bits", where, 4, 8), flag(scheme, "sym", where, True)
     layout = _layout(scheme, ("checkpoint_format", "format"), where, "gptq", "gptq_v2")
-    has_order = flag(scheme, "desc_act", where)
-    format = Gptq(bits, _group_size(scheme, where), symmetric, int(layout == "gptq"), has_order)
+    group = _group_size(scheme, where)
+    # Groups that were chosen before columns were sorted, and a group of all columns, are of neighbours.
+    in_act_order = flag(scheme, "desc_act", where) and not flag(scheme, "static_groups", where) and group > 0
+    format = Gptq(bits, group, symmetric, int(layout == "gptq"), in_act_order)
     return _of_integers("gptq", scheme, format, (), where)
 
 

@@ -60,15 +60,15 @@ class Planes(KeptPlanes):
         self.scales_OG = self.plane(rows, groups, like.scales_PG.dtype, device)
         self.zeros_OG = None if like.zeros_PG is None else self.plane(rows, groups, torch.int8, device)
         self.order_I: Tensor | None
-        self.register_buffer("order_I", like.order_I, persistent=False)
+        self.register_buffer("order_I", like.order_I)
 
     def ordered(self, x: Tensor) -> Tensor:
-        """x [..., I] with its columns in the order of the codes'."""
+        """x [..., I] with its columns sorted as those of the codes are."""
         return x if self.order_I is None else x.index_select(-1, self.order_I)
 
     @property
     def weight(self) -> Codes:
-        """The columns are in the order of the codes'."""
+        """Its columns may be sorted by their groups: it is multiplied with `ordered(x)`."""
         return Codes(self.kind, self.codes_OJ, self.scales_OG, self.zeros_OG, self.columns, self.group)
 
     def unlike(self, part: CodedRows) -> str:
@@ -77,7 +77,14 @@ class Planes(KeptPlanes):
         if unlike or (self.order_I is None and part.order_I is None):
             return unlike
         alike = self.order_I is not None and part.order_I is not None and torch.equal(self.order_I, part.order_I)
-        return "" if alike else "columns in two orders (desc_act, act order)"
+        return (
+            ""
+            if alike
+            else (
+                "columns in another order than those of the part before (g_idx); nearest thing that works: a checkpoint whose "
+                "parts were quantised together, or without act order"
+            )
+        )
 
     def put(self, rows: slice, part: CodedRows) -> None:
         """Fills the rows of a part."""

@@ -43,10 +43,7 @@ class CodedRows(NamedTuple):
         if size == self.codes_PI.shape[1]:
             return self
         if self.order_I is not None:
-            raise ValueError(
-                "ranks can't share columns whose groups are no neighbours (desc_act, act order); nearest setting that works: "
-                "tensor_parallel_size=1"
-            )
+            raise ValueError("ranks can't share columns in act order; nearest setting that works: tensor_parallel_size=1")
         own = self._replace(codes_PI=self.codes_PI.narrow(1, start, size))
         if not self.group:
             return own
@@ -71,4 +68,4 @@ class CodedRows(NamedTuple):
 
 def restored(numbers_PI: Tensor, order_I: Tensor | None) -> Tensor:
     """Numbers whose columns are in some order (see `CodedRows`), in that of the matrix."""
-    return numbers_PI if order_I is None else torch.empty_like(numbers_PI).index_copy_(1, order_I, numbers_PI)
+    return numbers_PI if order_I is None else torch.empty_like(numbers_PI).index_copy_(1, order_I.long(), numbers_PI)

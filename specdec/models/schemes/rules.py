@@ -79,6 +79,11 @@ class Quantization:
         found = {format for name in names if (format := self.format_of(name, lambda _: True)) is not None}
         return tuple(sorted({group for format in found if (group := format.group_of(columns))}))
 
+    def in_act_order(self, names: Iterable[str]) -> bool:
+        """Whether a matrix of one of these names may be in act order."""
+        found = (self.format_of(name, lambda _: True) for name in names)
+        return any(format is not None and format.in_act_order for format in found)
+
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(format.describe() for _, format in self.formats))
         return f"{kinds} ({self.method})"

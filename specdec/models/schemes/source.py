@@ -57,6 +57,11 @@ class Format(Protocol):
     @property
     def may_end(self) -> tuple[str, ...]: ...
 
+    @property
+    def in_act_order(self) -> bool:
+        """Whether a group's columns may be no neighbours: tensors say which columns they are (see CodedRows)."""
+        ...
+
     def endings(self, source: Source, name: str) -> tuple[str, ...]:
         """Of the names of the tensors of the matrix of that name."""
         ...

@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from toolkit.deepseek import save_deepseek
 from toolkit.oracles.quantised import SCHEMES, as_codes
 
 from specdec.attention.eager.dense import DenseAttention
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import fill_stack
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.linear import Linear, LinearStack
 from specdec.models.registry import choose_target, load_chosen
-from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.config import parse_quantization
 from specdec.parallel.shard import Shard
 
 
@@ -42,10 +45,13 @@ def test_experts_and_latents_of_codes(tmp_path: Path, name: str, scheme: str) ->
     assert all(isinstance(module, Linear) and module.planes is None for module in expanding)
 
 
-def test_experts_in_act_order_are_refused() -> None:
-    """Keeps out: experts whose columns are sorted by groups, and multiplied with inputs that are not."""
-    codes, scales, order = torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 2), torch.randperm(64)
+def test_experts_in_act_order_are_refused(tmp_path: Path) -> None:
+    """Keeps out: experts whose columns are sorted by groups and multiplied with others; weights read before that."""
+    scheme = SCHEMES["w4a16 g32 zeros in act order"]
+    tensors, _ = scheme.write(8, 64, torch.Generator().manual_seed(0))
+    named = {f"m.{index}.down_proj.{ending}": tensor.clone() for index in "01" for ending, tensor in tensors.items()}
+    save_file(named, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, quantization=parse_quantization(scheme.config, "config.json"))
     stack = LinearStack(2, 64, {"down_proj": 8}, Shard(0, 1), "row")
-    with pytest.raises(ValueError, match="an expert's groups must be of neighbouring columns, got act order"):
-        stack.fill(0, "down_proj", CodedRows("int4", codes, scales, None, 32, order))
-    stack.fill(0, "down_proj", CodedRows("int4", codes, scales, None, 32))
+    with pytest.raises(ValueError, match="m: experts in act order .* nearest thing that works: a checkpoint without act order"):
+        fill_stack(stack, checkpoint.headers(), "m")

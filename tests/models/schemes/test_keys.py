@@ -212,3 +212,23 @@ def test_transformers_code_does_not_pass_a_scheme_over(tmp_path: Path) -> None:
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     with pytest.raises(ValueError, match="hf_quant_config.json must be absent: .* nearest: backend='auto'"):
         choose_target(path, "transformers")
+
+
+def test_act_order_is_of_groups_of_integers() -> None:
+    """Keeps out: an order of columns that a format passes over, and a word of config.json that is taken for another."""
+    keys = dict(num_bits=4, type="int", strategy="group", group_size=32)
+    for order in (None, False, "weight", "static", "group", "dynamic", True):
+        quantization = parse_quantization(compressed("pack-quantized", **keys, actorder=order), "here")
+        assert quantization.in_act_order(["m"]) == (order in ("group", "dynamic", True))
+    for order in ("GROUP", 1, 0, [], {"a": 1}):
+        with pytest.raises(ValueError, match="actorder must be null, false, 'weight', 'static' or, for groups, 'group', got"):
+            parse_quantization(compressed("pack-quantized", **keys, actorder=order), "here")
+    others = (
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, actorder="group"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel", actorder="group"),
+        compressed("pack-quantized", num_bits=4, type="int", strategy="channel", actorder=True),
+    )
+    for scheme in others:
+        with pytest.raises(ValueError, match="actorder must be null, .* since act order is of integers with a scale"):
+            parse_quantization(scheme, "here")
+    assert not parse_quantization({**GPTQ, "desc_act": True, "group_size": -1}, "here").in_act_order(["m"])

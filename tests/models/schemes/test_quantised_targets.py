@@ -178,7 +178,7 @@ def change(folder: Path, tensors: dict[str, Any] | None = None, **quantization: 
     return folder
 
 
-Q = "model.layers.0.self_attn.q_proj"
+Q, K = (f"model.layers.0.self_attn.{letter}_proj" for letter in "qk")
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (
         "fp8 channel",
@@ -202,17 +202,26 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("fp8 channel", {}, {"quantization_status": "frozen"}, "quantization_status must be 'compressed', got 'frozen'"),
     ("deepseek fp8", {}, {"weight_block_size": [128, 48]}, "must be a power of two from 32 on, got 48"),
     ("w4a16 g0", {f"{Q}.weight_shape": torch.tensor([128, 64])}, {}, r"must be \[128, 128\], got \[128, 64\]"),
-    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "says actorder null or 'static'"),
-    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: None}, {}, "weight_g_idx' is missing, .*actorder 'group'"),
-    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: t.flip(0)}, {}, "alike .*columns in two orders"),
-    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: t // 2}, {}, "32 columns to each .* 0 to 1 with 64 to 64"),
+    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "groups 0 to 3 for 32 columns, got 1 "),
+    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.arange(128).int() % 4}, {}, "config.json must say by actorder 'group'"),
+    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: None}, {}, "weight_g_idx' is missing, .*(actorder)"),
+    (
+        "w4a16 g32 zeros in act order",
+        {f"{Q}.weight_g_idx": lambda t: t.flip(0)},
+        {},
+        "must be stored alike, got columns in another",
+    ),
+    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": torch.arange(128).int() // 32}, {}, "got columns in another order"),
+    ("w4a16 g32 zeros in act order", {f"{K}.weight_g_idx": torch.arange(128).int() // 32}, {}, "got columns in another order"),
+    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: t // 2}, {}, "got 2 groups, 0 to 1, of 64 to 64 columns"),
     ("gptq4 v1", {f"{Q}.bias": torch.ones(128)}, {}, "bias' must hold zeros alone, or be left out: .*attention_bias"),
     ("awq", {f"{Q}.bias": torch.zeros(128)}, {}, "not part of this architecture: .*q_proj.bias"),
-    ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "desc_act, act order.* but config.json says desc_act false"),
-    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t * 0}, {}, "must give 64 columns to each of the groups 0 to 1, got"),
-    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t - 1}, {}, "got groups -1 to 0"),
+    ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "out of order .act order., .* must say by desc_act true"),
+    ("gptq4 in act order", {}, {"static_groups": True}, "which config.json must say by desc_act true, static_groups false"),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t * 0}, {}, "must name each of the groups 0 to 1 for 64 columns"),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t - 1}, {}, "got 2 groups, -1 to 0, of 64"),
     ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t[:-1]}, {}, "must have shape .128,., got .127,."),
-    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "stored alike .*, got columns in two orders"),
+    ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "must be stored alike, got columns in"),
     ("gptq4 in act order", {f"{Q}.g_idx": lambda t: t.float()}, {}, "must hold I32 or I64, got F32"),
     ("gptq4 v1", {}, {"bits": 3}, "bits must be 4 or 8, got 3"),
     ("gptq4 v1", {}, {"dynamic": {"+:.*": {"bits": 8}}}, "may skip modules"),

@@ -15,6 +15,7 @@ from specdec.models.checkpoints.frame import check_tensors, load_family, open_ta
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, family_of
 from specdec.models.schemes.config import parse_quantization
+from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
 
 SHAPE = (256, 384)
@@ -144,8 +145,13 @@ def test_what_ranks_hold_is_the_whole(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gptq4 in act order", "w4a16 g32 zeros in act order"])
 def test_ranks_can_not_share_columns_in_act_order(tmp_path: Path, name: str) -> None:
-    """Keeps out: a rank that takes its run of sorted columns, which are others than those of its inputs."""
+    """Keeps out: a rank that takes its run of sorted columns, which are others than those of its inputs; ranks that are started
+    before that shows; and a nearest number of them that is refused in turn.
+    """
     folder = save_quantised(tmp_path, SCHEMES[name], num_hidden_layers=1)[0]
-    for rank in range(2):
-        with pytest.raises(ValueError, match=r"o_proj: ranks can't share columns .*act order.*: tensor_parallel_size=1"):
-            matrices(folder, "none", Shard(rank, 2))
+    config = choose_target(folder).config
+    for size in (2, 3, 4):
+        with pytest.raises(ValueError, match=rf"got {size}; nearest setting that works: tensor_parallel_size=1"):
+            share_of(config, Shard(0, size))
+    with pytest.raises(ValueError, match=r"intermediate_size, which are in act order .desc_act, actorder., evenly, got 2"):
+        share_of(config, Shard(0, 2))

@@ -1,13 +1,14 @@
 """The tensors of one matrix, in each format: what is not as the format says is refused by name, and never read as numbers."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from toolkit.oracles.quantised import SCHEMES
+from toolkit.oracles.quantised import SCHEMES, compressed
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -93,7 +94,7 @@ def test_act_order_needs_its_order(tmp_path: Path) -> None:
     config = {**SCHEMES["gptq4 v1"].config, "desc_act": True}
     torch.testing.assert_close(read(tmp_path, tensors, config).numbers(torch.float32), matrix, rtol=2e-7, atol=0)
     del tensors["g_idx"]
-    with pytest.raises(ValueError, match=r"tensor 'm\.g_idx' is missing, .* says desc_act true"):
+    with pytest.raises(ValueError, match=r"tensor 'm\.g_idx' is missing, .* says act order \(desc_act\)"):
         read(tmp_path, tensors, config)
     read(tmp_path, tensors, {**config, "desc_act": False})
 
@@ -106,6 +107,31 @@ def test_numbers_of_act_order_are_in_the_matrix_order(tmp_path: Path, name: str)
     assert rows.order_I is not None
     torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
     torch.testing.assert_close(rows.run(0, 8, 16).numbers(torch.float32), matrix[8:24], rtol=2e-7, atol=0)
+
+
+def test_an_order_goes_where_its_codes_go(tmp_path: Path) -> None:
+    """Keeps out: an order that stays on another device, or is lost, when a matrix is moved or saved."""
+    tensors, matrix = written("gptq4 in act order", 64, 256)
+    linear = Linear(256, 64)
+    linear.fill("", read(tmp_path, tensors, SCHEMES["gptq4 in act order"].config, (64, 256)))
+    x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(linear(x), x @ matrix.T, rtol=1e-5, atol=1e-4)
+    assert "planes.order_I" in linear.state_dict()
+    moved = deepcopy(linear).to("meta")
+    assert moved.planes is not None and moved.planes.order_I is not None and moved.planes.order_I.is_meta
+
+
+def test_what_changes_no_layout_needs_no_order(tmp_path: Path) -> None:
+    """Keeps out: ranks and experts refused for GPTQ's static groups, and tensors missed that nobody writes."""
+    tensors, matrix = written("gptq4 v1")
+    config = {**SCHEMES["gptq4 v1"].config, "desc_act": True, "static_groups": True}
+    assert not parse_quantization(config, "here").in_act_order(["m"])
+    torch.testing.assert_close(read(tmp_path, tensors, config).numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+    tensors, matrix = written("w4a16 g32 zeros")
+    for order, more in (("weight", {}), ("static", {}), ("group", {"weight_g_idx": torch.full((COLUMNS,), -1).int()})):
+        keys = dict(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32)
+        rows = read(tmp_path, {**tensors, **more}, compressed("pack-quantized", **keys, actorder=order))
+        torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
 
 
 def test_an_order_that_changes_nothing_is_no_order(tmp_path: Path) -> None:

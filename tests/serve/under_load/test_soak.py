@@ -18,7 +18,7 @@ from specdec.generation import Stats
 @pytest.mark.slow
 def test_hundreds_of_calls(tmp_path: Path) -> None:
     decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
-    plan = Plan(calls=168, warm_up=56, workers=14, processes=1, pause=30, max_tokens=10, exact=True)
+    plan = Plan(calls=240, warm_up=80, workers=14, processes=1, pause=30, max_tokens=10, exact=True)
     report = soak(decoder, plan)
     assert report.problems == []
     assert sum(report.ends.values()) == plan.calls and report.ends["answered"] > plan.calls / 3, report.ends
