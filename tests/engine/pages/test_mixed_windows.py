@@ -21,7 +21,7 @@ from specdec.engine.pages.groups import ALL, Group
 from specdec.loading.memory import kv_page_bytes, pool_bytes, pool_plan
 from specdec.steps import CopyPages
 
-TREE, CHAIN, LENGTH, CHUNK = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5), 48, 8
+TREE, CHAIN, LENGTH, CHUNK = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5), 36, 8
 PROMPTS = [[5, 9, 2], [*range(1, 38), *range(30)], [7] * 9, [4, 8] * 20]  # some longer than a ring
 SAMPLING = SamplingParams(max_tokens=LENGTH)
 
