@@ -36,9 +36,8 @@ CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kern
 MOST_BATCH = 4096  # the most that max_batch_size takes
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
 MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|\bfc|lm_head)\.\w+$")
-UNPACKED = re.compile(
-    r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$"
-)  # what is no matrix of a Linear, or is read by head
+# What is no matrix of a Linear, or is read by head.
+UNPACKED = re.compile(r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$")
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),

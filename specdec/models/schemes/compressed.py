@@ -81,16 +81,14 @@ def refuse_changes(scheme: dict[str, Any], where: str) -> None:
 
 def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
     refuse_keys(weights, WEIGHT_KEYS, where)
-    format, order = _in_order(weights, kind, where), weights.get("actorder")
-    if not any(order is one or order == one and isinstance(one, str) for one in (*_IN_ORDER, *_ACT_ORDER)):
-        raise ValueError(f"{where}: actorder must be null, false, 'weight', 'static' or, for groups, 'group', got {order!r}")
+    format, order = _in_order(weights, kind, where), only(weights, "actorder", where, *_IN_ORDER, *_ACT_ORDER)
     if order not in _ACT_ORDER:
         return format
     if isinstance(format, PackedInts) and format.group:
         return replace(format, in_act_order=True)
     raise ValueError(
-        f"{where}: actorder must be null, false, 'weight' or 'static' for {format.describe()}, since act order is of integers "
-        f"with a scale for each group of columns, got {order!r}"
+        f"{where}: actorder must be {' or '.join(map(repr, _IN_ORDER))} for {format.describe()}, since act order is of "
+        f"integers with a scale for each group of columns, got {order!r}"
     )
 
 

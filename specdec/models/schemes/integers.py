@@ -8,7 +8,7 @@ Shapes: O rows, I columns, G groups of a row's columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,10 +54,10 @@ class PackedInts:
             packed = take_words(source, f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
         if not source.has_numbers:
             return None
-        order_I = None
-        if groups_I is not None and not bool((groups_I == -1).all()):  # which compressed-tensors writes where there is no order
-            may = self.in_act_order or "actorder 'group'"
-            order_I = _order(source, f"{name}.weight_g_idx", groups_I, self.group or I, may)
+        if groups_I is not None and bool((groups_I == -1).all()):  # which compressed-tensors writes where there is no order
+            groups_I = None
+        key = "actorder 'group'"
+        order_I = _order(source, f"{name}.weight_g_idx", groups_I, self.group or I, self.in_act_order, key)
         if (said := shape_2.tolist()) != [O, I]:
             raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
         zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
@@ -160,11 +160,8 @@ class Gptq:
             raise source.refuse(f"{name}.g_idx", _missing("desc_act"))
         if not source.has_numbers:
             return None
-        order_I = None
-        if groups_I is not None:
-            order_I = _order(
-                source, f"{name}.g_idx", groups_I, group, self.in_act_order or "desc_act true, static_groups false"
-            )
+        keys = "desc_act true, static_groups false"
+        order_I = _order(source, f"{name}.g_idx", groups_I, group, self.in_act_order, keys)
         zeros_OG, stored_GO, middle = None, _fields(zeros, self.bits).int(), 1 << (self.bits - 1)
         if not self.symmetric:
             zeros_OG = _relative(((stored_GO + self.added) % (1 << self.bits)).T, self.bits)
@@ -200,12 +197,17 @@ def _missing(key: str) -> str:
     return f"is missing, which must say the group of each column, since config.json says act order ({key}); {_NEAREST}"
 
 
-def _order(source: Source, name: str, groups_I: Tensor, group: int, may: Literal[True] | str) -> Tensor | None:
+def _order(
+    source: Source, name: str, groups_I: Tensor | None, group: int, in_act_order: bool, keys: str
+) -> Tensor | None:  # fmt: skip
     """The columns sorted by their groups, those of a group in their own order; None if they lie so.
 
-    may: True if they need not, or else what config.json must say for that.
-    ValueError if they must and do not, or if groups are not of so many columns each.
+    groups_I: None if no tensor names them.  in_act_order: whether config.json says that they may lie in another order.
+    keys: by which it does.
+    ValueError if they lie in another order and it does not, or if groups are not of so many columns each.
     """
+    if groups_I is None:
+        return None
     I = len(groups_I)
     in_order_I, order_I = torch.arange(I) // group, groups_I.argsort(stable=True)
     if not torch.equal(groups_I[order_I], in_order_I):
@@ -216,9 +218,9 @@ def _order(source: Source, name: str, groups_I: Tensor, group: int, may: Literal
         )  # fmt: skip
     if torch.equal(groups_I, in_order_I):
         return None
-    if may is not True:
+    if not in_act_order:
         raise source.refuse(
-            name, f"gives columns to groups out of order (act order), which config.json must say by {may} if it is meant; "
+            name, f"gives columns to groups out of order (act order), which config.json must say by {keys} if it is meant; "
             f"{_NEAREST}"
         )  # fmt: skip
     return order_I

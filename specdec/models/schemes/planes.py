@@ -76,14 +76,11 @@ class Planes(KeptPlanes):
         unlike = unlike_planes(self.kind, self.group, self.scales_OG.dtype, self.zeros_OG is not None, part)
         if unlike or (self.order_I is None and part.order_I is None):
             return unlike
-        alike = self.order_I is not None and part.order_I is not None and torch.equal(self.order_I, part.order_I)
+        if self.order_I is not None and part.order_I is not None and torch.equal(self.order_I, part.order_I):
+            return ""
         return (
-            ""
-            if alike
-            else (
-                "columns in another order than those of the part before (g_idx); nearest thing that works: a checkpoint whose "
-                "parts were quantised together, or without act order"
-            )
+            "columns in another order than those of the part before (g_idx); nearest thing that works: a checkpoint whose "
+            "parts were quantised together, or without act order"
         )
 
     def put(self, rows: slice, part: CodedRows) -> None:
