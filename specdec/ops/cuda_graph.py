@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -82,9 +82,14 @@ class GraphSet:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of the GPU meanwhile, memory for example, would otherwise end the capture.
-        with _no_garbage_collection(), _generator_kept():
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = fn()  # recorded, not executed: no tensor changes here
+        try:
+            with _no_garbage_collection(), _undone_if_failed(self._pool):
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    outputs = fn()  # recorded, not executed: no tensor changes here
+        except BaseException:  # of any kind: it goes on
+            if not self._graphs:  # nothing holds the pool any more
+                self._pool = None
+            raise
         return graph, outputs
 
 
@@ -95,16 +100,23 @@ def _warm_up_stream(device: int) -> torch.cuda.Stream:
 
 
 @contextmanager
-def _generator_kept() -> Iterator[None]:
-    """Gives the process its random numbers on the GPU back if a capture fails: torch 2.11 leaves their generator as if the
-    capture went on, and every later draw would raise.
+def _undone_if_failed(pool: Any) -> Iterator[None]:
+    """Ends for the process what torch 2.11 leaves as if a failed capture went on.
+
+    Of its random numbers on the GPU every later draw would raise, and of its memory nothing would be given back any more.  What
+    this thread did next would be queued in the capture's stream.
     """
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[device]
     before = generator.clone_state()
     try:
         yield
     except BaseException:  # of any kind: it goes on
+        torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(before)
+        with suppress(RuntimeError):  # no capture uses the pool: it ended as it should, and its graph gives the pool back
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
         raise
 
 

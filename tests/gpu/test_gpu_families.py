@@ -14,6 +14,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextModel
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
+from specdec.loading.build import free_memory
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.transformers_backend.target import TransformersTarget, check_capturable, lone_pass
 
@@ -87,7 +88,7 @@ def test_bfloat16_passes_are_captured(families: Families, name: str) -> None:
 @torch.inference_mode()
 def test_a_model_that_reads_the_device_says_so(families: Families) -> None:
     """Keeps out: a capture that fails in the middle of a user's first request, without the setting that works; a process that
-    can't draw random numbers on the GPU afterwards."""
+    can't draw random numbers on the GPU afterwards, keeps its memory, or goes on in the capture's stream."""
     folder = families.target("llama")
     target = load_chosen(choose_target(folder, "transformers"), folder, 128, torch.device("cuda"), torch.float32, True)
     assert isinstance(target, TransformersTarget)
@@ -99,3 +100,9 @@ def test_a_model_that_reads_the_device_says_so(families: Families) -> None:
     torch.manual_seed(7)
     assert torch.equal(drawn, torch.rand(5, device="cuda"))
     assert torch.ones(3, device="cuda").sum().item() == 3  # the device is as it was
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    before = torch.cuda.memory_reserved()
+    large = torch.empty(before + 100_000_000, dtype=torch.uint8, device="cuda")  # more than is kept
+    del large
+    free_memory(torch.device("cuda"))
+    assert torch.cuda.memory_reserved() <= before
