@@ -1,4 +1,5 @@
-"""Picking rows out of each sequence's rows: the features along a path, or the last accepted row; and joining columns of ids.
+"""Picking rows out of each sequence's rows: the features along a path, or the last accepted row; columns in another order;
+and joining columns of ids.
 
 On a CPU and under autograd the definition here runs; on a GPU it is one launch of rows_triton.py.
 
@@ -31,6 +32,15 @@ def take_run(x_BNF: Tensor, first_B: Tensor, count: int, out: Tensor | None = No
 
         return launch_take_rows(x_BNF, first_B[:, None], out, run=count)
     return take_rows(x_BNF, first_B[:, None] + arange(count, x_BNF.device), out)
+
+
+def take_columns(x: Tensor, order_F: Tensor) -> Tensor:
+    """[..., F]: the columns of x that order_F (int32) names."""
+    if use_kernels(x):
+        from specdec.ops.rows_triton import launch_take_columns
+
+        return launch_take_columns(x, order_F)
+    return x.index_select(-1, order_F)
 
 
 def prepend(first_B: Tensor, ids_BS: Tensor) -> Tensor:

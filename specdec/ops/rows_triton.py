@@ -1,4 +1,4 @@
-"""The kernels of rows.py: one program for each picked row and block of columns, and one for all ids.
+"""The kernels of rows.py: one program for each picked row and block of columns, or for each block of ids.
 
 Shapes: B sequences, N rows of a sequence, E picked rows, F columns, S ids.
 """
@@ -51,6 +51,38 @@ def launch_take_rows(x_BNF: Tensor, index_BE: Tensor, out: Tensor | None, run: i
         take_rows_kernel[(B * E, triton.cdiv(F, 2048))](
             x_BNF, index_BE, out, E, index_BE.stride(0), *x_BNF.stride()[:2],
             RUN=run > 0, SIZE=F, BLOCK=min(2048, triton.next_power_of_2(F)), num_warps=4, **chained(x_BNF.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["stride_t"])
+def take_columns_kernel(
+    x,  # [T, I]
+    order,  # [F] int32, a weight
+    out,  # [T, F]
+    stride_t,
+    SIZE: tl.constexpr,  # F
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    from_F = tl.load(order + f, mask=f < SIZE, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tl.store(out + t * SIZE + f, tl.load(x + t * stride_t + from_F, mask=f < SIZE), mask=f < SIZE)
+
+
+def launch_take_columns(x: Tensor, order_F: Tensor) -> Tensor:
+    """`rows.take_columns`: [..., F]."""
+    x_TI, F = x.reshape(-1, x.shape[-1]), order_F.shape[0]
+    assert x_TI.stride(1) == 1 and order_F.is_contiguous() and order_F.dtype == torch.int32
+    out = x.new_empty(*x.shape[:-1], F)
+    if out.numel():
+        take_columns_kernel[(x_TI.shape[0], triton.cdiv(F, 1024))](
+            x_TI, order_F, out, x_TI.stride(0), SIZE=F, BLOCK=min(1024, triton.next_power_of_2(F)), num_warps=4,
+            **chained(x.device),
         )  # fmt: skip
     return out
 

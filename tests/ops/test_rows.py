@@ -9,8 +9,8 @@ from toolkit.kernels import DEVICE
 
 from specdec.attention.segment import uniform_cu_seqlens
 from specdec.ops.index import arange, kept, predecessors
-from specdec.ops.rows import prepend, take_rows, take_run
-from specdec.ops.rows_triton import launch_prepend, launch_take_rows
+from specdec.ops.rows import prepend, take_columns, take_rows, take_run
+from specdec.ops.rows_triton import launch_prepend, launch_take_columns, launch_take_rows
 
 
 @pytest.mark.slow_cases
@@ -36,6 +36,18 @@ def test_runs_of_rows(B: int, N: int, E: int, F: int) -> None:
     assert all(torch.equal(want[b], x[b, first : first + E].cpu()) for b, first in enumerate(first_B.tolist()))
     out = torch.full((B, E, F), torch.nan, device=DEVICE)
     assert launch_take_rows(x, first_B[:, None], out, run=E) is out and torch.equal(out.cpu(), want)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(("shape", "F"), [((1, 40), 40), ((5, 2100), 2100), ((2, 3, 48), 30), ((0, 16), 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_in_another_order(shape: tuple[int, ...], F: int, dtype: torch.dtype) -> None:
+    """Keeps out: a block of columns left out, strides taken for dense, a column of another row."""
+    x = torch.randn(*shape[:-1], shape[-1] + 3).to(DEVICE, dtype)[..., : shape[-1]]
+    order_F = torch.randperm(shape[-1])[:F].int().to(DEVICE)
+    want = take_columns(x.cpu(), order_F.cpu())
+    assert want.shape == (*shape[:-1], F) and torch.equal(want, x.cpu()[..., order_F.long().cpu()])
+    assert torch.equal(launch_take_columns(x, order_F).cpu(), want)
 
 
 @pytest.mark.parametrize(("B", "S"), [(1, 7), (3, 1), (40, 5)])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specdec.models.schemes.rows import CodedRows
 from specdec.ops.packed.packing import Packed
 from specdec.ops.quantised.codes import Codes, Kind, row_bytes
+from specdec.ops.rows import take_columns
 
 
 class KeptPlanes(nn.Module):
@@ -64,7 +65,7 @@ class Planes(KeptPlanes):
 
     def ordered(self, x: Tensor) -> Tensor:
         """x [..., I] with its columns sorted as those of the codes are."""
-        return x if self.order_I is None else x.index_select(-1, self.order_I)
+        return x if self.order_I is None else take_columns(x, self.order_I)
 
     @property
     def weight(self) -> Codes:
