@@ -25,7 +25,7 @@ from specdec.ops.noise.gumbel_triton import noise_arguments, perturbation, steep
 LOWEST_32 = tl.constexpr(-(2**31))
 LOWEST_64 = tl.constexpr(-(2**63))
 PROGRAMS = 256  # programs that fill a GPU
-MAX_KEYS = 80  # threshold: slices are made larger until a row has at most this many keys to merge
+MAX_KEYS = 64  # threshold: slices are made larger until a row has at most this many keys to merge
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def launch_scan(
             LOGIT_WEIGHT=noise.logit_weight if noise else 1.0, NOISE_WEIGHT=noise.noise_weight if noise else 0.0,
             FLOOR_WEIGHT=noise.floor_weight if noise and floor is not None else 0.0,
             HAS_OFFSETS=noise is not None and offsets_V is not None, ASM=logits_RV.is_cuda,
-            num_warps=max(1, size // 1024), **chained(logits_RV.device),
+            num_warps=16 if size > 4096 else max(1, size // 1024), **chained(logits_RV.device),
         )  # fmt: skip
     return keys, sums
 
