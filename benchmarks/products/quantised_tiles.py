@@ -1,10 +1,10 @@
-"""Which tiles are fastest for products of few rows with weights of 8 or 4 bits, or packed, at Llama-3.1-8B's shapes.
+"""Which tiles are fastest for products with weights of 8 or 4 bits, or packed, at Llama-3.1-8B's shapes.
 
     python benchmarks products.quantised_tiles --out benchmarks/products/results/quantised_tiles_h200.json
 
 It needs a GPU of compute capability 9.0.  Times are medians of replays of CUDA graphs, which run through copies of a weight
 that spill over L2, so that each product reads its weight from memory, as in a model.  Kernels are compiled by several processes
-first.
+first.  With codes more than 64 rows are compared with cuBLAS, for which numbers are computed first.
 
 Shapes: T rows, I in, O weight rows.
 """
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from graph_timing import replay_us
 from torch import Tensor
@@ -33,7 +34,9 @@ from specdec.ops.norm import add_rms_norm
 from specdec.ops.packed.packing import Packed, pack_weight, unpack_weight
 from specdec.ops.packed.tiles import packed_tiles
 from specdec.ops.products.gpus import match_of
+from specdec.ops.products.linear import silu_mul
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
+from specdec.ops.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 from specdec.ops.quantised.tiles import ALONE, HopperTiles, hopper_tiles
 from specdec.ops.terms import Terms, added_up
@@ -41,9 +44,13 @@ from specdec.ops.terms import Terms, added_up
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("int4", 128), ("packed", 0))
 COLD_BYTES = 200_000_000
-ROWS = {1: 1, 32: 32, 6: 8, 16: 16, 64: 64}  # rows of x, and the tiles that hold them
+# Rows of x, and of its tiles.
+ROWS = {1: (1,), 32: (32,), 6: (8,), 16: (16,), 64: (64,)} | dict.fromkeys((96, 128, 192, 256), (64, 128))
 LAYERS = 4
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
+
+
+Choice = HopperTiles | None  # None: cuBLAS
 
 
 class Trial(NamedTuple):
@@ -63,8 +70,8 @@ class Trial(NamedTuple):
 def trials() -> list[Trial]:
     """All candidates, those of most use first."""
     found = []
-    for block_t, (kind, group), shape in itertools.product((1, 32, 8, 16, 64), FORMATS, SHAPES):
-        for block_o, block_i, splits, warps, stages, slices, registers in CANDIDATES[kind][block_t][shape]:
+    for block_t, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128), FORMATS, SHAPES):
+        for block_o, block_i, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_t, {}).get(shape, ()):
             alone = block_t <= ALONE
             a_word = 2 if kind == "packed" else codes_a_word(kind)
             width = slices * 64 * a_word if alone else block_i
@@ -126,7 +133,8 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
               "date": time.strftime("%Y-%m-%d"), "rows": [], "layers": []}  # fmt: skip
-    todo = [each for each in trials() if each.tiles.block_t in [ROWS[T] for T in args.rows] and each.kind in args.kinds]
+    sizes = {size for T in args.rows for size in ROWS[T]}
+    todo = [each for each in trials() if each.tiles.block_t in sizes and each.kind in args.kinds]
     for found in sweep(todo, args.rows, args.kinds, args.seconds, args.processes):
         for name, rows in found.items():
             result[name] += rows
@@ -181,10 +189,11 @@ def bytes_of_row(kind: Stored, I: int) -> int:
 
 def timed(
     todo: list[Trial], T: int, kind: Stored, group: int, weights: dict[str, list[Codes | Packed]], x: dict[int, Tensor]
-) -> tuple[list[dict[str, Any]], dict[str, list[HopperTiles]]]:
+) -> tuple[list[dict[str, Any]], dict[str, list[Choice]]]:
     """A row for each tiling, and each shape's tilings, the policy's first, then from the fastest on."""
     rows: list[dict[str, Any]] = []
-    best: dict[str, list[HopperTiles]] = {}
+    best: dict[str, list[Choice]] = {}
+    computed: list[Choice] = [None] if T > 64 and kind != "packed" else []
     for name, (O, I) in SHAPES.items():
         gated = name == "gate_up"
         policy = (
@@ -192,24 +201,23 @@ def timed(
             if kind == "packed"
             else hopper_tiles(T, O, I, kind, group, False, gated)
         )
-        tilings = [each.tiles for each in todo if (each.kind, each.shape, each.tiles.block_t) == (kind, name, ROWS[T])]
-        found = []
-        tilings = list(dict.fromkeys(tilings if policy is None else [policy, *tilings]))
-        for tiles in tilings:
+        tried = [each.tiles for each in todo if (each.kind, each.shape) == (kind, name) and each.tiles.block_t in ROWS[T]]
+        found: list[tuple[float, Choice]] = []
+        for tiles in dict.fromkeys([*([] if policy is None else [policy]), *tried, *computed]):
             us = measure(weights[name], partial(product_of, x[I], name, tiles))
             found.append((round(us, 2), tiles))
-        found.sort()
-        rows += [{"kind": kind, "shape": name, "T": T, "tiles": list(tiles), "us": us} for us, tiles in found]
-        best[name] = [policy or found[0][1], *(tiles for _, tiles in found)]
+        found.sort(key=lambda each: each[0])
+        rows += [{"kind": kind, "shape": name, "T": T, "tiles": tiles and list(tiles), "us": us} for us, tiles in found]
+        best[name] = [policy if policy or computed else found[0][1], *(tiles for _, tiles in found)]
         limit = bytes_of_row(kind, I) * O / BANDWIDTH * 1e6
-        print(kind, name, T, f"limit {limit:.1f}", *((us, *tiles[1:]) for us, tiles in found), flush=True)
+        print(kind, name, T, f"limit {limit:.1f}", *((us, *shown(tiles)) for us, tiles in found), flush=True)
     return rows, best
 
 
 def layers(
     T: int,
     kind: Stored,
-    best: dict[str, list[HopperTiles]],
+    best: dict[str, list[Choice]],
     weights: dict[str, list[Codes | Packed]],
     x: dict[int, Tensor],
     until: float,
@@ -217,9 +225,9 @@ def layers(
     """Microseconds of a layer's four products and three norms with the policy's tiles, and with what was found to be better."""
     rows: list[dict[str, Any]] = []
 
-    def of(choice: dict[str, HopperTiles]) -> float:
+    def of(choice: dict[str, Choice]) -> float:
         us = layer(choice, weights, x)
-        rows.append({"kind": kind, "T": T, "us": round(us, 2), "tiles": {name: list(each) for name, each in choice.items()}})
+        rows.append({"kind": kind, "T": T, "us": round(us, 2), "tiles": lists(choice)})
         return us
 
     now = {name: tilings[0] for name, tilings in best.items()}
@@ -232,14 +240,22 @@ def layers(
         for tiles in best[name][:6]:
             if time.time() < until and tiles != now[name]:
                 us = of({**now, name: tiles})
-                print(f"    {name} {tuple(tiles[1:])} {us:.2f}", flush=True)
+                print(f"    {name} {shown(tiles)} {us:.2f}", flush=True)
                 if us < at - 0.05:
                     now, at = {**now, name: tiles}, us
-    print("layer", kind, T, f"best {at:.2f}", {name: tuple(tiles[1:]) for name, tiles in now.items()}, flush=True)
-    return [*rows, {"kind": kind, "T": T, "us": round(at, 2), "best": {name: list(tiles) for name, tiles in now.items()}}]
+    print("layer", kind, T, f"best {at:.2f}", {name: shown(tiles) for name, tiles in now.items()}, flush=True)
+    return [*rows, {"kind": kind, "T": T, "us": round(at, 2), "best": lists(now)}]
 
 
-def layer(choice: dict[str, HopperTiles], weights: dict[str, list[Codes | Packed]], x: dict[int, Tensor]) -> float:
+def shown(tiles: Choice) -> tuple[Any, ...]:
+    return ("cuBLAS",) if tiles is None else tuple(tiles)
+
+
+def lists(choice: dict[str, Choice]) -> dict[str, list[Any] | None]:
+    return {name: tiles and list(tiles) for name, tiles in choice.items()}
+
+
+def layer(choice: dict[str, Choice], weights: dict[str, list[Codes | Packed]], x: dict[int, Tensor]) -> float:
     norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     for capture in (False, True):
@@ -252,8 +268,12 @@ def layer(choice: dict[str, HopperTiles], weights: dict[str, list[Codes | Packed
     return replay_us(graph, 9) / LAYERS
 
 
-def product_of(x: Tensor, name: str, tiles: HopperTiles, weight: Codes | Packed) -> Tensor | Terms:
+def product_of(x: Tensor, name: str, tiles: Choice, weight: Codes | Packed) -> Tensor | Terms:
     """As a layer computes it: a norm adds up the terms of o and down."""
+    if tiles is None:
+        assert isinstance(weight, Codes)
+        y = F.linear(x, launch_dequantise(weight, x.dtype))
+        return silu_mul(y) if name == "gate_up" else y
     leaves = name in ("o", "down") and tiles.splits > 1
     y = launch_quantised_hopper(x, weight, None, name == "gate_up", tiles, leaves)
     return Terms(y, x.dtype) if leaves else y

@@ -50,6 +50,7 @@ def check_tiles(tiles: HopperTiles, T: int, O: int, I: int, bits: int, width: in
     assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
     assert tiles.alone or tiles.block_o // tiles.of_program in (64, 128)
     assert 24 <= tiles.others <= 255 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
-    assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
+    counted = -(-O // tiles.block_o) * -(-T // tiles.block_t)
+    assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
     assert not tiles.alone or tiles.block_i == tiles.slices * width
     assert tiles.alone or -(-I // tiles.block_i) // tiles.splits >= tiles.slices

@@ -16,7 +16,8 @@ from specdec.ops.products.tiles import SMS, ProductTiles
 from specdec.ops.quantised.codes import Kind, codes_a_word
 
 MOST_TILES = 1024  # of a split product: as many as there are counters of arrivals
-FEW = 64  # threshold in rows of x: more are left to cuBLAS
+FEW = 64  # threshold in rows of x: tiles hold as many
+MANY = 192  # threshold in rows of x: more are left to cuBLAS, as more than FEW are where the Hopper kernels don't run
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
 # The kinds, columns of a scale and zeros whose products by the Hopper kernels were held against float64 on a GPU.
 SEEN: tuple[tuple[Kind, int, bool], ...] = (
@@ -101,10 +102,10 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
     """Tiles of linear_hopper.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None: another one.
 
     group: columns of a scale, 0: all.  zeros: whether there are zeros.  Products of other shapes than the measured ones take
-    the tiles of the most similar one.
+    the tiles of the most similar one, and more than FEW rows those of FEW, each for as many rows.
     """
     a_word = codes_a_word(kind)
-    if not 0 < T <= FEW or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * a_word):
+    if not 0 < T <= MANY or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * a_word):
         return None
     block_t, shape = tile_rows(T), shape_of(O, I)
     numbers = WIDE_GROUPED_64 if group and block_t == 64 and shape == "wide" else MEASURED[a_word][block_t][shape]
@@ -112,8 +113,8 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
 
 
 def tile_rows(T: int) -> int:
-    """Rows of a tile of x that holds T rows."""
-    return 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
+    """Rows of a tile of x that holds T rows, or FEW of them."""
+    return 1 if T == 1 else min(FEW, max(8, 1 << (T - 1).bit_length()))
 
 
 def shape_of(O: int, I: int) -> str:
@@ -130,7 +131,7 @@ def fitted(T: int, O: int, I: int, numbers: Numbers, a_word: int, bits: int) -> 
     if not alone and I <= block_i:  # too few steps to take turns
         warps, slices = 4, 1
     tiles = HopperTiles(block_t, block_o, block_i, 1, warps, stages, slices, alone, registers)
-    count, steps = _parts(O, block_o) * tiles.of_program, _parts(I, block_i)
+    count, steps = _parts(O, block_o) * tiles.of_program * _parts(T, block_t), _parts(I, block_i)
     if O > 8192 or count > MOST_TILES:
         splits = 1
     splits = max(1, min(splits, steps // 2))

@@ -38,10 +38,10 @@ def test_tiles_fit_a_hopper() -> None:
     slices, a group of warps without a step, which would wait for one without end.
     """
     forms = dict.fromkeys((*FORMATS, *SEEN))
-    for (kind, group, zeros), T, (O, I, gated) in product(forms, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128), SHAPES):
+    for (kind, group, zeros), T, (O, I, gated) in product(forms, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 192, 193), SHAPES):
         tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
         if tiles is None:
-            assert (kind, group, zeros) not in SEEN or T > 64 or I == 1032
+            assert (kind, group, zeros) not in SEEN or T > 192 or I == 1032
             continue
         a_word = codes_a_word(kind)
         check_tiles(tiles, T, O, I, 16 // a_word, 64 * a_word)
@@ -99,7 +99,7 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
     shapes = (4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)
-    for T, (O, I, gated) in product((1, 7, 13, 32, 64), shapes):
+    for T, (O, I, gated) in product((1, 7, 13, 32, 64, 70, 192), shapes):
         tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
         assert tiles is not None
         weight = random_weight(kind, group, zeros, O, I)
@@ -119,7 +119,7 @@ def test_a_product_is_the_same_each_time(kind: Kind, group: int, zeros: bool) ->
     """Keeps out: memory that the copy engine fills while warps still read it, which shows in few programs now and then."""
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
-    for T, (O, I, gated) in product((1, 5, 8, 16, 60), ((28672, 4096, True), (4096, 14336, False))):
+    for T, (O, I, gated) in product((1, 5, 8, 16, 60, 192), ((28672, 4096, True), (4096, 14336, False))):
         tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
         assert tiles is not None
         weight, x = random_weight(kind, group, zeros, O, I), torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
