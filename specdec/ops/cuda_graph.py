@@ -87,8 +87,7 @@ class GraphSet:
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     outputs = fn()  # recorded, not executed: no tensor changes here
         except BaseException:  # of any kind: it goes on
-            if not self._graphs:  # nothing holds the pool any more
-                self._pool = None
+            self._pool = None  # torch would refuse to capture into it again
             raise
         return graph, outputs
 
@@ -101,7 +100,8 @@ def _warm_up_stream(device: int) -> torch.cuda.Stream:
 
 @contextmanager
 def _undone_if_failed(pool: Any) -> Iterator[None]:
-    """Ends for the process what torch 2.11 leaves as if a failed capture went on.
+    """Ends for the process what torch 2.11 leaves as if a failed capture went on, but for the pool of pinned memory, for which
+    torch has no function in Python.
 
     Of its random numbers on the GPU every later draw would raise, and of its memory nothing would be given back any more.  What
     this thread did next would be queued in the capture's stream.

@@ -131,6 +131,17 @@ def test_nothing_is_collected_during_a_capture() -> None:
     assert seen == [True, True, False] and gc.isenabled()
 
 
+def test_captures_go_on_after_one_that_failed() -> None:
+    """Keeps out: a set of graphs whose later captures torch refuses, since the failed one still seems to fill their pool."""
+    x, graphs = torch.zeros(1, device="cuda"), GraphSet(True)
+    graphs.run("adds", lambda: x.add_(1), [x])
+    with pytest.raises(RuntimeError):
+        graphs.run("reads", lambda: x.add_(1).item(), [x], warm_ups=0)
+    graphs.run("doubles", lambda: x.mul_(2), [x])
+    graphs.run("adds", lambda: x.add_(1), [x])
+    assert x.item() == (0 + 1) * 2 + 1
+
+
 def test_no_phase_waits_for_the_device() -> None:
     """Keeps out: a host read inside a round (.item(), .tolist(), boolean indexing), which stalls it and can't be captured."""
     decoder = load(cuda_graphs=False)

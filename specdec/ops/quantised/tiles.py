@@ -16,7 +16,7 @@ from specdec.ops.products.tiles import SMS, ProductTiles
 from specdec.ops.quantised.codes import Kind, codes_a_word
 
 MOST_TILES = 1024  # of a split product: as many as there are counters of arrivals
-FEW = 64  # threshold in rows of x: tiles hold as many
+FEW = 64  # threshold in rows of x: no tile holds more
 MANY = 192  # threshold in rows of x: more are left to cuBLAS, as more than FEW are where the Hopper kernels don't run
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
 # The kinds, columns of a scale and zeros whose products by the Hopper kernels were held against float64 on a GPU.
