@@ -110,7 +110,7 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
             error = difference(added_up(product_of(x, trial.shape, trial.tiles, weight)), x, weight, gated)
             worst = max(worst, error) if error == error else math.inf
         return ("" if worst < 4e-3 else f"{trial}: error {worst}"), trial
-    except Exception as error:  # of any kind: tiles that can't compile or launch are named, and the search goes on
+    except Exception as error:  # of any kind, as Triton has many: tiles that can't run are named, and the search goes on
         return f"{trial}: {type(error).__name__} {str(error)[-200:]}", trial
 
 

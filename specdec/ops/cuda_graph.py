@@ -78,17 +78,14 @@ class GraphSet:
                     tensor.copy_(value)
                 before()
         torch.cuda.current_stream().wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        # If the capture fails, the next one takes a new pool: torch refuses to capture into this one again.
+        pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of the GPU meanwhile, memory for example, would otherwise end the capture.
-        try:
-            with _no_garbage_collection(), _undone_if_failed(self._pool):
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    outputs = fn()  # recorded, not executed: no tensor changes here
-        except BaseException:  # of any kind: it goes on
-            self._pool = None  # torch would refuse to capture into it again
-            raise
+        with _no_garbage_collection(), _undone_if_failed(pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = fn()  # recorded, not executed: no tensor changes here
+        self._pool = pool
         return graph, outputs
 
 
@@ -111,7 +108,7 @@ def _undone_if_failed(pool: Any) -> Iterator[None]:
     before = generator.clone_state()
     try:
         yield
-    except BaseException:  # of any kind: it goes on
+    except BaseException:  # of any kind, an interrupt too: it is raised again below
         torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(before)
         with suppress(RuntimeError):  # no capture uses the pool: it ended as it should, and its graph gives the pool back

@@ -35,7 +35,11 @@ def take_run(x_BNF: Tensor, first_B: Tensor, count: int, out: Tensor | None = No
 
 
 def take_columns(x: Tensor, order_F: Tensor) -> Tensor:
-    """[..., F]: the columns of x that order_F (int32) names."""
+    """[..., F]: the columns of x that order_F (int32) names.
+
+    On a GPU torch's index_select keeps the product after it from starting early (measured: benchmarks/products/README.md,
+    "Weights in 8 and 4 bits").
+    """
     if use_kernels(x):
         from specdec.ops.rows_triton import launch_take_columns
 
