@@ -6,7 +6,7 @@ turn, and add their sums in shared memory.
 
 A step has two halves: while one is multiplied, the codes of the next are converted.  A half has one scale a row.  The two
 halves' numbers lie in registers of their own: products that run still read theirs.  The compiler converts after a wait what
-stands before it, so with scales of whole rows there is none between the halves of a step.
+stands before it, so there is none between the halves of a step that has one scale.
 
 This module knows no model's shapes and chooses no tiles.
 
@@ -220,15 +220,15 @@ def multiply(
         next_zero_low, next_zero_high = _of_halves(zeros_B, next_i, G, HAS_ZEROS, GROUP, HALF)
         mbarrier.wait(full_x.index(slot), phase)
         columns = x_smem.index(slot)
-        part = _begin(numbers, columns, 0, acc, GROUP, HALF)
+        part = _begin(numbers, columns, 0, acc, GROUP > 0, HALF)
         at = slot * TILES + MINE
         others = _half(w_tiles.index(at), h_tiles.index(at), 1, zero_high, base, KIND, HAS_ZEROS, HALF, A_WORD, layout)
-        if GROUP > 0:
-            acc = _end(part, numbers, acc, scale_low, GROUP)
-            part = _begin(others, columns, 1, acc, GROUP, HALF)
-        else:  # queued up before the first half is complete; with scales of groups both halves' sums would need registers
-            part = _begin(others, columns, 1, part, GROUP, HALF)
+        if GROUP % BLOCK_I == 0:  # the step has one scale: its second half is queued up before the first one is complete
+            part = _begin(others, columns, 1, part, False, HALF)
             part, numbers = warpgroup_mma_wait(1, deps=(part, numbers))
+        else:  # both halves' sums at one time would need too many registers
+            acc = _end(part, numbers, acc, scale_low, GROUP)
+            part = _begin(others, columns, 1, acc, True, HALF)
         wraps = slot + TURNS >= STAGES
         next_slot = gl.where(more, gl.where(wraps, slot + TURNS - STAGES, slot + TURNS), slot)
         next_phase = gl.where(more & wraps, phase ^ 1, phase)
@@ -284,10 +284,10 @@ def _half(
 
 
 @gluon.jit
-def _begin(numbers, x, half: gl.constexpr, acc, GROUP: gl.constexpr, HALF: gl.constexpr):
-    """Starts the products of a half: added to acc, or by themselves where groups have scales."""
+def _begin(numbers, x, half: gl.constexpr, acc, ANEW: gl.constexpr, HALF: gl.constexpr):
+    """Starts the products of a half: added to acc, or anew."""
     columns = x.slice(half * HALF, HALF, dim=1).permute((1, 0))
-    if GROUP > 0:
+    if ANEW:
         return warpgroup_mma(numbers, columns, gl.zeros_like(acc), is_async=True)
     else:
         return warpgroup_mma(numbers, columns, acc, is_async=True)
