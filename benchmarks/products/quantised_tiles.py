@@ -35,6 +35,7 @@ from specdec.ops.packed.packing import Packed, pack_weight, unpack_weight
 from specdec.ops.packed.tiles import packed_tiles
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.linear import silu_mul
+from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
 from specdec.ops.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
@@ -42,10 +43,14 @@ from specdec.ops.quantised.tiles import ALONE, HopperTiles, hopper_tiles
 from specdec.ops.terms import Terms, added_up
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("int4", 128), ("packed", 0))
+FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))
 COLD_BYTES = 200_000_000
 # Rows of x, and of its tiles.
-ROWS = {1: (1,), 32: (32,), 6: (8,), 16: (16,), 64: (64,)} | dict.fromkeys((96, 128, 192, 256), (64, 128))
+ROWS = (
+    {1: (1,), 32: (32,), 6: (8,), 16: (16,), 64: (64,)}
+    | dict.fromkeys((96, 128, 192), (64, 128))
+    | dict.fromkeys((256, 384, 512, 1024, 2048), (128,))
+)
 LAYERS = 4
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 
@@ -129,7 +134,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--processes", type=int, default=7)
-    parser.add_argument("--kinds", nargs="+", choices=[kind for kind, _ in FORMATS], default=[kind for kind, _ in FORMATS])
+    parser.add_argument("--kinds", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS), help="rows of x")
     args = parser.parse_args()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
@@ -160,7 +165,8 @@ def sweep(
         weights = {name: copies(kind, O, I, group) for name, (O, I) in SHAPES.items()}
         x = {I: torch.randn(T, I, device="cuda", dtype=torch.bfloat16) for _, I in SHAPES.values()}
         rows, best = timed([each for each in todo if each.compiled in done], T, kind, group, weights, x)
-        yield {"rows": rows, "layers": layers(T, kind, best, weights, x, start + seconds)}
+        found = layers(T, kind, best, weights, x, start + seconds)
+        yield {"rows": rows, "layers": [{"group": group, **row} for row in found]}
         print(f"{time.time() - start:.1f} s", flush=True)
 
 
@@ -203,19 +209,27 @@ def timed(
         policy = (
             packed_tiles(T, O, I, gated, match_of(torch.device("cuda", 0)).kind)
             if kind == "packed"
-            else hopper_tiles(T, O, I, kind, group, False, gated)
+            else hopper_tiles(T, O, I, kind, group, False, gated, name in ("o", "down"))
         )
-        tried = [each.tiles for each in todo if (each.kind, each.shape) == (kind, name) and each.tiles.block_t in ROWS[T]]
+        like = kind, group, name
+        tried = [each.tiles for each in todo if (each.kind, each.group, each.shape) == like and fits(each.tiles, T, O)]
         found: list[tuple[float, Choice]] = []
         for tiles in dict.fromkeys([*([] if policy is None else [policy]), *tried, *computed]):
             us = measure(weights[name], partial(product_of, x[I], name, tiles))
             found.append((round(us, 2), tiles))
         found.sort(key=lambda each: each[0])
-        rows += [{"kind": kind, "shape": name, "T": T, "tiles": tiles and list(tiles), "us": us} for us, tiles in found]
+        of = {"kind": kind, "group": group, "shape": name, "T": T}
+        rows += [{**of, "tiles": tiles and list(tiles), "us": us} for us, tiles in found]
         best[name] = [policy if policy or computed else found[0][1], *(tiles for _, tiles in found)]
         limit = bytes_of_row(kind, I) * O / BANDWIDTH * 1e6
-        print(kind, name, T, f"limit {limit:.1f}", *((us, *shown(tiles)) for us, tiles in found), flush=True)
+        print(kind, group, name, T, f"limit {limit:.1f}", *((us, *shown(tiles)) for us, tiles in found), flush=True)
     return rows, best
+
+
+def fits(tiles: HopperTiles, T: int, O: int) -> bool:
+    """Whether these tiles are tried with T rows, and a split product has counters enough."""
+    count = math.ceil(T / tiles.block_t) * math.ceil(O / tiles.block_o) * tiles.of_program
+    return tiles.block_t in ROWS[T] and (tiles.splits == 1 or count <= ARRIVALS)
 
 
 def layers(

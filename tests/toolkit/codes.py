@@ -49,7 +49,7 @@ def check_tiles(tiles: HopperTiles, T: int, O: int, I: int, bits: int, width: in
     row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
     assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
     assert tiles.alone or tiles.block_o // tiles.of_program in (64, 128)
-    assert 24 <= tiles.others <= 255 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
+    assert 24 <= tiles.others <= 256 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
     counted = -(-O // tiles.block_o) * -(-T // tiles.block_t) * tiles.of_program
     assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
     assert not tiles.alone or tiles.block_i == tiles.slices * width

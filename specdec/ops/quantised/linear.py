@@ -31,7 +31,7 @@ def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) 
 
 def quantised_linear_terms(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor | Terms:
     """`quantised_linear`, or its terms where programs of its kernel share columns."""
-    tiles = _tiles(x_TI, weight, False)
+    tiles = _tiles(x_TI, weight, False, terms=True)
     if isinstance(tiles, HopperTiles) and tiles.splits > 1:
         from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
@@ -65,13 +65,13 @@ def _launch(x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: P
     return launch_quantised_linear(x, weight, bias, gated, tiles)
 
 
-def _tiles(x: Tensor, weight: Codes, gated: bool) -> ProductTiles | HopperTiles | None:
-    """A kernel's tiles; None where none runs."""
+def _tiles(x: Tensor, weight: Codes, gated: bool, terms: bool = False) -> ProductTiles | HopperTiles | None:
+    """A kernel's tiles; None where none runs.  terms: whether a norm may add up what splits have computed."""
     if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
         return None
     shape = x.shape[0], weight.codes_OJ.shape[0], weight.columns
     if x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.codes_OJ):
-        tiles = hopper_tiles(*shape, weight.kind, weight.group, weight.zeros_OG is not None, gated)
+        tiles = hopper_tiles(*shape, weight.kind, weight.group, weight.zeros_OG is not None, gated, terms)
         if tiles is not None:
             return tiles
     return quantised_tiles(*shape, weight.kind)

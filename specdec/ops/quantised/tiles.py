@@ -10,14 +10,15 @@ Shapes: T rows, I in, O out.
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from specdec.ops.products.tiles import SMS, ProductTiles
 from specdec.ops.quantised.codes import Kind, codes_a_word
 
 MOST_TILES = 1024  # of a split product: as many as there are counters of arrivals
-FEW = 64  # threshold in rows of x: no tile holds more
-MANY = 192  # threshold in rows of x: more are left to cuBLAS, as more than FEW are where the Hopper kernels don't run
+FEW = 64  # threshold in rows of x: tiles of more are chosen by waves, and left to cuBLAS where the Hopper kernels don't run
+MANY_PLAIN, MANY = 2048, 512  # thresholds in rows of x: more are left to cuBLAS, with a scale for each row and for groups
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
 # The kinds, columns of a scale and zeros whose products by the Hopper kernels were held against float64 on a GPU.
 SEEN: tuple[tuple[Kind, int, bool], ...] = (
@@ -62,7 +63,7 @@ class HopperTiles(NamedTuple):
     def others(self) -> int:
         """Registers of a thread of a second group of four warps: as many as the first has."""
         warps = self.warps + LOADERS
-        return (self.registers * warps - LOADER * LOADERS) // self.warps // 8 * 8
+        return min(256, (self.registers * warps - LOADER * LOADERS) // self.warps // 8 * 8)
 
 
 Numbers = tuple[int, int, int, int, int, int, int]  # as the tables below name them
@@ -93,28 +94,92 @@ MEASURED: dict[int, dict[int, dict[str, Numbers]]] = {
              "long": (64, 128, 2, 8, 6, 2, 128)},
     },
 }  # fmt: skip
-# With scales of groups a thread holds two sums, and larger tiles for 64 rows would spill registers.
-WIDE_GROUPED_64 = (64, 128, 1, 4, 4, 1, 96)
+# With scales of groups the tiles above would spill registers.
+WIDE_GROUPED_64 = (256, 128, 1, 8, 5, 1, 168)
+
+
+class Tiling(NamedTuple):
+    """Tiles for more than FEW rows.
+
+    numbers: as above.  us: that a wave of programs, one an SM, takes for PASS columns of the weight.
+    """
+
+    block_t: int
+    numbers: Numbers
+    us: float
+
+
+PASS = 4096
+# By codes of a word and whether groups have scales.  A thread that holds two sums has no registers for larger tiles.
+TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
+    (2, False): (
+        Tiling(128, (64, 128, 1, 4, 4, 1, 128), 19.7), Tiling(128, (128, 128, 1, 8, 4, 1, 168), 26),
+        Tiling(128, (256, 128, 1, 8, 3, 1, 168), 47.5),
+    ),
+    (2, True): (
+        Tiling(128, (64, 128, 1, 4, 4, 1, 128), 22.5), Tiling(128, (128, 128, 1, 8, 4, 1, 168), 32.5),
+        Tiling(64, (256, 128, 1, 8, 4, 1, 168), 40),
+    ),
+    (4, False): (
+        Tiling(128, (64, 256, 1, 4, 2, 1, 144), 17.5), Tiling(128, (128, 128, 1, 8, 5, 1, 168), 23.5),
+        Tiling(128, (256, 128, 1, 8, 4, 1, 168), 44.5),
+    ),
+    (4, True): (
+        Tiling(128, (64, 256, 1, 4, 2, 1, 144), 20.5), Tiling(128, (128, 128, 1, 8, 5, 1, 168), 29.5),
+        Tiling(64, (256, 128, 1, 8, 5, 1, 168), 33),
+    ),
+}  # fmt: skip
+# Microseconds for a million sums of splits: where a norm adds them up, and where the last program of a tile does.
+US_OF_TERMS, US_OF_SUMS = 2.5, 6.0
 
 
 @cache
-def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, gated: bool) -> HopperTiles | None:
+def hopper_tiles(
+    T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, gated: bool, terms: bool = False
+) -> HopperTiles | None:
     """Tiles of linear_hopper.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None: another one.
 
-    group: columns of a scale, 0: all.  zeros: whether there are zeros.  Products of other shapes than the measured ones take
-    the tiles of the most similar one, and more than FEW rows those of FEW, each for as many rows.
+    group: columns of a scale, 0: all.  zeros: whether there are zeros.  terms: whether splits are added up by a norm.  Products
+    of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
     """
     a_word = codes_a_word(kind)
-    if not 0 < T <= MANY or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * a_word):
+    if (
+        not 0 < T <= (MANY if group else MANY_PLAIN)
+        or (kind, group, zeros) not in SEEN
+        or O % (16 if gated else 8)
+        or I % (64 * a_word)
+    ):
         return None
+    if T > FEW:
+        return by_waves(T, O, I, a_word, group > 0, terms)
     block_t, shape = tile_rows(T), shape_of(O, I)
     numbers = WIDE_GROUPED_64 if group and block_t == 64 and shape == "wide" else MEASURED[a_word][block_t][shape]
     return fitted(T, O, I, numbers, a_word, 16 // a_word)
 
 
+def by_waves(T: int, O: int, I: int, a_word: int, grouped: bool, terms: bool) -> HopperTiles:
+    """The tiles with the shortest waves: each starts when all programs of the one before have ended."""
+
+    def us(tiling: Tiling, splits: int) -> float:
+        tiles = _parts(T, tiling.block_t) * _parts(O, tiling.numbers[0])
+        sums = _parts(T, tiling.block_t) * tiling.block_t * O * splits / 1e6 if splits > 1 else 0
+        added = (US_OF_TERMS if terms else US_OF_SUMS) * sums
+        return _parts(tiles * splits, SMS) * tiling.us * I / PASS / splits + added
+
+    def may(tiling: Tiling, splits: int) -> bool:
+        block_o, block_i = tiling.numbers[:2]
+        halves = _parts(T, tiling.block_t) * _parts(O, block_o) * 2  # of tiles: two groups of warps count apart
+        return splits == 1 or (halves <= MOST_TILES and I >= 2 * splits * block_i)
+
+    choices = [each for each in product(TILINGS[a_word, grouped], (1, 2, 3, 4)) if may(*each)]
+    tiling, splits = min(choices, key=lambda each: us(*each))
+    block_o, block_i, _, warps, stages, slices, registers = tiling.numbers
+    return HopperTiles(tiling.block_t, block_o, block_i, splits, warps, stages, slices, False, registers)
+
+
 def tile_rows(T: int) -> int:
-    """Rows of a tile of x that holds T rows, or FEW of them."""
-    return 1 if T == 1 else min(FEW, max(8, 1 << (T - 1).bit_length()))
+    """Rows of a tile of x that holds T rows."""
+    return 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
 
 
 def shape_of(O: int, I: int) -> str:
@@ -131,7 +196,7 @@ def fitted(T: int, O: int, I: int, numbers: Numbers, a_word: int, bits: int) -> 
     if not alone and I <= block_i:  # too few steps to take turns
         warps, slices = 4, 1
     tiles = HopperTiles(block_t, block_o, block_i, 1, warps, stages, slices, alone, registers)
-    count, steps = _parts(O, block_o) * tiles.of_program * _parts(T, block_t), _parts(I, block_i)
+    count, steps = _parts(O, block_o) * tiles.of_program, _parts(I, block_i)
     if O > 8192 or count > MOST_TILES:
         splits = 1
     splits = max(1, min(splits, steps // 2))

@@ -12,7 +12,7 @@ from toolkit.kernels import DEVICE
 
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
 from specdec.ops.quantised.linear import quantised_linear_terms
-from specdec.ops.quantised.tiles import SEEN, HopperTiles, hopper_tiles
+from specdec.ops.quantised.tiles import FEW, MANY, MANY_PLAIN, SEEN, HopperTiles, hopper_tiles
 from specdec.ops.terms import Terms, added_up
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -37,12 +37,17 @@ def test_tiles_fit_a_hopper() -> None:
     """Keeps out: more shared memory or registers than an SM has, more split tiles than counters, a group in parts of two
     slices, a group of warps without a step, which would wait for one without end.
     """
-    forms = dict.fromkeys((*FORMATS, *SEEN))
-    for (kind, group, zeros), T, (O, I, gated) in product(forms, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 192, 193), SHAPES):
-        tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
+    forms, few, many = (
+        dict.fromkeys((*FORMATS, *SEEN)),
+        (1, 8, 9, 16, 17, 32, 33, FEW),
+        (65, 128, 129, 192, 256, 500, 1024, 2048),
+    )
+    for (kind, group, zeros), T, (O, I, gated) in product(forms, (*few, *many, MANY_PLAIN + 1), SHAPES):
+        tiles = hopper_tiles(T, O, I, kind, group, zeros, gated, terms=T % 3 == 0)
         if tiles is None:
-            assert (kind, group, zeros) not in SEEN or T > 192 or I == 1032
+            assert (kind, group, zeros) not in SEEN or T > MANY or I == 1032
             continue
+        assert T <= MANY_PLAIN
         a_word = codes_a_word(kind)
         check_tiles(tiles, T, O, I, 16 // a_word, 64 * a_word)
         assert tiles.alone or group % (tiles.block_i // 2) == 0
@@ -57,6 +62,8 @@ SLICED = (
 WIDE = (
     (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 96)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 80)),
     (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, False, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, False, 168)),
+    (130, 264, 2048, True, (128, 128, 128, 3, 8, 4, 1, False, 168)),
+    (190, 328, 1280, False, (128, 64, 256, 2, 4, 2, 1, False, 144)),
     (19, 264, 2048, True, (32, 64, 128, 2, 8, 4, 2, False, 80)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 80)),
 )  # fmt: skip
 
@@ -99,9 +106,11 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -
     from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 
     shapes = (4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)
-    for T, (O, I, gated) in product((1, 7, 13, 32, 64, 70, 192), shapes):
-        tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
-        assert tiles is not None
+    for T, (O, I, gated) in product((1, 7, 13, 32, 64, 70, 190, 512, 2000), shapes):
+        tiles = hopper_tiles(T, O, I, kind, group, zeros, gated, terms=not gated)
+        assert tiles is not None or T > MANY
+        if tiles is None:
+            continue
         weight = random_weight(kind, group, zeros, O, I)
         x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
         y = launch_quantised_hopper(x, weight, None, gated, tiles)
