@@ -137,20 +137,27 @@ def random_pair(
     return model, head
 
 
-def round_weights(model: nn.Module, quantize: str, but: Linear | None = None) -> None:
-    """Stores matrices, all `but` one, in 8 or 4 bits, as quantize does at load a target's, and draft_quantize a head's."""
+def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, act_order: bool = False) -> None:
+    """Stores matrices, all `but` one, in 8 or 4 bits, as quantize does at load a target's, and draft_quantize a head's.
+
+    act_order: with the columns of each matrix in a random order of its own.
+    """
     form = ROUNDED[quantize]
     for matrix in model.modules():
         if isinstance(matrix, Linear) and matrix is not but:
             numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
+            columns, device = next((each.shape[1], each.device) for each in numbers.values())
+            order_I = torch.randperm(columns, device=device).int() if act_order else None
             for part, weight in numbers.items():
-                matrix.fill(part, rounded(weight, form.kind, form.group_of(weight.shape[1])))
+                matrix.fill(part, rounded(weight, form.kind, form.group_of(columns))._replace(order_I=order_I))
 
 
-def store_weights(model: CausalLM, head: EagleHead, quantize: str, draft_quantize: str, packs: bool) -> None:
+def store_weights(
+    model: CausalLM, head: EagleHead, quantize: str, draft_quantize: str, packs: bool, act_order: bool = False
+) -> None:
     """Stores both models' weights as the options of these names do."""
     if quantize != "none":
-        round_weights(model, quantize, but=model.lm_head)
+        round_weights(model, quantize, model.lm_head, act_order)
     if draft_quantize != "none":
         round_weights(head, draft_quantize)
     if packs:
@@ -303,13 +310,16 @@ def main() -> None:
     parser.add_argument("--no-auto", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
     parser.add_argument("--quantize", choices=("none", *ROUNDED), default="none", help="the target's weights in 8 or 4 bits")
+    parser.add_argument("--act-order", action="store_true", help="and their columns in a random order, as GPTQ's may be")
     parser.add_argument("--pack-weights", action="store_true", help="keep weights in 16 bit once more, packed")
     parser.add_argument("--draft-quantize", choices=("none", *ROUNDED), default="none", help="the head's weights likewise")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.act_order and args.quantize == "none":
+        parser.error("--act-order is of weights in 8 or 4 bits: name --quantize as well")
     torch.manual_seed(0)
     model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
-    store_weights(model, head, args.quantize, args.draft_quantize, args.pack_weights)
+    store_weights(model, head, args.quantize, args.draft_quantize, args.pack_weights, args.act_order)
     rows = []
     for case in () if args.prefills else CASES:
         if args.only and not case.name.startswith(tuple(args.only)):
@@ -342,6 +352,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
         "quantize": args.quantize, "draft_quantize": args.draft_quantize, "pack_weights": args.pack_weights,
+        "act_order": args.act_order,
         "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills, "generate": rates,
     }  # fmt: skip
     if args.out:
