@@ -46,11 +46,10 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))
 COLD_BYTES = 200_000_000
 # Rows of x, and of its tiles.
-ROWS = (
-    {1: (1,), 32: (32,), 6: (8,), 16: (16,), 64: (64,)}
-    | dict.fromkeys((96, 128, 192), (64, 128))
-    | dict.fromkeys((256, 384, 512, 1024, 2048), (128,))
-)
+ROWS = {
+    1: (1,), 6: (8,), 16: (16,), 32: (32,), 64: (64,), 96: (64, 96, 128), 128: (64, 128), 192: (64, 128, 192), 256: (128,),
+    384: (128, 192), 512: (128, 192), 1024: (128, 192), 2048: (128, 192),
+}  # fmt: skip
 LAYERS = 4
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 
@@ -75,7 +74,7 @@ class Trial(NamedTuple):
 def trials() -> list[Trial]:
     """All candidates, those of most use first."""
     found = []
-    for block_t, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128), FORMATS, SHAPES):
+    for block_t, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128, 96, 192), FORMATS, SHAPES):
         for block_o, block_i, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_t, {}).get(shape, ()):
             alone = block_t <= ALONE
             a_word = 2 if kind == "packed" else codes_a_word(kind)

@@ -109,7 +109,7 @@ def launch_quantised_hopper(
     planes = *of.scales, of.scales[0] if bias_O is None else bias_O, y_TO, partials, arrivals
     sizes = T, O, I, of.groups, x_TI.stride(0)
     common: dict[str, Any] = dict(
-        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=tiles.block_t,
+        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=tiles.rows,
         BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         LEAVES=leaves, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip
@@ -134,12 +134,20 @@ def launch_quantised_hopper(
         block_o, block_j = tiles.block_o // tiles.of_program, tiles.block_i // a_word
         codes = _codes_of(of.words_OJ, parts, block_o, block_j)
         highs = _codes_of(of.high_OJ, parts, block_o, block_j // 2) if is_packed else codes
-        x_tiles = TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], _layout(64, 2))
+        more = tiles.block_t - tiles.rows  # which have no counters of their own, and no far numbers
+        assert not more or (more & (more - 1) == 0 and slices == 1 and (leaves or tiles.splits == 1) and not is_packed)
+        x_tiles = _columns_of(x_TI, tiles.rows, tiles.block_i)
+        more_tiles = _columns_of(x_TI, more, tiles.block_i) if more else x_tiles
         quantised_hopper_kernel[(num_tiles, tiles.splits)](
-            x_TI, x_tiles, codes, highs, *planes, *sizes, BLOCK_I=tiles.block_i, TILES=tiles.of_program, TURNS=slices,
-            OTHERS=tiles.others, num_warps=4, **common,
+            x_TI, x_tiles, more_tiles, codes, highs, *planes, *sizes, MORE=more, BLOCK_I=tiles.block_i, TILES=tiles.of_program,
+            TURNS=slices, OTHERS=tiles.others, num_warps=4, **common,
         )  # fmt: skip
     return y_TO
+
+
+def _columns_of(x_TI: Tensor, rows: int, block_i: int) -> TensorDescriptor:
+    """The copy engine's descriptor of tiles of x."""
+    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, block_i], _layout(64, 2))
 
 
 def _codes_of(words_OJ: Tensor, parts: int, block_o: int, block_j: int) -> TensorDescriptor:

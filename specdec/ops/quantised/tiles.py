@@ -33,7 +33,7 @@ LOADERS, LOADER = 4, 24  # warps that the loading warp counts for, and registers
 class HopperTiles(NamedTuple):
     """What one program of linear_hopper.py's kernels works on.
 
-    block_t: rows of x (padded).
+    block_t: rows of x (padded): a power of two, or the sum of two.
     block_o: rows of the weight.
     block_i: columns of a step.
     splits: programs that share a tile's columns.
@@ -53,6 +53,11 @@ class HopperTiles(NamedTuple):
     slices: int
     alone: bool
     registers: int
+
+    @property
+    def rows(self) -> int:
+        """The larger of the powers of two whose sum block_t is."""
+        return 1 << (self.block_t.bit_length() - 1)
 
     @property
     def of_program(self) -> int:

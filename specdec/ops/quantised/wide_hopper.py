@@ -28,6 +28,7 @@ from specdec.ops.quantised.parts_hopper import complete, numbers_of, of_groups, 
 def quantised_hopper_kernel(
     x,  # [T, I]
     x_tiles,  # its tiles [ROWS, BLOCK_I]
+    more_tiles,  # and [MORE, BLOCK_I]
     code_tiles,  # tiles [BLOCK_O / PARTS / 8, PARTS, 8, BLOCK_J] of the words as [O / 8, PARTS, 8, J]
     high_tiles,  # of packed weights, likewise with half as many words
     scales,  # [PARTS * O, G]; of packed weights bases_O
@@ -41,19 +42,21 @@ def quantised_hopper_kernel(
     arrivals,  # [ARRIVALS] int32, zero before and after
     T, O, I, G, stride_x,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, TURNS: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
+    ROWS: gl.constexpr, MORE: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, TURNS: gl.constexpr, LOADER: gl.constexpr, OTHERS: gl.constexpr,
     PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """TILES: of the weight, of a program; BLOCK_O rows each.  TURNS: groups of warps that take a tile's steps in turn.
+    """ROWS, MORE: of x in a tile, powers of two: the same numbers are multiplied with both.
+
+    TILES: of the weight, of a program; BLOCK_O rows each.  TURNS: groups of warps that take a tile's steps in turn.
 
     LOADER, OTHERS: registers of a thread of the loading warp, and of the second group.  PARTS: 2 if gated, else 1.
     """
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     BLOCK_J: gl.constexpr = BLOCK_I // A_WORD
-    of_t = gl.cdiv(T, ROWS)  # neighbouring programs read the same tiles of the weight
+    of_t = gl.cdiv(T, ROWS + MORE)  # neighbouring programs read the same tiles of the weight
     tile = gl.program_id(0) // of_t * TILES
-    first_t = gl.program_id(0) % of_t * ROWS
+    first_t = gl.program_id(0) % of_t * (ROWS + MORE)
     counted = gl.program_id(0) * TILES
     split = gl.program_id(1)
     all_steps = gl.cdiv(I, BLOCK_I)
@@ -67,6 +70,10 @@ def quantised_hopper_kernel(
         half_shape: gl.constexpr = [STAGES * TILES, BLOCK_O // PARTS // 8, PARTS, 8, BLOCK_J // 2]
         h_smem = gl.allocate_shared_memory(gl.int16, half_shape, high_tiles.layout)
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_I], x_tiles.layout)
+    more_smem = x_smem
+    if MORE > 0:
+        more_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, MORE, BLOCK_I], more_tiles.layout)
+    columns = x_smem, more_smem
     full_w = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_x = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -95,13 +102,13 @@ def quantised_hopper_kernel(
         gl.warp_specialize(
             [
                 (multiply, (
-                    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, T, O, I, G, stride_x, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O,
-                    BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
+                    x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals,
+                    tile, counted, first_t, split, low, steps, T, O, I, G, stride_x, 0, KIND, GROUP, HAS_ZEROS, ROWS, MORE,
+                    BLOCK_O, BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
                 )),
                 (load, (
-                    x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, first_t, low, steps,
-                    ROWS, BLOCK_O, BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, KIND == "packed", PDL,
+                    x_tiles, more_tiles, code_tiles, high_tiles, columns, w_smem, h_smem, full_w, full_x, empty, tile, first_t,
+                    low, steps, ROWS, MORE, BLOCK_O, BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, KIND == "packed", PDL,
                 )),
             ],
             [1], [LOADER],
@@ -110,18 +117,18 @@ def quantised_hopper_kernel(
         gl.warp_specialize(
             [
                 (multiply, (
-                    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, T, O, I, G, stride_x, 0, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O,
-                    BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
+                    x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals,
+                    tile, counted, first_t, split, low, steps, T, O, I, G, stride_x, 0, KIND, GROUP, HAS_ZEROS, ROWS, MORE,
+                    BLOCK_O, BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
                 )),
                 (multiply, (
-                    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals, tile,
-                    counted, first_t, split, low, steps, T, O, I, G, stride_x, 1, KIND, GROUP, HAS_ZEROS, ROWS, BLOCK_O,
-                    BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
+                    x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals,
+                    tile, counted, first_t, split, low, steps, T, O, I, G, stride_x, 1, KIND, GROUP, HAS_ZEROS, ROWS, MORE,
+                    BLOCK_O, BLOCK_I, SPLITS, STAGES, TILES, TURNS, PARTS, LEAVES, HAS_BIAS, PDL,
                 )),
                 (load, (
-                    x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, first_t, low, steps,
-                    ROWS, BLOCK_O, BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, KIND == "packed", PDL,
+                    x_tiles, more_tiles, code_tiles, high_tiles, columns, w_smem, h_smem, full_w, full_x, empty, tile, first_t,
+                    low, steps, ROWS, MORE, BLOCK_O, BLOCK_I, BLOCK_J, STAGES, TILES, PARTS, KIND == "packed", PDL,
                 )),
             ],
             [4, 1], [OTHERS, LOADER],
@@ -130,9 +137,9 @@ def quantised_hopper_kernel(
 
 @gluon.jit
 def load(
-    x_tiles, code_tiles, high_tiles, x_smem, w_smem, h_smem, full_w, full_x, empty, tile, first_t, low, steps,
-    ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    x_tiles, more_tiles, code_tiles, high_tiles, columns, w_smem, h_smem, full_w, full_x, empty, tile, first_t, low, steps,
+    ROWS: gl.constexpr, MORE: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: codes of all stages, then, once x exists, its columns; then each stage that was emptied."""
     for s in gl.static_range(STAGES):
@@ -145,15 +152,13 @@ def load(
         _let_the_next_kernel_start()
     for s in gl.static_range(STAGES):
         if s < steps:
-            mbarrier.expect(full_x.index(s), ROWS * BLOCK_I * 2)
-            _fetch(x_tiles, [first_t, (low + s) * BLOCK_I], full_x.index(s), x_smem.index(s))
+            _load_columns(x_tiles, more_tiles, columns, full_x, first_t, (low + s) * BLOCK_I, s, ROWS, MORE, BLOCK_I)
     slot = 0
     phase = 0
     for k in range(STAGES, steps):
         mbarrier.wait(empty.index(slot), phase)
         _load_codes(code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + k, slot, BLOCK_O, BLOCK_J, TILES, PARTS, PACKED)
-        mbarrier.expect(full_x.index(slot), ROWS * BLOCK_I * 2)
-        _fetch(x_tiles, [first_t, (low + k) * BLOCK_I], full_x.index(slot), x_smem.index(slot))
+        _load_columns(x_tiles, more_tiles, columns, full_x, first_t, (low + k) * BLOCK_I, slot, ROWS, MORE, BLOCK_I)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -174,13 +179,23 @@ def _load_codes(
 
 
 @gluon.jit
+def _load_columns(
+    x_tiles, more_tiles, columns, full_x, first_t, i, slot, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCK_I: gl.constexpr
+):  # fmt: skip
+    mbarrier.expect(full_x.index(slot), (ROWS + MORE) * BLOCK_I * 2)
+    _fetch(x_tiles, [first_t, i], full_x.index(slot), columns[0].index(slot))
+    if MORE > 0:
+        _fetch(more_tiles, [first_t + ROWS, i], full_x.index(slot), columns[1].index(slot))
+
+
+@gluon.jit
 def multiply(
-    x, x_smem, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals,
+    x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, planes, bias, y, partials, arrivals,
     tile, counted, first_t, split, low, steps, T, O, I, G, stride_x,
     WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    PDL: gl.constexpr,
+    ROWS: gl.constexpr, MORE: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Group WHO of four warps: its tile, or its steps of the only tile."""
     scales, zeros, far_columns, far, most_far = planes
@@ -197,6 +212,10 @@ def multiply(
     scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_I, G, GROUP > 0, GROUP, HALF)
     zero_low, zero_high = _of_halves(zeros_B, (low + FIRST) * BLOCK_I, G, HAS_ZEROS, GROUP, HALF)
     acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
+    more = 0
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE > 0 else 8, 16])
+    if MORE > 0:
+        more = gl.zeros([BLOCK_O, MORE], gl.float32, narrow)
     base = 0
     if KIND == "packed":
         base = bases_of_rows(scales, tile + MINE, O, BLOCK_O, PARTS, gl.SliceLayout(1, left))
@@ -214,28 +233,27 @@ def multiply(
     slot = FIRST
     phase = 0
     for k in range(FIRST, steps, TURNS):
-        more = k + TURNS < steps  # else the last step's codes are converted once more, for nothing
-        next_i = (low + gl.where(more, k + TURNS, k)) * BLOCK_I
+        goes_on = k + TURNS < steps  # else the last step's codes are converted once more, for nothing
+        next_i = (low + gl.where(goes_on, k + TURNS, k)) * BLOCK_I
         next_scale_low, next_scale_high = _of_halves(scales_B, next_i, G, GROUP > 0, GROUP, HALF)
         next_zero_low, next_zero_high = _of_halves(zeros_B, next_i, G, HAS_ZEROS, GROUP, HALF)
         mbarrier.wait(full_x.index(slot), phase)
-        columns = x_smem.index(slot)
-        part = _begin(numbers, columns, 0, acc, GROUP > 0, HALF)
+        part, part_more = _begin(numbers, columns, slot, 0, acc, more, GROUP > 0, HALF, MORE, narrow)
         at = slot * TILES + MINE
         others = _half(w_tiles.index(at), h_tiles.index(at), 1, zero_high, base, KIND, HAS_ZEROS, HALF, A_WORD, layout)
         if GROUP % BLOCK_I == 0:  # the step has one scale: its second half is queued up before the first one is complete
-            part = _begin(others, columns, 1, part, False, HALF)
-            part, numbers = warpgroup_mma_wait(1, deps=(part, numbers))
+            part, part_more = _begin(others, columns, slot, 1, part, part_more, False, HALF, MORE, narrow)
+            part, part_more, numbers = _wait(1, part, part_more, numbers, MORE)
         else:  # both halves' sums at one time would need too many registers
-            acc = _end(part, numbers, acc, scale_low, GROUP)
-            part = _begin(others, columns, 1, acc, True, HALF)
+            acc, more = _end(part, part_more, numbers, acc, more, scale_low, GROUP, MORE, narrow)
+            part, part_more = _begin(others, columns, slot, 1, acc, more, True, HALF, MORE, narrow)
         wraps = slot + TURNS >= STAGES
-        next_slot = gl.where(more, gl.where(wraps, slot + TURNS - STAGES, slot + TURNS), slot)
-        next_phase = gl.where(more & wraps, phase ^ 1, phase)
+        next_slot = gl.where(goes_on, gl.where(wraps, slot + TURNS - STAGES, slot + TURNS), slot)
+        next_phase = gl.where(goes_on & wraps, phase ^ 1, phase)
         mbarrier.wait(full_w.index(next_slot), next_phase)
         at = next_slot * TILES + MINE
         numbers = _half(w_tiles.index(at), h_tiles.index(at), 0, next_zero_low, base, KIND, HAS_ZEROS, HALF, A_WORD, layout)
-        acc = _end(part, others, acc, scale_high, GROUP)
+        acc, more = _end(part, part_more, others, acc, more, scale_high, GROUP, MORE, narrow)
         mbarrier.arrive(empty.index(slot), count=1)
         slot = next_slot
         phase = next_phase
@@ -255,6 +273,12 @@ def multiply(
             acc, layout, scale, bias, y, partials, arrivals, tile + MINE, counted + MINE, first_t, split, T, O, WHOLE, ROWS,
             BLOCK_O, SPLITS, PARTS, LEAVES, HAS_BIAS, 4,
         )  # fmt: skip
+        if MORE > 0:
+            scale_more = gl.convert_layout(scale, gl.SliceLayout(1, narrow))
+            complete(
+                more, narrow, scale_more, bias, y, partials, arrivals, tile + MINE, counted + MINE, first_t + ROWS, split, T, O,
+                WHOLE, MORE, BLOCK_O, SPLITS, PARTS, LEAVES, HAS_BIAS, 4,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -284,8 +308,21 @@ def _half(
 
 
 @gluon.jit
-def _begin(numbers, x, half: gl.constexpr, acc, ANEW: gl.constexpr, HALF: gl.constexpr):
-    """Starts the products of a half: added to acc, or anew."""
+def _begin(
+    numbers, columns, slot, half: gl.constexpr, acc, more, ANEW: gl.constexpr, HALF: gl.constexpr, MORE: gl.constexpr,
+    narrow: gl.constexpr,
+):  # fmt: skip
+    """Starts the products of a half: added to acc and more, or anew."""
+    part = _multiply(numbers, columns[0].index(slot), half, acc, ANEW, HALF)
+    if MORE > 0:
+        numbers = gl.convert_layout(numbers, gl.DotOperandLayout(0, narrow, 2), assert_trivial=True)
+        return part, _multiply(numbers, columns[1].index(slot), half, more, ANEW, HALF)
+    else:
+        return part, more
+
+
+@gluon.jit
+def _multiply(numbers, x, half: gl.constexpr, acc, ANEW: gl.constexpr, HALF: gl.constexpr):
     columns = x.slice(half * HALF, HALF, dim=1).permute((1, 0))
     if ANEW:
         return warpgroup_mma(numbers, columns, gl.zeros_like(acc), is_async=True)
@@ -294,10 +331,24 @@ def _begin(numbers, x, half: gl.constexpr, acc, ANEW: gl.constexpr, HALF: gl.con
 
 
 @gluon.jit
-def _end(part, numbers, acc, scale, GROUP: gl.constexpr):
-    """acc when these products are complete.  Until then their numbers must stay in their registers."""
-    part, _ = warpgroup_mma_wait(0, deps=(part, numbers))
-    if GROUP > 0:
-        return acc + part * scale[:, None]
+def _wait(halves: gl.constexpr, part, part_more, numbers, MORE: gl.constexpr):
+    """Waits until the products of at most so many halves run.  The others' numbers must stay in their registers until then."""
+    if MORE > 0:
+        return warpgroup_mma_wait(2 * halves, deps=(part, part_more, numbers))
     else:
-        return part
+        part, numbers = warpgroup_mma_wait(halves, deps=(part, numbers))
+        return part, part_more, numbers
+
+
+@gluon.jit
+def _end(
+    part, part_more, numbers, acc, more, scale, GROUP: gl.constexpr, MORE: gl.constexpr, narrow: gl.constexpr
+):  # fmt: skip
+    """acc and more when these products are complete."""
+    part, part_more, _ = _wait(0, part, part_more, numbers, MORE)
+    if GROUP > 0:
+        if MORE > 0:
+            part_more = more + part_more * gl.convert_layout(scale, gl.SliceLayout(1, narrow), assert_trivial=True)[:, None]
+        return acc + part * scale[:, None], part_more
+    else:
+        return part, part_more
