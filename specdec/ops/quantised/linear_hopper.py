@@ -90,9 +90,8 @@ def launch_quantised_hopper(
     of = _planes(weight)
     (T, I), rows = x_TI.shape, len(of.words_OJ)
     O, parts = (rows // 2, 2) if gated else (rows, 1)
-    a_word, slices, is_packed = of.a_word, tiles.slices, of.kind == "packed"
     assert 0 < T and (T <= tiles.block_t or not tiles.alone) and of.columns == I and x_TI.stride(1) == 1 and O % EIGHT == 0
-    assert not is_packed or I % WIDTH == 0
+    assert of.kind != "packed" or I % WIDTH == 0
     assert x_TI.dtype == torch.bfloat16 and (bias_O is None or bias_O.shape == (rows,))
     num_tiles = triton.cdiv(rows, tiles.block_o) * triton.cdiv(T, tiles.block_t)
     most_counted = num_tiles * tiles.of_program
@@ -113,36 +112,52 @@ def launch_quantised_hopper(
         BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         LEAVES=leaves, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip
-    steps = triton.cdiv(I, tiles.block_i)
-    if tiles.alone:
-        width = 64 * a_word
-        assert of.group == 0 or (width % of.group == 0 and width // of.group <= 4), of.group
-        assert tiles.block_i == slices * width and I % width == 0 and steps >= tiles.splits
-        codes = _slices_of(of.words_OJ, 64, parts, tiles.block_o, slices)
-        highs = _slices_of(of.high_OJ, 32, parts, tiles.block_o, slices) if is_packed else codes
-        shape, strides = [a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
-        block = [a_word, slices, tiles.block_t, 64]
-        x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, _layout(64, 4))
-        quantised_sliced_kernel[(num_tiles, tiles.splits)](
-            x_TI, x_tiles, codes, highs, *planes, *sizes, SLICES=slices, num_warps=tiles.warps,
-            STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0, **common,
-        )  # fmt: skip
-    else:
-        assert of.group in (0, tiles.block_i // 2) or of.group % tiles.block_i == 0, of.group
-        assert tiles.block_i % (WIDTH if is_packed else 32 * a_word) == 0
-        assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
-        block_o, block_j = tiles.block_o // tiles.of_program, tiles.block_i // a_word
-        codes = _codes_of(of.words_OJ, parts, block_o, block_j)
-        highs = _codes_of(of.high_OJ, parts, block_o, block_j // 2) if is_packed else codes
-        more = tiles.block_t - tiles.rows  # which have no counters of their own, and no far numbers
-        assert not more or (more & (more - 1) == 0 and slices == 1 and (leaves or tiles.splits == 1) and not is_packed)
-        x_tiles = _columns_of(x_TI, tiles.rows, tiles.block_i)
-        more_tiles = _columns_of(x_TI, more, tiles.block_i) if more else x_tiles
-        quantised_hopper_kernel[(num_tiles, tiles.splits)](
-            x_TI, x_tiles, more_tiles, codes, highs, *planes, *sizes, MORE=more, BLOCK_I=tiles.block_i, TILES=tiles.of_program,
-            TURNS=slices, OTHERS=tiles.others, num_warps=4, **common,
-        )  # fmt: skip
+    launch = _launch_sliced if tiles.alone else _launch_wide
+    launch(x_TI, of, parts, tiles, (num_tiles, tiles.splits), (*planes, *sizes), common)
     return y_TO
+
+
+def _launch_sliced(
+    x_TI: Tensor, of: _Planes, parts: int, tiles: HopperTiles, grid: tuple[int, int], others: tuple[Any, ...],
+    common: dict[str, Any],
+) -> None:  # fmt: skip
+    """Each warp multiplies alone.  others: the kernel's arguments from the scales on."""
+    (T, I), width, slices = x_TI.shape, 64 * of.a_word, tiles.slices
+    steps = triton.cdiv(I, tiles.block_i)
+    assert of.group == 0 or (width % of.group == 0 and width // of.group <= 4), of.group
+    assert tiles.block_i == slices * width and I % width == 0 and steps >= tiles.splits
+    codes = _slices_of(of.words_OJ, 64, parts, tiles.block_o, slices)
+    highs = _slices_of(of.high_OJ, 32, parts, tiles.block_o, slices) if of.kind == "packed" else codes
+    shape, strides = [of.a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
+    block = [of.a_word, slices, tiles.block_t, 64]
+    x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, _layout(64, 4))
+    quantised_sliced_kernel[grid](
+        x_TI, x_tiles, codes, highs, *others, SLICES=slices, num_warps=tiles.warps,
+        STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0, **common,
+    )  # fmt: skip
+
+
+def _launch_wide(
+    x_TI: Tensor, of: _Planes, parts: int, tiles: HopperTiles, grid: tuple[int, int], others: tuple[Any, ...],
+    common: dict[str, Any],
+) -> None:  # fmt: skip
+    """Four warps multiply together.  others: the kernel's arguments from the scales on."""
+    is_packed, slices, leaves = of.kind == "packed", tiles.slices, common["LEAVES"]
+    steps = triton.cdiv(x_TI.shape[1], tiles.block_i)
+    assert of.group in (0, tiles.block_i // 2) or of.group % tiles.block_i == 0, of.group
+    assert tiles.block_i % (WIDTH if is_packed else 32 * of.a_word) == 0
+    assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
+    block_o, block_j = tiles.block_o // tiles.of_program, tiles.block_i // of.a_word
+    codes = _codes_of(of.words_OJ, parts, block_o, block_j)
+    highs = _codes_of(of.high_OJ, parts, block_o, block_j // 2) if is_packed else codes
+    more = tiles.block_t - tiles.rows  # which have no counters of their own, and no far numbers
+    assert not more or (more & (more - 1) == 0 and slices == 1 and (leaves or tiles.splits == 1) and not is_packed)
+    x_tiles = _columns_of(x_TI, tiles.rows, tiles.block_i)
+    more_tiles = _columns_of(x_TI, more, tiles.block_i) if more else x_tiles
+    quantised_hopper_kernel[grid](
+        x_TI, x_tiles, more_tiles, codes, highs, *others, MORE=more, BLOCK_I=tiles.block_i, TILES=tiles.of_program,
+        TURNS=slices, OTHERS=tiles.others, num_warps=4, **common,
+    )  # fmt: skip
 
 
 def _columns_of(x_TI: Tensor, rows: int, block_i: int) -> TensorDescriptor:
