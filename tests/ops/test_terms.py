@@ -80,6 +80,24 @@ def test_terms_are_the_product(T: int, I: int, H: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
+@pytest.mark.parametrize("T", [65, 97, 150, 192])
+@pytest.mark.parametrize("I", [4096, 14336])
+def test_terms_of_more_rows(T: int, I: int) -> None:
+    """Where cuBLAS computes the product.  Keeps out what the test above does, in tiles whose rows are the sum of two powers."""
+    torch.manual_seed(T)
+    x, weight, bias = rand(T, I), rand(4096, I, scale=I**-0.5), rand(4096)
+    exact = F.linear(x.double(), weight.double())
+    with torch.no_grad():
+        poison = [torch.full((splits, T, 4096), torch.nan, device=DEVICE) for splits in (2, 2, 3)]
+        del poison
+        for b, want in ((None, exact), (bias, exact + bias.double())):
+            terms = linear_terms(x, weight, b)
+            assert isinstance(terms, Terms) and terms.terms_STH.shape[0] == 2
+            assert (terms.tensor().double() - want).norm() < 4e-3 * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
 @pytest.mark.parametrize("T", [1, 32, 60])
 def test_chained_layers_in_a_graph(T: int) -> None:
     """Keeps out: a norm that reads terms before they are complete, and replays that find old ones."""

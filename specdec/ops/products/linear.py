@@ -38,12 +38,13 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numeri
 
 
 def linear_terms(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numerics: Numerics = FAST) -> Tensor | Terms:
-    """`linear`, or its terms where programs of its kernel share columns: adding them up there would be one more wait.
+    """`linear`, or the terms of programs that share columns: adding them up in the product's kernel would be one more wait.
 
-    The bias is a part of the first term; `linear` adds it last.
+    The bias is a part of the first term; `linear` adds it last.  Their sum is `linear`, bit for bit, up to FEW rows; with more,
+    cuBLAS may compute `linear`.
     """
     if not is_traced(x_TI) and not numerics.is_invariant:
-        tiles = _tiles(x_TI, weight_OI, False, numerics)
+        tiles = _tiles(x_TI, weight_OI, False, numerics, terms=True)
         if tiles is not None and tiles.lag >= 0 and tiles.splits > 1:
             from specdec.ops.products.linear_hopper import launch_hopper_linear
 
@@ -85,8 +86,11 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> ProductTiles | None:
-    """The kernel's tiles; None where the kernel can't run, or was not measured because launches can't be chained."""
+def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, terms: bool = False) -> ProductTiles | None:
+    """The kernel's tiles; None where the kernel can't run, or was not measured because launches can't be chained.
+
+    terms: whether a norm may add up what splits have computed.
+    """
     if not use_kernels(x) or not has_pdl(x.device) or x.dim() != 2 or x.stride(1) != 1:
         return None
     if x.dtype != weight.dtype or not weight.is_contiguous():
@@ -94,7 +98,7 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
     O, I = weight.shape
     match, tma = match_of(x.device), tma_reads(x, weight)
     kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
-    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind, tuned_table(x.device) if tma else None)
+    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind, tuned_table(x.device) if tma else None, terms)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or tma_reads(x, weight) else None

@@ -40,18 +40,20 @@ class Numerics:
         gated: bool,
         kind: Kind = H100,
         tuned: TunedTable | None = None,
+        terms: bool = False,
     ) -> ProductTiles | None:
         """The tiles of a product of T rows with a weight [O, I]; None: cuBLAS computes it.
 
         gated: whether the weight holds gate and up rows.
         kind: the kind of GPU whose tiles are taken.
         tuned: what was measured on this machine, which counts before the kind's.
+        terms: whether a norm adds up what programs that share columns have computed.
         """
         if tuned is not None:
             is_known, tiles = tuned.find(T, Product(O, I, gated, dtype))
             if is_known:
                 return tiles
-        return product_tiles(T, O, I, dtype, gated, kind)
+        return product_tiles(T, O, I, dtype, gated, kind, terms)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         """How many of a token's heads one program norms, rotates and stores before attention: a power of two."""
@@ -73,6 +75,7 @@ class Invariant(Numerics):
         gated: bool,
         kind: Kind = H100,
         tuned: TunedTable | None = None,
+        terms: bool = False,
     ) -> ProductTiles:
         assert dtype in (torch.bfloat16, torch.float16), dtype
         return invariant_tiles(T, O, I, gated)

@@ -63,14 +63,16 @@ class StackedTiles(NamedTuple):
 
 
 @cache
-def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100) -> ProductTiles | None:
+def product_tiles(
+    T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, terms: bool = False
+) -> ProductTiles | None:
     """The kernel's tiles for T rows and a weight of O rows and I columns; None: cuBLAS is used.
 
-    gated: whether the weight holds gate and up rows.
+    gated: whether the weight holds gate and up rows.  terms: whether a norm adds up what programs that share columns computed.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
     if kind == H200 and dtype != torch.float32 and O >= LEAST_ROWS and I >= LEAST_COLUMNS:
-        tiles = _tiles_hopper(T, O, I, gated)
+        tiles = _tiles_hopper(T, O, I, gated, terms)
         if tiles is not None:
             return tiles
     if not 0 < T <= FEW:
@@ -101,7 +103,7 @@ def padded_rows(T: int) -> int:
     return 48 if 32 < T <= 48 else max(8, 1 << (T - 1).bit_length())
 
 
-def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
+def _tiles_hopper(T: int, O: int, I: int, gated: bool, terms: bool) -> ProductTiles | None:
     """Tiles of linear_hopper.py's or gated_hopper.py's kernel in 16 bits; None where neither can run or was found to be faster.
 
     Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
@@ -113,6 +115,9 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
     if T > MANY and gated and O >= 16384 and _fills_waves(-(-O // 256) * -(-T // 128), MANY_FULL):
         return ProductTiles(128, 256, 64, 1, 4, 4, fetchers=1)
     if T > FEW:
+        if terms and T <= 192 and O <= 64 * SMS // 2 and _fills_waves(-(-O // 64) * 2, MANY_FULL):
+            block_t = 32 * max(3, -(-T // 32))
+            return ProductTiles(block_t, 64, 64, 2, 4, WHOLE_SM // ((64 + block_t) * 128), lag=1)
         if not (192 < T <= 256 and gated and O >= 16384 and _fills_waves(-(-O // 128) * -(-T // 256))):
             return None
         return ProductTiles(256, 128, 64, 1, 8, 4, lag=1)
