@@ -115,7 +115,8 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool, terms: bool) -> ProductTi
     if T > MANY and gated and O >= 16384 and _fills_waves(-(-O // 256) * -(-T // 128), MANY_FULL):
         return ProductTiles(128, 256, 64, 1, 4, 4, fetchers=1)
     if T > FEW:
-        if terms and T <= 192 and O <= 64 * SMS // 2 and _fills_waves(-(-O // 64) * 2, MANY_FULL):
+        programs = 2 * -(-O // 64)  # cuBLAS can't start early, and adds up what they share itself
+        if terms and T <= 192 and programs <= SMS and _fills_waves(programs, MANY_FULL):
             block_t = 32 * max(3, -(-T // 32))
             return ProductTiles(block_t, 64, 64, 2, 4, WHOLE_SM // ((64 + block_t) * 128), lag=1)
         if not (192 < T <= 256 and gated and O >= 16384 and _fills_waves(-(-O // 128) * -(-T // 256))):

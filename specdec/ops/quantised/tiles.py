@@ -56,7 +56,7 @@ class HopperTiles(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The larger of the powers of two whose sum block_t is."""
+        """The largest power of two in block_t: the rows of the first part."""
         return 1 << (self.block_t.bit_length() - 1)
 
     @property
@@ -101,8 +101,6 @@ MEASURED: dict[int, dict[int, dict[str, Numbers]]] = {
 }  # fmt: skip
 # With scales of groups the tiles above would spill registers.
 WIDE_GROUPED_64 = (256, 128, 1, 8, 5, 1, 168)
-
-
 # Tiles for more than FEW rows, by rows of x and of the weight, as above.
 SIZES: dict[tuple[int, int], Numbers] = {
     (64, 256): (256, 128, 1, 8, 4, 1, 168),

@@ -1,5 +1,8 @@
 """The kernel of linear_hopper.py for more rows of x than a few: four warps multiply together (wgmma).
 
+The tensor cores take 96 or 192 rows of x, but tensors have powers of two, so a tile of x may have two parts.  Each number is
+multiplied with both.
+
 One or two such groups of warps multiply, and one warp of its own loads, so that a group never waits for the other, or for a
 stage to be filled again.  Two groups take different rows of the weight, which halves the reads of x from L2, or take steps in
 turn, and add their sums in shared memory.
