@@ -39,11 +39,13 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def check_tiles(tiles: HopperTiles, T: int, O: int, I: int, bits: int, width: int) -> None:
+def check_tiles(tiles: HopperTiles, T: int, O: int, I: int, bits: int, width: int, terms: bool = False) -> None:
     """Fails if tiles for T rows and a weight [O, I] do not fit a Hopper GPU.
 
-    bits: of a number of the weight.  width: columns of a slice.
+    bits: of a number of the weight.  width: columns of a slice.  terms: whether a norm adds up what splits compute.
     """
+    more = tiles.block_t - tiles.rows
+    assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (terms or tiles.splits == 1))
     stage = tiles.block_o * tiles.block_i * bits // 8 + (T > 1) * tiles.block_t * tiles.block_i * 2
     sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0
     row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0

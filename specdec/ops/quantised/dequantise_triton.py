@@ -41,10 +41,10 @@ def dequantise_kernel(
     scales_O, zeros_O = scales + row_O * G, zeros + row_O * G
     dtype = out.dtype.element_ty
     # Tiles of 16 columns are put side by side before they are stored, so that a warp writes whole rows of a cache line.
-    if KIND == "int4" or KIND == "e2m1":
-        RUN: tl.constexpr = 64
+    RUN: tl.constexpr = 64 if KIND == "int4" or KIND == "e2m1" else 32
+    i_R = run_R * RUN
+    if RUN == 64:
         a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, none_O, none_O, KIND, False, False, tl.float32)
-        i_R = run_R * RUN
         a_ORw = _scaled(a_OJ, i_R, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         b_ORw = _scaled(b_OJ, i_R + 16, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         c_ORw = _scaled(c_OJ, i_R + 32, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
@@ -52,9 +52,7 @@ def dequantise_kernel(
         all_ORwlh = tl.join(tl.join(a_ORw, b_ORw), tl.join(c_ORw, d_ORw))
         w_OI = tl.reshape(tl.permute(all_ORwlh, (0, 1, 4, 3, 2)), [BLOCK_O, RUNS * RUN])
     else:
-        RUN: tl.constexpr = 32
         a_OJ, b_OJ = _convert_8(c_OJ, none_O, KIND, False, False, tl.float32)
-        i_R = run_R * RUN
         a_ORw = _scaled(a_OJ, i_R, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         b_ORw = _scaled(b_OJ, i_R + 16, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         w_OI = tl.reshape(tl.permute(tl.join(a_ORw, b_ORw), (0, 1, 3, 2)), [BLOCK_O, RUNS * RUN])

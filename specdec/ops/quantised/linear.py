@@ -1,8 +1,8 @@
 """Products of activations with weights of 8 or 4 bits: `quantised_linear` and `quantised_gated_linear`.
 
 On a CPU, under autograd and in a trace each function runs its definition: the weight's numbers are computed in x's dtype, and
-multiplied.  On a GPU, products of up to some hundred rows use the kernels in linear_hopper.py or, where those can't run, few
-rows the one in linear_triton.py.  For more rows the numbers are computed into a scratch that cuBLAS reads.  This module knows
+multiplied.  On a Hopper GPU, products of up to some hundred rows use the kernels in linear_hopper.py.  Elsewhere, few rows
+use the one in linear_triton.py.  For more rows the numbers are computed into a scratch that cuBLAS reads.  This module knows
 no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
@@ -31,7 +31,10 @@ def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) 
 
 
 def quantised_linear_terms(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor | Terms:
-    """`quantised_linear`, or terms where programs share columns, of which there may be others with many rows."""
+    """`quantised_linear`, or terms where programs share columns.
+
+    With more than FEW rows tiles may differ from those of `quantised_linear`, and so may the last bits of their sum.
+    """
     tiles = _tiles(x_TI, weight, False, terms=True)
     if isinstance(tiles, HopperTiles) and tiles.splits > 1:
         from specdec.ops.quantised.linear_hopper import launch_quantised_hopper

@@ -99,8 +99,7 @@ MEASURED: dict[int, dict[int, dict[str, Numbers]]] = {
              "long": (64, 128, 2, 8, 6, 2, 128)},
     },
 }  # fmt: skip
-# With scales of groups the tiles above would spill registers.
-WIDE_GROUPED_64 = (256, 128, 1, 8, 5, 1, 168)
+WIDE_GROUPED_64 = (256, 128, 1, 8, 4, 1, 168)  # of codes of 8 bits: with scales of groups the tiles above would spill registers
 # Tiles for more than FEW rows, by rows of x and of the weight, as above.
 SIZES: dict[tuple[int, int], Numbers] = {
     (64, 256): (256, 128, 1, 8, 4, 1, 168),
@@ -109,7 +108,8 @@ SIZES: dict[tuple[int, int], Numbers] = {
     (192, 64): (64, 128, 1, 4, 3, 1, 144), (192, 128): (128, 128, 1, 8, 3, 1, 168),
 }  # fmt: skip
 # By codes of a word and whether groups have scales: microseconds that a wave of programs, one an SM, takes for PASS columns of
-# the weight.  A thread that holds two sums has no registers for the tiles that are missing.
+# the weight.  A thread that holds two sums has no registers for 256 rows but with 64 of x; one that holds one gains nothing by
+# these.
 PASS = 4096
 WAVES: dict[tuple[int, bool], dict[tuple[int, int], float]] = {
     (2, False): {(96, 64): 17.4, (96, 128): 26, (96, 256): 47, (128, 64): 19.7, (128, 128): 26, (128, 256): 47.5,
@@ -145,7 +145,9 @@ def hopper_tiles(
     if T > FEW:
         return by_waves(T, O, I, a_word, group > 0, terms)
     block_t, shape = tile_rows(T), shape_of(O, I)
-    numbers = WIDE_GROUPED_64 if group and block_t == 64 and shape == "wide" else MEASURED[a_word][block_t][shape]
+    numbers = MEASURED[a_word][block_t][shape]
+    if group and a_word == 2 and block_t == 64 and shape == "wide":
+        numbers = WIDE_GROUPED_64
     return fitted(T, O, I, numbers, a_word, 16 // a_word)
 
 
@@ -186,8 +188,8 @@ def fitted(T: int, O: int, I: int, numbers: Numbers, a_word: int, bits: int) -> 
     block_o, block_i, splits, warps, stages, slices, registers = numbers
     alone = block_t <= ALONE
     block_i = 64 * slices * a_word if alone else block_i
-    if not alone and I <= block_i:  # too few steps to take turns
-        warps, slices = 4, 1
+    if not alone and I <= block_i:  # too few steps to take turns; a group of warps holds sums of at most 128 rows
+        warps, slices = 4 * _parts(block_o, 128), 1
     tiles = HopperTiles(block_t, block_o, block_i, 1, warps, stages, slices, alone, registers)
     count, steps = _parts(O, block_o) * tiles.of_program, _parts(I, block_i)
     if O > 8192 or count > MOST_TILES:

@@ -29,6 +29,7 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "quantised_hopper_kernel": [
         "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-64-True]",
+        "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-128-True]",
         "tests/ops/packed/test_packed_hopper.py::test_the_kernels_compute_the_product[True]",
     ],
     "dequantise_kernel": ["tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_numbers[int4-32-True]"],
