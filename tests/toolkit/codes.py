@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.ops.products.linear_triton import ARRIVALS
+from specdec.ops.products.tiles import two_parts
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, pack
 from specdec.ops.quantised.tiles import HopperTiles
 from toolkit.kernels import DEVICE
@@ -44,7 +45,7 @@ def check_tiles(tiles: HopperTiles, T: int, O: int, I: int, bits: int, width: in
 
     bits: of a number of the weight.  width: columns of a slice.  terms: whether a norm adds up what splits compute.
     """
-    more = tiles.block_t - tiles.rows
+    more = two_parts(tiles.block_t)[1]
     assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (terms or tiles.splits == 1))
     stage = tiles.block_o * tiles.block_i * bits // 8 + (T > 1) * tiles.block_t * tiles.block_i * 2
     sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0

@@ -1,10 +1,10 @@
 """Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up) and `silu_mul`.
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
-kernel in linear_triton.py or, on an H200, the one in linear_hopper.py, products of up to 192 rows with wide weights the one in
-linear_wide_triton.py, and gated products of many rows the one in gated_hopper.py, for those shapes for which they were measured
-to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (numerics.py); under an invariant one no library computes
-anything.  This module knows no model.
+kernel in linear_triton.py or, on an H200, the one in linear_hopper.py, which also serves some of up to 192 rows that a norm
+follows.  Products of up to 192 rows with wide weights use the one in linear_wide_triton.py, and gated products of many rows the
+one in gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The
+policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """

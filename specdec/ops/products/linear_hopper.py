@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.ops.launch import chained
 from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
+from specdec.ops.products.tiles import two_parts
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -229,8 +230,7 @@ def launch_hopper_linear(
     """
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, parts = (rows // 2, 2) if gated else (rows, 1)
-    low = 1 << (tiles.block_t.bit_length() - 1)
-    high = tiles.block_t - low
+    low, high = two_parts(tiles.block_t)
     assert T > 0 and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1 and O % EIGHT == 0
     assert x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2 and (bias_O is None or bias_O.shape == (rows,))
     assert tiles.splits == 1 or T <= tiles.block_t

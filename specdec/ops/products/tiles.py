@@ -103,6 +103,12 @@ def padded_rows(T: int) -> int:
     return 48 if 32 < T <= 48 else max(8, 1 << (T - 1).bit_length())
 
 
+def two_parts(rows: int) -> tuple[int, int]:
+    """A tile's rows of x as tensors hold them: the largest power of two in them, and the rest, which is one too, or 0."""
+    low = 1 << (rows.bit_length() - 1)
+    return low, rows - low
+
+
 def _tiles_hopper(T: int, O: int, I: int, gated: bool, terms: bool) -> ProductTiles | None:
     """Tiles of linear_hopper.py's or gated_hopper.py's kernel in 16 bits; None where neither can run or was found to be faster.
 

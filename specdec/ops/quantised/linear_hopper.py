@@ -37,6 +37,7 @@ from specdec.ops.launch import chained
 from specdec.ops.packed.packing import WIDTH, Packed
 from specdec.ops.products.linear_hopper import EIGHT
 from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
+from specdec.ops.products.tiles import two_parts
 from specdec.ops.quantised.codes import codes_a_word
 from specdec.ops.quantised.sliced_hopper import quantised_sliced_kernel
 from specdec.ops.quantised.tiles import LOADER
@@ -108,7 +109,7 @@ def launch_quantised_hopper(
     planes = *of.scales, of.scales[0] if bias_O is None else bias_O, y_TO, partials, arrivals
     sizes = T, O, I, of.groups, x_TI.stride(0)
     common: dict[str, Any] = dict(
-        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=tiles.rows,
+        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=two_parts(tiles.block_t)[0],
         BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         LEAVES=leaves, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip
@@ -150,9 +151,9 @@ def _launch_wide(
     block_o, block_j = tiles.block_o // tiles.of_program, tiles.block_i // of.a_word
     codes = _codes_of(of.words_OJ, parts, block_o, block_j)
     highs = _codes_of(of.high_OJ, parts, block_o, block_j // 2) if is_packed else codes
-    more = tiles.block_t - tiles.rows  # which have no counters of their own, and no far numbers
+    rows, more = two_parts(tiles.block_t)  # the second part has no counters of its own, and no far numbers
     assert not more or (more & (more - 1) == 0 and slices == 1 and (leaves or tiles.splits == 1) and not is_packed)
-    x_tiles = _columns_of(x_TI, tiles.rows, tiles.block_i)
+    x_tiles = _columns_of(x_TI, rows, tiles.block_i)
     more_tiles = _columns_of(x_TI, more, tiles.block_i) if more else x_tiles
     quantised_hopper_kernel[grid](
         x_TI, x_tiles, more_tiles, codes, highs, *others, MORE=more, BLOCK_I=tiles.block_i, TILES=tiles.of_program,

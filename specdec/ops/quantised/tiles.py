@@ -55,18 +55,13 @@ class HopperTiles(NamedTuple):
     registers: int
 
     @property
-    def rows(self) -> int:
-        """The largest power of two in block_t: the rows of the first part."""
-        return 1 << (self.block_t.bit_length() - 1)
-
-    @property
     def of_program(self) -> int:
         """Tiles of the weight that a program's groups of four warps take."""
         return 1 if self.alone else self.warps // 4 // self.slices
 
     @property
     def others(self) -> int:
-        """Registers of a thread of a second group of four warps: as many as the first has."""
+        """Registers of a thread of a second group of four warps: as many as the first has, and no more than a GPU allows."""
         warps = self.warps + LOADERS
         return min(256, (self.registers * warps - LOADER * LOADERS) // self.warps // 8 * 8)
 

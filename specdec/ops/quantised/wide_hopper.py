@@ -215,7 +215,7 @@ def multiply(
     scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_I, G, GROUP > 0, GROUP, HALF)
     zero_low, zero_high = _of_halves(zeros_B, (low + FIRST) * BLOCK_I, G, HAS_ZEROS, GROUP, HALF)
     acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
-    more = 0
+    more = 0  # the sums of a tile's second part, if it has one
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE > 0 else 8, 16])
     if MORE > 0:
         more = gl.zeros([BLOCK_O, MORE], gl.float32, narrow)
