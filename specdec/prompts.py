@@ -12,6 +12,8 @@ from typing import Any
 from specdec.checks import PromptTooLong, is_array, is_number
 from specdec.config import SamplingParams
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from specdec.models.gguf.file import is_gguf
+from specdec.models.gguf.tokenizer import gguf_tokenizer
 
 # str, token ids (a list, a tuple, a one-dimensional array of numpy or torch), or a list of {"role": ..., "content": ...}
 Prompt = Any
@@ -22,20 +24,23 @@ OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens
 class Tokenizer:
     """A target's Hugging Face tokenizer.  If its folder holds none, prompts must be token ids, and outputs have no text.
 
-    ValueError if the folder holds a tokenizer that can't be read.
+    folder: of the target, or its GGUF file.  ValueError if a tokenizer is there that can't be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._inner: Any = None
         self._pieces: dict[int, str] = {}
-        if any((folder / name).is_file() for name in VOCABULARY_FILES):
+        if is_gguf(folder):
+            self._inner = gguf_tokenizer(folder)
+        elif any((folder / name).is_file() for name in VOCABULARY_FILES):
             from transformers import AutoTokenizer
 
             try:
                 self._inner = AutoTokenizer.from_pretrained(folder, config=_short_config(folder))
             except Exception as error:  # of any kind: transformers checks little of what the files hold
                 raise ValueError(_broken_file(folder, error)) from error
+        if self._inner is not None:
             # A text that is too long is refused; transformers would warn of it, besides, in words about other code.
             getattr(self._inner, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
 

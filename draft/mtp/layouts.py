@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.draft.mtp.spec import MtpNames, MtpRules, MtpSpec
+from specdec.models.checkpoints.checkpoint import config_path
 from specdec.models.checkpoints.config_values import flag, number
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import MTP_COUNT, ModelConfig, RopeConfig, parse_rope, read_json
@@ -26,7 +27,7 @@ class _Family(NamedTuple):
 
 def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
     """The MTP layers of the target in the folder.  ValueError says why there are none, or what can't be computed."""
-    path = folder / "config.json"
+    path = config_path(folder)
     family, where = FAMILIES.get(target.family), str(path)
     if family is None:
         raise ValueError(

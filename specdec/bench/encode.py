@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.bench.prompt_file import FilePrompt
 from specdec.config import SamplingParams
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer, check_length, encode_prompt, is_chat
@@ -27,7 +27,7 @@ def encode_prompts(
     chat: bool,
 ) -> list[list[int]]:
     """The ids of each prompt.  source: the file's name, for errors.  chat: apply the chat template to texts."""
-    config = choose_target(resolve_folder(target, "target"), engine.backend).config
+    config = choose_target(resolve_target(target, "target"), engine.backend).config
     if config.encoder is not None:
         raise ValueError(
             f"the target of bench and verify must be a decoder-only model, such as a Llama, got {target}, a {config.family} "

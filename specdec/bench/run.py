@@ -35,7 +35,7 @@ from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.options import EngineOptions
@@ -193,7 +193,7 @@ def check_profile(max_tokens: int, spec: SpecConfig) -> None:
 def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) -> Measurement:
     """Every batch size with every tree shape."""
     on_progress("loading", 0, 1)
-    tokenizer = Tokenizer(resolve_folder(options.target, "target"))
+    tokenizer = Tokenizer(resolve_target(options.target, "target"))
     prompts = encode_prompts(
         options.taken,
         options.prompts_source,

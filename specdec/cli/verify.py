@@ -80,10 +80,10 @@ def _load(
     listed = read_prompts(source, args.num_prompts)[: args.num_prompts or USUAL_PROMPTS]
     from specdec.decoder import SpecDecoder
     from specdec.loading.doctor import versions
-    from specdec.models.checkpoints.checkpoint import resolve_folder
+    from specdec.models.checkpoints.checkpoint import resolve_target
     from specdec.prompts import Tokenizer
 
-    tokenizer = Tokenizer(resolve_folder(target, "target"))
+    tokenizer = Tokenizer(resolve_target(target, "target"))
     prompts = encode_prompts(listed, str(source), target, tokenizer, sampling, engine, chat=args.chat)
     length = engine.max_seq_len or max(map(len, prompts)) + sampling.max_tokens
     engine = replace(engine, max_seq_len=length)

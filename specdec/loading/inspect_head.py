@@ -19,7 +19,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.kinds import is_name
 from specdec.draft.mtp.load import open_mtp
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
 from specdec.models.config import MTP_COUNT, ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.registry import choose_target
@@ -33,7 +33,7 @@ def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> d
     if is_name(head):
         raise ValueError(f"HEAD: {head!r} is a drafter without files; nearest thing that works: the folder of a head, or mtp")
     folder = resolve_folder(head, "HEAD")
-    config = None if target is None else choose_target(resolve_folder(target, "--target")).config
+    config = None if target is None else choose_target(resolve_target(target, "--target")).config
     opened = open_head(folder, config, how)
     stored = UNKNOWN if config is None else str(config.quantization or "ordinary numbers")
     return {
@@ -53,7 +53,7 @@ def mtp_facts(target: str | Path | None) -> dict[str, Any]:
     """Everything of a target's own MTP layers.  ValueError as when they are loaded."""
     if target is None:
         raise ValueError("inspect mtp needs --target, whose own layers these are; or give the folder of a head")
-    folder = resolve_folder(target, "--target")
+    folder = resolve_target(target, "--target")
     config = choose_target(folder).config
     checkpoint, spec = open_mtp(folder, config)
     model, experts, rules = spec.model, spec.experts, spec.rules

@@ -17,7 +17,7 @@ from specdec.draft.drafter import DraftModel
 from specdec.draft.kinds import OpenDrafter, find_drafter, open_drafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, use_threads
-from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
+from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import pack_matrices
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
@@ -59,7 +59,7 @@ def check_pair(
     """
     if draft is not None or spec is not None:
         require_spec(spec)
-    folder = resolve_folder(target, "target")
+    folder = resolve_target(target, "target")
     found = find_drafter(draft, options)
     chosen = choose_target(folder, options.backend, options.quantize)
     refuse_ranks(chosen, options.tensor_parallel_size)

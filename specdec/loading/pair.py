@@ -16,8 +16,9 @@ from specdec.draft.drafter import DraftModel
 from specdec.draft.kinds import is_name
 from specdec.loading.load import check_pair, load_pair, require_spec
 from specdec.loading.resolve import EngineSettings
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
+from specdec.models.gguf.file import is_gguf
 from specdec.models.sharding import misfit
 from specdec.models.target import Target
 from specdec.options import EngineOptions
@@ -46,12 +47,14 @@ class WantedPair(NamedTuple):
         except torch.OutOfMemoryError as error:
             folders = [folder for folder in (self.target, self.draft) if folder is not None and not is_name(folder)]
             configs = check_pair(self.target, self.draft, self.spec, self.options, warns=False).configs
-            whole = sum(weights_bytes(resolve_folder(folder, "folder")) for folder in folders)
+            whole = sum(weights_bytes(resolve_target(folder, "folder")) for folder in folders)
             raise RuntimeError(no_room(whole, group, torch.device(options.device), configs, options.pack_weights)) from error
 
 
 def weights_bytes(folder: Path) -> int:
-    """Bytes of the files that hold a model's weights."""
+    """Bytes of the files that hold a model's weights.  folder: or a GGUF file."""
+    if is_gguf(folder):
+        return folder.stat().st_size
     kinds = ("*.safetensors", "*.bin")
     return next((total for kind in kinds if (total := sum(file.stat().st_size for file in folder.glob(kind)))), 0)
 

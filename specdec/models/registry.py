@@ -23,6 +23,10 @@ from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
 from specdec.models.deepseek.config import DEEPSEEK
 from specdec.models.diffllama.config import DIFFLLAMA
+from specdec.models.gguf.coded import METHOD as GGUF
+from specdec.models.gguf.coded import quantization_of
+from specdec.models.gguf.config import config_of
+from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.gpt_oss.config import GPT_OSS, is_coded
 from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
@@ -58,16 +62,16 @@ def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -
             f"quantize={quantize!r} rounds the weights of specdec's own modules, but transformers' code computes this target "
             f"({chosen.reason}); nearest setting that works: quantize='none'"
         )
-    if chosen.config.quantization is not None:
+    if (stored := chosen.config.quantization) is not None and (stored.method != GGUF or chosen.config.has_experts):
         raise ValueError(
-            f"quantize={quantize!r} rounds ordinary numbers, but {folder} is stored as {chosen.config.quantization}; nearest "
+            f"quantize={quantize!r} rounds ordinary numbers, but {folder} is stored as {stored}; nearest "
             "setting that works: quantize='none'"
         )
     return chosen._replace(config=replace(chosen.config, quantization=round_to_nearest(quantize)))
 
 
 def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
-    """Reads the folder's config.json by the backend of that name, or by the first that can.
+    """Reads the folder's config.json, or a GGUF file's keys, by the backend of that name, or by the first that can.
 
     `auto` takes our own module; where that refuses a config for something that it does not compute, transformers' code, with
     a warning, and only if transformers knows every key of the config; never for a config that is malformed.  ValueError says
@@ -75,8 +79,10 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}; nearest setting that works: 'auto'")
+    if is_gguf(folder):
+        return _read_gguf(folder, backend)
     path = folder / "config.json"
-    raw = read_target_json(folder)
+    raw = target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
     native = family_of(family) if family not in GPT_OSS or is_coded(raw) else None
@@ -100,6 +106,27 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
             raise
         return _fall_back(folder, error)
     return TargetChoice("native", "asked for by name" if backend == "native" else f"a native module for {family!r}", config)
+
+
+def target_json(place: Path) -> dict[str, Any]:
+    """The object of a target's config.json, or what a GGUF file's keys say in its words."""
+    return config_of(open_gguf(place)) if is_gguf(place) else read_target_json(place)
+
+
+def _read_gguf(path: Path, backend: str) -> TargetChoice:
+    """Our own modules alone compute a GGUF file's model: each architecture that is read has one."""
+    if backend == "transformers":
+        raise ValueError(
+            f"backend='transformers' reads folders in Hugging Face layout, got the GGUF file {path}; nearest setting that works: "
+            "backend='native'"
+        )
+    file = open_gguf(path)
+    raw = target_json(path)
+    native = family_of(raw["model_type"])
+    assert native is not None, raw["model_type"]
+    config = native.parse(raw, str(path))
+    config = replace(config, quantization=quantization_of(file, config.quantization, config.tie_embeddings))
+    return TargetChoice("native", "a GGUF file", config)
 
 
 def _parses(native: Family, raw: dict[str, Any], path: Path) -> bool:

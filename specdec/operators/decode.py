@@ -29,7 +29,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.checks import require_choice, require_int
 from specdec.models.causal_lm import CausalLM
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.kv import keeps_latents, make_cache, split_widths
@@ -77,7 +77,7 @@ class DecodePass(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> DecodePass:
         """The pass of a target that is loaded from a folder or a hub id.  max_positions: the longest sequence that it reads."""
-        folder = resolve_folder(target, "target")
+        folder = resolve_target(target, "target")
         require_int("max_positions", max_positions, 1)
         require_choice("dtype", dtype, tuple(DTYPES), "float32")
         chosen = choose_target(folder, "native")

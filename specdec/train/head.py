@@ -29,7 +29,7 @@ from specdec.draft.head import DraftHead
 from specdec.generation import Stats
 from specdec.loading.resolve import resolve_device
 from specdec.loading.threads import set_training_threads
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
@@ -77,7 +77,7 @@ def train_head(
     written.
     """
     _check_machine(device, threads)
-    layers = _check(run, choose_target(resolve_folder(target, "target")).config, str(target), aux_layers)
+    layers = _check(run, choose_target(resolve_target(target, "target")).config, str(target), aux_layers)
     folder = prepare_out(out, resume, overwrite, keep=[target])
     corpus = load_corpus(texts, run.held_out, split, eval_texts)
     torch.manual_seed(run.seed)

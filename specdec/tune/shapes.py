@@ -17,7 +17,7 @@ from specdec.draft.formats.open import open_head
 from specdec.draft.kinds import MTP, head_folder, is_name
 from specdec.draft.load import empty_head
 from specdec.draft.mtp.load import empty_mtp, open_mtp
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, empty_target
 from specdec.ops.tuned.table import Product
@@ -62,7 +62,7 @@ def checkpoint_products(target: str | Path, draft: str | Path | None, dtype: tor
 
     dtype: None: the checkpoint's own.  ValueError if a folder can't be read, or if its products are none of ordinary numbers.
     """
-    folder = resolve_folder(target, "target")
+    folder = resolve_target(target, "target")
     chosen = choose_target(folder)
     if chosen.config.quantization is not None:
         raise ValueError(

@@ -74,13 +74,13 @@ def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> lis
     from specdec import shipped
     from specdec.bench.encode import encode_prompts
     from specdec.bench.prompt_file import read_prompts
-    from specdec.models.checkpoints.checkpoint import resolve_folder
+    from specdec.models.checkpoints.checkpoint import resolve_target
     from specdec.models.registry import choose_target
     from specdec.prompts import Tokenizer
 
     if args.longest_prompt is not None and not args.eval_text:
         raise ValueError("--longest-prompt would do nothing without --eval-text: prompts of a file are taken whole")
-    folder = resolve_folder(args.target, "--target")
+    folder = resolve_target(args.target, "--target")
     tokenizer, one = Tokenizer(folder), SamplingParams(max_tokens=1)
     if args.eval_text:
         if args.prompts or args.chat:

@@ -12,8 +12,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec.models.checkpoints.files import SAFE_DTYPES, StoredTensor, stored_tensors
+from specdec.models.checkpoints.files import stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
+from specdec.models.checkpoints.stored import SAFE_DTYPES, StoredTensor
+from specdec.models.gguf.coded import GgmlBlocks
+from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import Format
 
@@ -56,8 +59,23 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
         raise ValueError(f"{argument}: {text!r} is no local folder, and the hub did not give it: {error}") from error
 
 
+def resolve_target(name: str | Path, argument: str) -> Path:
+    """As `resolve_folder`; a GGUF file, or a folder whose weights are in one, is that file."""
+    if isinstance(name, (str, os.PathLike)) and str(name).endswith(SUFFIX) and not os.path.isdir(name):
+        if not (file := Path(name).expanduser()).is_file():
+            raise ValueError(f"{argument}: expected an existing GGUF file, got {str(name)!r}")
+        return file
+    folder = resolve_folder(name, argument)
+    return gguf_in(folder) or folder
+
+
+def config_path(place: Path) -> Path:
+    """What errors call the place where a target's config stands."""
+    return place if is_gguf(place) else place / "config.json"
+
+
 class Checkpoint:
-    """The tensors of one folder, by name; remembers which were taken, and whether those that were copied are finite.
+    """The tensors of one folder or GGUF file, by name; remembers which were taken, and whether those that were copied are finite.
 
     pickles: whether the weights may come from a pickle where there is no safetensors file.
     quantization: how its matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
@@ -68,7 +86,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, pickles: bool = True, quantization: Quantization | None = None) -> None:
         self.folder, self.quantization = folder, quantization
-        self._stored = stored_tensors(folder, pickles)
+        self._stored = stored_tensors(folder, pickles, self._stays_in_blocks)
         self._untaken = set(self._stored)
         self._finite = FiniteCheck()
 
@@ -119,7 +137,7 @@ class Checkpoint:
         held = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
         if count > held:
             raise ValueError(
-                f"{self.folder / 'config.json'}: num_hidden_layers is {count}, but the checkpoint holds {held} layers: "
+                f"{config_path(self.folder)}: num_hidden_layers is {count}, but the checkpoint holds {held} layers: "
                 f"{prefix}.{held} is missing"
             )
 
@@ -128,6 +146,9 @@ class Checkpoint:
         stored = self._find(name)
         if stored.kind != kind:
             raise ValueError(f"{stored.file}: tensor {name!r} must hold {kind}, got {stored.dtype()}")
+
+    def _stays_in_blocks(self, name: str) -> bool:
+        return self.quantization is not None and isinstance(self.quantization.format_of(name, lambda _: True), GgmlBlocks)
 
     def format_of(self, name: str) -> Format | None:
         """How the matrix of that name is stored in 8 or 4 bits; None: as ordinary numbers."""

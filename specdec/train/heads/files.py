@@ -13,13 +13,14 @@ import torch
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.head import DraftHead
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
+from specdec.models.registry import target_json
 from specdec.train.heads import safeailab, speculators
 
 
 def save(head: DraftHead, folder: Path, layout: str, target: str | Path) -> None:
-    """Writes config.json and model.safetensors.  layout: one that `layout_fault` allows for the head.  target: a folder
-    or hub id.
+    """Writes config.json and model.safetensors.  layout: one that `layout_fault` allows for the head.  target: a folder,
+    hub id or GGUF file.
     """
     from safetensors.torch import save as to_bytes
 
@@ -28,7 +29,7 @@ def save(head: DraftHead, folder: Path, layout: str, target: str | Path) -> None
         assert isinstance(head, Eagle3Head)
         raw, tensors = safeailab.config_of(head), safeailab.tensors_of(head)
     else:
-        found = json.loads((resolve_folder(target, "target") / "config.json").read_text())
+        found = target_json(resolve_target(target, "target"))
         verifier = speculators.Verifier(str(target), found.get("architectures") or [])
         raw = speculators.config_of(head, safeailab.rope_keys(head.config.model.rope), verifier)
         tensors = speculators.tensors_of(head)

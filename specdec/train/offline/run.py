@@ -21,7 +21,7 @@ from specdec.draft.load import empty_head, load_head
 from specdec.generation import Stats
 from specdec.limits import MAX_PAUSE
 from specdec.loading.resolve import resolve_device
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
@@ -38,7 +38,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
         raise ValueError(
             f"HEAD must be a folder or hub id of a draft head, got {head!r}; specdec bench --draft {head} measures it"
         )
-    config = choose_target(resolve_folder(target, "--target"), options.backend).config
+    config = choose_target(resolve_target(target, "--target"), options.backend).config
     if config.encoder is not None:
         raise ValueError(f"--target must be a decoder-only model, such as a Llama, got {target}, a {config.family} model")
     opened = open_head(resolve_folder(head, "HEAD"), config, how_to_read(options))

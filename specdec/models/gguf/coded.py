@@ -1,0 +1,86 @@
+"""Matrices of a GGUF file whose codes stay codes in memory: their blocks hold just what our own codes, scales and groups hold.
+
+All other blocks, and matrices whose neighbours in a product are stored in another way, become ordinary numbers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from specdec.models.gguf.blocks import CODED
+from specdec.models.gguf.experts import EXPERTS
+from specdec.models.gguf.file import GgufFile
+from specdec.models.gguf.tensors import names_of
+from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.rules import Quantization, Rule
+from specdec.models.schemes.source import FLOAT32, Outline, Source, take_bytes
+
+METHOD = "gguf"
+GROUP = 32  # columns of a block, which share a scale
+_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_MATRICES = (*_TOGETHER, "o_proj", "down_proj", "lm_head")
+
+
+@dataclass(frozen=True)
+class GgmlBlocks:
+    """A matrix as ggml's blocks of 32 columns, one tensor of bytes.  type: one of CODED."""
+
+    type: str
+    packs: ClassVar[bool] = True
+    in_act_order: ClassVar[bool] = False
+    may_end: ClassVar[tuple[str, ...]] = ()
+
+    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+        return ("weight",)
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.weight" in source and source.dtype(f"{name}.weight") == "U8"
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
+        (O, I), coded = shape, CODED[self.type]
+        if I % GROUP:
+            raise source.refuse(f"{name}.weight", f"must have rows of whole blocks of {GROUP} columns, got {I} columns")
+        blocks = take_bytes(source, f"{name}.weight", (O, I // GROUP * coded.bytes)).to(device)
+        if not source.has_numbers:
+            return None
+        codes, scales = coded.parts(blocks.view(-1, coded.bytes))
+        rows = CodedRows(coded.kind, codes.reshape(O, I), scales.reshape(O, I // GROUP), None, GROUP)
+        source.landed(f"{name}.weight", rows.scales_PG)
+        return rows
+
+    def outline(self, source: Source, name: str) -> Outline:
+        (rows, row_bytes), coded = source.shape(f"{name}.weight"), CODED[self.type]
+        scale_bytes = FLOAT32 if coded.kind == "e2m1" else 2
+        return Outline(coded.kind, rows, row_bytes // coded.bytes * GROUP, GROUP, scale_bytes)
+
+    def group_of(self, columns: int) -> int:
+        return GROUP
+
+    def describe(self) -> str:
+        return f"{CODED[self.type].kind}, a scale for each {GROUP} columns ({self.type})"
+
+
+def quantization_of(file: GgufFile, own: Quantization | None, tied: bool) -> Quantization | None:
+    """How the file's matrices stay in memory; None: all become ordinary numbers.
+
+    own: what config.py says of the architecture's own scheme (gpt-oss's experts).  tied: whether the embeddings are the output
+    layer's matrix too, which is then no matrix of its own.
+    """
+    together: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name, other in names_of(file).items():
+        place, _, part = other.removesuffix(".weight").rpartition(".")
+        if not other.endswith(".weight") or part not in _MATRICES or EXPERTS in other or (part == "lm_head" and tied):
+            continue
+        together[f"{place}.{_TOGETHER.get(part, part)}"][other.removesuffix(".weight")] = file.tensors[name].type
+    rules = []
+    for types in together.values():
+        if len(set(types.values())) == 1 and (found := next(iter(types.values()))) in CODED:
+            rules += [(Rule("exact", name), GgmlBlocks(found)) for name in types]
+    if not rules:
+        return own
+    return Quantization(METHOD, (*rules, *(own.formats if own else ())), numbers_on_cpu=True)
+

@@ -1,0 +1,130 @@
+"""Opens a GGUF file: its keys as plain values, and the bytes of each tensor.  Knows no architecture.
+
+Every file that is missing, cut off or junk, and every type of tensor that can't be read, is a ValueError that names it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec.models.gguf.blocks import BLOCKS, FLOATS
+from specdec.models.gguf.container import Header, read_header
+
+SUFFIX = ".gguf"
+_PIECE = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")  # of a model that was split into several files
+_TYPES = {  # by ggml's number; those of no block that is known here are refused by their names
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+
+
+class GgufTensor(NamedTuple):
+    """One tensor of a file.
+
+    type: ggml's name of its blocks, such as Q4_K, or F32.  shape: rows before columns, as torch has it.
+    start: its first byte in the file.  row_bytes: the bytes of all blocks of a row.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    row_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+
+class GgufFile(NamedTuple):
+    """path: of the file.  keys: its metadata.  tensors: by their names in the file."""
+
+    path: Path
+    keys: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        name = self.keys.get("general.architecture")
+        if not isinstance(name, str):
+            raise ValueError(f"{self.path}: general.architecture must name the model's architecture, got {name!r}")
+        return name
+
+    def read(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, uint8 [rows, bytes of a row], in memory of their own."""
+        tensor = self.tensors[name]
+        count = tensor.rows * tensor.row_bytes
+        return np.fromfile(self.path, np.uint8, count, offset=tensor.start).reshape(tensor.rows, tensor.row_bytes)
+
+
+def is_gguf(place: Path) -> bool:
+    """Whether a target is in a GGUF file, by the file's name."""
+    return place.suffix == SUFFIX
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The GGUF file of a folder without weights in Hugging Face layout; None if there is none.
+
+    ValueError if there are several, of which each may be a whole model.
+    """
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return None
+    found = sorted(folder.glob(f"*{SUFFIX}"))
+    if len(found) > 1 and not all(_PIECE.search(file.name) for file in found):
+        names = ", ".join(file.name for file in found[:8])
+        raise ValueError(f"{folder} holds {len(found)} GGUF files ({names}); expected one: name the file that is meant")
+    return found[0] if found else None
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Reads the header.  ValueError if the file can't be read or holds types that can't."""
+    if piece := _PIECE.search(path.name):
+        raise ValueError(
+            f"{path} is piece {int(piece[1])} of {int(piece[2])} of a model; nearest thing that works: one file, as "
+            "llama-gguf-split --merge makes of them"
+        )
+    try:
+        status = path.stat()
+        return _opened(path, status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        raise ValueError(f"{path}: expected a GGUF file that can be read, got {error}") from error
+
+
+@lru_cache(maxsize=2)  # a start asks several times for what may take half a second; what the file system says is the key
+def _opened(path: Path, changed_ns: int, size: int) -> GgufFile:
+    header = _header(path, size)
+    tensors = {}
+    for name, found in header.tensors.items():
+        kind, start = _TYPES.get(found.type, f"number {found.type}"), header.data + found.offset
+        if kind not in BLOCKS and kind not in FLOATS:
+            raise ValueError(
+                f"{path}: tensor {name!r} is stored as {kind}; expected one of {', '.join((*FLOATS, *BLOCKS))}; nearest thing "
+                "that works: the same model in one of these"
+            )
+        columns, bytes = (1, FLOATS[kind].itemsize) if kind in FLOATS else BLOCKS[kind][:2]
+        if not found.shape or 0 in found.shape or found.shape[-1] % columns:
+            raise ValueError(f"{path}: tensor {name!r} of {kind} must have rows of whole blocks, got shape {found.shape}")
+        tensors[name] = GgufTensor(kind, found.shape, start, found.shape[-1] // columns * bytes)
+        end = start + tensors[name].rows * tensors[name].row_bytes
+        if end > size:
+            raise ValueError(f"{path} has {size} bytes, but tensor {name!r} ends at byte {end}; was its download cut off?")
+    return GgufFile(path, header.keys, tensors)
+
+
+def _header(path: Path, size: int) -> Header:
+    if not size:
+        raise ValueError(f"{path} is empty, expected a GGUF file; was its download cut off?")
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            with memoryview(mapped) as data:
+                return read_header(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is no whole GGUF file: {error}; was its download cut off?") from error

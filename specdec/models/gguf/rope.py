@@ -1,0 +1,64 @@
+"""How a GGUF file says that heads are turned: by keys, and for Llama 3.1 and later by a tensor of factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.models.config import RopeConfig
+from specdec.models.gguf.architectures import ROPE_FACTORS
+from specdec.models.gguf.file import GgufFile
+from specdec.models.layers import inverse_frequencies
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # in all releases
+
+
+def rope_of(file: GgufFile, own: dict[str, Any], head_dim: Any) -> dict[str, Any]:
+    """rope_theta and rope_scaling of a config.json.  own: the architecture's keys, of which those about rope are taken out."""
+    where = f"{file.path}: {file.architecture}.rope"
+    theta = own.pop("rope.freq_base", 10000.0)
+    kind, factor = own.pop("rope.scaling.type", None), own.pop("rope.scaling.factor", None)
+    original = own.pop("rope.scaling.original_context_length", None)
+    own.pop("rope.scaling.finetuned", None)  # of training
+    if (linear := own.pop("rope.scale_linear", None)) is not None:  # of files before rope.scaling.*
+        if kind is not None:
+            raise ValueError(f"{where}.scale_linear and {file.architecture}.rope.scaling.type are both there; expected one")
+        kind, factor = "linear", linear
+    if (attention := own.pop("rope.scaling.attn_factor", 1.0)) != 1.0:
+        raise ValueError(f"{where}.scaling.attn_factor must be 1 or left out, got {attention!r}")
+    scaling: dict[str, Any] | None = None
+    if kind not in (None, "none"):
+        scaling = {"rope_type": kind, "factor": factor}
+        scaling |= {} if kind == "linear" else {"original_max_position_embeddings": original}
+        if file.architecture == "gpt-oss":  # whose blend's ends are no whole dimensions, which no key says
+            scaling |= {"truncate": False}
+    if ROPE_FACTORS in file.tensors:
+        if scaling is not None:
+            raise ValueError(f"{where}.scaling.type is {kind!r}, but the file has factors in {ROPE_FACTORS!r} too; expected one")
+        scaling = _llama3(file, theta, head_dim)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _llama3(file: GgufFile, theta: Any, head_dim: Any) -> dict[str, Any]:
+    """Llama 3.1's scaling, of which the file has the factors of each frequency.  ValueError if they are no such factors."""
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.type != "F32" or not isinstance(head_dim, int) or tensor.shape != (head_dim // 2,):
+        raise ValueError(
+            f"{file.path}: tensor {ROPE_FACTORS!r} must hold one F32 number for each two values of a head, got {tensor.type} of "
+            f"shape {tensor.shape}"
+        )
+    factors = torch.from_numpy(file.read(ROPE_FACTORS).view(np.float32)).flatten()
+    factor = round(float(factors.max()), 4)
+    scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    if isinstance(theta, float) and theta > 1 and factor > 0:
+        low, high, original = _LLAMA3.values()
+        scaled = RopeConfig(theta, "llama3", factor, low, high, original)
+        wanted = inverse_frequencies(RopeConfig(theta), head_dim) / inverse_frequencies(scaled, head_dim)
+        if torch.allclose(factors, wanted, rtol=1e-4, atol=0):
+            return scaling
+    raise ValueError(
+        f"{file.path}: tensor {ROPE_FACTORS!r} must hold the factors of Llama 3.1's scaling (low_freq_factor 1, "
+        f"high_freq_factor 4, over 8,192 positions), got others, up to {factor:g}"
+    )
