@@ -20,7 +20,7 @@ from specdec.engine.loop import Engine
 from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
-from specdec.loading.build import build_engine, free_memory, grammars_of
+from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
 from specdec.loading.drafters import smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
@@ -50,7 +50,8 @@ class SpecDecoder:
     """A target model, usually with a drafter: a draft head, or a kind that needs none.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
-    ranks: those that hold the models, if there are several.  grammars: compiles what texts must be.
+    ranks: those that hold the models, if there are several.  grammars: compiles what texts must be.  eos_ids: the tokens with
+    which texts end by themselves.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -72,8 +73,8 @@ class SpecDecoder:
         self.owner = EngineOwner(self._parts.engine)
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
-        self._eos_ids = frozenset(model.config.eos_ids)
-        self.grammars = grammars_of(tokenizer, model.config)
+        self.eos_ids = frozenset(ends_of(tokenizer, model.config))
+        self.grammars = grammars_of(tokenizer, model.config, sorted(self.eos_ids))
         self._parts.engine.runner.grammars.grammars = self.grammars
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
 
@@ -296,7 +297,7 @@ class SpecDecoder:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
         request = Request.new(
-            ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
+            ids, sampling, seed, self.eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
         )
         request.left_after = self.grammars.left_after
         self.engine.check(request)

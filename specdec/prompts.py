@@ -75,6 +75,20 @@ class Tokenizer:
             raise ValueError(self._template_fault(name, error)) from error
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
+    def turn_end(self) -> int | None:
+        """The special token that the chat template writes after an answer; None if it writes none, or there is no template."""
+        if not self.has_chat_template:
+            return None
+        answer = "The answer."  # which no template would write by itself
+        chat = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+        try:
+            _, found, after = self._inner.apply_chat_template(chat, tokenize=False).rpartition(answer)
+        except Exception:  # of any kind: a template is a program, and may refuse this chat
+            return None
+        ids = list(self._inner.encode(after, add_special_tokens=False)) if found else []
+        added = self._inner.added_tokens_decoder
+        return ids[0] if ids and ids[0] in added and added[ids[0]].special else None
+
     def decode(self, token_ids: Any) -> str:
         """The text of the ids, without special tokens; empty without a tokenizer."""
         if self._inner is None:

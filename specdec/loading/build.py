@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -203,9 +205,26 @@ def doubling_context(config: ModelConfig) -> float:
     return math.inf if not growing else ATTENTION_EFFICIENCY * products / growing
 
 
-def grammars_of(tokenizer: Tokenizer, config: ModelConfig) -> Grammars:
+def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end a text: those that the model's files name, and the one with which its chats end an answer.
+
+    Warns if the latter is none of the former: transformers' generate would write on into the next turn.
+    """
+    turn = tokenizer.turn_end()
+    if turn is None or turn in config.eos_ids or turn >= config.vocab_size:
+        return config.eos_ids
+    named = ", ".join(f"{tokenizer.piece(token)!r} ({token})" for token in config.eos_ids) or "none"
+    warnings.warn(
+        f"the chat template ends an answer with {tokenizer.piece(turn)!r} ({turn}), which the target's files do not name as an "
+        f"end (eos_token_id of generation_config.json, or else of config.json: {named}); texts end there too",
+        stacklevel=2,
+    )
+    return (*config.eos_ids, turn)
+
+
+def grammars_of(tokenizer: Tokenizer, config: ModelConfig, eos_ids: Sequence[int]) -> Grammars:
     """What compiles schemas, expressions and grammars for this target.  Nothing is loaded before the first one."""
-    return Grammars(tokenizer.as_json, config.vocab_size, config.eos_ids)
+    return Grammars(tokenizer.as_json, config.vocab_size, eos_ids)
 
 
 def free_memory(device: torch.device) -> None:

@@ -41,7 +41,8 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
         return path
     if is_there:
         raise ValueError(
-            f"{argument}: expected a model folder or a hub id, got the file {text!r}; nearest: {str(path.parent)!r}"
+            f"{argument}: expected {'a draft head in its folder (GGUF files are for targets)' if is_gguf(path) else 'a model folder'}"
+            f" or a hub id, got the file {text!r}; nearest: {str(path.parent)!r}"
         )
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise ValueError(f"{argument}: expected an existing model folder or a hub id like 'org/name', got {text!r}")

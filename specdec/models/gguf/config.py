@@ -15,6 +15,9 @@ from specdec.models.gguf.vocabulary import END_KEYS, Vocabulary
 # Whose keys describe the file and its making, and change nothing that a model computes.
 _ABOUT = ("general.", "quantize.", "split.")
 _ABOUT_TENSORS = frozenset({"tensor_data_layout", "vocab_size"})  # the shapes of tensors say as much
+_REQUIRED = (
+    "block_count context_length embedding_length feed_forward_length attention.head_count attention.layer_norm_rms_epsilon"
+).split()
 # With these values, keys say no more than that the model has nothing of the kind.
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
@@ -27,6 +30,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if (pieces := file.keys.get("split.count", 1)) not in (0, 1):
         raise ValueError(f"{where}: split.count must be 1, got {pieces!r}: other files hold the model's other tensors")
     own = _own_keys(file)
+    if missing := [key for key in _REQUIRED if own.get(key) is None]:
+        raise ValueError(f"{where} lacks {', '.join(f'{file.architecture}.{key}' for key in missing)}")
     config: dict[str, Any] = {"model_type": architecture.model_type, "architectures": [architecture.model_class]}
     for key, name in architecture.sizes.items():
         if (value := own.pop(key, None)) is None:

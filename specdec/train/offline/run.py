@@ -80,7 +80,7 @@ def eval_head(
         for output in outputs:
             ids_T = torch.tensor(output.prompt_token_ids + output.token_ids, device=settings.device)
             seen = read_rows(model, ids_T[None], drafter.config.aux_layers)
-            ends = [i for i, token in enumerate(output.token_ids[:max_tokens]) if token in model.config.eos_ids]
+            ends = [i for i, token in enumerate(output.token_ids[:max_tokens]) if token in decoder.eos_ids]
             tokens = ends[0] + 1 if ends else max_tokens
             parts.append(count(drafter, ids_T, seen.features_BTF[0], len(output.prompt_token_ids), tokens, specs))
             progress(len(parts))

@@ -1,39 +1,24 @@
-"""Whole decoders of a zoo's targets against transformers' greedy search."""
+"""Texts that show how a tokenizer cuts: digits, cases, blanks, line ends, contractions, marks, scripts, and any characters."""
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
-from toolkit.driver import Driver
-from toolkit.models import Zoo, ragged_prompts
+import random
+import unicodedata
 
-LENGTHS = [20, 7, 24, 1, 13, 18]
-PROMPTS = ragged_prompts(40, len(LENGTHS), seed=7)
-
-
-def hold_text(zoo: Zoo, name: str, decoder: SpecDecoder) -> None:
-    """Prompts longer than a chunk, in rows that change owners, with drafts and without."""
-    Driver(decoder).set_chunk(10)
-    for speculate in (True, False):
-        outputs = decoder.generate(PROMPTS, [SamplingParams(max_tokens=n) for n in LENGTHS], speculate=speculate)
-        for prompt, n, out in zip(PROMPTS, LENGTHS, outputs, strict=True):
-            assert out.token_ids == zoo.greedy(name, prompt, 24)[:n], (speculate, prompt)
-    Driver(decoder).assert_nothing_leaked()
+WORDS = [
+    "the", "Hello", "HTTPServer", "iPhone", "don't", "WE'LL", "they'Re", "naïve", "cafe\u0301", "straße", "日本語", "Привет",
+    "2024", "3.14159", "1000000", "x²", "½", "٣٤", "zqx", "a_b", "foo.bar()", "->", "!!!", "//", "…", "🙂👍🏽", "\u200d", "İ", "ǅ", "e\u0301\u0302",
+]  # fmt: skip
+BLANKS = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n ", "\u00a0", "\u3000", ""]
 
 
-def hold_captured_text(zoo: Zoo, name: str, shape: tuple[int, int, int], page_size: int) -> None:
-    """In float32 on a GPU, whole rounds in graphs, and without graphs."""
-    want = [zoo.greedy(name, prompt, 24) for prompt in PROMPTS]
-    for graphs in ("round", False):
-        settings = dict(page_size=page_size, max_batch_size=3, device="cuda", cuda_graphs=graphs)
-        decoder = zoo.decoder(name, "eagle3", SpecConfig(*shape), **settings)
-        outputs = decoder.generate(PROMPTS, SamplingParams(max_tokens=24))
-        assert [out.token_ids for out in outputs] == want, graphs
-
-
-def hold_text_after_shared_prefixes(zoo: Zoo, name: str, shape: tuple[int, int, int]) -> None:
-    """Prompts that begin alike, in a decoder that keeps their pages."""
-    decoder = zoo.decoder(name, "eagle3", SpecConfig(*shape), page_size=5, max_batch_size=4, prefix_caching=True)
-    tails = ragged_prompts(40, 5, seed=8)
-    common = tails[-1] + tails[-2]
-    prompts = [common + tail for tail in tails] + [common, tails[0]]
-    for _ in range(2):  # the second time, every prompt is known
-        outputs = decoder.generate(prompts, SamplingParams(max_tokens=12))
-        assert [out.token_ids for out in outputs] == [zoo.greedy(name, prompt, 12) for prompt in prompts]
+def odd_texts(count: int, seed: int = 0) -> list[str]:
+    drawn = random.Random(seed)
+    texts = []
+    for number in range(count):
+        parts = [drawn.choice(WORDS) + drawn.choice(BLANKS) for _ in range(drawn.randrange(1, 30))]
+        if number % 4 == 0:
+            drawn_points = [drawn.choice([drawn.randrange(32, 0xD800), drawn.randrange(0xE000, 0x1F700)]) for _ in range(20)]
+            # What a younger Unicode assigns is a letter for some libraries, and nothing yet for others.
+            parts += [chr(point) for point in drawn_points if unicodedata.category(chr(point)) != "Cn"]
+        drawn.shuffle(parts)
+        texts.append(drawn.choice(BLANKS) + "".join(parts))
+    return texts

@@ -1,0 +1,172 @@
+"""Every key and tensor of a GGUF file is read, known to change nothing, or refused by name; and so is what no file can do."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from toolkit.checkpoints.gguf_files import SIZES, put, write_gguf
+from toolkit.models import LLAMA3_ROPE, save_target
+
+from specdec import SpecConfig, SpecDecoder
+from specdec.cli import main
+from specdec.loading.pair import weights_bytes
+from specdec.loading.plan import plan_memory
+from specdec.models.registry import check_chosen, choose_target
+from specdec.options import EngineOptions
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_target(tmp_path / "folder", "llama", **SIZES)
+
+
+def rewritten(path: Path, out: Path, keys: dict[str, Any] = {}, **tensors: np.ndarray | None) -> Path:  # noqa: B006
+    """The file with other keys, and with tensors added (__ for a dot) or, with None, left out."""
+    reader = gguf.GGUFReader(path)
+    values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")} | keys
+    writer = gguf.GGUFWriter(out, values.pop("general.architecture"))
+    for name, value in values.items():
+        put(writer, name, value)
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    for each in reader.tensors:
+        if each.name not in named:
+            writer.add_tensor(each.name, np.array(each.data), raw_dtype=each.tensor_type)
+    for name, tensor in named.items():
+        if tensor is not None:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def check(path: Path) -> None:
+    check_chosen(choose_target(path), path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"general.architecture": "gemma3"}, "general.architecture must be one of llama, qwen2, qwen3, gpt-oss .*'gemma3'"),
+        ({"general.type": "mmproj"}, "general.type must be 'model', got 'mmproj'"),
+        ({"split.count": 3}, "split.count must be 1, got 3"),
+        ({"llama.mystery": 3}, "unknown keys llama.mystery; they may change what the model computes"),
+        ({"adapter.type": "lora"}, "unknown keys adapter.type"),
+        ({"llama.expert_count": 8}, "llama.expert_count must be 0 or left out, got 8"),
+        ({"llama.attention.sliding_window": 4096}, "unknown keys llama.attention.sliding_window"),
+        ({"llama.attention.causal": False}, "llama.attention.causal must be True"),
+        ({"llama.attention.value_length": 8}, "value_length must be the width of a head, 16, got 8"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count must be the width of a head, 16, got 8"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope type must be default, linear or llama3, got 'yarn'"),
+        ({"llama.rope.scaling.type": "linear"}, "rope type .linear. needs factor"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor must be 1 or left out, got 2.0"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scale_linear": 2.0}, "are both there; expected one"),
+        ({"llama.attention.head_count": [4, 4, 4, 4]}, "num_attention_heads must be a whole number"),
+        ({"llama.attention.head_count": 3}, "no whole pairs of 3 heads|must be a multiple"),
+        ({"llama.block_count": 9}, r"m\.gguf: num_hidden_layers is 9, but the checkpoint holds 4 layers"),
+        ({"llama.feed_forward_length": 64}, "must have shape"),
+        ({"general.alignment": 12}, "general.alignment must be a multiple of 8"),
+    ],
+)
+def test_keys_that_change_the_model_are_refused(tmp_path, folder, keys, problem):
+    """Keeps out: a key that nobody has read about, or a value that is not computed, passed over in silence."""
+    path = rewritten(write_gguf(folder, tmp_path / "plain.gguf"), tmp_path / "m.gguf", keys)
+    with pytest.raises(ValueError, match=problem) as error:
+        check(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_sound_file_says_nothing_more_by_other_keys(tmp_path, folder):
+    """Keeps out: a description, a licence or a way of making a file taken for something that changes the model."""
+    keys = {
+        "general.name": "x", "general.license": "mit", "general.base_model.0.name": "y", "general.tags": ["a", "b"],
+        "general.quantization_version": 2, "general.file_type": 7, "quantize.imatrix.file": "i", "split.count": 0,
+        "llama.expert_count": 0, "llama.tensor_data_layout": "Meta AI original pth", "llama.rope.scaling.type": "none",
+        "llama.rope.scaling.finetuned": False, "general.type": "model",
+    }  # fmt: skip
+    check(rewritten(write_gguf(folder, tmp_path / "plain.gguf"), tmp_path / "m.gguf", keys))
+
+
+@pytest.mark.parametrize(
+    "key", ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.layer_norm_rms_epsilon"]
+)
+def test_a_key_that_is_missing_is_named(tmp_path, folder, key):
+    """Keeps out: a size that is guessed, or a KeyError."""
+    path = write_gguf(folder, tmp_path / "m.gguf", **{key: None})
+    with pytest.raises(ValueError, match=rf"m\.gguf lacks llama\.{key}"):
+        choose_target(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"blk__0__attn_q_norm__weight": np.ones(16, np.float32)}, "1 tensors are not part of a llama model: blk.0.attn_q_norm"),
+        ({"mystery__weight": np.ones(16, np.float32)}, "not part of a llama model: mystery.weight"),
+        ({"output__bias": np.ones(40, np.float32)}, "not part of a llama model: output.bias"),
+        ({"blk__1__ffn_up__weight": None}, "tensor 'model.layers.1.mlp.up_proj.weight' is missing"),
+        ({"token_embd__weight": None}, "tensor 'token_embd.weight' is missing"),
+        ({"rope_freqs__weight": np.linspace(1, 8, 8, dtype=np.float32)}, "must hold the factors of Llama 3.1's scaling"),
+        ({"rope_freqs__weight": np.ones(4, np.float32)}, r"one F32 number for each two values of a head, got F32 of shape \(4,\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, folder, tensors, problem):
+    """Keeps out: a tensor left over or missing, and rope factors that are read as no scaling at all."""
+    path = rewritten(write_gguf(folder, tmp_path / "plain.gguf"), tmp_path / "m.gguf", **tensors)
+    with pytest.raises(ValueError, match=problem):
+        check(path)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path, folder):
+    """Keeps out: a block whose scale is infinite, which would make every text nonsense."""
+    for type in ("F32", "Q8_0", "Q4_1"):
+        path = write_gguf(folder, tmp_path / f"{type}.gguf", lambda name, type=type: "F32" if "embed" in name else type)
+        tensor = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.2.ffn_down.weight")
+        data = bytearray(path.read_bytes())
+        data[tensor.data_offset : tensor.data_offset + 4] = b"\x00\x7c\x00\x7c" if type != "F32" else b"\x00\x00\x80\x7f"
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="'model.layers.2.mlp.down_proj.weight' holds NaN or infinity"):
+            SpecDecoder.from_pretrained(path, device="cpu", max_seq_len=32)
+
+
+def test_linear_rope_by_either_key(tmp_path, folder):
+    """Keeps out: a scaling of older files that is passed over."""
+    old = write_gguf(folder, tmp_path / "old.gguf", rope__scale_linear=2.0)
+    new = write_gguf(folder, tmp_path / "new.gguf", rope__scaling__type="linear", rope__scaling__factor=2.0)
+    assert choose_target(old).config.rope == choose_target(new).config.rope
+    assert (choose_target(old).config.rope.kind, choose_target(old).config.rope.factor) == ("linear", 2.0)
+
+
+def test_what_no_gguf_file_can_do(tmp_path, folder, capsys):
+    """Keeps out: errors about a config.json or a hub for a file that has neither."""
+    path = write_gguf(folder, tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match="backend='transformers' reads folders .*nearest setting that works: backend='native'"):
+        choose_target(path, "transformers")
+    with pytest.raises(ValueError, match=r"target: expected an existing GGUF file, got '/nowhere/m.gguf'"):
+        SpecDecoder.from_pretrained("/nowhere/m.gguf")
+    with pytest.raises(ValueError, match="draft: expected a draft head in its folder .GGUF files are for targets"):
+        SpecDecoder.from_pretrained(path, path, SpecConfig(), device="cpu")
+    with pytest.raises(ValueError, match=r"m\.gguf: draft='mtp'|draft='mtp' runs"):
+        SpecDecoder.from_pretrained(path, "mtp", device="cpu")
+    assert main(["generate", "--target", str(path), "--max-tokens", "4", "hello"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
+
+
+def test_plans_and_ranks_count_a_file(tmp_path, folder):
+    """Keeps out: a plan, or a share of a rank, that counts no bytes of a GGUF file, or blocks as bytes of a matrix."""
+    plain, coded = (write_gguf(folder, tmp_path / f"{t}.gguf", lambda name, t=t: t) for t in ("F32", "Q8_0"))
+    assert weights_bytes(plain) == plain.stat().st_size
+    options = EngineOptions(device="cpu", max_seq_len=64)
+    sizes = [plan_memory(path, None, None, options, 1 << 40).parts["weights of the target"] for path in (plain, coded)]
+    matrices = 4 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 96) + 40 * 64
+    assert sizes[0] - sizes[1] == matrices * 4 - (matrices + matrices // 32 * 2) + (40 * 64 + 9 * 64) * 2
+
+
+def test_llama3_scaling_is_found(tmp_path):
+    """Keeps out: a Llama 3.1 that turns positions as a Llama 3 does, because no key of its file says otherwise."""
+    rope = {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}
+    folder = save_target(tmp_path / "folder", "llama", **SIZES, rope_parameters=rope)
+    found = choose_target(write_gguf(folder, tmp_path / "m.gguf")).config.rope
+    assert (found.kind, found.factor, found.original_max_position) == ("llama3", 8.0, 8192)
