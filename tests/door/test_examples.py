@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from toolkit.checkpoints.real import smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MOST_LINES = 60
 CLIENT = ROOT / "examples" / "openai_client.py"  # the one that needs a server
 ON_RAY = ROOT / "examples" / "ray_serve.py"  # runs until it is stopped; tests/serve/replicas/ serve with it
+REAL = ROOT / "examples" / "real_model.py"  # needs the model that it is about
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -53,7 +55,7 @@ def test_every_example_runs(tmp_path: Path) -> None:
     """Keeps out: an example of an interface that has changed since it was written.  One process runs them, one after the other,
     because each process takes seconds to import torch.
     """
-    examples = [path for path in EXAMPLES if path not in (CLIENT, ON_RAY)]
+    examples = [path for path in EXAMPLES if path not in (CLIENT, ON_RAY, REAL)]
     code = """if True:
         import runpy, sys
         for path in sys.argv[1:]:
@@ -83,6 +85,16 @@ def test_the_client_talks_to_a_server(tmp_path: Path) -> None:
         "no chat: this model has no chat template",
         "refused: echo",
     ):
+        assert re.search(said, done.stdout), done.stdout
+
+
+@pytest.mark.slow
+def test_a_real_model_runs(tmp_path: Path) -> None:
+    """Keeps out: a newcomer's first minutes that end in an error, by a flag, a format or an endpoint that has changed."""
+    smollm2()
+    done = run(REAL, tmp_path, "4")
+    assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
+    for said in ("Paris", r"1 of 1 prompts EXACT", r"equal\n", r"Name three planets\. -> \S"):
         assert re.search(said, done.stdout), done.stdout
 
 

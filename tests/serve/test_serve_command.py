@@ -183,4 +183,5 @@ def test_sigterm_while_models_load_is_one_line(
 
 def test_a_folder_with_spaces_has_a_name() -> None:
     """Keeps out: a complaint about a --model-name that nobody gave."""
+    assert name_of("/models/Model.Q4_1.gguf") == "Model.Q4_1"
     assert name_of("/models/my ä model/") == "my-model" and name_of("org/name") == "name" and name_of("/models/ä") == "specdec"

@@ -43,6 +43,6 @@ PRE_TOKENIZERS = {
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "gpt-4o": PreTokenizer((_by_case(f"{_ENDINGS}?", r"\p{N}{1,3}"),)),
+    "gpt-4o": PreTokenizer((_by_case(f"{_ENDINGS}?", r"\p{N}{1,3}"),), whole_words=True),
     "tekken": PreTokenizer((_by_case("", r"\p{N}"),), whole_words=True, begins=True),
 }

@@ -17,7 +17,7 @@ CUTS = {
     "gpt-2": GPT2, "smollm": GPT2, "llama-bpe": LLAMA3, "qwen2": PRETOKENIZE_REGEX,
     "gpt-4o": O200K % (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"), "tekken": O200K % ("", r"\p{N}"),
 }  # fmt: skip
-WHOLE_WORDS = ("llama-bpe", "tekken")
+WHOLE_WORDS = ("llama-bpe", "gpt-4o", "tekken")
 BYTES = bytes_to_unicode()
 
 

