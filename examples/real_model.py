@@ -40,7 +40,8 @@ def ask(question: str) -> None:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().split(" (")[0].split()[-1]  # of "specdec: listening on http://... (model ...)"
-            body = {"model": NAME, "messages": [{"role": "user", "content": question}], "max_tokens": int(TOKENS), "temperature": 0}
+            asks = [{"role": "user", "content": question}]
+            body = {"model": NAME, "messages": asks, "max_tokens": int(TOKENS), "temperature": 0}
             headers = {"Content-Type": "application/json"}
             asked = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)
             print(f"{question} ->", json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"])
@@ -53,7 +54,7 @@ run("generate", "--target", MODEL, "--chat", "--max-tokens", TOKENS, "Are dogs r
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "prompts.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": f"Copy this code and change nothing:\n{CODE}"}]}))
-    drafts = ("--draft", "ngram", "--spec", "3,1,4", "--prompts", str(file), "--num-prompts", "1", "--chat", "--max-tokens", TOKENS)
+    drafts = f"--draft ngram --spec 3,1,4 --prompts {file} --num-prompts 1 --chat --max-tokens {TOKENS}".split()
     run("verify", "--target", MODEL, *drafts)
     run("bench", "--target", MODEL, *drafts, "--batch-sizes", "1", "--repeats", "1")
 ask("Name three planets.")

@@ -91,9 +91,9 @@ class SpecDecoder:
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids.  draft may also be "mtp", the target's own layers of multi-token prediction, or
-        "ngram", a drafter without a checkpoint that repeats what followed the last tokens earlier in the text; None: plain
-        autoregressive decoding.
+        target, draft: folders or hub ids; the target also a GGUF file.  draft may also be "mtp", the target's own layers of
+        multi-token prediction, or "ngram", a drafter without a checkpoint that repeats what followed the last tokens earlier in
+        the text; None: plain autoregressive decoding.
         spec: the draft tree's shape; None: SpecConfig().
         options: all engine settings together.
         settings: engine settings by name, if there are no options.

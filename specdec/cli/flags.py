@@ -131,7 +131,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     """--target, --draft and a flag for every engine option, but for those that the command decides in another way."""
     decided = [decided_by(item, command) for item in fields(EngineOptions)]
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
-    target = "folder or hub id of the model; default: the pair that ships with specdec"
+    target = "folder or hub id of the model, or a GGUF file; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
     draft = "folder or hub id of its draft head, or mtp (its own MTP layers) or ngram; without it, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)

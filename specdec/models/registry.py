@@ -117,8 +117,8 @@ def _read_gguf(path: Path, backend: str) -> TargetChoice:
     """Our own modules alone compute a GGUF file's model: each architecture that is read has one."""
     if backend == "transformers":
         raise ValueError(
-            f"backend='transformers' reads folders in Hugging Face layout, got the GGUF file {path}; nearest setting that works: "
-            "backend='native'"
+            f"backend='transformers' reads folders in Hugging Face layout, got the GGUF file {path}; nearest setting that "
+            "works: backend='native'"
         )
     file = open_gguf(path)
     raw = target_json(path)

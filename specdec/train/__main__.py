@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_head_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", required=True, metavar="DIR", help="the target's folder or hub id")
+    add("--target", required=True, metavar="DIR", help="the target's folder, hub id or GGUF file")
     add("--text", nargs="+", required=True, metavar="FILE", help=f"what prompts are made of: {TEXT}, texts or chats")
     add("--eval-text", nargs="+", default=[], metavar="FILE", help="held-out text; default: the last documents of each --text")
     add("--out", required=True, metavar="DIR", help="the finished head's folder")

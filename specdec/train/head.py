@@ -63,8 +63,8 @@ def train_head(
 ) -> Progress:
     """Trains a head, saves it in the folder `out`, and measures its accept length.
 
-    target: the target's folder or hub id.  texts: files as text/documents.py describes them; their documents open the rows that
-    the target writes.  Held-out documents are used for nothing but the final accept length.
+    target: the target's folder, hub id or GGUF file.  texts: files as text/documents.py describes them; their documents
+    open the rows that the target writes.  Held-out documents are used for nothing but the final accept length.
     eval_texts: files of held-out documents; without them the last documents of each of the texts are held out.
     split: how text without separators falls into documents.
     out: gets config.json and model.safetensors of the weights with the lowest evaluation loss, training.json with the settings

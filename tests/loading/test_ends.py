@@ -30,7 +30,9 @@ def decoder(folder: Path) -> SpecDecoder:
     return SpecDecoder.from_pretrained(folder, device="cpu", max_seq_len=64)
 
 
-@pytest.mark.parametrize(("eos", "generation_eos", "ends"), [(END, 7, {7, END}), (None, None, {END}), ([3, 5], None, {3, 5, END})])
+@pytest.mark.parametrize(
+    ("eos", "generation_eos", "ends"), [(END, 7, {7, END}), (None, None, {END}), ([3, 5], None, {3, 5, END})]
+)
 def test_the_templates_end_counts_where_no_file_names_it(tmp_path, eos, generation_eos, ends):
     """Keeps out: SmolLM2's folder, whose generation_config.json names another end, so that chats wrote on as the user."""
     folder = save(tmp_path, CHATML, eos, generation_eos)

@@ -25,7 +25,7 @@ LEAST_TOKENS = 2  # of an output in which a round runs
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("head", metavar="HEAD", type=not_empty, help="folder or hub id of the draft head")
-    add("--target", type=not_empty, metavar="DIR", required=True, help="folder or hub id of its target")
+    add("--target", type=not_empty, metavar="DIR", required=True, help="folder or hub id of its target, or a GGUF file")
     text = "held-out text, whose documents open the texts that the target writes, as specdec train takes it; not with --prompts"
     add("--eval-text", type=not_empty, nargs="+", default=[], metavar="FILE", help=text)
     add("--longest-prompt", type=int, metavar="N", help="of --eval-text: a prompt is a document's first N tokens; default: 48")

@@ -16,7 +16,7 @@ USED = ("draft_format", "draft_pickle")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     head = "folder or hub id of the draft head, or mtp: the MTP layers in the folder of the target"
     parser.add_argument("head", metavar="HEAD", type=not_empty, help=head)
-    target = "folder or hub id of its target, whose sizes the head is held against"
+    target = "folder or hub id of its target, or a GGUF file, whose sizes the head is held against"
     parser.add_argument("--target", type=not_empty, metavar="DIR", help=target)
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")

@@ -40,10 +40,8 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
     if is_folder:
         return path
     if is_there:
-        raise ValueError(
-            f"{argument}: expected {'a draft head in its folder (GGUF files are for targets)' if is_gguf(path) else 'a model folder'}"
-            f" or a hub id, got the file {text!r}; nearest: {str(path.parent)!r}"
-        )
+        wanted = "a draft head in its folder (GGUF files are for targets)" if is_gguf(path) else "a model folder"
+        raise ValueError(f"{argument}: expected {wanted} or a hub id, got the file {text!r}; nearest: {str(path.parent)!r}")
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise ValueError(f"{argument}: expected an existing model folder or a hub id like 'org/name', got {text!r}")
     from huggingface_hub import snapshot_download
@@ -76,7 +74,7 @@ def config_path(place: Path) -> Path:
 
 
 class Checkpoint:
-    """The tensors of one folder or GGUF file, by name; remembers which were taken, and whether those that were copied are finite.
+    """The tensors of one folder or GGUF file, by name; remembers which were taken, and whether what was copied is finite.
 
     pickles: whether the weights may come from a pickle where there is no safetensors file.
     quantization: how its matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.

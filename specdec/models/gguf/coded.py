@@ -83,4 +83,3 @@ def quantization_of(file: GgufFile, own: Quantization | None, tied: bool) -> Qua
     if not rules:
         return own
     return Quantization(METHOD, (*rules, *(own.formats if own else ())), numbers_on_cpu=True)
-

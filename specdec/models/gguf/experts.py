@@ -1,4 +1,4 @@
-"""gpt-oss's experts in a GGUF file, in the layout of openai's own checkpoints: mxfp4 codes and exponents in tensors of their own.
+"""gpt-oss's experts in a GGUF file, in the layout of openai's own checkpoints: codes and exponents of mxfp4 in tensors apart.
 
 The file has gate and up projections apart, and the first half of a block's columns in the low halves of its bytes; the
 checkpoints alternate rows of gate and up, and two neighbouring columns in a byte.  No number changes.

@@ -1,7 +1,7 @@
 """How texts are cut into pieces before pairs of bytes are merged, by the name that `tokenizer.ggml.pre` gives.
 
-A wrong cut gives wrong ids for ordinary texts (digits above all), so a name that is not listed is an error.  The expressions are
-those of the publishers' own tokenizers; tests hold each against its own rules, written another way.
+A wrong cut gives wrong ids for ordinary texts (digits above all), so a name that is not listed is an error.  The expressions
+are those of the publishers' own tokenizers; tests hold each against its own rules, written another way.
 """
 
 from __future__ import annotations

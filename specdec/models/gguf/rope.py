@@ -36,7 +36,9 @@ def rope_of(file: GgufFile, own: dict[str, Any], head_dim: Any) -> dict[str, Any
             scaling |= {"truncate": False}
     if ROPE_FACTORS in file.tensors:
         if scaling is not None:
-            raise ValueError(f"{where}.scaling.type is {kind!r}, but the file has factors in {ROPE_FACTORS!r} too; expected one")
+            raise ValueError(
+                f"{where}.scaling.type is {kind!r}, but the file has factors in {ROPE_FACTORS!r} too; expected one"
+            )
         scaling = _llama3(file, theta, head_dim)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -46,8 +48,8 @@ def _llama3(file: GgufFile, theta: Any, head_dim: Any) -> dict[str, Any]:
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.type != "F32" or not isinstance(head_dim, int) or tensor.shape != (head_dim // 2,):
         raise ValueError(
-            f"{file.path}: tensor {ROPE_FACTORS!r} must hold one F32 number for each two values of a head, got {tensor.type} of "
-            f"shape {tensor.shape}"
+            f"{file.path}: tensor {ROPE_FACTORS!r} must hold one F32 number for each two values of a head, got "
+            f"{tensor.type} of shape {tensor.shape}"
         )
     factors = torch.from_numpy(file.read(ROPE_FACTORS).view(np.float32)).flatten()
     factor = round(float(factors.max()), 4)

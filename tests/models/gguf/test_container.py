@@ -48,7 +48,7 @@ def test_values_are_those_of_gguf(tmp_path):
 
 
 def test_every_cut_is_refused(tmp_path):
-    """Keeps out: an IndexError or a struct.error, or a model of numbers that are not there, from a download that was cut off."""
+    """Keeps out: an IndexError, a struct.error or numbers that are not there, from a download that was cut off."""
     whole = write(tmp_path / "m.gguf", {"a": np.ones((3, 5), np.float32)}, **VALUES).read_bytes()
     for length in range(len(whole) - 32):  # of the last bytes some are padding
         path = tmp_path / f"cut{length}.gguf"

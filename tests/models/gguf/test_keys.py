@@ -103,13 +103,19 @@ def test_a_key_that_is_missing_is_named(tmp_path, folder, key):
 @pytest.mark.parametrize(
     ("tensors", "problem"),
     [
-        ({"blk__0__attn_q_norm__weight": np.ones(16, np.float32)}, "1 tensors are not part of a llama model: blk.0.attn_q_norm"),
+        (
+            {"blk__0__attn_q_norm__weight": np.ones(16, np.float32)},
+            "1 tensors are not part of a llama model: blk.0.attn_q_norm",
+        ),
         ({"mystery__weight": np.ones(16, np.float32)}, "not part of a llama model: mystery.weight"),
         ({"output__bias": np.ones(40, np.float32)}, "not part of a llama model: output.bias"),
         ({"blk__1__ffn_up__weight": None}, "tensor 'model.layers.1.mlp.up_proj.weight' is missing"),
         ({"token_embd__weight": None}, "tensor 'token_embd.weight' is missing"),
         ({"rope_freqs__weight": np.linspace(1, 8, 8, dtype=np.float32)}, "must hold the factors of Llama 3.1's scaling"),
-        ({"rope_freqs__weight": np.ones(4, np.float32)}, r"one F32 number for each two values of a head, got F32 of shape \(4,\)"),
+        (
+            {"rope_freqs__weight": np.ones(4, np.float32)},
+            r"one F32 number for each two values of a head, got F32 of shape \(4,\)",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(tmp_path, folder, tensors, problem):

@@ -6,9 +6,9 @@ import gguf
 import pytest
 import torch
 from gguf.quants import dequantize
+from toolkit.checkpoints.odd_texts import odd_texts
 from toolkit.checkpoints.real import smollm2
 from toolkit.oracles.pairs import pair_ids
-from toolkit.oracles.texts import odd_texts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder

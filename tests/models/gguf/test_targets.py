@@ -59,7 +59,17 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path, family, types):
     folder = save(tmp_path, family)
     path, plain = write_gguf(folder, tmp_path / "m.gguf", types), save_as_stored(folder, tmp_path / "plain", types)
     found, wanted = choose_target(path).config, read_target_config(plain)
-    for key in ("head_dim", "rope", "max_position", "rms_norm_eps", "tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+    for key in (
+        "head_dim",
+        "rope",
+        "max_position",
+        "rms_norm_eps",
+        "tie_embeddings",
+        "qkv_bias",
+        "o_bias",
+        "mlp_bias",
+        "qk_norm",
+    ):
         assert getattr(found, key) == getattr(wanted, key), key
     expect_equal(load(path), load(plain))
 
@@ -131,7 +141,13 @@ def test_quantize_rounds_the_numbers_of_a_file(tmp_path, quantize):
 
 def test_gpt_oss_is_the_checkpoint_that_it_was_made_of(tmp_path):
     """Keeps out: nibbles or rows of experts in ggml's order, biases of gate and up swapped, a window or a sink left out."""
-    rope = {"rope_type": "yarn", "rope_theta": 15000.0, "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 15000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    }
     coded, _ = save_gpt_oss(tmp_path, rope_parameters=rope)
     path = write_gguf(coded, tmp_path / "m.gguf", lambda name: "F32")
     found, wanted = choose_target(path).config, choose_target(coded).config

@@ -9,9 +9,9 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from toolkit.checkpoints.gguf_files import SIZES, write_gguf
+from toolkit.checkpoints.odd_texts import odd_texts
 from toolkit.models import save_target
 from toolkit.oracles.pairs import CUTS, pair_ids
-from toolkit.oracles.texts import odd_texts
 from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecDecoder
@@ -75,8 +75,8 @@ def sentence_pieces() -> tuple[sentencepiece.SentencePieceProcessor, dict[str, A
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXT.splitlines(), *odd_texts(50, 9)]), model_writer=out, model_type="bpe", vocab_size=900,
-        byte_fallback=True, remove_extra_whitespaces=False, normalization_rule_name="identity", user_defined_symbols=["<think>"],
-        allow_whitespace_only_pieces=True, split_digits=True, minloglevel=2,
+        byte_fallback=True, remove_extra_whitespaces=False, normalization_rule_name="identity",
+        user_defined_symbols=["<think>"], allow_whitespace_only_pieces=True, split_digits=True, minloglevel=2,
     )  # fmt: skip
     model = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
     ids = range(model.get_piece_size())

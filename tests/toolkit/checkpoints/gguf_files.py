@@ -22,7 +22,11 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def write_gguf(
-    folder: Path, path: Path, types: Callable[[str], str] = lambda name: "F32", vocabulary: dict[str, Any] | None = None, **keys: Any
+    folder: Path,
+    path: Path,
+    types: Callable[[str], str] = lambda name: "F32",
+    vocabulary: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> Path:
     """The model of a folder as a GGUF file.
 
@@ -147,14 +151,18 @@ def add_experts(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
         if ".experts." not in name or name.endswith("_scales"):
             continue
         layer, projection = name.split(".")[2], name.split(".experts.")[1]
-        parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if projection.startswith("gate_up") else {"down": slice(None)}
+        parts = (
+            {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if projection.startswith("gate_up") else {"down": slice(None)}
+        )
         for part, rows in parts.items():
             own = f"blk.{layer}.ffn_{part}_exps"
             if projection.endswith("_bias"):
                 writer.add_tensor(f"{own}.bias", tensor[:, rows].float().numpy())
                 continue
             exponents = tensors[name.replace("_blocks", "_scales")][:, rows]
-            writer.add_tensor(f"{own}.weight", ggml_blocks(tensor[:, rows], exponents), raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+            writer.add_tensor(
+                f"{own}.weight", ggml_blocks(tensor[:, rows], exponents), raw_dtype=gguf.GGMLQuantizationType.MXFP4
+            )
 
 
 def ggml_blocks(blocks: Tensor, exponents: Tensor) -> np.ndarray:

@@ -11,7 +11,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # openai/gpt-2, encoder.py
 LLAMA3 = signature(TikTokenConverter).parameters["pattern"].default
 # openai/tiktoken, o200k_base; mistral-common, tekken: a word ends before a capital that follows small letters.
-O200K = r"[^\r\n\p{L}\p{N}]?(?:[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*)%s"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{UPPER}*{LOWER}+|{UPPER}+{LOWER}*)%s"
 O200K += r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CUTS = {
     "gpt-2": GPT2, "smollm": GPT2, "llama-bpe": LLAMA3, "qwen2": PRETOKENIZE_REGEX,
