@@ -24,7 +24,7 @@ import torch
 from gguf.quants import dequantize
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.models.gguf.blocks import BLOCKS, dequantised
+from specdec.models.gguf.blocks import BLOCKS, CODED, dequantised
 from specdec.models.gguf.file import open_gguf
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB, MERGES = 4096, 14336, 32, 8, 128, 128256, 280147
@@ -117,12 +117,12 @@ def numbers(type: str) -> dict[str, float]:
     return {name: rows.shape[0] * 4096 / taken / 1e6 for name, taken in found.items()}
 
 
-def model(path: Path, device: str) -> dict[str, Any]:
+def model(path: Path, device: str, quantize: str) -> dict[str, Any]:
     """Seconds of a load, the second one, with the file in the host's memory; and milliseconds of a plain step at batch 1."""
     sampling = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (64, 192)]
     for _ in range(2):
         began = time.perf_counter()
-        decoder = SpecDecoder.from_pretrained(path, device=device, max_seq_len=512)
+        decoder = SpecDecoder.from_pretrained(path, device=device, max_seq_len=512, quantize=quantize)
         loaded = time.perf_counter() - began
         with decoder:
             decoder.generate([1, 2, 3], sampling[1])
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    record: dict[str, Any] = {"where": where, "torch": torch.__version__, "layers": args.layers, "models": {}}
+    record: dict[str, Any] = {"where": where, "torch": torch.__version__, "layers": args.layers, "models": []}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         record["header_s"] = header(Path(folder))
         record["numbers_M_a_s"] = {type: numbers(type) for type in BLOCKS}
@@ -148,11 +148,13 @@ def main() -> None:
         for type in args.types:
             path = Path(folder) / f"{type}.gguf"
             size = write(path, type, args.layers)
-            record["models"][type] = {"GB": size, **model(path, args.device)}
+            for quantize in ("none", "blocks") if type in CODED else ("none",):
+                row = {"type": type, "GB": size, "quantize": quantize, **model(path, args.device, quantize)}
+                record["models"].append(row)
+                print(row, flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps(record, indent=1) + "\n")
             path.unlink()
-            print(type, record["models"][type], flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
 from specdec.models.deepseek.config import DEEPSEEK
 from specdec.models.diffllama.config import DIFFLLAMA
-from specdec.models.gguf.coded import METHOD as GGUF
-from specdec.models.gguf.coded import quantization_of
+from specdec.models.gguf.blocks import CODED
+from specdec.models.gguf.coded import BLOCKS, blocks_of
 from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.gpt_oss.config import GPT_OSS, is_coded
@@ -57,17 +57,30 @@ def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -
     chosen = read_target(folder, backend)
     if quantize == "none":
         return chosen
+    if quantize == BLOCKS:
+        return _with_blocks(chosen, folder)
     if chosen.backend == "transformers":
         raise ValueError(
             f"quantize={quantize!r} rounds the weights of specdec's own modules, but transformers' code computes this target "
             f"({chosen.reason}); nearest setting that works: quantize='none'"
         )
-    if (stored := chosen.config.quantization) is not None and (stored.method != GGUF or chosen.config.has_experts):
+    if chosen.config.quantization is not None:
         raise ValueError(
-            f"quantize={quantize!r} rounds ordinary numbers, but {folder} is stored as {stored}; nearest "
+            f"quantize={quantize!r} rounds ordinary numbers, but {folder} is stored as {chosen.config.quantization}; nearest "
             "setting that works: quantize='none'"
         )
     return chosen._replace(config=replace(chosen.config, quantization=round_to_nearest(quantize)))
+
+
+def _with_blocks(chosen: TargetChoice, folder: Path) -> TargetChoice:
+    """The choice, whose matrices stay in a GGUF file's blocks where these are codes of ours.  ValueError if none are."""
+    kept = blocks_of(open_gguf(folder), chosen.config) if is_gguf(folder) else None
+    if kept is None:
+        raise ValueError(
+            f"quantize={BLOCKS!r} keeps matrices of a GGUF file in {', '.join(CODED)}, but {folder} has none; nearest setting "
+            "that works: quantize='none'"
+        )
+    return chosen._replace(config=replace(chosen.config, quantization=kept))
 
 
 def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
@@ -120,13 +133,10 @@ def _read_gguf(path: Path, backend: str) -> TargetChoice:
             f"backend='transformers' reads folders in Hugging Face layout, got the GGUF file {path}; nearest setting that "
             "works: backend='native'"
         )
-    file = open_gguf(path)
     raw = target_json(path)
     native = family_of(raw["model_type"])
     assert native is not None, raw["model_type"]
-    config = native.parse(raw, str(path))
-    config = replace(config, quantization=quantization_of(file, config.quantization, config.tie_embeddings))
-    return TargetChoice("native", "a GGUF file", config)
+    return TargetChoice("native", "a GGUF file", native.parse(raw, str(path)))
 
 
 def _parses(native: Family, raw: dict[str, Any], path: Path) -> bool:

@@ -113,7 +113,7 @@ def fill_linear(
             copy_run(linear.tensors(part)["weight"], checkpoint, f"{name}.weight", own)
         else:
             has_bias = bool(linear.unread) or (linear.bias is not None and part not in without_bias)
-            put = partial(_put_numbers if _becomes_numbers(checkpoint, linear) else _put, linear, part, own)
+            put = partial(_put, linear, part, own)
             _fill_codes(put, checkpoint, name, format, linear.shape(part), linear.device, has_bias=has_bias)
         for ending, stored in linear.bias_tensors(part).items():
             if part in without_bias:
@@ -126,18 +126,6 @@ def fill_linear(
 
 def _put(linear: Linear, part: str, arrange: Arrange | None, rows: CodedRows) -> None:
     linear.fill(part, rows if arrange is None else rows.arranged(arrange))
-
-
-def _becomes_numbers(checkpoint: Checkpoint, linear: Linear) -> bool:
-    """Whether codes of the checkpoint are not kept: see Quantization.numbers_on_cpu."""
-    return bool(checkpoint.quantization and checkpoint.quantization.numbers_on_cpu) and linear.device.type == "cpu"
-
-
-def _put_numbers(linear: Linear, part: str, arrange: Arrange | None, rows: CodedRows) -> None:
-    stored = linear.tensors(part)["weight"]
-    numbers = rows.numbers(stored.tensor.dtype)
-    with torch.no_grad():
-        stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
 
 
 def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Format | None]) -> None:
@@ -206,7 +194,13 @@ def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arr
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
-    _fill_codes(partial(_put_numbers, linear, ONLY, arrange), checkpoint, name, format, linear.shape(), stored.tensor.device)
+
+    def put(rows: CodedRows) -> None:
+        numbers = rows.numbers(stored.tensor.dtype)
+        with torch.no_grad():
+            stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
+
+    _fill_codes(put, checkpoint, name, format, linear.shape(), stored.tensor.device)
 
 
 def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:

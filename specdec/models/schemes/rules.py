@@ -53,8 +53,6 @@ class Quantization:
     before expressions, and those before classes.  kept: matrices that are ordinary numbers.
     optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
     setting: the option by which ordinary numbers are rounded to these formats as they are loaded; empty: codes of a checkpoint.
-    numbers_on_cpu: whether matrices become ordinary numbers as they are loaded onto a CPU, which would otherwise compute the
-    numbers before each product.
     """
 
     method: str
@@ -63,7 +61,6 @@ class Quantization:
     optional: tuple[Rule, ...] = ()
     kept_by: str = "ignore"
     setting: str = ""
-    numbers_on_cpu: bool = False
 
     def format_of(self, name: str, has: Callable[[Format], bool]) -> Format | None:
         """The format of the matrix of that name; None: ordinary numbers.  has: whether the tensors look like the format."""

@@ -1,4 +1,4 @@
-"""Targets in GGUF files on a GPU: codes that stay codes write the texts of the numbers that they stand for, in every graph mode."""
+"""Targets in GGUF files on a GPU: codes that stay write the texts of the numbers that they stand for, in all graph modes."""
 
 from pathlib import Path
 
@@ -24,17 +24,18 @@ TYPES = {
 
 
 def expect_one_text(path: Path, head: Path | str, kept: str) -> None:
-    """In float32 a GPU's texts are those of the CPU, where all weights are ordinary numbers; in bfloat16 up to near-ties."""
+    """In float32 a GPU's texts of codes are those of the numbers on a CPU; in bfloat16 up to near-ties."""
     settings = {"max_seq_len": 128, "max_batch_size": 4, "smoke": False}
+    coded = {**settings, "quantize": "blocks"}
     with SpecDecoder.from_pretrained(path, head, TREE, device="cpu", dtype="float32", **settings) as decoder:
         wanted = [out.token_ids for out in decoder.generate(PROMPTS, PARAMS, speculate=False)]
     for mode, spec in CELLS:
-        with SpecDecoder.from_pretrained(path, head, spec, dtype="float32", cuda_graphs=mode, **settings) as decoder:
+        with SpecDecoder.from_pretrained(path, head, spec, dtype="float32", cuda_graphs=mode, **coded) as decoder:
             assert kept in str(decoder.model.config.quantization)
             for speculate in (True, True, False):  # the second time everything is replayed
                 outputs = decoder.generate(PROMPTS, PARAMS, speculate=speculate)
                 assert [out.token_ids for out in outputs] == wanted, (mode, spec)
-        with SpecDecoder.from_pretrained(path, head, spec, cuda_graphs=mode, dtype="bfloat16", **settings) as decoder:
+        with SpecDecoder.from_pretrained(path, head, spec, cuda_graphs=mode, dtype="bfloat16", **coded) as decoder:
             found = decoder.verify(PROMPTS, PARAMS)
             assert found.passed, (mode, spec, found.prompts)
 
@@ -48,7 +49,7 @@ def test_a_file_writes_one_text_everywhere(tmp_path, name, size):
     whole = "Q8_0" if name == "unlike" else TYPES[name]
     types = lambda each: "F32" if "embed" in each else odd if name == "unlike" and "v_proj" in each else whole  # noqa: E731
     path = write_gguf(folder, tmp_path / "m.gguf", types)
-    with SpecDecoder.from_pretrained(path, dtype="bfloat16", max_seq_len=64) as decoder:
+    with SpecDecoder.from_pretrained(path, dtype="bfloat16", max_seq_len=64, quantize="blocks") as decoder:
         projections = [layer.self_attn.qkv_proj for layer in decoder.model.layers]
         assert all((each.planes is None) == (name == "unlike") for each in projections)
         assert all(layer.mlp.down_proj.planes is not None for layer in decoder.model.layers)

@@ -3,7 +3,6 @@
 The oracle of tensors is `gguf`'s own dequantisation, and transformers' reading of the same file; that of texts transformers.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,9 @@ def save(tmp_path: Path, family: str, **changes: Any) -> Path:
     return save_target(tmp_path / "folder", family, **{**SIZES, **FAMILIES[family], **changes})
 
 
-def load(place: Path, device: str = "cpu") -> Target:
-    return load_chosen(choose_target(place), place, 64, torch.device(device), torch.float32, cuda_graphs=False)
+def load(place: Path, quantize: str = "none") -> Target:
+    chosen = choose_target(place, quantize=quantize)
+    return load_chosen(chosen, place, 64, torch.device("cpu"), torch.float32, cuda_graphs=False)
 
 
 def expect_equal(found: Target, wanted: Target) -> None:
@@ -103,10 +103,8 @@ def test_codes_that_stay_are_the_numbers(tmp_path, type):
     """Keeps out: codes in memory that stand for other numbers than the file's, in any of the three types that stay codes."""
     folder, types = save(tmp_path, "llama"), lambda name: "F32" if "embed" in name else type
     path, plain = write_gguf(folder, tmp_path / "m.gguf", types), load(save_as_stored(folder, tmp_path / "plain", types))
-    chosen = choose_target(path)
-    assert type in str(chosen.config.quantization)
-    kept = replace(chosen.config.quantization, numbers_on_cpu=False)
-    chosen = chosen._replace(config=replace(chosen.config, quantization=kept))
+    chosen = choose_target(path, quantize="blocks")
+    assert type in str(chosen.config.quantization) and choose_target(path).config.quantization is None
     model = load_chosen(chosen, path, 64, torch.device("cpu"), torch.float32, cuda_graphs=False)
     for layer, expected in zip(model.layers, plain.layers, strict=True):
         for matrix, numbers in (
@@ -121,9 +119,9 @@ def test_neighbours_of_unlike_types_become_numbers(tmp_path):
     """Keeps out: a file of mixed types that is refused because queries and values can't be one matrix of codes."""
     types = {"q_proj": "Q8_0", "k_proj": "Q8_0", "v_proj": "Q4_1", "o_proj": "Q8_0", "gate_proj": "Q8_0", "up_proj": "Q4_0"}
     path = write_gguf(save(tmp_path, "llama"), tmp_path / "m.gguf", lambda name: types.get(name.split(".")[-2], "F16"))
-    kept = choose_target(path).config.quantization
+    kept = choose_target(path, quantize="blocks").config.quantization
     assert {rule.what.rpartition(".")[2] for rule, _ in kept.formats} == {"o_proj"}
-    load(path)
+    load(path, quantize="blocks")
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "int4"])
@@ -132,11 +130,17 @@ def test_quantize_rounds_the_numbers_of_a_file(tmp_path, quantize):
     types = lambda name: "Q8_0"  # noqa: E731
     folder = save(tmp_path, "llama")
     path, plain = write_gguf(folder, tmp_path / "m.gguf", types), save_as_stored(folder, tmp_path / "plain", types)
-    models = []
-    for place in (path, plain):
-        chosen = choose_target(place, quantize=quantize)
-        models.append(load_chosen(chosen, place, 64, torch.device("cpu"), torch.float32, cuda_graphs=False))
-    expect_equal(*models)
+    expect_equal(load(path, quantize), load(plain, quantize))
+
+
+def test_blocks_that_are_not_there_are_refused(tmp_path):
+    """Keeps out: an option that saves no memory and says nothing."""
+    folder = save(tmp_path, "llama")
+    for place in (folder, write_gguf(folder, tmp_path / "m.gguf", lambda name: "Q4_1")):
+        with pytest.raises(
+            ValueError, match=r"quantize='blocks' keeps matrices of a GGUF file in Q8_0, Q4_0, MXFP4, but .* none"
+        ):
+            choose_target(place, quantize="blocks")
 
 
 def test_gpt_oss_is_the_checkpoint_that_it_was_made_of(tmp_path):
