@@ -141,7 +141,7 @@ class EngineOptions:
     quantize: str = option(
         "none",
         "round the target's weights as they are loaded: fp8 (8 bits, a scale for each row), int4 (4 bits, a scale for each 128 "
-        "columns), or none: as a checkpoint stores them, maybe in 8 or 4 bits; blocks: keep those of a GGUF file",
+        "columns), none (as the checkpoint stores them), or blocks (keep those of a GGUF file)",
         details="Rounded to nearest, without a look at any text: a checkpoint that was quantised with one is usually better.  "
         "Where 128 does not divide a matrix's columns, 32 of them have a scale, or all of a row.  "
         "Embeddings, output layer and drafter stay as they are.  A checkpoint in 8 or 4 bits is refused.  Weights of a GGUF "

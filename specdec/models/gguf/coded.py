@@ -2,7 +2,7 @@
 
 All other blocks, and matrices whose neighbours in a product are stored in another way, become ordinary numbers, as all do by
 default: on an H200 a plain step of the 8B shape takes 3.6 ms with numbers, and 7.5, 4.6 and 5.2 with Q8_0, Q4_0 and MXFP4,
-which take a half or a quarter of the memory (benchmarks/rounds/README.md).
+which take a half or a quarter of the memory (benchmarks/products/README.md).
 """
 
 from __future__ import annotations

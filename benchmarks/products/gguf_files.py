@@ -1,7 +1,7 @@
 """GGUF files of the Llama-3.1-8B shape, random: reading a header, making numbers of blocks, loading, and a plain step.
 
-    python benchmarks rounds.gguf_files --out FILE
-    python benchmarks rounds.gguf_files --layers 2 --types Q4_0 --device cpu       (for a look at the script)
+    python benchmarks products.gguf_files --out FILE
+    python benchmarks products.gguf_files --layers 2 --types Q4_0 --device cpu       (for a look at the script)
 
 The header is that of a vocabulary of Llama 3's size, read by specdec and by the package `gguf`, which the script needs; both
 make numbers of blocks, too.  A file of each type is written, loaded, made to write a plain text, and deleted again.
