@@ -4,9 +4,9 @@ A block has a scale in float16, and where a type has sub-blocks, each of these h
 have minima besides, which are taken off.  Three types hold just what our own kinds of codes hold (`CODED`), so that their
 codes may stay in memory; the others become ordinary numbers when they are loaded.  Knows no file and no model.
 
-Here and not by `gguf`'s own functions, because these take 2.3 to 3.3 times as long (benchmarks/products/README.md).  The layouts
-are those of ggml-common.h (llama.cpp).  Products are taken in float32 in the order of ggml's own code, so that
-numbers are equal to it bit for bit.
+Here and not by `gguf`'s own functions, because these take 2.3 to 3.3 times as long (benchmarks/products/README.md).  The
+layouts are those of ggml-common.h (llama.cpp).  Products are taken in float32 in the order of ggml's own code, so that numbers
+are equal to it bit for bit.
 
 Shapes: N blocks, b columns of a block, S sub-blocks of a block, s columns of a sub-block.
 """
