@@ -25,7 +25,7 @@ _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down_proj",)}
 
 def expert_tensors(file: GgufFile, names: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Blocks, scales and biases of each layer's two projections.  names: the file's, by those of architectures.py."""
-    tensors = {}
+    tensors: dict[str, StoredTensor] = {}
     for prefix in {f"{other.partition(EXPERTS)[0]}{EXPERTS}" for other in names}:
         for projection, parts in _PARTS.items():
             weights, biases = ([_name(file, names, f"{prefix}{part}.{ending}") for part in parts] for ending in _ENDINGS)

@@ -46,7 +46,7 @@ def _pairs_of_bytes(vocabulary: Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     rule = PRE_TOKENIZERS[vocabulary.pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
+    merges = [(first, second) for first, _, second in (merge.partition(" ") for merge in vocabulary.merges)]
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     core = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.whole_words))
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in rule.cuts]

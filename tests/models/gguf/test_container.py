@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from toolkit.checkpoints.gguf_files import SIZES, put, write_gguf
+from toolkit.checkpoints.gguf_files import SIZES, finish, put, write_gguf
 from toolkit.models import save_target
 
 from specdec.models.gguf.container import read_header
@@ -25,11 +25,7 @@ def write(path: Path, tensors: dict[str, np.ndarray], **values: object) -> Path:
         put(writer, f"llama.{name}", value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def test_values_are_those_of_gguf(tmp_path):

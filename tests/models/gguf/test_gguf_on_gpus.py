@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from toolkit.checkpoints.gguf_files import SIZES, write_gguf
+from toolkit.checkpoints.gguf_files import GPT_OSS_ROPE, SIZES, write_gguf
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.checkpoints.real import smollm2
 from toolkit.models import ragged_prompts, save_eagle3, save_target
@@ -58,14 +58,7 @@ def test_a_file_writes_one_text_everywhere(tmp_path, name, size):
 
 def test_gpt_oss_writes_one_text_everywhere(tmp_path):
     """Keeps out: experts of a GGUF file that the kernel of experts reads in another order than the checkpoint's."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 15000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 32,
-        "truncate": False,
-    }
-    coded, plain = save_gpt_oss(tmp_path, rope_parameters=rope)
+    coded, plain = save_gpt_oss(tmp_path, rope_parameters=GPT_OSS_ROPE)
     expect_one_text(write_gguf(coded, tmp_path / "m.gguf", lambda name: "Q8_0"), "ngram", "experts in mxfp4")
 
 

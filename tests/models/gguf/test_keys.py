@@ -6,7 +6,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from toolkit.checkpoints.gguf_files import SIZES, put, write_gguf
+from toolkit.checkpoints.gguf_files import SIZES, finish, put, write_gguf
 from toolkit.models import LLAMA3_ROPE, save_target
 
 from specdec import SpecConfig, SpecDecoder
@@ -36,11 +36,7 @@ def rewritten(path: Path, out: Path, keys: dict[str, Any] = {}, **tensors: np.nd
     for name, tensor in named.items():
         if tensor is not None:
             writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
+    return finish(writer, out)
 
 
 def check(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.checkpoints.gguf_files import SIZES, save_as_stored, write_gguf
+from toolkit.checkpoints.gguf_files import GPT_OSS_ROPE, SIZES, save_as_stored, write_gguf
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.models import LLAMA3_ROPE, save_target
 from transformers import AutoModelForCausalLM
@@ -145,14 +145,7 @@ def test_blocks_that_are_not_there_are_refused(tmp_path):
 
 def test_gpt_oss_is_the_checkpoint_that_it_was_made_of(tmp_path):
     """Keeps out: nibbles or rows of experts in ggml's order, biases of gate and up swapped, a window or a sink left out."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 15000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 32,
-        "truncate": False,
-    }
-    coded, _ = save_gpt_oss(tmp_path, rope_parameters=rope)
+    coded, _ = save_gpt_oss(tmp_path, rope_parameters=GPT_OSS_ROPE)
     path = write_gguf(coded, tmp_path / "m.gguf", lambda name: "F32")
     found, wanted = choose_target(path).config, choose_target(coded).config
     for key in ("rope", "layer_kinds", "count", "chosen", "gate", "intermediate_size", "qkv_bias", "o_bias", "has_sinks"):

@@ -18,6 +18,8 @@ from torch import Tensor
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt_oss": "gpt-oss"}
 NAMES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16)
+# gpt-oss's kind of rope, over few positions; `truncate` is what no key of a GGUF file says.
+GPT_OSS_ROPE = dict(rope_type="yarn", rope_theta=15000.0, factor=8.0, original_max_position_embeddings=32, truncate=False)
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -57,6 +59,10 @@ def write_gguf(
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", rope_factors(rope, config["head_dim"]))
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
