@@ -67,14 +67,10 @@ def parse_head_rope(raw: dict[str, Any], target: ModelConfig | None, where: str,
         if not silent:
             raise ValueError(f"{where} lacks rope_theta (or rope_parameters); expected the head's own")
         return RopeConfig() if target is None else target.rope
-    rope = parse_rope_with_yarn(raw, where)
-    theta = raw.get("rope_theta")
-    other_theta = parameters.get("rope_theta") if theta is not None else None
-    older = {"rope_theta": rope.theta, "rope_scaling": scaling}
-    is_other = scaling and parameters and parse_rope_with_yarn(older, where) != rope
-    if (other_theta is not None and other_theta != theta) or is_other:
-        raise ValueError(f"{where}: rope_parameters and the older rope_theta, rope_scaling differ; expected one of them")
-    return rope
+    theta, other = raw.get("rope_theta"), parameters.get("rope_theta")
+    if theta is not None and other is not None and theta != other:
+        raise ValueError(f"{where}: rope_theta must be the same beside rope_parameters and in them, got {theta} and {other}")
+    return parse_rope_with_yarn(raw, where)
 
 
 def windows_of(raw: dict[str, Any], num_layers: int, where: str) -> tuple[LayerKind, ...]:

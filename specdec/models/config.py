@@ -180,11 +180,11 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
 
     default: used when the config says nothing at all (a draft head follows its target).
     """
-    parameters, scaling = (mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling"))
-    if default is not None and not parameters and not scaling and raw.get("rope_theta") is None:
+    said = rope_keys(raw, where)
+    if default is not None and not said and raw.get("rope_theta") is None:
         return default
     outside = {key: number(raw, key, where) for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
-    merged = {**outside, **scaling, **parameters}
+    merged = {**outside, **said}
     kind = rope_type(merged, where)
     if kind not in _ROPE_KEYS:
         raise NotComputedHere(
@@ -209,6 +209,27 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
             f"{numbers['low_freq_factor']:g}"
         )
     return RopeConfig(theta=number(merged, "rope_theta", where, RopeConfig.theta), kind=kind, **numbers)
+
+
+def rope_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """rope_parameters, or the older rope_scaling.  ValueError if both are there and say different things.
+
+    transformers takes rope_scaling alone then, and its class's own rope_theta where it has none, whatever rope_parameters say:
+    a rope_scaling that is added to a folder of transformers 5 gives a model that nobody trained.
+    """
+    parameters, scaling = (mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling"))
+    if not parameters or not scaling:
+        return parameters or scaling
+    one, other = (
+        {"rope_type" if key == "type" else key: value for key, value in said.items() if value is not None}
+        for said in (parameters, {"rope_theta": raw.get("rope_theta"), **scaling})
+    )
+    if {"rope_theta": raw.get("rope_theta"), **one} != {"rope_theta": None, **other}:
+        raise ValueError(
+            f"{where}: rope_parameters and rope_scaling must say the same where both are there, rope_theta included, got "
+            f"{parameters} and {scaling}; nearest thing that works: all of it in rope_parameters, and no rope_scaling"
+        )
+    return parameters
 
 
 def rope_type(merged: dict[str, Any], where: str) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.checkpoints.config_values import flag, mapping, number
-from specdec.models.config import RopeConfig, parse_rope, rope_type
+from specdec.models.checkpoints.config_values import flag, number
+from specdec.models.config import RopeConfig, parse_rope, rope_keys, rope_type
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
 
     raw: the whole config.  where: the config's name for error messages.  ValueError for unknown, missing or malformed keys.
     """
-    merged = {**mapping(raw, "rope_scaling", where), **mapping(raw, "rope_parameters", where)}
+    merged = rope_keys(raw, where)
     if rope_type(merged, where) != "yarn":
         return parse_rope(raw, where)
     if unknown := sorted(set(merged) - _KNOWN):

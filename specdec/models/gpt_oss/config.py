@@ -11,12 +11,11 @@ from specdec.models.checkpoints.config_values import (
     MOST_POSITIONS,
     dtype_name,
     flag,
-    mapping,
     number,
     token_ids,
     whole,
 )
-from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
+from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, rope_keys, sliding_window
 from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
@@ -62,7 +61,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
     for key, other, size in (("num_experts", "num_local_experts", count), ("experts_per_token", "num_experts_per_tok", chosen)):
         if raw.get(key, size) != size:
             raise ValueError(f"{where}: {key} must be {other} {size}, or left out, got {raw[key]!r}")
-    rope = {**mapping(raw, "rope_scaling", where), **mapping(raw, "rope_parameters", where)}
+    rope = rope_keys(raw, where)
     if not rope or (rope.get("rope_theta") is None and raw.get("rope_theta") is None):
         raise ValueError(f"{where} lacks rope_theta, or rope_parameters (rope_scaling), without which positions mean nothing")
     biased = flag(raw, "attention_bias", where, True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from gguf.quants import dequantize
 from toolkit.checkpoints.odd_texts import odd_texts
+from toolkit.checkpoints.pair_ids import pair_ids
 from toolkit.checkpoints.real import smollm2
-from toolkit.oracles.pairs import pair_ids
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder

@@ -10,8 +10,8 @@ import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from toolkit.checkpoints.gguf_files import SIZES, write_gguf
 from toolkit.checkpoints.odd_texts import odd_texts
+from toolkit.checkpoints.pair_ids import CUTS, pair_ids
 from toolkit.models import save_target
-from toolkit.oracles.pairs import CUTS, pair_ids
 from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecDecoder
