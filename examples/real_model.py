@@ -36,13 +36,13 @@ def ask(question: str) -> None:
     """Starts a server on a free port, asks it over HTTP as any client of OpenAI's API does, and stops it."""
     arguments = ["serve", "--target", MODEL, "--model-name", NAME, "--port", "0", "--max-seq-len", "1024"]
     print(f"\n$ specdec {shlex.join(arguments)}", flush=True)
-    with subprocess.Popen([*SPECDEC, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with subprocess.Popen([*SPECDEC, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
-            address = server.stdout.readline().split(" (")[0].split()[-1]  # of "specdec: listening on http://... (model ...)"
-            chat = [{"role": "user", "content": question}]
-            body = {"model": NAME, "messages": chat, "max_tokens": int(TOKENS), "temperature": 0}
-            headers = {"Content-Type": "application/json"}
-            asked = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)
+            address = next((word for word in server.stdout.readline().split() if word.startswith("http:")), None)
+            address or sys.exit(server.stderr.read())
+            body = {"messages": [{"role": "user", "content": question}], "max_tokens": int(TOKENS), "temperature": 0}
+            data = json.dumps({"model": NAME, **body}).encode()
+            asked = urllib.request.Request(f"{address}/v1/chat/completions", data, {"Content-Type": "application/json"})
             print(f"{question} ->", json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"])
         finally:
             server.terminate()

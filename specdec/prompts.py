@@ -76,7 +76,10 @@ class Tokenizer:
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
     def turn_end(self) -> int | None:
-        """The special token that the chat template writes after an answer; None if it writes none, or there is no template."""
+        """The special token that the chat template writes after an answer; None if it writes none, or there is no template.
+
+        Where a template marks an answer's end by nothing but the next turn's beginning, that is the token.
+        """
         if not self.has_chat_template:
             return None
         answer = "The answer."  # which no template would write by itself
@@ -85,7 +88,7 @@ class Tokenizer:
             _, found, after = self._inner.apply_chat_template(chat, tokenize=False).rpartition(answer)
         except Exception:  # of any kind: a template is a program, and may refuse this chat
             return None
-        ids = list(self._inner.encode(after, add_special_tokens=False)) if found else []
+        ids = list(self._inner.encode(after.lstrip(), add_special_tokens=False)) if found else []
         added = self._inner.added_tokens_decoder
         return ids[0] if ids and ids[0] in added and added[ids[0]].special else None
 

@@ -106,7 +106,6 @@ def _options(args: argparse.Namespace) -> ServeOptions:
 
 def name_of(target: str) -> str:
     """What requests call the model where nobody says: the last part of the target, with - for what a name can't hold."""
-    return (
-        "-".join("".join(c if "!" <= c <= "~" else " " for c in Path(target).resolve().name.removesuffix(".gguf")).split())
-        or "specdec"
-    )
+    path = Path(target).resolve()
+    name = path.stem if path.suffix == ".gguf" else path.name
+    return "-".join("".join(c if "!" <= c <= "~" else " " for c in name).split()) or "specdec"

@@ -95,7 +95,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if is_gguf(folder):
         return _read_gguf(folder, backend)
     path = folder / "config.json"
-    raw = target_json(folder)
+    raw = read_target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
     native = family_of(family) if family not in GPT_OSS or is_coded(raw) else None

@@ -16,7 +16,7 @@ from specdec.models.checkpoints.files import stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
 from specdec.models.checkpoints.stored import SAFE_DTYPES, StoredTensor
 from specdec.models.gguf.coded import GgmlBlocks
-from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
+from specdec.models.gguf.file import gguf_in, is_gguf
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import Format
 
@@ -60,8 +60,8 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
 
 def resolve_target(name: str | Path, argument: str) -> Path:
     """As `resolve_folder`; a GGUF file, or a folder whose weights are in one, is that file."""
-    if isinstance(name, (str, os.PathLike)) and str(name).endswith(SUFFIX) and not os.path.isdir(name):
-        if not (file := Path(name).expanduser()).is_file():
+    if isinstance(name, (str, os.PathLike)) and is_gguf(file := Path(os.path.expanduser(name))):
+        if not file.is_file():
             raise ValueError(f"{argument}: expected an existing GGUF file, got {str(name)!r}")
         return file
     folder = resolve_folder(name, argument)

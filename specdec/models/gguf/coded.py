@@ -75,8 +75,7 @@ def blocks_of(file: GgufFile, config: ModelConfig) -> Quantization | None:
     together: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, other in names_of(file).items():
         place, _, part = other.removesuffix(".weight").rpartition(".")
-        is_tied = part == "lm_head" and config.tie_embeddings  # the embeddings are the output layer's matrix then
-        if other.endswith(".weight") and part in _MATRICES and EXPERTS not in other and not is_tied:
+        if other.endswith(".weight") and part in _MATRICES and EXPERTS not in other:
             together[f"{place}.{_TOGETHER.get(part, part)}"][other.removesuffix(".weight")] = file.tensors[name].type
     rules = []
     for types in together.values():

@@ -10,10 +10,10 @@ from typing import Any
 from specdec.models.gguf.architectures import TOP, Architecture, find_architecture
 from specdec.models.gguf.file import GgufFile
 from specdec.models.gguf.rope import rope_of
-from specdec.models.gguf.vocabulary import END_KEYS, Vocabulary
+from specdec.models.gguf.vocabulary import Vocabulary
 
 # Whose keys describe the file and its making, and change nothing that a model computes.
-_ABOUT = ("general.", "quantize.", "split.")
+_ABOUT = ("general.", "quantize.", "split.", "imatrix.", "mradermacher.")  # the last: a publisher of many files
 _ABOUT_TENSORS = frozenset({"tensor_data_layout", "vocab_size"})  # the shapes of tensors say as much
 _REQUIRED = (
     "block_count context_length embedding_length feed_forward_length attention.head_count attention.layer_norm_rms_epsilon"
@@ -94,6 +94,5 @@ def _as_tensors_say(file: GgufFile, architecture: Architecture) -> dict[str, Any
 
 def _ends(file: GgufFile, vocab_size: int) -> dict[str, Any]:
     """Every token that the file calls the end of a text, of a turn or of a message."""
-    Vocabulary.of(file, vocab_size)  # which refuses what no tokenizer here could read, before a weight is read
-    ends = [file.keys[key] for key in END_KEYS if file.keys.get(key) is not None]
-    return {"eos_token_id": list(dict.fromkeys(ends)), "bos_token_id": file.keys.get("tokenizer.ggml.bos_token_id")}
+    vocabulary = Vocabulary.of(file, vocab_size)  # which refuses what no tokenizer here could read, before a weight is read
+    return {} if vocabulary is None else {"eos_token_id": list(vocabulary.end_ids), "bos_token_id": vocabulary.named.get("bos")}

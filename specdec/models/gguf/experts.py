@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from specdec.models.checkpoints.stored import StoredTensor
-from specdec.models.gguf.blocks import FLOATS, numbers_of
+from specdec.models.gguf.blocks import BLOCKS, FLOATS, numbers_of
 from specdec.models.gguf.file import GgufFile
 
 EXPERTS = ".mlp.experts."  # in the names of experts' tensors
-_TYPE, _BLOCK = "MXFP4", 17  # bytes: an exponent, and two columns in each of the others
+_TYPE = "MXFP4"
+_BLOCK = BLOCKS[_TYPE].bytes  # of which the first is an exponent, and each of the others two columns
 _ENDINGS = ("weight", "bias")
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down_proj",)}
 
@@ -26,7 +27,7 @@ _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down_proj",)}
 def expert_tensors(file: GgufFile, names: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Blocks, scales and biases of each layer's two projections.  names: the file's, by those of architectures.py."""
     tensors: dict[str, StoredTensor] = {}
-    for prefix in {f"{other.partition(EXPERTS)[0]}{EXPERTS}" for other in names}:
+    for prefix in dict.fromkeys(f"{other.partition(EXPERTS)[0]}{EXPERTS}" for other in names):
         for projection, parts in _PARTS.items():
             weights, biases = ([_name(file, names, f"{prefix}{part}.{ending}") for part in parts] for ending in _ENDINGS)
             tensors |= _projection(file, f"{prefix}{projection}", weights, biases)

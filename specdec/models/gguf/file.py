@@ -67,7 +67,7 @@ class GgufFile(NamedTuple):
 
 def is_gguf(place: Path) -> bool:
     """Whether a target is in a GGUF file, by the file's name."""
-    return place.suffix == SUFFIX
+    return place.suffix.lower() == SUFFIX and not place.is_dir()
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -77,7 +77,7 @@ def gguf_in(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
-    found = sorted(folder.glob(f"*{SUFFIX}"))
+    found = sorted(file for file in folder.iterdir() if is_gguf(file))
     if len(found) > 1 and not all(_PIECE.search(file.name) for file in found):
         names = ", ".join(file.name for file in found[:8])
         raise ValueError(f"{folder} holds {len(found)} GGUF files ({names}); expected one: name the file that is meant")

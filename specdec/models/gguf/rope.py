@@ -19,28 +19,37 @@ def rope_of(file: GgufFile, own: dict[str, Any], head_dim: Any) -> dict[str, Any
     """rope_theta and rope_scaling of a config.json.  own: the architecture's keys, of which those about rope are taken out."""
     where = f"{file.path}: {file.architecture}.rope"
     theta = own.pop("rope.freq_base", 10000.0)
-    kind, factor = own.pop("rope.scaling.type", None), own.pop("rope.scaling.factor", None)
-    original = own.pop("rope.scaling.original_context_length", None)
-    own.pop("rope.scaling.finetuned", None)  # of training
-    if (linear := own.pop("rope.scale_linear", None)) is not None:  # of files before rope.scaling.*
-        if kind is not None:
-            raise ValueError(f"{where}.scale_linear and {file.architecture}.rope.scaling.type are both there; expected one")
-        kind, factor = "linear", linear
-    if (attention := own.pop("rope.scaling.attn_factor", 1.0)) != 1.0:
-        raise ValueError(f"{where}.scaling.attn_factor must be 1 or left out, got {attention!r}")
-    scaling: dict[str, Any] | None = None
-    if kind not in (None, "none"):
-        scaling = {"rope_type": kind, "factor": factor}
-        scaling |= {} if kind == "linear" else {"original_max_position_embeddings": original}
-        if file.architecture == "gpt-oss":  # whose blend's ends are no whole dimensions, which no key says
-            scaling |= {"truncate": False}
+    scaling = _by_keys(own, where)
+    if scaling is not None and file.architecture == "gpt-oss":  # whose blend's ends are no whole dimensions: no key says so
+        scaling |= {"truncate": False}
     if ROPE_FACTORS in file.tensors:
         if scaling is not None:
             raise ValueError(
-                f"{where}.scaling.type is {kind!r}, but the file has factors in {ROPE_FACTORS!r} too; expected one"
+                f"{where}.scaling says {scaling}, but the file has factors in {ROPE_FACTORS!r} too; expected one of them"
             )
         scaling = _llama3(file, theta, head_dim)
     return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _by_keys(own: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """What the keys of scaling say; None: nothing.  A factor without a type is linear, as in llama.cpp."""
+    own.pop("rope.scaling.finetuned", None)  # of training
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
+        if (value := own.pop(key, 1.0)) != 1.0:
+            raise ValueError(f"{where}{key.removeprefix('rope')} must be 1 or left out, got {value!r}")
+    factor, older = own.pop("rope.scaling.factor", None), own.pop("rope.scale_linear", None)
+    if factor is not None and older is not None and factor != older:
+        raise ValueError(f"{where}.scaling.factor and the older {where}.scale_linear must be equal, got {factor} and {older}")
+    factor = older if factor is None else factor
+    kind = own.pop("rope.scaling.type", None if factor is None else "linear")
+    original = own.pop("rope.scaling.original_context_length", None)
+    betas = {name: own.pop(f"rope.scaling.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
+    if kind in (None, "none"):
+        return None
+    if kind == "linear":
+        return {"rope_type": kind, "factor": factor}
+    named = {name: value for name, value in betas.items() if value is not None}
+    return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original, **named}
 
 
 def _llama3(file: GgufFile, theta: Any, head_dim: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.models.gguf.file import open_gguf
 from specdec.models.gguf.pre_tokenizers import PRE_TOKENIZERS
-from specdec.models.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from specdec.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED, Vocabulary
 
 _BLANK = "\u2581"  # how SentencePiece writes a space
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -16,6 +16,8 @@ _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 def gguf_tokenizer(path: Path) -> Any:
     """The tokenizer of a GGUF file; None if it has none."""
     file = open_gguf(path)
+    if "token_embd.weight" not in file.tensors:
+        raise ValueError(f"{path}: tensor 'token_embd.weight' is missing; expected a whole model's tensors")
     vocabulary = Vocabulary.of(file, file.tensors["token_embd.weight"].shape[0])
     return None if vocabulary is None else tokenizer_of(vocabulary)
 
@@ -66,8 +68,8 @@ def _sentence_piece(vocabulary: Vocabulary) -> Any:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     scores = list(zip(vocabulary.tokens, vocabulary.scores))
     apart = {token for token, kind in zip(vocabulary.tokens, vocabulary.types) if kind not in (NORMAL, USER_DEFINED)}
-    unknown = vocabulary.tokens[vocabulary.named.get("unknown", vocabulary.types.index(UNKNOWN))]
-    core = Tokenizer(models.BPE(ids, generate_merges(ids, scores, apart), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    merges, unknown = generate_merges(ids, scores, apart), vocabulary.unknown()
+    core = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     first = [normalizers.Prepend(_BLANK)] if vocabulary.space_first else []
     core.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _BLANK)])
     strip = [decoders.Strip(" ", 1, 0)] if vocabulary.space_first else []

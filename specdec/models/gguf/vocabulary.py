@@ -8,12 +8,13 @@ from specdec.models.gguf.file import GgufFile
 from specdec.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _GGML = "tokenizer.ggml."
-END_KEYS = tuple(f"{_GGML}{name}_token_id" for name in ("eos", "eot", "eom"))  # of a text, of a turn, of a message
+_NAMED = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message
 MODELS = ("gpt2", "llama")  # pairs of bytes, and SentencePiece's pairs of characters
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # GGUF's token types
 _READ = frozenset(
     "model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id "
-    "padding_token_id add_bos_token add_eos_token add_space_prefix".split()
+    "padding_token_id eos_token_ids add_bos_token add_eos_token add_space_prefix".split()
 )
 # Tokens for tasks that nobody asks for here, and other forms of what is read.
 _UNREAD = frozenset(
@@ -28,8 +29,9 @@ class Vocabulary(NamedTuple):
     """model: one of MODELS.  pre: a name of PRE_TOKENIZERS; empty for SentencePiece.
 
     tokens: as the file spells them.  types, scores: of each token.  merges: pairs, joined by a blank.
-    named: ids by what they are for ("bos", "eos", "unknown", "padding").  begins, ends: whether texts get these tokens.
-    space_first: whether a text gets a blank at its beginning (SentencePiece).
+    named: ids by what they are for ("bos", "eos", "eot", "eom", "unknown", "padding").  end_ids: those that end a text.
+    begins, ends: whether texts get the token "bos" before them and "eos" after them.
+    space_first: whether a text, and what follows a special token, gets a blank at its beginning (SentencePiece).
     """
 
     model: str
@@ -39,6 +41,7 @@ class Vocabulary(NamedTuple):
     scores: list[float]
     merges: list[str]
     named: dict[str, int]
+    end_ids: tuple[int, ...]
     begins: bool
     ends: bool
     space_first: bool
@@ -75,20 +78,36 @@ class Vocabulary(NamedTuple):
                 f"{where}tokens must be distinct and at most {vocab_size}, the rows of the embeddings, got {len(tokens)}, "
                 f"{len(set(tokens))} of them distinct"
             )
-        rule = PRE_TOKENIZERS[pre] if is_pairs else None
+        template = file.keys.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ValueError(f"{file.path}: tokenizer.chat_template must be a text, got {template!r}")
+        rule, named = PRE_TOKENIZERS[pre] if is_pairs else None, _named(keys, len(tokens), where)
+        begins = _flag(keys, "add_bos_token", where, rule is None or rule.begins)
+        ends = _flag(keys, "add_eos_token", where, False)
+        for wanted, name in ((begins, "bos"), (ends, "eos")):
+            if wanted and name not in named:
+                raise ValueError(f"{where}{name}_token_id is missing, but texts get that token by {where}add_{name}_token")
+        types = _list(keys, "token_type", int, where, len(tokens))
         return cls(
             model,
             pre if is_pairs else "",
             tokens,
-            _list(keys, "token_type", int, where, len(tokens)),
-            [] if is_pairs else _list(keys, "scores", float, where, len(tokens)),
-            _list(keys, "merges", str, where) if is_pairs else [],
-            _named(keys, len(tokens), where),
-            _flag(keys, "add_bos_token", where, rule is None or rule.begins),
-            _flag(keys, "add_eos_token", where, False),
+            types,
+            [] if is_pairs else _scores(keys, types, where),
+            _merges(keys, set(tokens), where) if is_pairs else [],
+            named,
+            _end_ids(keys, named, len(tokens), where),
+            begins,
+            ends,
             _flag(keys, "add_space_prefix", where, True),
-            file.keys.get("tokenizer.chat_template"),
+            template,
         )
+
+    def unknown(self) -> str | None:
+        """The token that stands for what no other spells; None if there is none."""
+        first = self.types.index(UNKNOWN) if UNKNOWN in self.types else None
+        found = self.named.get("unknown", first)
+        return None if found is None else self.tokens[found]
 
 
 def _list(keys: dict[str, Any], key: str, kind: type, where: str, length: int | None = None) -> list[Any]:
@@ -108,13 +127,35 @@ def _flag(keys: dict[str, Any], key: str, where: str, default: bool) -> bool:
     return value
 
 
+def _id(value: Any, key: str, count: int, where: str) -> int:
+    if type(value) is not int or not 0 <= value < count:
+        raise ValueError(f"{where}{key} must be a token id in [0, {count - 1}], got {value!r}")
+    return value
+
+
 def _named(keys: dict[str, Any], count: int, where: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
-        value = keys.get(f"{name}_token_id")
-        if value is None:
-            continue
-        if type(value) is not int or not 0 <= value < count:
-            raise ValueError(f"{where}{name}_token_id must be a token id in [0, {count - 1}], got {value!r}")
-        found[name] = value
-    return found
+    given = {name: keys.get(f"{name}_token_id") for name in _NAMED}
+    return {name: _id(value, f"{name}_token_id", count, where) for name, value in given.items() if value is not None}
+
+
+def _end_ids(keys: dict[str, Any], named: dict[str, int], count: int, where: str) -> tuple[int, ...]:
+    more = [] if keys.get("eos_token_ids") is None else _list(keys, "eos_token_ids", int, where)
+    own = [named[name] for name in _ENDS if name in named]
+    return tuple(dict.fromkeys([*own, *(_id(token, "eos_token_ids", count, where) for token in more)]))
+
+
+def _scores(keys: dict[str, Any], types: list[int], where: str) -> list[float]:
+    """SentencePiece merges by them, so they must tell pieces apart: some old converters wrote one number for all."""
+    scores = _list(keys, "scores", float, where, len(types))
+    if len({score for score, kind in zip(scores, types) if kind == NORMAL}) < 2:
+        raise ValueError(f"{where}scores must say which pieces are merged first, got one number for all of them")
+    return scores
+
+
+def _merges(keys: dict[str, Any], tokens: set[str], where: str) -> list[str]:
+    merges = _list(keys, "merges", str, where)
+    for merge in merges:
+        first, blank, second = merge.partition(" ")
+        if not blank or not {first, second, first + second} <= tokens:
+            raise ValueError(f"{where}merges must hold two tokens each, joined by a blank, that make a third, got {merge!r}")
+    return merges

@@ -15,6 +15,7 @@ from specdec.loading.pair import weights_bytes
 from specdec.loading.plan import plan_memory
 from specdec.models.registry import check_chosen, choose_target
 from specdec.options import EngineOptions
+from specdec.prompts import Tokenizer
 
 
 @pytest.fixture
@@ -59,7 +60,8 @@ def check(path: Path) -> None:
         ({"llama.rope.scaling.type": "yarn"}, "rope type must be default, linear or llama3, got 'yarn'"),
         ({"llama.rope.scaling.type": "linear"}, "rope type .linear. needs factor"),
         ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor must be 1 or left out, got 2.0"),
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scale_linear": 2.0}, "are both there; expected one"),
+        ({"llama.rope.scaling.factor": 8.0, "llama.rope.scale_linear": 2.0}, "scale_linear must be equal, got 8.0 and 2.0"),
+        ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor must be 1 or left out"),
         ({"llama.attention.head_count": [4, 4, 4, 4]}, "num_attention_heads must be a whole number"),
         ({"llama.attention.head_count": 3}, "no whole pairs of 3 heads|must be a multiple"),
         ({"llama.block_count": 9}, r"m\.gguf: num_hidden_layers is 9, but the checkpoint holds 4 layers"),
@@ -81,7 +83,7 @@ def test_a_sound_file_says_nothing_more_by_other_keys(tmp_path, folder):
         "general.name": "x", "general.license": "mit", "general.base_model.0.name": "y", "general.tags": ["a", "b"],
         "general.quantization_version": 2, "general.file_type": 7, "quantize.imatrix.file": "i", "split.count": 0,
         "llama.expert_count": 0, "llama.tensor_data_layout": "Meta AI original pth", "llama.rope.scaling.type": "none",
-        "llama.rope.scaling.finetuned": False, "general.type": "model",
+        "llama.rope.scaling.finetuned": False, "general.type": "model", "mradermacher.quantize_version": "2",
     }  # fmt: skip
     check(rewritten(write_gguf(folder, tmp_path / "plain.gguf"), tmp_path / "m.gguf", keys))
 
@@ -135,10 +137,30 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, folder):
 
 def test_linear_rope_by_either_key(tmp_path, folder):
     """Keeps out: a scaling of older files that is passed over."""
-    old = write_gguf(folder, tmp_path / "old.gguf", rope__scale_linear=2.0)
-    new = write_gguf(folder, tmp_path / "new.gguf", rope__scaling__type="linear", rope__scaling__factor=2.0)
-    assert choose_target(old).config.rope == choose_target(new).config.rope
-    assert (choose_target(old).config.rope.kind, choose_target(old).config.rope.factor) == ("linear", 2.0)
+    ways: list[dict[str, Any]] = [
+        dict(rope__scale_linear=2.0), dict(rope__scaling__type="linear", rope__scaling__factor=2.0),
+        dict(rope__scaling__factor=2.0), dict(rope__scaling__factor=2.0, rope__scale_linear=2.0),
+    ]  # fmt: skip
+    for number, keys in enumerate(ways):
+        rope = choose_target(write_gguf(folder, tmp_path / f"{number}.gguf", **keys)).config.rope
+        assert (rope.kind, rope.factor) == ("linear", 2.0), keys
+
+
+def test_what_a_key_that_is_left_out_means(tmp_path, folder):
+    """Keeps out: another number of key heads, width of a head or rope than llama.cpp takes where a file does not say."""
+    many = save_target(tmp_path / "many", "llama", **{**SIZES, "num_key_value_heads": 4})
+    left_out = dict.fromkeys(("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base"))
+    found = choose_target(write_gguf(many, tmp_path / "m.gguf", **left_out)).config
+    assert (found.num_kv_heads, found.head_dim, found.rope.theta) == (4, 16, 10000.0)
+    check(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("types", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")]
+)
+def test_the_dtype_holds_what_the_file_holds(tmp_path, folder, types, dtype):
+    """Keeps out: numbers of a file in float16 or float32 that are rounded to bfloat16 on a GPU."""
+    assert choose_target(write_gguf(folder, tmp_path / "m.gguf", lambda name: types)).config.dtype == dtype
 
 
 def test_what_no_gguf_file_can_do(tmp_path, folder, capsys):
@@ -146,8 +168,11 @@ def test_what_no_gguf_file_can_do(tmp_path, folder, capsys):
     path = write_gguf(folder, tmp_path / "m.gguf")
     with pytest.raises(ValueError, match="backend='transformers' reads folders .*nearest setting that works: backend='native'"):
         choose_target(path, "transformers")
-    with pytest.raises(ValueError, match=r"target: expected an existing GGUF file, got '/nowhere/m.gguf'"):
-        SpecDecoder.from_pretrained("/nowhere/m.gguf")
+    with pytest.raises(ValueError, match=r"target: expected an existing GGUF file, got '/nowhere/m.GGUF'"):
+        SpecDecoder.from_pretrained("/nowhere/m.GGUF")
+    assert choose_target(folder.rename(tmp_path / "folder.gguf")).config.hidden_size == 64, "a folder, whatever its name"
+    with pytest.raises(ValueError, match="tensor 'token_embd.weight' is missing"):
+        Tokenizer(rewritten(path, tmp_path / "n.gguf", token_embd__weight=None))
     with pytest.raises(ValueError, match="draft: expected a draft head in its folder .GGUF files are for targets"):
         SpecDecoder.from_pretrained(path, path, SpecConfig(), device="cpu")
     with pytest.raises(ValueError, match=r"m\.gguf: draft='mtp'|draft='mtp' runs"):
@@ -158,7 +183,7 @@ def test_what_no_gguf_file_can_do(tmp_path, folder, capsys):
 
 def test_plans_and_ranks_count_a_file(tmp_path, folder):
     """Keeps out: a plan, or a share of a rank, that counts no bytes of a GGUF file, or blocks as bytes of a matrix."""
-    plain, coded = (write_gguf(folder, tmp_path / f"{t}.gguf", lambda name, t=t: t) for t in ("F32", "Q8_0"))
+    plain, coded, powers = (write_gguf(folder, tmp_path / f"{t}.gguf", lambda name, t=t: t) for t in ("F32", "Q8_0", "MXFP4"))
     assert weights_bytes(plain) == plain.stat().st_size
 
     def planned(path: Path, **settings: str) -> int:
@@ -169,6 +194,8 @@ def test_plans_and_ranks_count_a_file(tmp_path, folder):
     sizes = planned(plain), planned(coded, quantize="blocks")
     matrices = 4 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 96) + 40 * 64
     assert sizes[0] - sizes[1] == matrices * 4 - (matrices + matrices // 32 * 2)
+    padded = matrices // 2 + 4 * 64 * 16  # rows of 96 columns lie in runs of 64
+    assert planned(plain) - planned(powers, quantize="blocks") == matrices * 4 - (padded + matrices // 32 * 4)
 
 
 def test_llama3_scaling_is_found(tmp_path):

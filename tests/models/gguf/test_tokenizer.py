@@ -97,17 +97,60 @@ def test_ids_are_those_of_sentencepiece(tmp_path):
         got = made.encode(text, add_special_tokens=False)
         assert got == model.encode(text), text
         assert made.decode(got) == model.decode(got)
-    assert made.encode("a <think> b")[0] == model.bos_id(), "a text begins with <s> where no key says otherwise"
-    assert model.piece_to_id("<think>") in made.encode("a<think>b")
+    assert made.encode("a b")[0] == model.bos_id(), "a text begins with <s> where no key says otherwise"
 
 
+def test_blanks_around_special_tokens(tmp_path):
+    """Keeps out: another blank after a special token than llama.cpp and the tokenizer.json of Llama 2 put there."""
+    model, keys = sentence_pieces()
+    made, think = tokenizer_of(vocabulary(tmp_path, keys)), model.piece_to_id("<think>")
+    for before, after in (("a", "b"), ("a ", " b"), ("", "b c")):
+        wanted = [*(model.encode(before) if before else []), think, *model.encode(after)]
+        assert made.encode(f"{before}<think>{after}", add_special_tokens=False) == wanted
+
+
+@pytest.mark.parametrize("change", ["no unknown type", "no blank", "an unused piece"])
+def test_less_common_vocabularies_of_sentencepiece(tmp_path, change):
+    """Keeps out: <unk> that a converter wrote as a control token, a first blank where the file says none, and a merge that
+    makes a piece which no text may have.
+    """
+    model, keys = sentence_pieces()
+    if change == "no unknown type":
+        keys["token_type"][model.unk_id()] = 3
+    if change == "no blank":
+        keys["add_space_prefix"] = False
+    whole = model.encode("the", out_type=str)[-1]
+    if change == "an unused piece":
+        assert whole == "▁the"
+        keys["token_type"][model.piece_to_id(whole)] = 5
+    made = tokenizer_of(vocabulary(tmp_path, keys))
+    ids = made.encode("the cat", add_special_tokens=False)
+    if change == "no unknown type":
+        assert ids == model.encode("the cat")
+    if change == "no blank":
+        assert made.convert_ids_to_tokens(ids)[0][0] == "t" and made.decode(ids) == "the cat"
+    if change == "an unused piece":
+        assert whole not in made.convert_ids_to_tokens(ids) and made.decode(ids) == "the cat"
+
+
+def test_all_ends_that_a_file_names_end_a_text(tmp_path):
+    """Keeps out: Llama 3's <|eot_id|>, which is the end of a turn beside that of a text, left out."""
+    keys = pairs_of_bytes("llama-bpe")
+    end = keys["eos_token_id"]
+    folder = save_target(tmp_path / "folder", "llama", **SIZES, vocab_size=len(keys["tokens"]))
+    more = {"eot_token_id": end - 1, "eom_token_id": end, "eos_token_ids": [end, 7]}
+    assert choose_target(write_gguf(folder, tmp_path / "m.gguf", vocabulary=keys | more)).config.eos_ids == (end, end - 1, 7)
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "qwen2"])
 @pytest.mark.parametrize("begins", [True, False, None])
-def test_what_a_text_begins_and_ends_with(tmp_path, begins):
+def test_what_a_text_begins_and_ends_with(tmp_path, begins, pre):
     """Keeps out: a token that begins texts where the file says that there is none, or none where the family has one."""
-    keys = pairs_of_bytes("llama-bpe") | {"add_eos_token": True} | ({} if begins is None else {"add_bos_token": begins})
+    keys = pairs_of_bytes(pre) | {"add_eos_token": True} | ({} if begins is None else {"add_bos_token": begins})
     found = vocabulary(tmp_path, keys)
     ids = tokenizer_of(found).encode("The cat")
-    assert (ids[0] == found.named["bos"]) == (begins is not False) and ids[-1] == found.named["eos"]
+    wanted = pre != "qwen2" if begins is None else begins
+    assert (ids[0] == found.named["bos"]) == wanted and ids[-1] == found.named["eos"]
 
 
 def test_special_tokens_and_chats(tmp_path):
@@ -146,7 +189,13 @@ def test_a_file_without_a_tokenizer_takes_ids(tmp_path):
         ({"token_type": [1, 2]}, r"token_type must have \d+ values"),
         ({"tokens": ["a", "a"]}, "tokens must be distinct"),
         ({"merges": [1, 2]}, "merges must be a list of str"),
+        ({"merges": ["zz zz"]}, "merges must hold two tokens each, joined by a blank, that make a third, got 'zz zz'"),
+        ({"merges": ["ab"]}, "merges must hold two tokens each"),
         ({"eos_token_id": 99999}, "eos_token_id must be a token id in"),
+        ({"eot_token_id": 99999}, "eot_token_id must be a token id in"),
+        ({"eos_token_ids": [99999]}, "eos_token_ids must be a token id in"),
+        ({"tokenizer.chat_template": 7}, "chat_template must be a text, got 7"),
+        ({"model": "llama", "scores": [0.0] * 705}, "scores must say which pieces are merged first"),
         ({"add_bos_token": 1}, "add_bos_token must be true or false"),
     ],
 )

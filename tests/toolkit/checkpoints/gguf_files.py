@@ -19,7 +19,9 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt_oss"
 NAMES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16)
 # gpt-oss's kind of rope, over few positions; `truncate` is what no key of a GGUF file says.
-GPT_OSS_ROPE = dict(rope_type="yarn", rope_theta=15000.0, factor=8.0, original_max_position_embeddings=32, truncate=False)
+GPT_OSS_ROPE: dict[str, Any] = dict(
+    rope_type="yarn", rope_theta=15000.0, factor=8.0, original_max_position_embeddings=32, truncate=False
+)
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -84,6 +86,7 @@ def own_keys(config: dict[str, Any]) -> dict[str, Any]:
         keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope.get("rope_type") == "yarn":
         keys |= {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
+        keys |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow") if name in rope}
     if config["model_type"] == "gpt_oss":
         keys |= {
             "expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"],
