@@ -5,23 +5,10 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
+from toolkit.checkpoints.gguf_files import random_blocks
 
 from specdec.models.gguf.blocks import BLOCKS, CODED, PIECE, dequantised
 from specdec.ops.quantised.codes import values
-
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}  # where scales lie
-
-
-def random_blocks(type: str, count: int) -> np.ndarray:
-    """Any bytes, but that scales are finite."""
-    random = np.random.default_rng(count)
-    blocks = random.integers(0, 256, (count, BLOCKS[type].bytes), dtype=np.uint8)
-    for place in HALVES.get(type, (0,)):
-        scales = random.normal(size=count).astype(np.float16)
-        blocks[:, place : place + 2] = scales.view(np.uint8).reshape(count, 2)
-    if type == "MXFP4":
-        blocks[:, 0] = random.integers(90, 160, count)
-    return blocks
 
 
 @pytest.mark.parametrize("type", BLOCKS)
@@ -29,14 +16,14 @@ def test_numbers_are_those_of_gguf(type):
     """Keeps out: a nibble, a high bit or a scale of a sub-block taken from beside its place; sums in another order."""
     kind = gguf.GGMLQuantizationType[type]
     assert (BLOCKS[type].columns, BLOCKS[type].bytes) == gguf.GGML_QUANT_SIZES[kind]
-    blocks = random_blocks(type, PIECE // BLOCKS[type].columns + 3)  # more than one piece
+    blocks = random_blocks(type, PIECE // BLOCKS[type].columns + 3, 0)  # more than one piece
     assert torch.equal(dequantised(type, torch.from_numpy(blocks)), torch.from_numpy(dequantize(blocks, kind)))
 
 
 @pytest.mark.parametrize("type", CODED)
 def test_codes_and_scales_are_the_numbers(type):
     """Keeps out: a type that is kept as codes and would need a zero, another group, or more bits than our codes have."""
-    coded, blocks = CODED[type], torch.from_numpy(random_blocks(type, 100))
+    coded, blocks = CODED[type], torch.from_numpy(random_blocks(type, 100, 1))
     codes, scales = coded.parts(blocks)
     assert codes.dtype == torch.uint8 and codes.shape == (100, 32) and scales.shape == (100, 1)
     assert torch.equal(values(coded.kind, codes) * scales.float(), dequantised(type, blocks))

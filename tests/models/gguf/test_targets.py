@@ -74,6 +74,14 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path, family, types):
     expect_equal(load(path), load(plain))
 
 
+def test_a_file_of_sub_blocks_is_the_model_that_it_was_made_of(tmp_path):
+    """Keeps out: Q4_K_M, the mixture of types that most files are in, read with rows or columns of blocks in another order."""
+    types = lambda name: {"q": "Q4_K", "k": "Q5_K", "v": "Q6_K", "d": "Q6_K"}.get(name.split(".")[-2][0], "Q4_K")  # noqa: E731
+    folder = save(tmp_path, "llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    path, plain = write_gguf(folder, tmp_path / "m.gguf", types), save_as_stored(folder, tmp_path / "plain", types)
+    expect_equal(load(path), load(plain))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_transformers_reads_the_same_of_a_file(tmp_path, family):
     """Keeps out: names or orders that our reader and our writer of test files get wrong alike."""

@@ -17,6 +17,9 @@ from torch import Tensor
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt_oss": "gpt-oss"}
 NAMES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+BLOCK_COLUMNS = 256  # of the types with sub-blocks
+# Where scales in float16 lie in a block: at its beginning alone, if nothing else is said.
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16)
 # gpt-oss's kind of rope, over few positions; `truncate` is what no key of a GGUF file says.
 GPT_OSS_ROPE: dict[str, Any] = dict(
@@ -54,8 +57,10 @@ def write_gguf(
             stem, ending = other, "weight"
         found = names.get_name(stem)
         assert found is not None, other
-        numbers = turned(tensor, other, config) if name == "llama" else tensor
-        add(writer, f"{found}.{ending}", numbers.float().numpy(), "F32" if tensor.dim() == 1 else types(other))
+        kind = gguf.GGMLQuantizationType["F32" if tensor.dim() == 1 else types(other)]
+        rows = torch.from_numpy(stored_rows(tensor, kind))
+        rows = turned(rows, other, config) if name == "llama" else rows
+        writer.add_tensor(f"{found}.{ending}", rows.numpy(), raw_dtype=kind)
     if name == "gpt-oss":
         add_experts(writer, load_file(folder / "model.safetensors"))
     rope = config.get("rope_parameters") or {}
@@ -108,9 +113,24 @@ def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, type: str) -> None:
-    kind = gguf.GGMLQuantizationType[type]
-    writer.add_tensor(name, quantize(numbers, kind), raw_dtype=kind)
+def stored_rows(tensor: Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """A matrix as its rows of blocks; of types that `gguf` can only read, any blocks, the same ones for the same matrix."""
+    if kind.name not in ("Q4_K", "Q5_K", "Q6_K"):
+        return quantize(tensor.float().numpy(), kind)
+    seed = int(tensor.float().abs().sum() * 1e3)
+    return random_blocks(kind.name, tensor.numel() // BLOCK_COLUMNS, seed, 1e-4).reshape(len(tensor), -1)
+
+
+def random_blocks(type: str, count: int, seed: int, scale: float = 1.0) -> np.ndarray:
+    """Any bytes, uint8 [count, bytes of a block], but that scales are numbers of about this size."""
+    random, size = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
+    blocks = random.integers(0, 256, (count, size), dtype=np.uint8)
+    for place in HALVES.get(type, (0,)):
+        scales = (scale * random.normal(size=count)).astype(np.float16)
+        blocks[:, place : place + 2] = scales.view(np.uint8).reshape(count, 2)
+    if type == "MXFP4":
+        blocks[:, 0] = random.integers(90, 160, count)
+    return blocks
 
 
 def turned(tensor: Tensor, name: str, config: dict[str, Any]) -> Tensor:
@@ -125,7 +145,7 @@ def turned(tensor: Tensor, name: str, config: dict[str, Any]) -> Tensor:
 def as_stored(tensor: Tensor, type: str) -> Tensor:
     """What `gguf` reads again of a matrix that it wrote in a type."""
     kind = gguf.GGMLQuantizationType[type]
-    return torch.from_numpy(dequantize(quantize(tensor.float().numpy(), kind), kind)).view(tensor.shape)
+    return torch.from_numpy(dequantize(stored_rows(tensor, kind), kind)).view(tensor.shape)
 
 
 def save_as_stored(folder: Path, out: Path, types: Callable[[str], str]) -> Path:
