@@ -76,8 +76,10 @@ def _with_blocks(chosen: TargetChoice, folder: Path) -> TargetChoice:
     """The choice, whose matrices stay in a GGUF file's blocks where these are codes of ours.  ValueError if none are."""
     kept = blocks_of(open_gguf(folder), chosen.config) if is_gguf(folder) else None
     if kept is None:
+        held = sorted({each.type for each in open_gguf(folder).tensors.values()}) if is_gguf(folder) else []
+        what = f"has none beside the embeddings ({', '.join(held)})" if held else "is no such file"
         raise ValueError(
-            f"quantize={BLOCKS!r} keeps matrices of a GGUF file in {', '.join(CODED)}, but {folder} has none; nearest setting "
+            f"quantize={BLOCKS!r} keeps matrices of a GGUF file in {', '.join(CODED)}, but {folder} {what}; nearest setting "
             "that works: quantize='none'"
         )
     return chosen._replace(config=replace(chosen.config, quantization=kept))

@@ -16,7 +16,8 @@ from specdec.models.checkpoints.files import stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
 from specdec.models.checkpoints.stored import SAFE_DTYPES, StoredTensor
 from specdec.models.gguf.coded import GgmlBlocks
-from specdec.models.gguf.file import gguf_in, is_gguf
+from specdec.models.gguf.container import MAGIC
+from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import Format
 
@@ -40,8 +41,7 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
     if is_folder:
         return path
     if is_there:
-        wanted = "a draft head in its folder (GGUF files are for targets)" if is_gguf(path) else "a model folder"
-        raise ValueError(f"{argument}: expected {wanted} or a hub id, got the file {text!r}; nearest: {str(path.parent)!r}")
+        raise ValueError(f"{argument}: expected a model folder or a hub id, got the file {text!r}; nearest: {_instead(path)}")
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise ValueError(f"{argument}: expected an existing model folder or a hub id like 'org/name', got {text!r}")
     from huggingface_hub import snapshot_download
@@ -56,6 +56,18 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
         raise ValueError(f"{argument} is no local folder, and no hub id either: {error}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"{argument}: {text!r} is no local folder, and the hub did not give it: {error}") from error
+
+
+def _instead(path: Path) -> str:
+    """What may be meant by a file that is given for a folder."""
+    try:
+        with path.open("rb") as file:
+            holds_gguf = file.read(4) == MAGIC
+    except OSError:
+        holds_gguf = False
+    if not holds_gguf:
+        return repr(str(path.parent))
+    return "the file as a target, since a GGUF file holds no draft head" if is_gguf(path) else f"a name that ends in {SUFFIX}"
 
 
 def resolve_target(name: str | Path, argument: str) -> Path:

@@ -36,13 +36,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for key, name in architecture.sizes.items():
         if (value := own.pop(key, None)) is None:
             continue
-        if config.get(name, value) != value:
+        if name in config and config[name] != value:
             raise ValueError(f"{where}: {file.architecture}.{key} must be {config[name]!r}, as another key says, got {value!r}")
         config[name] = value
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ValueError(f"{where}: tensor 'token_embd.weight' is missing; expected a whole model's tensors")
-    config["vocab_size"] = embedding.shape[0]
+    config["vocab_size"] = file.vocab_size
     config |= _rope_and_heads(file, own, config, where)
     config |= _as_tensors_say(file, architecture)
     for key, neutral in _NEUTRAL.items():
@@ -70,7 +67,7 @@ def _rope_and_heads(file: GgufFile, own: dict[str, Any], config: dict[str, Any],
     if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         head_dim = hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
-        if (value := own.pop(key, head_dim)) != head_dim:
+        if (value := own.pop(key, head_dim)) != head_dim and head_dim is not None:  # without one, other keys are at fault
             raise ValueError(
                 f"{where}: {file.architecture}.{key} must be the width of a head, {head_dim}, got {value!r}: values of another "
                 "width, and heads of which a part is turned, are not computed here"

@@ -28,11 +28,12 @@ class Found(NamedTuple):
 
 
 class Header(NamedTuple):
-    """data: the byte of the file from which tensors' offsets are counted."""
+    """data: the byte of the file from which tensors' offsets are counted.  alignment: what these are multiples of."""
 
     keys: dict[str, Any]
     tensors: dict[str, Found]
     data: int
+    alignment: int
 
 
 class Cursor:
@@ -78,7 +79,8 @@ class Cursor:
 
     def _scalars(self, kind: int, count: int) -> list[Any]:
         if kind not in _SCALARS:
-            raise ValueError(f"the value at byte {self.at} is of type {kind}, which is none of GGUF's")
+            what = "a list of lists" if kind == _ARRAY else f"of type {kind}, which is none of GGUF's"
+            raise ValueError(f"the value at byte {self.at} is {what}")
         found = list(self.numbers(_SCALARS[kind], count))
         # The shortest number that float32 rounds to the same: 1e-05 was meant, and not 9.999999747378752e-06.
         return [float(str(each)) for each in np.array(found, np.float32)] if kind == _FLOAT32 else found
@@ -114,4 +116,4 @@ def read_header(data: memoryview) -> Header:
     alignment = keys.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise ValueError(f"general.alignment must be a multiple of 8, got {alignment!r}")
-    return Header(keys, tensors, -(-cursor.at // alignment) * alignment)
+    return Header(keys, tensors, -(-cursor.at // alignment) * alignment, alignment)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -43,11 +44,17 @@ class GgufTensor(NamedTuple):
     def rows(self) -> int:
         return math.prod(self.shape[:-1])
 
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.start + self.rows * self.row_bytes
+
 
 class GgufFile(NamedTuple):
-    """path: of the file.  keys: its metadata.  tensors: by their names in the file."""
+    """path: of the file.  state: what the file system said of it then.  keys: its metadata.  tensors: by their names there."""
 
     path: Path
+    state: tuple[int, int, int]
     keys: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
@@ -58,11 +65,25 @@ class GgufFile(NamedTuple):
             raise ValueError(f"{self.path}: general.architecture must name the model's architecture, got {name!r}")
         return name
 
+    @property
+    def vocab_size(self) -> int:
+        """The rows of the embedding table."""
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            found = "none" if embedding is None else f"one of shape {embedding.shape}"
+            raise ValueError(f"{self.path}: tensor 'token_embd.weight' must be a matrix, a row for each token, got {found}")
+        return embedding.shape[0]
+
     def read(self, name: str) -> np.ndarray:
-        """The bytes of a tensor, uint8 [rows, bytes of a row], in memory of their own."""
+        """The bytes of a tensor, uint8 [rows, bytes of a row], in memory of their own.  ValueError if the file has changed."""
         tensor = self.tensors[name]
         count = tensor.rows * tensor.row_bytes
-        return np.fromfile(self.path, np.uint8, count, offset=tensor.start).reshape(tensor.rows, tensor.row_bytes)
+        with self.path.open("rb") as file:
+            if _state(os.fstat(file.fileno())) != self.state:
+                raise ValueError(
+                    f"{self.path} was changed or replaced while it was read; nearest thing that works: load it again"
+                )
+            return np.fromfile(file, np.uint8, count, offset=tensor.start).reshape(tensor.rows, tensor.row_bytes)
 
 
 def is_gguf(place: Path) -> bool:
@@ -86,22 +107,21 @@ def gguf_in(folder: Path) -> Path | None:
 
 def open_gguf(path: Path) -> GgufFile:
     """Reads the header.  ValueError if the file can't be read or holds types that can't."""
-    if piece := _PIECE.search(path.name):
+    if (piece := _PIECE.search(path.name)) and int(piece[2]) > 1:
         raise ValueError(
             f"{path} is piece {int(piece[1])} of {int(piece[2])} of a model; nearest thing that works: one file, as "
             "llama-gguf-split --merge makes of them"
         )
     try:
-        status = path.stat()
-        return _opened(path, status.st_mtime_ns, status.st_size)
+        return _opened(path, _state(path.stat()))
     except OSError as error:
         raise ValueError(f"{path}: expected a GGUF file that can be read, got {error}") from error
 
 
 @lru_cache(maxsize=2)  # a start asks several times for what may take half a second; what the file system says is the key
-def _opened(path: Path, changed_ns: int, size: int) -> GgufFile:
+def _opened(path: Path, state: tuple[int, int, int]) -> GgufFile:
+    (_, _, size), tensors = state, {}
     header = _header(path, size)
-    tensors = {}
     for name, found in header.tensors.items():
         kind, start = _TYPES.get(found.type, f"number {found.type}"), header.data + found.offset
         if kind not in BLOCKS and kind not in FLOATS:
@@ -113,10 +133,27 @@ def _opened(path: Path, changed_ns: int, size: int) -> GgufFile:
         if not found.shape or 0 in found.shape or found.shape[-1] % columns:
             raise ValueError(f"{path}: tensor {name!r} of {kind} must have rows of whole blocks, got shape {found.shape}")
         tensors[name] = GgufTensor(kind, found.shape, start, found.shape[-1] // columns * bytes)
-        end = start + tensors[name].rows * tensors[name].row_bytes
-        if end > size:
-            raise ValueError(f"{path} has {size} bytes, but tensor {name!r} ends at byte {end}; was its download cut off?")
-    return GgufFile(path, header.keys, tensors)
+        if tensors[name].end > size:
+            ends = f"tensor {name!r} ends at byte {tensors[name].end}"
+            raise ValueError(f"{path} has {size} bytes, but {ends}; was its download cut off?")
+    _check_places(path, tensors, header.alignment)
+    return GgufFile(path, state, header.keys, tensors)
+
+
+def _state(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _check_places(path: Path, tensors: dict[str, GgufTensor], alignment: int) -> None:
+    """ValueError if a tensor begins where none may, or within another one."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start % alignment or tensor.start < end:
+            raise ValueError(
+                f"{path}: tensor {name!r} must begin at a multiple of {alignment}, and after byte {end}, where the one "
+                f"before it ends, got byte {tensor.start}: the file is broken"
+            )
+        end = tensor.end
 
 
 def _header(path: Path, size: int) -> Header:
@@ -127,4 +164,5 @@ def _header(path: Path, size: int) -> Header:
             with memoryview(mapped) as data:
                 return read_header(data)
     except ValueError as error:
-        raise ValueError(f"{path} is no whole GGUF file: {error}; was its download cut off?") from error
+        hint = "; was its download cut off?" if "it ends at byte" in str(error) else ""
+        raise ValueError(f"{path} is no whole GGUF file: {error}{hint}") from error

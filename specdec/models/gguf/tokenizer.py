@@ -16,9 +16,7 @@ _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 def gguf_tokenizer(path: Path) -> Any:
     """The tokenizer of a GGUF file; None if it has none."""
     file = open_gguf(path)
-    if "token_embd.weight" not in file.tensors:
-        raise ValueError(f"{path}: tensor 'token_embd.weight' is missing; expected a whole model's tensors")
-    vocabulary = Vocabulary.of(file, file.tensors["token_embd.weight"].shape[0])
+    vocabulary = Vocabulary.of(file, file.vocab_size)
     return None if vocabulary is None else tokenizer_of(vocabulary)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from specdec.models.gguf.file import GgufFile
@@ -88,6 +89,8 @@ class Vocabulary(NamedTuple):
             if wanted and name not in named:
                 raise ValueError(f"{where}{name}_token_id is missing, but texts get that token by {where}add_{name}_token")
         types = _list(keys, "token_type", int, where, len(tokens))
+        if strange := set(types) - set(range(NORMAL, BYTE + 1)):
+            raise ValueError(f"{where}token_type must hold numbers from {NORMAL} to {BYTE}, got {min(strange)}")
         return cls(
             model,
             pre if is_pairs else "",
@@ -147,6 +150,8 @@ def _end_ids(keys: dict[str, Any], named: dict[str, int], count: int, where: str
 def _scores(keys: dict[str, Any], types: list[int], where: str) -> list[float]:
     """SentencePiece merges by them, so they must tell pieces apart: some old converters wrote one number for all."""
     scores = _list(keys, "scores", float, where, len(types))
+    if not all(map(math.isfinite, scores)):
+        raise ValueError(f"{where}scores must be finite numbers")
     if len({score for score, kind in zip(scores, types) if kind == NORMAL}) < 2:
         raise ValueError(f"{where}scores must say which pieces are merged first, got one number for all of them")
     return scores

@@ -49,7 +49,7 @@ def test_every_cut_is_refused(tmp_path):
     for length in range(len(whole) - 32):  # of the last bytes some are padding
         path = tmp_path / f"cut{length}.gguf"
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=rf"{path}.*(cut off|ends at byte)"):
+        with pytest.raises(ValueError, match=rf"{path}.*(cut off|ends at byte|begins with)"):
             open_gguf(path)
 
 
@@ -90,12 +90,37 @@ def test_junk_says_what_it_is(tmp_path, data, problem):
 
 def test_pieces_and_types_are_refused_by_name(tmp_path):
     """Keeps out: one piece of several taken for a model; a type of block that nobody here can read, read as another."""
+    write(tmp_path / "model-00001-of-00001.gguf", {"a": np.ones(16, np.float32)})
+    assert open_gguf(tmp_path / "model-00001-of-00001.gguf").tensors, "the only piece is a whole model"
     with pytest.raises(ValueError, match="piece 1 of 3 .*llama-gguf-split --merge"):
         open_gguf(tmp_path / "model-00001-of-00003.gguf")
     folder = save_target(tmp_path / "folder", "llama", **{**SIZES, "intermediate_size": 256})
     path = write_gguf(folder, tmp_path / "m.gguf", lambda name: "TQ2_0" if "down" in name else "F32")
     with pytest.raises(ValueError, match="is stored as TQ2_0; expected one of F32"):
         open_gguf(path)
+
+
+def test_places_of_tensors_are_held_against_each_other(tmp_path):
+    """Keeps out: a broken table of tensors, by which one is read from the bytes of another."""
+    tensors = {"a": np.ones(16, np.float32), "b": np.ones(16, np.float32)}
+    whole = write(tmp_path / "m.gguf", tensors).read_bytes()
+    place = whole.index(b"b" + struct.pack("<IQI", 1, 16, 0)) + 1 + 16
+    assert struct.unpack_from("<Q", whole, place) == (64,)
+    for offset, problem in ((0, "after byte"), (32, "after byte"), (65, "multiple of 32")):
+        path = tmp_path / f"{offset}.gguf"
+        path.write_bytes(whole[:place] + struct.pack("<Q", offset) + whole[place + 8 :] + bytes(64))
+        with pytest.raises(ValueError, match=problem):
+            open_gguf(path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    """Keeps out: one model's first tensors with another one's last."""
+    path = write(tmp_path / "m.gguf", {"a": np.ones(16, np.float32)})
+    file = open_gguf(path)
+    write(tmp_path / "n.gguf", {"a": np.zeros(16, np.float32)}).rename(path)
+    with pytest.raises(ValueError, match="was changed or replaced while it was read"):
+        file.read("a")
+    assert not open_gguf(path).read("a").any()
 
 
 def test_the_header_takes_no_second_reading(tmp_path):

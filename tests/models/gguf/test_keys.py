@@ -64,6 +64,8 @@ def check(path: Path) -> None:
         ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor must be 1 or left out"),
         ({"llama.attention.head_count": [4, 4, 4, 4]}, "num_attention_heads must be a whole number"),
         ({"llama.attention.head_count": 3}, "no whole pairs of 3 heads|must be a multiple"),
+        ({"llama.block_count": float("nan")}, "num_hidden_layers must be a whole number of at least 1, got nan"),
+        ({"llama.embedding_length": "x"}, "hidden_size must be a whole number"),
         ({"llama.block_count": 9}, r"m\.gguf: num_hidden_layers is 9, but the checkpoint holds 4 layers"),
         ({"llama.feed_forward_length": 64}, "must have shape"),
         ({"general.alignment": 12}, "general.alignment must be a multiple of 8"),
@@ -108,7 +110,7 @@ def test_a_key_that_is_missing_is_named(tmp_path, folder, key):
         ({"mystery__weight": np.ones(16, np.float32)}, "not part of a llama model: mystery.weight"),
         ({"output__bias": np.ones(40, np.float32)}, "not part of a llama model: output.bias"),
         ({"blk__1__ffn_up__weight": None}, "tensor 'model.layers.1.mlp.up_proj.weight' is missing"),
-        ({"token_embd__weight": None}, "tensor 'token_embd.weight' is missing"),
+        ({"token_embd__weight": None}, "tensor 'token_embd.weight' must be a matrix, a row for each token, got none"),
         ({"rope_freqs__weight": np.linspace(1, 8, 8, dtype=np.float32)}, "must hold the factors of Llama 3.1's scaling"),
         (
             {"rope_freqs__weight": np.ones(4, np.float32)},
@@ -171,9 +173,9 @@ def test_what_no_gguf_file_can_do(tmp_path, folder, capsys):
     with pytest.raises(ValueError, match=r"target: expected an existing GGUF file, got '/nowhere/m.GGUF'"):
         SpecDecoder.from_pretrained("/nowhere/m.GGUF")
     assert choose_target(folder.rename(tmp_path / "folder.gguf")).config.hidden_size == 64, "a folder, whatever its name"
-    with pytest.raises(ValueError, match="tensor 'token_embd.weight' is missing"):
+    with pytest.raises(ValueError, match="tensor 'token_embd.weight' must be a matrix"):
         Tokenizer(rewritten(path, tmp_path / "n.gguf", token_embd__weight=None))
-    with pytest.raises(ValueError, match="draft: expected a draft head in its folder .GGUF files are for targets"):
+    with pytest.raises(ValueError, match="draft: .* nearest: the file as a target, since a GGUF file holds no draft head"):
         SpecDecoder.from_pretrained(path, path, SpecConfig(), device="cpu")
     with pytest.raises(ValueError, match=r"m\.gguf: draft='mtp'|draft='mtp' runs"):
         SpecDecoder.from_pretrained(path, "mtp", device="cpu")

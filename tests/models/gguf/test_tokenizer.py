@@ -197,6 +197,8 @@ def test_a_file_without_a_tokenizer_takes_ids(tmp_path):
         ({"tokenizer.chat_template": 7}, "chat_template must be a text, got 7"),
         ({"model": "llama", "scores": [0.0] * 705}, "scores must say which pieces are merged first"),
         ({"add_bos_token": 1}, "add_bos_token must be true or false"),
+        ({"token_type": [99] * 705}, "token_type must hold numbers from 1 to 6, got 99"),
+        ({"model": "llama", "scores": [float("nan")] * 705}, "scores must be finite numbers"),
     ],
 )
 def test_keys_that_are_wrong_are_named_before_weights_are_read(tmp_path, changes, problem):
