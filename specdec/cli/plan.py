@@ -23,12 +23,8 @@ UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--target",
-        type=not_empty,
-        metavar="DIR",
-        help="folder or hub id of the model, or a GGUF file; default: the shipped pair",
-    )
+    target = "folder or hub id of the model, or a GGUF file; default: the shipped pair"
+    add("--target", type=not_empty, metavar="DIR", help=target)
     draft = "folder or hub id of its draft head, or mtp or ngram; without it, a --target is planned alone"
     add("--draft", type=not_empty, metavar="DIR", help=draft)
     add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")

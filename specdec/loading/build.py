@@ -216,7 +216,7 @@ def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
     named = ", ".join(f"{tokenizer.piece(token)!r} ({token})" for token in config.eos_ids) or "none"
     warnings.warn(
         f"the chat template ends an answer with {tokenizer.piece(turn)!r} ({turn}), which the target's files do not name as an "
-        f"end (eos_token_id of generation_config.json, or else of config.json: {named}); texts end there too",
+        f"end (eos_token_id, of generation_config.json where it has one: {named}); texts end there too",
         stacklevel=2,
     )
     return (*config.eos_ids, turn)

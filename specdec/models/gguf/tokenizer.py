@@ -32,7 +32,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Any:
         core.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token in added])
     named = {_NAMES[name]: vocabulary.tokens[token] for name, token in vocabulary.named.items() if name in _NAMES}
     around = [(vocabulary.begins, "bos_token"), (vocabulary.ends, "eos_token")]
-    before, after = ([named[name]] if wanted and name in named else [] for wanted, name in around)
+    before, after = ([named[name]] if wanted else [] for wanted, name in around)
     if before or after:
         ids = [(token, core.token_to_id(token)) for token in {*before, *after}]
         core.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
