@@ -130,7 +130,8 @@ def kept_logits(logits_RW: Tensor, rows: RowSampling, border: Border | None, fir
 
     rows: one for each row of logits; a greedy row is divided by 1, and its filters are not meant.  first: the first id.
     """
-    scaled_RW = logits_RW.float() / rows.filters.heat_B[:, None]
+    logits_RW = logits_RW.float()  # as the border has them: 64 bits of a token at it would lie on either side
+    scaled_RW = logits_RW / rows.filters.heat_B[:, None]
     if border is None:
         return scaled_RW
     return scaled_RW.where(border.keeps(logits_RW, scaled_RW, first), -torch.inf)

@@ -6,6 +6,7 @@ This module checks what users ask for, and makes matchers of it.  It is the only
 from __future__ import annotations
 
 import importlib.util
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ class Grammars:
 
         try:
             if kind == "json_schema":
-                source = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+                source = LLMatcher.grammar_from_json_schema(text, defaults=_defaults(text))
             else:
                 source = grammar_from(kind, text)
         except ValueError as error:
@@ -120,13 +121,30 @@ class Grammars:
         with self._reading:
             if self._tokenizer is None:
                 try:
-                    source = self._tokenizer_json()
+                    source = _within(self._tokenizer_json(), self._vocab_size)
                     self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=self._eos_ids[0])
                 except Exception as error:  # of any kind: the library's own checks of what the file holds
                     raise ValueError(
                         f"{kind} needs a tokenizer that llguidance can read, of at most {self._vocab_size} ids: {error}"
                     ) from error
         return self._tokenizer
+
+
+def _defaults(schema: str) -> dict[str, Any]:
+    """What holds where a schema's own x-guidance does not say: nothing about blanks where it says anything about them."""
+    try:
+        said = json.loads(schema).get("x-guidance")
+    except (ValueError, AttributeError):  # true and false are schemas, too; what is no schema the library refuses
+        said = None
+    is_said = isinstance(said, dict) and any(key.startswith("whitespace") for key in said)
+    return {} if is_said else {"whitespace_pattern": WHITESPACE}
+
+
+def _within(tokenizer: str, size: int) -> str:
+    """A tokenizer.json without the added tokens that the model has no logits for, which no text can have."""
+    read = json.loads(tokenizer)
+    read["added_tokens"] = [token for token in read.get("added_tokens", []) if token["id"] < size]
+    return json.dumps(read)
 
 
 def _left(matcher: Matcher, tokens: Sequence[int], vocab_size: int) -> tuple[list[int], str]:

@@ -6,6 +6,7 @@ Shapes: N nodes, X words of a mask.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import sys
 from typing import Any
@@ -250,3 +251,27 @@ def mask_of(token: int) -> np.ndarray:
     mask_X = np.zeros(V // 32, np.int32)
     mask_X[token // 32] = 1 << token % 32
     return mask_X
+
+
+@pytest.mark.parametrize("said", [{"whitespace_flexible": False}, {"whitespace_pattern": ""}, {}])
+def test_a_schema_s_own_word_on_blanks_counts(said: dict[str, Any]) -> None:
+    """Keeps out: "whitespace_flexible": false, which our own pattern silenced."""
+    grammars, blank = Grammars(tokenizer_json, V, [EOS]), first_id(" ")
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "x-guidance": said})
+    left, _ = grammars.left_after(Grammar("json_schema", schema, (EOS,)), [first_id("{")])
+    assert (blank in left) == (not said), left
+
+
+def test_tokens_that_the_model_has_no_logits_for_change_nothing() -> None:
+    """Keeps out: three added ids above vocab_size, with which ordinary prompts ran and every schema failed."""
+    size = STOP + 1
+
+    def larger() -> str:
+        read = json.loads(tokenizer_json())
+        more = [dict(read["added_tokens"][-1], id=size + number, content=f"<more {number}>") for number in range(3)]
+        return json.dumps(read | {"added_tokens": [*read["added_tokens"], *more]})
+
+    rule = Grammar("json_schema", RULES["json_schema"], (STOP, EOS))
+    for tokens in ([], [first_id("{")]):
+        one, other = (Grammars(made, size, [EOS]).left_after(rule, tokens) for made in (tokenizer_json, larger))
+        assert one == other and one[0]

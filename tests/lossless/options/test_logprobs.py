@@ -88,6 +88,18 @@ def test_processed_logprobs_are_of_what_was_sampled_from(zoo: Zoo, decoder: Spec
         check(out, logp, 20)
 
 
+@pytest.mark.parametrize("kept", [1, 3])
+def test_processed_logprobs_in_float64_are_of_the_tokens_that_are_kept(zoo: Zoo, kept: int) -> None:
+    """Keeps out: a cutoff in float32 held against logits in float64, which dropped the token at it: two of three, or none."""
+    params = SamplingParams(12, 0.7, top_k=kept, seed=3, logprobs=10, logprobs_mode="processed")
+    with zoo.decoder("llama", dtype="float64") as made:
+        outputs = made.generate(ragged_prompts(V, 4, seed=2), params)
+    for out in outputs:
+        for each in out.logprobs or ():
+            finite = [logprob for logprob in each.top.values() if logprob > -np.inf]
+            assert len(finite) == kept and sum(np.exp(finite)) == pytest.approx(1.0, abs=1e-5)
+
+
 def test_the_shipped_pair_s_are_as_close_as_float32_allows() -> None:
     """Keeps out: log-probabilities of a trained model that are further from transformers' float32 than docs/API.md says, since
     a step on the way to them computes in less; the random models of the other tests are too small to show it."""
