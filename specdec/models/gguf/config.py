@@ -10,7 +10,7 @@ from typing import Any
 from specdec.models.gguf.architectures import TOP, Architecture, find_architecture
 from specdec.models.gguf.file import GgufFile
 from specdec.models.gguf.rope import rope_of
-from specdec.models.gguf.vocabulary import Vocabulary
+from specdec.models.gguf.vocabulary import GgufVocabulary
 
 # Whose keys describe the file and its making, and change nothing that a model computes.
 _ABOUT = ("general.", "quantize.", "split.", "imatrix.", "mradermacher.")  # the last: a publisher of many files
@@ -91,5 +91,5 @@ def _as_tensors_say(file: GgufFile, architecture: Architecture) -> dict[str, Any
 
 def _ends(file: GgufFile, vocab_size: int) -> dict[str, Any]:
     """Every token that the file calls the end of a text, of a turn or of a message."""
-    vocabulary = Vocabulary.of(file, vocab_size)  # which refuses what no tokenizer here could read, before a weight is read
+    vocabulary = GgufVocabulary.of(file, vocab_size)  # which refuses what no tokenizer here could read, before a weight is read
     return {} if vocabulary is None else {"eos_token_id": list(vocabulary.end_ids), "bos_token_id": vocabulary.named.get("bos")}

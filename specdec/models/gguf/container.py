@@ -19,7 +19,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
 
-class Found(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in the header.  type: ggml's number.  shape: rows before columns.  offset: from `Header.data`."""
 
     type: int
@@ -31,7 +31,7 @@ class Header(NamedTuple):
     """data: the byte of the file from which tensors' offsets are counted.  alignment: what these are multiples of."""
 
     keys: dict[str, Any]
-    tensors: dict[str, Found]
+    tensors: dict[str, TensorEntry]
     data: int
     alignment: int
 
@@ -103,7 +103,7 @@ def read_header(data: memoryview) -> Header:
         if name in keys:
             raise ValueError(f"the key {name} stands there twice")
         keys[name] = cursor.value(cursor.number("I"))
-    tensors: dict[str, Found] = {}
+    tensors: dict[str, TensorEntry] = {}
     for _ in range(tensor_count):
         name = cursor.string()
         if name in tensors:
@@ -112,7 +112,7 @@ def read_header(data: memoryview) -> Header:
         if dimensions > MOST_DIMENSIONS:
             raise ValueError(f"the tensor {name!r} has {dimensions} dimensions, expected at most {MOST_DIMENSIONS}")
         shape = tuple(reversed(cursor.numbers("Q", dimensions)))
-        tensors[name] = Found(cursor.number("I"), shape, cursor.number("Q"))
+        tensors[name] = TensorEntry(cursor.number("I"), shape, cursor.number("Q"))
     alignment = keys.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise ValueError(f"general.alignment must be a multiple of 8, got {alignment!r}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.models.gguf.file import open_gguf
 from specdec.models.gguf.pre_tokenizers import PRE_TOKENIZERS
-from specdec.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED, Vocabulary
+from specdec.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED, GgufVocabulary
 
 _BLANK = "\u2581"  # how SentencePiece writes a space
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -16,11 +16,11 @@ _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 def gguf_tokenizer(path: Path) -> Any:
     """The tokenizer of a GGUF file; None if it has none."""
     file = open_gguf(path)
-    vocabulary = Vocabulary.of(file, file.vocab_size)
+    vocabulary = GgufVocabulary.of(file, file.vocab_size)
     return None if vocabulary is None else tokenizer_of(vocabulary)
 
 
-def tokenizer_of(vocabulary: Vocabulary) -> Any:
+def tokenizer_of(vocabulary: GgufVocabulary) -> Any:
     """A transformers.PreTrainedTokenizerFast."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
@@ -41,7 +41,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Any:
     return made
 
 
-def _pairs_of_bytes(vocabulary: Vocabulary) -> Any:
+def _pairs_of_bytes(vocabulary: GgufVocabulary) -> Any:
     """GPT-2's scheme: bytes stand as characters, and pairs are merged within pieces."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -58,7 +58,7 @@ def _pairs_of_bytes(vocabulary: Vocabulary) -> Any:
     return core
 
 
-def _sentence_piece(vocabulary: Vocabulary) -> Any:
+def _sentence_piece(vocabulary: GgufVocabulary) -> Any:
     """SentencePiece's pairs: those are merged first whose piece has the highest score; bytes stand for unknown characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.convert_slow_tokenizer import generate_merges

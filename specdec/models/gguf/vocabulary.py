@@ -26,7 +26,7 @@ _NEUTRAL = {"add_sep_token": False, "remove_extra_whitespaces": False}
 _BESIDE = ("tokenizer.chat_template", "tokenizer.huggingface.json")  # beginnings of other keys that are known
 
 
-class Vocabulary(NamedTuple):
+class GgufVocabulary(NamedTuple):
     """model: one of MODELS.  pre: a name of PRE_TOKENIZERS; empty for SentencePiece.
 
     tokens: as the file spells them.  types, scores: of each token.  merges: pairs, joined by a blank.
@@ -49,7 +49,7 @@ class Vocabulary(NamedTuple):
     chat_template: str | None
 
     @classmethod
-    def of(cls, file: GgufFile, vocab_size: int) -> Vocabulary | None:
+    def of(cls, file: GgufFile, vocab_size: int) -> GgufVocabulary | None:
         """None if the file has no tokenizer.  ValueError names the key that is wrong, missing or unknown.
 
         vocab_size: the rows of the embedding table.

@@ -18,7 +18,7 @@ from specdec import SamplingParams, SpecDecoder
 from specdec.models.gguf.file import open_gguf
 from specdec.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from specdec.models.gguf.tokenizer import tokenizer_of
-from specdec.models.gguf.vocabulary import Vocabulary
+from specdec.models.gguf.vocabulary import GgufVocabulary
 from specdec.models.registry import choose_target
 from specdec.prompts import Tokenizer as Prompts
 
@@ -46,10 +46,10 @@ def pairs_of_bytes(pre: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def vocabulary(tmp_path: Path, keys: dict[str, Any]) -> Vocabulary:
+def vocabulary(tmp_path: Path, keys: dict[str, Any]) -> GgufVocabulary:
     folder = save_target(tmp_path / "folder", "llama", **SIZES, vocab_size=len(keys["tokens"]))
     path = write_gguf(folder, tmp_path / "m.gguf", vocabulary=keys)
-    found = Vocabulary.of(open_gguf(path), len(keys["tokens"]))
+    found = GgufVocabulary.of(open_gguf(path), len(keys["tokens"]))
     assert found is not None
     return found
 
