@@ -22,7 +22,7 @@ from specdec.engine.control.costs import Costs, Shape
 from specdec.limits import MAX_PAUSE
 
 GAIN = 0.015  # the threshold for another shape: it must promise this share more tokens per second
-LOOKING = 0.008, 0.002  # the share of time that looks may lose: after a change of shape, and after looks that changed nothing
+LOOKING = 0.004, 0.002  # the share of time that looks may lose: after a change of shape, and after a look that changed nothing
 MOST_SAVED = 3.0  # rounds' time that the account holds at most
 JUDGE_EVERY = 4  # rounds from one judgement of all shapes to the next
 LEAST_WAIT = 24  # rounds between two looks, at least
@@ -65,6 +65,10 @@ class Book:
     rates: dict[Shape, float] = field(default_factory=dict)
     judged: tuple[float, Sequence[Shape]] | None = None
     _knows_enough: bool = False
+
+    def smallest(self) -> SpecConfig:
+        """Of the first shapes, the one of the least work."""
+        return min(self.first, key=lambda shape: (shape.num_draft_tokens, shape.max_steps))
 
     def knows_enough(self) -> bool:
         """Whether the first shapes and that of no levels have run or were tried."""
@@ -164,17 +168,23 @@ class Controller:
         """
         usable = self.all if ready is None else ready
         book = self._book(size)
-        if unmeasured := self._unmeasured(book, usable):
+        if unmeasured := self._unmeasured(book, usable, share):
             return unmeasured[0]
         if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
             self._learn()
             book.judged, book.rates = (share, usable), self.rates(size, share, usable, book.best)
-            best, most = max(book.rates.items(), key=lambda item: item[1])
-            is_better = book.best not in book.rates or most >= (1 + GAIN) * book.rates[book.best]
-            if is_better and best != book.best:
+            if (best := self._better(book)) != book.best:
                 book.best, book.share = best, LOOKING[0]
         book.rounds += 1
         return self._look(book, share, pause)
+
+    def _better(self, book: Book) -> Shape:
+        """The shape to go on with: another one if it promises more by a margin, none if the present one is worth no more."""
+        best, most = max(book.rates.items(), key=lambda item: item[1])
+        if book.best not in book.rates or most >= (1 + GAIN) * book.rates[book.best]:
+            return best
+        is_worth_it = book.rates[book.best] >= (1 + GAIN / 2) * book.rates.get(None, 0.0)
+        return book.best if is_worth_it else None
 
     def rates(self, size: Size, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
         """Tokens a second and row: as expected, or where a shape runs, what others may well reach of which less is known."""
@@ -188,7 +198,7 @@ class Controller:
     def reason(self, size: Size, share: float = 1.0) -> str:
         """What runs at that size, and why.  Any thread may ask, so nothing is learned here."""
         book = self.books.get(size)
-        if book is None or not book.costs.is_known(book.best):
+        if book is None or not book.rounds or not book.costs.is_known(book.best):
             return f"{size}: none yet; {self._measured_so_far(size, share)}"
         rates = self.rates(size, share, [shape for shape in (None, *self.shapes) if shape != book.best])
         second = max(rates, key=lambda shape: rates[shape])
@@ -203,7 +213,7 @@ class Controller:
         book = self.books.get(size)
         if book is None:
             return "no round ran"
-        shapes = [*book.first, None]
+        shapes: list[Shape] = [*book.first, None] if self.tries else [None, book.smallest()]
         known = [self._line(size, shape, share) for shape in shapes if book.costs.is_known(shape)]
         missing = ", ".join(label(shape) for shape in shapes if not book.costs.is_known(shape))
         found = (
@@ -229,11 +239,21 @@ class Controller:
                 self.books[size] = Book(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
         return self.books[size]
 
-    def _unmeasured(self, book: Book, usable: Sequence[Shape]) -> list[Shape]:
-        """The shapes to run because too little is known of costs; none if enough is."""
+    def _unmeasured(self, book: Book, usable: Sequence[Shape], share: float) -> list[Shape]:
+        """The shapes to run because too little is known of costs; none if enough is.
+
+        Where a shape can't be tried on the side, its first rounds cost what they cost.  So no levels run first, then the shape
+        of the least work until it has been measured or seems worth nothing; what others cost is guessed from these.
+        """
         if self.tries:  # what was tried is read a round late
             return [] if book.knows_enough() else [shape for shape in book.first if shape in usable]
-        return [shape for shape in (*book.first, None) if book.costs.runs(shape) < FIRST_RUNS]
+        small = book.smallest()
+        unmeasured = [shape for shape in (None, small) if book.costs.runs(shape) < FIRST_RUNS]
+        if unmeasured == [small] and book.costs.runs(small):
+            self._learn()
+            worth = self._tokens(small, share) * book.costs.of(None) / book.costs.of(small)
+            return unmeasured if worth >= 1 + GAIN else []
+        return unmeasured
 
     def _look(self, book: Book, share: float, pause: int) -> Shape:
         """The best shape, or another one to be looked at."""

@@ -2,7 +2,7 @@
 
 Shapes are measured at different times.  A round reads the keys and values of all rows, so its cost grows with their tokens, by
 as much for one shape as for another: that growth is learned from the shapes that run, and taken off.  What a shape shows beyond
-it while it runs steadily (a GPU that slows down, another program) is added to what was measured of the others.  A shape that
+it while it runs steadily (a GPU that slows down, another program that is busy) makes the others as much slower.  A shape that
 was tried (run on the side, its results thrown away) counts as measured until it has run; a shape of which nothing is known lies
 on a line through its neighbours.
 """
@@ -21,7 +21,6 @@ MOST_GROWTH = 1.3  # which counts as so much of the average at most: what held o
 # All costs move with that of a shape which so many of so many last rounds had: what a shape shows in fewer rounds in a row may
 # be its own, and what is known of it too old.
 STEADY, LAST = 12, 16
-MOST_DRIFT = 0.25  # and by this share at most: a shape that is taken to be too cheap runs and shows it, one too dear never does
 GUESS_AGAIN = 32  # rounds of a shape after which what is not known is guessed anew
 SETTLING = 4  # so many costs of a shape are counted by the lower median, because something may have disturbed one of them
 DOUBT, DOUBT_GROWS = 0.03, 2000.0  # which share less a shape may cost than is known, and the rounds in which that grows
@@ -38,13 +37,13 @@ class Measured:
     """What was measured of one shape.
 
     seconds, tokens: moving averages over its rounds.  far_seconds, far_tokens: over more of them.
-    drift: Costs._drift at the last of them.  at: when that was, in rounds of any shape.  runs: how many were measured.
+    pace: Costs._pace at the last of them.  at: when that was, in rounds of any shape.  runs: how many were measured.
     tried: what a trial showed, if there was one before the first round.  first: the first rounds.
     """
 
     seconds: float
     tokens: float
-    drift: float
+    pace: float
     tried: Measured | None = None
     far_seconds: float = 0.0
     far_tokens: float = 0.0
@@ -66,16 +65,16 @@ class Costs:
         self.tokens, self.growth = 0.0, 0.0
         self._measured: dict[Shape, Measured] = {}
         self._skipped = set[Shape]()  # shapes that have run once, which did not count
-        self._drift, self._rounds = 0.0, 0
+        self._pace, self._rounds = 1.0, 0
         self._last = deque[Shape](maxlen=LAST)
         self._squares = self._products = 0.0  # of what tokens, and tokens and seconds, were apart from a shape's averages
         self._late = -1, 0.0  # what _least_surprise found, and after how many rounds
-        self._guesses: dict[Shape, float] = {}  # of shapes of which nothing is known, without drift; made anew now and then
+        self._guesses: dict[Shape, float] = {}  # of shapes of which nothing is known, at a pace of 1; made anew now and then
 
     def tried(self, shape: Shape, seconds: float, tokens: float = 0.0) -> None:
         """Records the seconds of a round on the side.  tokens: of all rows together."""
         if self.runs(shape) == 0:
-            self._measured[shape] = Measured(seconds, tokens, self._drift)
+            self._measured[shape] = Measured(seconds, tokens, self._pace)
             self._guesses.clear()
 
     def observe(self, shape: Shape, seconds: float, tokens: float = 0.0) -> None:
@@ -88,7 +87,7 @@ class Costs:
             self._skipped.add(shape)
             return
         if known is None or known.runs == 0:
-            known = self._measured[shape] = Measured(seconds, tokens, self._drift, tried=known)
+            known = self._measured[shape] = Measured(seconds, tokens, self._pace, tried=known)
         known.runs, known.at = known.runs + 1, self._rounds
         if known.runs <= SETTLING or known.runs % GUESS_AGAIN == 0:
             self._guesses.clear()
@@ -96,7 +95,7 @@ class Costs:
             known.first.append(seconds)
             known.seconds = sorted(known.first)[(len(known.first) - 1) // 2]
             known.tokens += (tokens - known.tokens) / known.runs
-            known.far_seconds, known.far_tokens, known.drift = known.seconds, known.tokens, self._drift
+            known.far_seconds, known.far_tokens, known.pace = known.seconds, known.tokens, self._pace
             return
         self._learn(known, seconds, tokens)
 
@@ -112,8 +111,8 @@ class Costs:
         most = MOST_OF_COST * expected / max(1.0, tokens)
         self.growth = min(most, max(0.0, self._products / (self._squares + NO_GROWTH)))
         if self._last.count(self._last[-1]) >= STEADY:
-            self._drift += weight * surprise
-        known.drift = self._drift
+            self._pace *= 1 + weight * surprise / expected
+        known.pace = self._pace
 
     def runs(self, shape: Shape) -> int:
         """How many rounds of a shape were measured."""
@@ -131,18 +130,34 @@ class Costs:
         return DOUBT * min(1.0, (self._rounds - known.at) / DOUBT_GROWS)
 
     def of(self, shape: Shape) -> float:
-        """Seconds of a round with the rows as they are.  Something must be known."""
+        """Seconds of a round with the rows as they are.  Something must be known.
+
+        A round with fewer levels and nodes costs no more than one with more.  Where what was measured says otherwise, the
+        machine was busy while one of them was measured, and the one that has run more often is right.
+        """
+        found, runs, (levels, nodes) = self._own(shape), self.runs(shape), _work(shape)
+        for other, known in self._measured.items():
+            if known.runs > runs:
+                more_levels, more_nodes = _work(other)
+                if more_levels >= levels and more_nodes >= nodes:
+                    found = min(found, self._seconds(known, self.tokens))
+                elif more_levels <= levels and more_nodes <= nodes:
+                    found = max(found, self._seconds(known, self.tokens))
+        return found
+
+    def _own(self, shape: Shape) -> float:
+        """The same, by the shape's own rounds alone if it has run or was tried."""
         known = self._measured.get(shape)
         if known is not None:
             return self._seconds(known, self.tokens) + (self._least_surprise() if known.runs == 0 else 0.0)
         if shape not in self._guesses:
-            self._guesses[shape] = self._guess(shape) - self._drift
-        return max(1e-9, self._guesses[shape] + self._drift)
+            self._guesses[shape] = self._guess(shape) / self._pace
+        return max(1e-9, self._guesses[shape] * self._pace)
 
     def _seconds(self, known: Measured, tokens: float) -> float:
         """What was measured, as it would be now with so many tokens."""
-        drift = min(MOST_DRIFT * known.seconds, self._drift - known.drift)
-        return max((1 - MOST_OF_COST) * known.seconds, known.seconds + drift + self.growth * (tokens - known.tokens))
+        now = known.seconds * self._pace / known.pace
+        return max((1 - MOST_OF_COST) * now, now + self.growth * (tokens - known.tokens))
 
     def _least_surprise(self) -> float:
         """The least that shapes took more when they ran than when they were tried.
@@ -165,7 +180,7 @@ class Costs:
             both = [other for other in self._measured if self.like.is_known(other)]
             if both:
                 return self.like.of(shape) * sum(map(self.of, both)) / sum(map(self.like.of, both))
-        levels, nodes = (shape.max_steps, shape.num_draft_tokens) if shape else (0, 1)
+        levels, nodes = _work(shape)
         return self._chain(levels) + max(0, nodes - levels - 1) * self._node()
 
     def _chain(self, levels: int) -> float:
@@ -188,3 +203,8 @@ class Costs:
             if shape is not None and shape.topk > 1 and (more := shape.num_draft_tokens - shape.max_steps - 1) > 0
         ]
         return max(0.0, min(found, default=0.0))
+
+
+def _work(shape: Shape) -> tuple[int, int]:
+    """Levels and nodes of a round."""
+    return (shape.max_steps, shape.num_draft_tokens) if shape else (0, 1)

@@ -95,6 +95,15 @@ def on_h200(rows: int, shape: Shape) -> float:
     return 1e-3 * H200[rows][shape]
 
 
+def on_cpu(rows: int, shape: Shape) -> float:
+    """Seconds of a round of a small pair on one core of a CPU, roughly: nodes are not free, and a tree's draft is dear."""
+    levels, nodes = (shape.max_steps, shape.num_draft_tokens) if shape else (0, 1)
+    width = shape.topk if shape else 0
+    verify = 14.4 + 0.4 * rows * nodes + 0.6 * max(0, rows * nodes - 4)
+    draft = 2.0 + levels * (0.9 + 0.15 * rows * width) if shape else 0.0
+    return 1e-3 * (verify + draft)
+
+
 @dataclass
 class Machine:
     """A device that runs what `speculation` asks for; a round's result is known one launch later.
@@ -153,6 +162,36 @@ class Machine:
                 self.seconds += CAPTURE_SECONDS
                 if isinstance(step.step, RunRound):
                     self.speculation.tried(step, self.cost(step.step.rows, step.step.spec))
+
+
+@dataclass
+class Busy(Machine):
+    """A machine on which other programs run: rounds take up to four times as long for a while.
+
+    busy: the share of these whiles.  calm: seconds that all rounds and passes would have taken without them.
+    """
+
+    busy: float = 0.0
+    calm: float = 0.0
+    _slower: float = 1.0
+    _left: int = 0
+
+    def round(self, rows: int, text: Text) -> Shape:
+        if self._left == 0:
+            self._left = self.rng.randint(3, 60)
+            self._slower = self.rng.uniform(1.2, 4.0) if self.rng.random() < self.busy else 1.0
+        self._left -= 1
+        calm = self.cost
+        self.cost = lambda rows, shape: self._slower * calm(rows, shape)
+        shape = super().round(rows, text)
+        self.cost = calm
+        self.calm += calm(rows, shape)
+        return shape
+
+    def prepare(self, steps: list[Step]) -> None:
+        before = self.seconds
+        super().prepare(steps)
+        self.calm += self.seconds - before
 
 
 def best_rate(rows: int, text: Text, shapes: tuple[SpecConfig, ...]) -> float:
