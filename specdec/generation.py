@@ -96,6 +96,8 @@ class TokenLogprob:
 class Generation:
     """One finished request.  token_ids includes the EOS or stop token that ended it; text doesn't show that token.
 
+    origins: for each of token_ids, the depth at which the drafter's token was accepted in its round's tree, from 1 on; 0 where
+        the token is the target's own: the first, the last of each round, and all of plain decoding.
     logprobs: one for each of token_ids; None if they were not asked for.
     """
 
@@ -104,6 +106,7 @@ class Generation:
     text: str
     finish_reason: FinishReason
     stats: Stats
+    origins: list[int]
     logprobs: list[TokenLogprob] | None = None
 
 
@@ -111,9 +114,10 @@ class Generation:
 class Chunk:
     """A piece of a stream.  All texts joined are the final text, and all token_ids joined are the final ids.
 
-    logprobs: one for each of token_ids; None if they were not asked for.
+    origins: one for each of token_ids, as in Generation.  logprobs: one for each of token_ids; None if they were not asked for.
     """
 
     text: str
     token_ids: list[int]
+    origins: list[int]
     logprobs: list[TokenLogprob] | None = None

@@ -72,4 +72,5 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
     """Consecutive chunks of one request as one."""
     logprobs = [each for chunk in chunks for each in chunk.logprobs or ()]
     ids = [token for chunk in chunks for token in chunk.token_ids]
-    return Chunk("".join(chunk.text for chunk in chunks), ids, None if chunks[0].logprobs is None else logprobs)
+    origins = [origin for chunk in chunks for origin in chunk.origins]
+    return Chunk("".join(chunk.text for chunk in chunks), ids, origins, None if chunks[0].logprobs is None else logprobs)

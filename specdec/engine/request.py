@@ -27,6 +27,7 @@ class Request:
     drafted_until: how many tokens of the text the drafter knows, since it stopped there; None: it goes on.
     error: what made this request fail, or None.  Other requests go on.
     choice: how its row chooses tokens.
+    origins: of the output's tokens: see Generation.
     logprobs: of the output's tokens, if the request asked for them.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
@@ -44,6 +45,7 @@ class Request:
     is_submitted: bool = False
     source_ids: list[int] | None = None
     drafted_until: int | None = None
+    origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     left_after: LeftAfter | None = None
     _unread: int = 0
@@ -95,7 +97,11 @@ class Request:
         self._take(tokens, logprobs)
 
     def _take(self, tokens: Sequence[int], logprobs: Numbers) -> None:
+        self.origins += range(1, len(tokens))  # before the tokens are taken, since a tokenizer may fail at one of them
+        self.origins.append(0)
         kept = self.output.take(tokens)
+        if kept < len(tokens):
+            del self.origins[kept - len(tokens) :]
         self.stats.truncated += len(tokens) - kept
         if self.sampling.logprobs is not None:
             assert len(logprobs) >= kept, "a batch with such a request computes log-probabilities"
@@ -111,7 +117,7 @@ class Request:
         """The tokens and the text that came since the last call."""
         begin, self._unread = self._unread, len(self.output.token_ids)
         logprobs = None if self.sampling.logprobs is None else self.logprobs[begin:]
-        return Chunk(self.output.new_text(), self.output.token_ids[begin:], logprobs)
+        return Chunk(self.output.new_text(), self.output.token_ids[begin:], self.origins[begin : self._unread], logprobs)
 
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
@@ -122,7 +128,10 @@ class Request:
         self.stats.check_identity(len(self.output.token_ids))
         output, logprobs = self.output, None if self.sampling.logprobs is None else self.logprobs
         assert output.finish_reason is not None and len(self.logprobs) in (0, len(output.token_ids))
-        return Generation(self.given_ids, output.token_ids, output.text, output.finish_reason, self.stats, logprobs)
+        assert len(self.origins) == len(output.token_ids)
+        return Generation(
+            self.given_ids, output.token_ids, output.text, output.finish_reason, self.stats, self.origins, logprobs
+        )
 
 
 @dataclass(eq=False)

@@ -103,7 +103,7 @@ def test_the_page_is_read_as_it_is_meant() -> None:
     page = "## A\n| name |\n|---|\n| `x` | `y` |\n| `f(a, b)` | z |\n### A.f\n| `a` |\n## B\n| `--seed N`, `-s` |\n"
     assert names(section("A", page)) == ["x", "f"] and names(section("A.f", page)) == ["a"]
     assert first_cells(section("B", page)) == ["`--seed N`, `-s`"] and section("C", page) == ""
-    assert members(specdec.Chunk) == {"text", "token_ids", "logprobs"} and "engine" in members(specdec.SpecDecoder)
+    assert members(specdec.Chunk) == {"text", "token_ids", "origins", "logprobs"} and "engine" in members(specdec.SpecDecoder)
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -96,6 +96,7 @@ def test_the_output_ends_exactly_there(oracle: tuple[SpecDecoder, list[int]], at
             out = request.result()  # asserts the counters' identity
             assert (out.token_ids, out.text, out.finish_reason) == (ids[: at + 1], ending.text, ending.reason), ending
             assert streamed == out.token_ids
+            assert out.origins == [0, *([*range(1, S + 1), 0] * out.stats.rounds)][: at + 1]
             assert text == out.text or not streaming
             assert out.stats.rounds == -(-at // (S + 1)) and out.stats.accepted == S * out.stats.rounds
             assert out.stats.truncated == (S + 1) * out.stats.rounds - at

@@ -200,7 +200,7 @@ def plan() -> Plan:
 
 
 def generation() -> Generation:
-    return Generation(prompt_token_ids=[1], token_ids=[2], text="b", finish_reason="eos", stats=Stats())
+    return Generation(prompt_token_ids=[1], token_ids=[2], text="b", finish_reason="eos", stats=Stats(), origins=[0])
 
 
 def errors_made(path: Path) -> Iterator[Row]:

@@ -123,7 +123,7 @@ class StubSession(Session):
         for _ in range(2 if speculate else 5):
             stats.count_round(3 if speculate else 0, 2 if speculate else 0, 2 if speculate else 0)
         stats.truncated = stats.emitted + 1 - len(ids)
-        return Generation(prompt, ids, self.text or "", self.reason, stats)
+        return Generation(prompt, ids, self.text or "", self.reason, stats, [0] * len(ids))
 
 
 def traced(**changes: object) -> Budget:

@@ -19,7 +19,8 @@ def plan(path: str = COMPLETIONS, prompts: int = 1, **more: Any) -> Plan:
 
 
 def generation(prompt: int, tokens: list[int], **stats: int) -> Generation:
-    return Generation([7] * prompt, tokens, "".join(PIECES[token] for token in tokens), "length", Stats(**stats))
+    text = "".join(PIECES[token] for token in tokens)
+    return Generation([7] * prompt, tokens, text, "length", Stats(**stats), [0] * len(tokens))
 
 
 def logprobs(*tokens: int) -> list[TokenLogprob]:
@@ -51,14 +52,14 @@ def test_offsets_of_a_stream_go_on_in_each_choice() -> None:
     """Keeps out: offsets that begin anew in a chunk, or that count the text of another choice."""
     stream = writer(plan(n=2))
     chunks = [(0, [0, 1]), (1, [2]), (0, [2]), (1, [1, 0])]
-    found = events(*(stream.chunk(index, Chunk("", tokens, logprobs(*tokens))) for index, tokens in chunks))
+    found = events(*(stream.chunk(index, Chunk("", tokens, [0] * len(tokens), logprobs(*tokens))) for index, tokens in chunks))
     offsets = [(each["choices"][0]["index"], each["choices"][0]["logprobs"]["text_offset"]) for each in found]
     assert offsets == [(0, [0, 1]), (1, [0]), (0, [3]), (1, [3, 5])]
 
 
 def test_log_probabilities_can_be_written_as_json() -> None:
     """Keeps out: -Infinity, which is no JSON, and a chosen token that is missing among the likeliest."""
-    made = Generation([7], [2], "def", "eos", Stats(), logprobs(2))
+    made = Generation([7], [2], "def", "eos", Stats(), [0], logprobs(2))
     answer = json.loads(json.dumps(whole_answer(Heading("id", "tiny"), plan(), [made], PIECES.__getitem__), allow_nan=False))
     (choice,) = answer["choices"]
     assert (
@@ -72,7 +73,7 @@ def test_a_chat_s_first_chunk_alone_names_the_role(texts: list[str], with_logpro
     """Keeps out: an answer without text that never says whose it is, and a role in every chunk."""
     stream = writer(plan(CHAT))
     own = logprobs(0) if with_logprobs else None
-    written = [stream.chunk(0, Chunk(text, [0], own)) for text in texts] + [stream.finish(0, "length")]
+    written = [stream.chunk(0, Chunk(text, [0], [0], own)) for text in texts] + [stream.finish(0, "length")]
     deltas = [each["choices"][0]["delta"] for each in events(*written)]
     assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
     assert "".join(delta.get("content", "") for delta in deltas) == "".join(texts) and deltas[-1] == {}
@@ -83,7 +84,7 @@ def test_usage_ends_a_stream_that_asked_for_it(include_usage: bool) -> None:
     """Keeps out: chunks without the null that OpenAI writes there, and a usage that nobody asked for."""
     stream = writer(plan(stream=True, include_usage=include_usage))
     end = stream.end([generation(2, [0])])
-    chunks = events(stream.chunk(0, Chunk("a", [0])), stream.finish(0, "length"))
+    chunks = events(stream.chunk(0, Chunk("a", [0], [0])), stream.finish(0, "length"))
     assert all(("usage" in each) == include_usage and each.get("usage") is None for each in chunks) and end.endswith(DONE)
     last = events(end.removesuffix(DONE))
     assert [(each["choices"], each["usage"]["total_tokens"]) for each in last] == ([([], 3)] if include_usage else [])

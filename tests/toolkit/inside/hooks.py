@@ -53,6 +53,9 @@ class Hooks:
     def running(self) -> list[Request]:
         raise NotImplementedError
 
+    def request_in(self, row: int) -> Request | None:
+        raise NotImplementedError
+
     @contextmanager
     def rounds_by_hand(self) -> Iterator[threading.Semaphore]:
         """Inside, each round waits until the semaphore is released once for it; afterwards rounds run freely again."""
@@ -188,6 +191,29 @@ class Hooks:
         self.decoder.grammars = self._runner.grammars.grammars = grammars
 
     @contextmanager
+    def watch_origins(self) -> Iterator[dict[Request, list[int]]]:
+        """Where each request's tokens came from, counted inside the block by a walk down each tree that the target has read.
+
+        From the root on, a node that holds the emitted token is one level deeper; the token that no child holds is the target's
+        own.  Tokens that are cut off later are among them.
+        """
+        seen: dict[Request, list[int]] = {}
+        verifier = self._workers.verifier
+        choose = verifier.choose
+
+        def chosen(state: Any, tree: DraftTree, *rest: Any) -> Any:
+            trees = torch.stack((tree.tokens_BN, tree.parents_BN), 1).tolist()
+            result = choose(state, tree, *rest)
+            for row, (nodes, parents) in enumerate(trees):
+                if (request := self.request_in(row)) is not None:
+                    tokens = result.tokens_BE[row].tolist() if state.speculates_B[row] else []
+                    seen.setdefault(request, [0]).extend([*range(1, walk(nodes, parents, tokens) + 1), 0])
+            return result
+
+        with patch.object(verifier, "choose", chosen):
+            yield seen
+
+    @contextmanager
     def watch_trees(self) -> Iterator[list[GrammarTree]]:
         """A list that grows, inside the block, with each tree of a row with a grammar that the target reads."""
         seen: list[GrammarTree] = []
@@ -209,6 +235,17 @@ class Hooks:
 
         with patch.object(grammars, "complete", completed), patch.object(verifier, "read_tree", read):
             yield seen
+
+
+def walk(nodes: list[int], parents: list[int], tokens: list[int]) -> int:
+    """How many levels a text goes down in a tree."""
+    at = depth = 0
+    for token in tokens:
+        children = [node for node in range(1, len(nodes)) if parents[node] == at and nodes[node] == token]
+        if not children:
+            break
+        at, depth = children[0], depth + 1
+    return depth
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
