@@ -59,7 +59,7 @@ OTHERS = {
     "max_completion_tokens": "_max_tokens", "n": "read_plan", "stream": "_streaming", "stream_options": "_streaming",
     "speculate": "read_plan", "user": "read_plan", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
     "top_logprobs": "_chat_logprobs", "logprobs_mode": "_sampling", "response_format": "grammar_of",
-    "structured_outputs": "grammar_of",
+    "structured_outputs": "grammar_of", "return_origins": "read_plan",
 }  # fmt: skip
 # Of each field of SamplingParams: fields of a body, and the value that they give it, which is not its default.
 ASKED: dict[str, tuple[dict[str, Any], Any]] = {
@@ -130,6 +130,8 @@ def test_every_option_is_a_field(name: str) -> None:
         (CHAT, {"logprobs": 1}, "logprobs", "logprobs must be a bool, got 1"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "nearest setting that works: logprobs=true"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "nearest setting that works: top_logprobs=20"),
+        (COMPLETIONS, {"return_origins": 1}, "return_origins", "return_origins must be a bool, got 1"),
+        (CHAT, {"return_origins": "yes"}, "return_origins", "return_origins must be a bool, got 'yes'"),
         (CHAT, {"min_tokens": 10**6}, "min_tokens", "nearest setting that works: min_tokens="),
     ],
 )
@@ -170,6 +172,31 @@ def test_logprobs_of_chats(chat_served: Served, stream: bool) -> None:
     for mine, theirs in zip(content, want.logprobs, strict=True):
         assert [each.logprob for each in mine.top_logprobs] == list(theirs.top.values())
         assert mine.bytes == (None if "\ufffd" in mine.token else list(mine.token.encode()))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_origins_come_where_they_are_asked_for(chat_served: Served, path: str, logprobs: bool) -> None:
+    """Keeps out: origins of another choice, those of a stream that are not the whole answer's, chunks whose tokens have no text
+    yet and that are left out; and a field of our own in answers that nobody asked it for."""
+    messages = [{"role": "user", "content": "hé"}]
+    ask: dict[str, Any] = {"model": "tiny", "max_tokens": 24, "temperature": 0.7, "seed": 5, "n": 2}
+    ask |= {"messages": messages} if path == CHAT else {"prompt": "Once upon"}
+    ask |= {"logprobs": True if path == CHAT else 1} if logprobs else {}
+    params = SamplingParams(max_tokens=24, temperature=0.7, seed=5, n=2)
+    want = [out.origins for out in chat_served.decoder.generate(messages if path == CHAT else "Once upon", params)]
+    assert want[0] != want[1] and max(map(max, want)) > 0
+    whole = chat_served.post(path, {**ask, "return_origins": True}).json()
+    assert [choice["origins"] for choice in whole["choices"]] == want
+    found: list[list[int]] = [[], []]
+    for line in chat_served.post(path, {**ask, "return_origins": True, "stream": True}).text.split("\n\n"):
+        if line.startswith("data: {"):
+            (choice,) = json.loads(line[6:])["choices"]
+            found[choice["index"]] += choice["origins"]
+            assert choice["finish_reason"] is None or choice["origins"] == []
+    assert found == want
+    for more in ({}, {"stream": True}, {"return_origins": False}, {"return_origins": None}):
+        assert "origins" not in chat_served.post(path, {**ask, **more}).text
 
 
 SCHEMA = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.generation import Chunk, FinishReason, Generation, TokenLogprob
+from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.wire.errors import ApiError, json_bytes
 from specdec.serve.wire.logprobs import Piece, chat_logprobs, completion_logprobs
 from specdec.serve.wire.requests import Plan
@@ -33,8 +33,8 @@ def whole_answer(heading: Heading, plan: Plan, generations: Sequence[Generation]
     """The answer that is not streamed; the generations are in the order of the choices.  piece: the text of a token."""
     choices: list[dict[str, Any]] = []
     for index, generation in enumerate(generations):
-        logprobs = _logprobs(plan, generation.logprobs, piece, 0)
-        reason = {"logprobs": logprobs, "finish_reason": FINISH_REASONS[generation.finish_reason]}
+        said = _said_of(generation, plan, piece, 0)
+        reason = {**said, "finish_reason": FINISH_REASONS[generation.finish_reason]}
         if plan.is_chat:
             message = {"role": "assistant", "content": generation.text, "refusal": None}
             choices.append({"index": index, "message": message, **reason})
@@ -65,8 +65,8 @@ def usage(plan: Plan, generations: Sequence[Generation]) -> dict[str, Any]:
 class ChunkWriter:
     """Writes the events of one stream.
 
-    Without log-probabilities, only the text differs from one chunk of a choice to the next, so everything around it is made
-    once.
+    Where nothing is said of single tokens, only the text differs from one chunk of a choice to the next, so everything around
+    it is made once.
     """
 
     def __init__(self, heading: Heading, plan: Plan, piece: Piece) -> None:
@@ -74,18 +74,19 @@ class ChunkWriter:
         self._offsets = [0] * plan.choices
         self._heading = heading.as_json("chat.completion.chunk" if plan.is_chat else "text_completion")
         self._usage = {"usage": None} if plan.include_usage else {}
+        self._unsaid = _said_of(Chunk("", [], []), plan, piece, 0)  # by a chunk without tokens of its own
         self._around = [self._split(index) for index in range(plan.choices)]
         self._has_begun = [not plan.is_chat] * plan.choices
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """A piece of a choice's text; nothing where there is none yet, unless there are log-probabilities of its tokens."""
-        if chunk.logprobs:
-            logprobs = _logprobs(self._plan, chunk.logprobs, self._piece, self._offsets[index])
-            self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs)
+        """A piece of a choice's text; nothing where there is none yet, unless something is said of its tokens."""
+        if chunk.logprobs or (self._plan.return_origins and chunk.origins):
+            said = _said_of(chunk, self._plan, self._piece, self._offsets[index])
+            self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs or ())
             if not self._has_begun[index]:
-                return self._begin(index, chunk.text, logprobs)
+                return self._begin(index, chunk.text, said)
             content = {"delta": {"content": chunk.text}} if self._plan.is_chat else {"text": chunk.text}
-            return self._event(index, content, None, logprobs)
+            return self._event(index, content, None, said)
         if not chunk.text:
             return b""
         if not self._has_begun[index]:
@@ -104,13 +105,13 @@ class ChunkWriter:
             return DONE
         return _event({**self._heading, "choices": [], "usage": usage(self._plan, generations)}) + DONE
 
-    def _begin(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+    def _begin(self, index: int, text: str, said: dict[str, Any] | None = None) -> bytes:
         """The first chunk of a chat answer, which names the role."""
         self._has_begun[index] = True
-        return self._event(index, {"delta": {"role": "assistant", "content": text}}, None, logprobs)
+        return self._event(index, {"delta": {"role": "assistant", "content": text}}, None, said)
 
-    def _event(self, index: int, content: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+    def _event(self, index: int, content: dict[str, Any], reason: str | None, said: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": index, **content, **(said or self._unsaid), "finish_reason": reason}
         return _event({**self._heading, "choices": [choice], **self._usage})
 
     def _split(self, index: int) -> tuple[str, str]:
@@ -121,11 +122,16 @@ class ChunkWriter:
         return before, after
 
 
-def _logprobs(plan: Plan, tokens: Sequence[TokenLogprob] | None, piece: Piece, offset: int) -> dict[str, Any] | None:
-    """Log-probabilities in the form of the plan's endpoint.  offset: see `completion_logprobs`."""
-    if tokens is None:
-        return None
-    return chat_logprobs(tokens, piece) if plan.is_chat else completion_logprobs(tokens, piece, offset)
+def _said_of(tokens: Generation | Chunk, plan: Plan, piece: Piece, offset: int) -> dict[str, Any]:
+    """What a choice says of single tokens: log-probabilities in the form of the plan's endpoint, and origins, an extension.
+
+    Without being asked for, the former are null, and the latter are not there.  offset: see `completion_logprobs`.
+    """
+    logprobs = None
+    if tokens.logprobs is not None:
+        known = tokens.logprobs
+        logprobs = chat_logprobs(known, piece) if plan.is_chat else completion_logprobs(known, piece, offset)
+    return {"logprobs": logprobs, **({"origins": tokens.origins} if plan.return_origins else {})}
 
 
 def error_event(error: ApiError) -> bytes:

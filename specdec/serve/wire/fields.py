@@ -17,12 +17,12 @@ SHARED_FIELDS = (
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids",
     "ignore_eos", "n", "stream", "stream_options", "speculate", "user", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "bad_words", "min_tokens", "logprobs", "logprobs_mode", "response_format",
-    "structured_outputs",
+    "structured_outputs", "return_origins",
 )  # fmt: skip
 USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
 EXTENSIONS = (  # of the fields above, those that OpenAI does not have
     "top_k", "stop_token_ids", "ignore_eos", "speculate", "min_p", "repetition_penalty", "bad_words", "min_tokens",
-    "logprobs_mode", "structured_outputs",
+    "logprobs_mode", "structured_outputs", "return_origins",
 )  # fmt: skip
 
 # OpenAI's fields that specdec does not support, and the values besides null that say no more than leaving the field out.

@@ -44,6 +44,7 @@ class Plan:
     sampling: of choice 0 of each prompt, but for the next two.  max_tokens: None: as many as fit.  min_tokens: before any end.
     n: choices of each prompt.
     is_list: whether the prompts came as a list of prompts.  grammar_field: the field that says what the text must be.
+    return_origins: say of each token where it came from.
     """
 
     path: str
@@ -58,6 +59,7 @@ class Plan:
     speculate: bool = True
     is_list: bool = False
     grammar_field: str = ""
+    return_origins: bool = False
 
     @property
     def choices(self) -> int:
@@ -101,6 +103,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         speculate=_checked("speculate", require_bool, values.get("speculate", True), True),
         is_list=is_list,
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
+        return_origins=_checked("return_origins", require_bool, values.get("return_origins", False), False),
     )
 
 
