@@ -1,4 +1,7 @@
-"""`specdec generate`: writes texts to stdout, and nothing else there; a single one while it is generated."""
+"""`specdec generate`: writes texts to stdout, a single one while it is generated, and nothing else there.
+
+A terminal gets more, which `screen.py` shows: the prompt, colours, and a line of numbers on stderr.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from specdec.generation import Generation, Stats
 from specdec.startup import STARTUP
 
 if TYPE_CHECKING:
+    from specdec.cli.screen import Screen
     from specdec.decoder import SpecDecoder
 
 HELP = "stream a text"
@@ -33,7 +37,12 @@ MOST_ROWS = 32  # texts that are generated at once
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("prompt", nargs="?", metavar="PROMPT", help="the text to go on from; it is not printed again; default: read from stdin")
+    add(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="the text to go on from, which only a terminal shows again; default: read from stdin",
+    )
     add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
     add("--max-tokens", type=int, default=128, metavar="N", help="the most tokens to generate; default: %(default)s")
@@ -66,11 +75,16 @@ def run(args: argparse.Namespace) -> int:
             f"{target} holds no tokenizer (none of {files}), and specdec generate is about text; nearest thing that works: "
             "specdec bench or verify with --prompts of token_ids"
         )
-    start, asked = time.perf_counter(), [{"role": "user", "content": prompt}] if args.chat else prompt
-    generations = [_stream(decoder, asked, sampling)] if sampling.n == 1 else _write_all(decoder, asked, sampling)
+    asked = [{"role": "user", "content": prompt}] if args.chat else prompt
+    screen = _screen(decoder, prompt, asked, sampling) if sys.stdout.isatty() else None
+    start = time.perf_counter()
+    write = _stream if sampling.n == 1 else _write_all
+    generations = write(decoder, asked, sampling, screen)
     seconds = time.perf_counter() - start
     for generation in generations:
         _show_logprobs(decoder, generation)
+    if screen is not None:
+        print(screen.last_line(generations, seconds), file=sys.stderr)
     if args.stats:
         from specdec.loading.drafters import drafter_line
 
@@ -117,21 +131,43 @@ def _read_prompt(argument: str | None) -> str:
     return prompt
 
 
-def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams) -> Generation:
-    """Writes the text to stdout as it comes."""
+def _screen(decoder: SpecDecoder, prompt: str, asked: Any, sampling: SamplingParams) -> Screen:
+    """What shows the texts that follow the prompt on a terminal."""
+    from specdec.cli.screen import Screen
+
+    goes_on = isinstance(asked, str) and decoder.model.config.encoder is None
+    prompt_ids = decoder.new_request(asked, sampling.of_choice(0)).prompt_ids
+    return Screen(prompt, goes_on, decoder.tokenizer.decode, prompt_ids, is_plain=decoder.head is None)
+
+
+def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen: Screen | None) -> list[Generation]:
+    """Writes the one text to stdout as it comes."""
     stream = decoder.stream(prompt, sampling)
+    if screen is not None:
+        screen.begin()
     while True:
         try:
-            print(next(stream).text, end="", flush=True)
+            chunk = next(stream)
         except StopIteration as end:  # a finished stream hands over its Generation
             print(flush=True)
-            return end.value
+            return [end.value]
+        if screen is None:
+            print(chunk.text, end="", flush=True)
+        else:
+            screen.show(chunk)
 
 
-def _write_all(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams) -> list[Generation]:
+def _write_all(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen: Screen | None) -> list[Generation]:
     """Writes the texts of all generations to stdout, once they are finished."""
     generations = decoder.generate(prompt, sampling)
-    print("\n----\n".join(generation.text for generation in generations), flush=True)
+    for number, generation in enumerate(generations):
+        if number:
+            print("----")
+        if screen is None:
+            print(generation.text)
+        else:
+            screen.whole(generation)
+    sys.stdout.flush()
     return generations
 
 

@@ -1,0 +1,147 @@
+"""What a terminal shows of a text: its prompt, each piece in the colour of its origin, and a line of numbers at the end.
+
+The terminal breaks long lines by itself.  rich only says whether there are colours: it would turn tabs into spaces without
+knowing in which column a piece begins.  This module knows no decoder, and nothing here runs where stdout is no terminal.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from specdec.cli.output import console
+from specdec.engine.detokenize import Decode, Detokenizer
+from specdec.generation import Chunk, Generation
+
+LONGEST_PROMPT = 2000  # characters of a prompt that are shown
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the end of a line
+DRAFTED, OWN, PROMPT = "32", "35", "2"  # green, magenta, dim: as parameters of the sequence that selects them
+
+
+class Pieces:
+    """Cuts the text of a stream into the texts of its tokens.
+
+    A token's text is what becomes certain with it.  So a character that several tokens make belongs to the last of them, and so
+    do the bytes at the end that make none.
+
+    decode: turns ids into text.  prompt_ids: what the stream continues.
+    """
+
+    def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
+        self._detokenizer = Detokenizer(decode, prompt_ids)
+        self._unshown: deque[tuple[int, int]] = deque()  # characters of tokens that the stream holds back, and their origins
+        self._last = 0
+
+    def of(self, chunk: Chunk) -> Iterator[tuple[str, int]]:
+        """The pieces of the stream's next chunk, each with the origin of its token."""
+        for token, self._last in zip(chunk.token_ids, chunk.origins, strict=True):
+            self._unshown.append((len(self._detokenizer.add(token)), self._last))
+        text = chunk.text
+        while text:
+            size, origin = self._unshown.popleft() if self._unshown else (len(text), self._last)
+            if size > len(text):
+                self._unshown.appendleft((size - len(text), origin))
+            if size:
+                yield text[:size], origin
+            text = text[size:]
+
+
+class Screen:
+    """One or more texts after the same prompt, on a terminal.
+
+    prompt: as the user gave it.  goes_on: whether the text follows it on its line, as an answer does not.
+    decode, prompt_ids: see Pieces.  is_plain: whether there is no drafter, so that there is nothing to tell apart.
+    """
+
+    def __init__(self, prompt: str, goes_on: bool, decode: Decode, prompt_ids: Sequence[int], is_plain: bool) -> None:
+        self._prompt, self._goes_on, self._is_plain = prompt, goes_on, is_plain
+        self._decode, self._prompt_ids = decode, prompt_ids
+        self._has_colours = has_colours()
+        self._pieces: Pieces | None = None
+        self._clock: list[tuple[float, int]] = []  # when chunks of rounds came, and with how many tokens altogether
+        self._tokens = 0
+
+    def begin(self) -> None:
+        """Shows the prompt of the next text, and before the first one what colours mean."""
+        if self._pieces is None and self._has_colours and not self._is_plain and sys.stderr.isatty():
+            drafted, own = _painted("accepted drafts", DRAFTED), _painted("the target's own", OWN)
+            print(f"{_painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
+        self._pieces = Pieces(self._decode, self._prompt_ids)
+        left_out = len(self._prompt) - LONGEST_PROMPT
+        shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-LONGEST_PROMPT:]}"
+        self._write(shown, PROMPT)
+        if not self._goes_on:
+            self._write("\n")
+
+    def show(self, chunk: Chunk) -> None:
+        """Shows the next chunk of a stream."""
+        self._tokens += len(chunk.token_ids)
+        if self._tokens > 1:  # the first token comes from the prompt's own pass
+            self._clock.append((time.perf_counter(), self._tokens))
+        self._paint(chunk)
+
+    def whole(self, generation: Generation) -> None:
+        """Shows a finished text after its prompt, and ends the line."""
+        self.begin()
+        self._paint(Chunk(generation.text, generation.token_ids, generation.origins))
+        self._write("\n")
+
+    def last_line(self, generations: Sequence[Generation], seconds: float) -> str:
+        """What was written, in how many passes of the target, and how fast.
+
+        A text's passes are the one that ended its prompt, and its rounds.  Tokens a second are those after the first round, in
+        which kernels are loaded and graphs are captured.  Where none came later or nobody saw them come, they are those of the
+        whole call, and the line says so.  seconds: of that call.
+        """
+        tokens = sum(len(each.token_ids) for each in generations)
+        passes = sum(each.stats.prefill_tokens + each.stats.rounds for each in generations)
+        speed = f"{_number(tokens / seconds)} tok/s, first passes included"
+        if len(self._clock) > 1:
+            (begin, before), (end, _) = self._clock[0], self._clock[-1]
+            speed = f"{_number((self._tokens - before) / max(end - begin, 1e-9))} tok/s"
+        done = f"{_counted(tokens, 'token', 'tokens')} in {_counted(passes, 'pass', 'passes')} of the target"
+        each_pass = f"{tokens / passes:.1f} tokens a pass"
+        if len(generations) > 1:  # which run together, so that the target's passes are fewer than those of all texts
+            done, each_pass = f"{tokens:,} tokens in {len(generations)} texts", f"{tokens / passes:.1f} tokens of a text a pass"
+        return f"{done}, {each_pass}, {speed}{' (plain decoding)' if self._is_plain else ''}"
+
+    def _paint(self, chunk: Chunk) -> None:
+        assert self._pieces is not None
+        pieces = ((text, origin > 0) for text, origin in self._pieces.of(chunk))
+        for is_drafted, run in groupby(pieces, key=itemgetter(1)):
+            self._write("".join(text for text, _ in run), "" if self._is_plain else DRAFTED if is_drafted else OWN)
+
+    def _write(self, text: str, colour: str = "") -> None:
+        """Writes text that can't command the terminal.  What its encoding lacks is written as an escape, too."""
+        encoding = sys.stdout.encoding or "utf-8"
+        text = harmless(text).encode(encoding, "backslashreplace").decode(encoding)
+        print(_painted(text, colour) if colour and self._has_colours else text, end="", flush=True)
+
+
+def has_colours() -> bool:
+    """Whether the terminal has colours and the user wants them: NO_COLOR and TERM=dumb say no."""
+    shown = console()
+    return shown.color_system is not None and not shown.no_color
+
+
+def harmless(text: str) -> str:
+    """The text with control characters as escapes, so that a model can't move the cursor or rename the window."""
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _painted(text: str, colour: str) -> str:
+    """The text in a colour, and nothing after it: whoever interrupts the program keeps his own."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if text else ""
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
