@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from toolkit.driver import Driver, new_request
+from toolkit.inside.hooks import wait_for
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec import Chunk, SamplingParams, SpecConfig, SpecDecoder, shipped
 
 REPEATS = "Tom said no. Lily said no. Tom said no. Lily said no. Tom said"  # n-grams find something in it
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom", "One day, a big bear", REPEATS]
@@ -66,15 +67,18 @@ def test_origins_are_those_of_the_trees(decoder: SpecDecoder) -> None:
 
 
 def test_a_stream_has_those_of_the_result(decoder: SpecDecoder) -> None:
-    """Keeps out: a slow reader's chunks with the origins of one round, and chunks that begin the depths anew."""
-    sampling = SamplingParams(max_tokens=20, stop=["zz"])
-    chunks, stream = [], decoder.stream(PROMPTS[0], sampling)
-    while True:
-        try:
+    """Keeps out: a slow reader's chunk with the origins of one round, and chunks that begin the depths anew."""
+    sampling, chunks = SamplingParams(max_tokens=20, stop=["zz"]), list[Chunk]()
+    stream = decoder.stream(PROMPTS[0], sampling)
+    try:
+        chunks.append(next(stream))
+        assert wait_for(lambda: Driver(decoder).is_idle)  # so that all later rounds come as one chunk,
+        Driver(decoder).settle()  # the last one too
+        while True:
             chunks.append(next(stream))
-        except StopIteration as end:
-            whole = end.value
-            break
+    except StopIteration as end:
+        whole = end.value
+    assert len(chunks) <= 2 < whole.stats.rounds
     assert [len(chunk.origins) for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
     assert [origin for chunk in chunks for origin in chunk.origins] == whole.origins
     (plain,) = decoder.generate(PROMPTS[0], sampling, speculate=False)
