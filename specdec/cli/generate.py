@@ -144,17 +144,13 @@ def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen:
     """Writes the one text to stdout as it comes."""
     stream = decoder.stream(prompt, sampling)
     if screen is not None:
-        screen.begin()
+        return [screen.stream(stream)]
     while True:
         try:
-            chunk = next(stream)
+            print(next(stream).text, end="", flush=True)
         except StopIteration as end:  # a finished stream hands over its Generation
             print(flush=True)
             return [end.value]
-        if screen is None:
-            print(chunk.text, end="", flush=True)
-        else:
-            screen.show(chunk)
 
 
 def _write_all(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen: Screen | None) -> list[Generation]:

@@ -10,9 +10,10 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import cast
 
 from specdec.cli.output import console
 from specdec.engine.detokenize import Decode, Detokenizer
@@ -66,28 +67,20 @@ class Screen:
         self._clock: list[tuple[float, int]] = []  # when chunks of rounds came, and with how many tokens altogether
         self._tokens = 0
 
-    def begin(self) -> None:
-        """Shows the prompt of the next text, and before the first one what colours mean."""
-        if self._pieces is None and self._has_colours and not self._is_plain and sys.stderr.isatty():
-            drafted, own = _painted("accepted drafts", DRAFTED), _painted("the target's own", OWN)
-            print(f"{_painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
-        self._pieces = Pieces(self._decode, self._prompt_ids)
-        left_out = len(self._prompt) - LONGEST_PROMPT
-        shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-LONGEST_PROMPT:]}"
-        self._write(shown, PROMPT)
-        if not self._goes_on:
+    def stream(self, chunks: Generator[Chunk, None, Generation]) -> Generation:
+        """Shows a text as it comes, after its prompt, and ends the line, also where an error or Ctrl-C ends the text."""
+        self._begin()
+        try:
+            while True:
+                self._show(next(chunks))
+        except StopIteration as end:  # a finished stream hands over its Generation
+            return cast(Generation, end.value)
+        finally:
             self._write("\n")
-
-    def show(self, chunk: Chunk) -> None:
-        """Shows the next chunk of a stream."""
-        self._tokens += len(chunk.token_ids)
-        if self._tokens > 1:  # the first token comes from the prompt's own pass
-            self._clock.append((time.perf_counter(), self._tokens))
-        self._paint(chunk)
 
     def whole(self, generation: Generation) -> None:
         """Shows a finished text after its prompt, and ends the line."""
-        self.begin()
+        self._begin()
         self._paint(Chunk(generation.text, generation.token_ids, generation.origins))
         self._write("\n")
 
@@ -109,6 +102,24 @@ class Screen:
         if len(generations) > 1:  # which run together, so that the target's passes are fewer than those of all texts
             done, each_pass = f"{tokens:,} tokens in {len(generations)} texts", f"{tokens / passes:.1f} tokens of a text a pass"
         return f"{done}, {each_pass}, {speed}{' (plain decoding)' if self._is_plain else ''}"
+
+    def _begin(self) -> None:
+        """Shows the prompt of the next text, and before the first one what colours mean."""
+        if self._pieces is None and self._has_colours and not self._is_plain and sys.stderr.isatty():
+            drafted, own = _painted("accepted drafts", DRAFTED), _painted("the target's own", OWN)
+            print(f"{_painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
+        self._pieces = Pieces(self._decode, self._prompt_ids)
+        left_out = len(self._prompt) - LONGEST_PROMPT
+        shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-LONGEST_PROMPT:]}"
+        self._write(shown, PROMPT)
+        if not self._goes_on:
+            self._write("\n")
+
+    def _show(self, chunk: Chunk) -> None:
+        self._tokens += len(chunk.token_ids)
+        if self._tokens > 1:  # the first token comes from the prompt's own pass
+            self._clock.append((time.perf_counter(), self._tokens))
+        self._paint(chunk)
 
     def _paint(self, chunk: Chunk) -> None:
         assert self._pieces is not None
@@ -135,7 +146,7 @@ def harmless(text: str) -> str:
 
 
 def _painted(text: str, colour: str) -> str:
-    """The text in a colour, and nothing after it: whoever interrupts the program keeps his own."""
+    """The text in a colour, and nothing after it: whoever interrupts the program keeps their own."""
     return f"\x1b[{colour}m{text}\x1b[0m" if text else ""
 
 

@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import pytest
 from toolkit.checkpoints import tokenizers
-from toolkit.driver import new_request
+from toolkit.driver import Driver, new_request
 from toolkit.models import save_eagle3, save_target
+from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
 from specdec.cli.screen import CONTROLS, DRAFTED, OWN, PROMPT, Pieces, harmless
@@ -240,6 +241,17 @@ def test_an_answer_has_a_line_of_its_own(run: Run, chatty: SpecDecoder) -> None:
     assert whole, "no text held a character of several tokens"
 
 
+def test_a_text_that_an_encoder_read_is_not_gone_on_from(run: Run, tmp_path: Path) -> None:
+    """Keeps out: a summary glued to its article."""
+    target = save_encoder_decoder(tmp_path / "target", "bart", vocab_size=384)
+    tokenizers.byte_tokenizer(384).save_pretrained(target)
+    with SpecDecoder.from_pretrained(target, save_head(tmp_path / "head", target), device="cpu", dtype="float32") as decoder:
+        (out,) = decoder.generate("aé", SamplingParams(max_tokens=20))
+        shown = run(decoder, "aé", "--max-tokens", "20")
+    assert out.prompt_token_ids == decoder.tokenizer.encode("aé")
+    assert shown.text == f"aé\n{harmless(out.text)}\n" and shown.err.startswith(LEGEND + last_line(out))
+
+
 def test_what_a_text_must_be_and_where_it_stops(run: Run, pair: SpecDecoder) -> None:
     """Keeps out: the beginning of a stop string that is shown and can't be taken back, and text after a complete one."""
     for flags, params in (
@@ -283,6 +295,14 @@ def test_nothing_that_a_model_writes_commands_the_terminal(run: Run, chatty: Spe
     every = "".join(map(chr, range(0x3000)))
     kept = [character for character in every if unicodedata.category(character) != "Cc" or character in "\n\t"]
     assert "".join(character for character in every if harmless(character) == character) == "".join(kept)
+
+
+def test_an_error_has_a_line_of_its_own(run: Run, pair: SpecDecoder) -> None:
+    """Keeps out: a message that goes on where the text broke off, and a colour that stays."""
+    with Driver(pair).fail_in("verify", RuntimeError("planted"), call=2):
+        shown = run(pair, "Once upon a time", "--max-tokens", "40")
+    assert shown.code == 2 and shown.text.startswith("Once upon a time, there was") and shown.out.endswith("\x1b[0m\n")
+    assert shown.err == f"{LEGEND}specdec: error: the request failed while it ran: planted\n"
 
 
 def test_a_program_gets_the_text_alone(
