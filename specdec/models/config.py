@@ -19,11 +19,11 @@ from specdec.models.checkpoints.config_values import (
     NotComputedHere,
     dtype_name,
     flag,
-    mapping,
     number,
     token_ids,
     whole,
 )
+from specdec.models.keys.rope import rope_keys, rope_type
 from specdec.models.kv_source import KEY, parse_kv_source
 from specdec.models.schemes.config import SIDECAR, quantization_of, read_sidecar
 from specdec.models.schemes.rules import Quantization
@@ -209,35 +209,6 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
             f"{numbers['low_freq_factor']:g}"
         )
     return RopeConfig(theta=number(merged, "rope_theta", where, RopeConfig.theta), kind=kind, **numbers)
-
-
-def rope_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """rope_parameters, or the older rope_scaling.  ValueError if both are there and say different things.
-
-    transformers takes rope_scaling alone then, and its class's own rope_theta where it has none, whatever rope_parameters say:
-    a rope_scaling that is added to a folder of transformers 5 gives a model that nobody trained.
-    """
-    parameters, scaling = (mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling"))
-    if not parameters or not scaling:
-        return parameters or scaling
-    one, other = (
-        {"rope_type" if key == "type" else key: value for key, value in said.items() if value is not None}
-        for said in (parameters, {"rope_theta": raw.get("rope_theta"), **scaling})
-    )
-    if {"rope_theta": raw.get("rope_theta"), **one} != {"rope_theta": None, **other}:
-        raise ValueError(
-            f"{where}: rope_parameters and rope_scaling must say the same where both are there, rope_theta included, got "
-            f"{parameters} and {scaling}; nearest thing that works: all of it in rope_parameters, and no rope_scaling"
-        )
-    return parameters
-
-
-def rope_type(merged: dict[str, Any], where: str) -> str:
-    """By its name of today or the older one."""
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    if not isinstance(kind, str):
-        raise ValueError(f"{where}: rope_type must be a string, got {kind!r}")
-    return kind
 
 
 def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:

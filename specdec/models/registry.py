@@ -18,7 +18,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
-from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_llama, with_generation_eos
+from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_llama
 from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
 from specdec.models.deepseek.config import DEEPSEEK
@@ -28,6 +28,7 @@ from specdec.models.gguf.coded import BLOCKS, blocks_of
 from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.gpt_oss.config import GPT_OSS, is_coded
+from specdec.models.keys.ends import with_generation_eos
 from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 
 from specdec.models.causal_lm import PreNormLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.config_values import DTYPE_NAMES, token_ids
+from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
-from specdec.models.config import ModelConfig, parse_config, read_json, read_target_json
+from specdec.models.config import ModelConfig, parse_config, read_target_json
+from specdec.models.keys.ends import with_generation_eos
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
 from specdec.models.schemes.formats import RoundToNearest
@@ -34,14 +34,6 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 def read_target_config(folder: Path) -> ModelConfig:
     """The target's config, by the Llama family's rules."""
     return with_generation_eos(parse_config(read_target_json(folder), str(folder / "config.json")), folder)
-
-
-def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:
-    """EOS ids from generation_config.json where it has some, as transformers does."""
-    generation = folder / "generation_config.json"
-    raw = read_json(generation) if generation.is_file() else {}
-    eos_ids = token_ids(raw, "eos_token_id", str(generation), config.vocab_size)
-    return replace(config, eos_ids=eos_ids) if eos_ids else config
 
 
 def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype, late: bool = False) -> M:

@@ -15,7 +15,8 @@ from specdec.models.checkpoints.config_values import (
     token_ids,
     whole,
 )
-from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, rope_keys, sliding_window
+from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
+from specdec.models.keys.rope import rope_keys
 from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
