@@ -23,7 +23,7 @@ from specdec.models.checkpoints.config_values import (
     token_ids,
     whole,
 )
-from specdec.models.keys.rope import rope_keys, rope_type
+from specdec.models.keys.rope import all_rope_keys, rope_type
 from specdec.models.kv_source import KEY, parse_kv_source
 from specdec.models.schemes.config import SIDECAR, quantization_of, read_sidecar
 from specdec.models.schemes.rules import Quantization
@@ -175,16 +175,9 @@ _ROPE_KEYS = {  # what each type needs: the config's key, our name
 _ROPE_KNOWN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_KEYS["llama3"]}
 
 
-def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeConfig | None = None) -> RopeConfig:
-    """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them.
-
-    default: used when the config says nothing at all (a draft head follows its target).
-    """
-    said = rope_keys(raw, where)
-    if default is not None and not said and raw.get("rope_theta") is None:
-        return default
-    outside = {key: number(raw, key, where) for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
-    merged = {**outside, **said}
+def parse_rope(raw: dict[str, Any], where: str = "config.json") -> RopeConfig:
+    """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them."""
+    merged = all_rope_keys(raw, where)
     kind = rope_type(merged, where)
     if kind not in _ROPE_KEYS:
         raise NotComputedHere(
@@ -193,10 +186,6 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
     if unknown := sorted(set(merged) - _ROPE_KNOWN):
         raise ValueError(
             f"{where}: unknown rope keys {', '.join(unknown)} in rope_parameters or rope_scaling; they may change the model"
-        )
-    if merged.get("partial_rotary_factor") is not None and number(merged, "partial_rotary_factor", where) != 1.0:
-        raise NotComputedHere(
-            f"{where}: partial_rotary_factor must be absent or 1: no native module turns only a part of each head yet"
         )
     wanted = _ROPE_KEYS[kind]
     missing = [key for key in wanted if merged.get(key) is None]
@@ -228,7 +217,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
     hidden, intermediate, heads, vocab_size = (whole(raw, key, where) for key in _REQUIRED if key != "num_hidden_layers")
     kv_heads = whole(raw, "num_key_value_heads", where, heads)
-    head_dim = whole(raw, "head_dim", where, hidden // heads, least=0)
+    head_dim = whole(raw, "head_dim", where, 128 if family == "qwen3" else hidden // heads, least=0)
     if heads % kv_heads:
         raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
     if head_dim % 2 or not head_dim:
@@ -236,7 +225,8 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: head_dim must be even and above 0 for rotary embeddings, got {head_dim}{own}")
     for key in ("max_sequence_length", "pretraining_tp"):  # not read, but a config with such sizes is broken
         whole(raw, key, where, 1)
-    attention_bias, kinds = flag(raw, "attention_bias", where), _layer_kinds(raw, family, where)
+    attention_bias, mlp_bias = (_bias(raw, key, family, where) for key in _BIASED)
+    kinds = _layer_kinds(raw, family, where)
     return ModelConfig(
         family=family,
         hidden_size=hidden,
@@ -252,7 +242,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=attention_bias or family in QWEN2,
         o_bias=attention_bias and family in ("llama", "qwen3"),
-        mlp_bias=flag(raw, "mlp_bias", where),
+        mlp_bias=mlp_bias,
         qk_norm=family == "qwen3",
         layer_kinds=kinds,
         kv_source=parse_kv_source(raw, kinds, where),
@@ -280,7 +270,21 @@ NATIVE_KEYS = frozenset(
     "unsloth_fixed unsloth_version use_bfloat16 use_cache use_sliding_window vocab_size".split()
 )
 _MIMO_KEYS = frozenset({MTP_COUNT, "use_mrope"})
+_BIASED = {
+    "attention_bias": ("llama", "qwen3", *QWEN2),
+    "mlp_bias": ("llama",),
+}  # families whose classes in transformers read it
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def _bias(raw: dict[str, Any], key: str, family: str, where: str) -> bool:
+    """Whether matrices have biases.  ValueError in a family whose class of transformers passes the key over, and has none."""
+    if (has := flag(raw, key, where)) and family not in _BIASED[key]:
+        raise ValueError(
+            f"{where}: {key} must be false or absent in a {family} model, whose layers in transformers have no such biases, "
+            f"got true; nearest thing that works: no {key}, or a model_type that has them ({', '.join(_BIASED[key])})"
+        )
+    return has
 
 
 def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKind, ...]:
@@ -290,6 +294,8 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
     window = sliding_window(raw, where)  # read in every family, so that a broken value is refused in every one
     is_on = flag(raw, "use_sliding_window", where)
     first = whole({"max_window_layers": 28, **raw}, "max_window_layers", where, 28 if not is_qwen else None, least=0)
+    if family == "llama" and types is None:
+        _refuse_window(raw, where)
     if not (family == "mistral" or is_qwen and is_on):  # Qwen ships the number with a switch that turns it off
         window = None
     if is_qwen:
@@ -301,10 +307,31 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
     else:
         check_types(types, count, where)
     if not is_qwen and types != expected:
-        raise ValueError(f"{where}: a {family} model's layers are all alike ({expected[0]}), got layer_types {types}")
+        raise ValueError(
+            f"{where}: a {family} model's layers are all alike ({expected[0]}, by sliding_window {raw.get('sliding_window')}), "
+            f"got layer_types {types}; nearest thing that works: no layer_types"
+        )
     if WINDOWED in types and window is None:
-        raise ValueError(f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on (use_sliding_window)")
+        raise ValueError(
+            f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on, got use_sliding_window "
+            f"{raw.get('use_sliding_window')} and sliding_window {raw.get('sliding_window')}; nearest thing that works: "
+            "use_sliding_window true with a sliding_window, or no layer_types"
+        )
     return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
+
+
+def _refuse_window(raw: dict[str, Any], where: str) -> None:
+    """ValueError for a window in a Llama, which transformers' forward pass reads past, and its cache obeys.
+
+    A window that no text outgrows says nothing.
+    """
+    window = raw.get("sliding_window")
+    if window is not None and window < whole(raw, "max_position_embeddings", where, 2048, most=MOST_POSITIONS):
+        raise ValueError(
+            f"{where}: sliding_window must be null or absent in a llama model, got {window}: transformers' layers read all "
+            "keys there, while its cache drops those before the window; nearest things that work: no sliding_window (all "
+            "keys), or model_type 'mistral' (the window)"
+        )
 
 
 def check_types(types: Any, count: int, where: str) -> None:

@@ -36,6 +36,7 @@ from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
 
 BACKENDS = ("auto", "native", "transformers")
+NATIVE = (*FAMILIES, *DEEPSEEK, *DIFFLLAMA, *GPT_OSS)  # model types with modules of our own
 
 
 class TargetChoice(NamedTuple):
@@ -112,7 +113,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if native is None:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
-            known = ", ".join((*FAMILIES, *DEEPSEEK, *DIFFLLAMA, f"{GPT_OSS[0]} in mxfp4"))
+            known = f"{', '.join(name for name in NATIVE if name not in GPT_OSS)}, {GPT_OSS[0]} in mxfp4"
             raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:

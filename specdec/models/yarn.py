@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.models.checkpoints.config_values import flag, number
 from specdec.models.config import RopeConfig, parse_rope
-from specdec.models.keys.rope import rope_keys, rope_type
+from specdec.models.keys.rope import all_rope_keys, rope_type
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _NUMBERS = {
     "mscale_all_dim": "mscale_all_dim",
     "attention_factor": "amplitude",
 }
-_KNOWN = {*_NUMBERS, "rope_type", "type", "truncate"}
+_KNOWN = {*_NUMBERS, "rope_type", "type", "truncate", "partial_rotary_factor"}
 
 
 def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
@@ -68,7 +68,7 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
 
     raw: the whole config.  where: the config's name for error messages.  ValueError for unknown, missing or malformed keys.
     """
-    merged = rope_keys(raw, where)
+    merged = all_rope_keys(raw, where)
     if rope_type(merged, where) != "yarn":
         return parse_rope(raw, where)
     if unknown := sorted(set(merged) - _KNOWN):
@@ -77,8 +77,7 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
         )
     if missing := [key for key in ("factor", "original_max_position_embeddings") if merged.get(key) is None]:
         raise ValueError(f"{where}: rope type 'yarn' needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
-    merged = {"rope_theta": raw.get("rope_theta"), **merged}
-    given = [key for key in _NUMBERS if merged.get(key) is not None]
+    given = [key for key in _NUMBERS if merged.get(key) is not None or (key in merged and key == "rope_theta")]
     numbers: dict[str, Any] = {_NUMBERS[key]: number(merged, key, where, or_zero=key.startswith("mscale")) for key in given}
     if numbers.get("theta", RopeConfig.theta) <= 1:  # the blend's borders are logarithms to this base
         raise ValueError(f"{where}: rope_theta must be above 1 for rope type 'yarn', got {merged['rope_theta']!r}")

@@ -145,7 +145,6 @@ def test_old_and_new_configs_mean_the_same_rope() -> None:
     assert parse_rope(old) == parse_rope({"rope_parameters": LLAMA3_ROPE})
     assert parse_rope(older).factor == 2.0 and parse_rope(older).kind == "linear"
     assert parse_rope({}).theta == 10000.0 and parse_rope({"rope_theta": 5e5}).theta == 5e5
-    assert parse_rope({}, default=parse_rope(older)) == parse_rope(older)
 
 
 def test_the_zoo_is_what_it_says(zoo: Zoo) -> None:

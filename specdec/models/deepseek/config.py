@@ -17,6 +17,7 @@ from specdec.models.checkpoints.config_values import (
 from specdec.models.config import MTP_COUNT, ModelConfig, refuse_unknown
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
 from specdec.models.experts import ExpertsConfig
+from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.schemes.config import quantization_of
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
@@ -51,7 +52,7 @@ class DeepseekConfig(ModelConfig):
 
 def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
-    family = raw["model_type"]
+    family, raw = raw["model_type"], by_own_names(raw, _OTHER_NAMES, where)
     refuse_unknown(raw, _KNOWN | _KNOWN_BY.get(family, frozenset()), where)
     for key, allowed in _ONLY[family].items():
         if raw.get(key) not in (None, *allowed):
@@ -63,6 +64,10 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
     for key in _UNREAD_SIZES:
         whole(raw, key, where, 1)
+    if family == "deepseek_v3":  # of these classes in transformers the one that reads it; GLM-5.2's config says another number
+        expect_repeated(raw, "head_dim", rope_dim, "qk_rope_head_dim", where)
+    expect_repeated(raw, "qk_head_dim", nope + rope_dim, "qk_nope_head_dim + qk_rope_head_dim", where)
+    expect_repeated(raw, "num_key_value_heads", heads, "num_attention_heads", where)
     is_sparse = family in SPARSE
     first_dense = first_dense_layers(raw, layers, where) if is_sparse else whole(raw, "first_k_dense_replace", where, least=0)
     if rope_dim % 2:
@@ -154,7 +159,8 @@ _EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", 
 _SIZES = (
     "hidden_size intermediate_size num_attention_heads vocab_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 ).split()
-_UNREAD_SIZES = ("ep_size", "head_dim", "moe_layer_freq", "num_key_value_heads", "pretraining_tp", "qk_head_dim")
+_UNREAD_SIZES = ("ep_size", "head_dim", "moe_layer_freq", "pretraining_tp")
+_OTHER_NAMES = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_COUNT}
 _POSITIONS = {"deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 163840, "glm_moe_dsa": 202752}  # transformers' defaults
 _V3_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),

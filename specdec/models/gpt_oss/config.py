@@ -16,6 +16,7 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
+from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.rope import rope_keys
 from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
@@ -43,6 +44,7 @@ def is_coded(raw: dict[str, Any]) -> bool:
 
 def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
+    raw = by_own_names(raw, {"num_experts": "num_local_experts"}, where)
     refuse_unknown(raw, _KNOWN, where)
     if missing := [key for key in _REQUIRED if raw.get(key) is None]:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
@@ -59,9 +61,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
             raise ValueError(f"{where}: {key} must be a multiple of {MX_BLOCK}, the columns of a scale in mxfp4, got {size}")
     if chosen > count:
         raise ValueError(f"{where}: num_experts_per_tok must be at most num_local_experts {count}, got {chosen}")
-    for key, other, size in (("num_experts", "num_local_experts", count), ("experts_per_token", "num_experts_per_tok", chosen)):
-        if raw.get(key, size) != size:
-            raise ValueError(f"{where}: {key} must be {other} {size}, or left out, got {raw[key]!r}")
+    expect_repeated(raw, "experts_per_token", chosen, "num_experts_per_tok", where)
     rope = rope_keys(raw, where)
     if not rope or (rope.get("rope_theta") is None and raw.get("rope_theta") is None):
         raise ValueError(f"{where} lacks rope_theta, or rope_parameters (rope_scaling), without which positions mean nothing")
@@ -129,6 +129,6 @@ _SIZES = (
 _REQUIRED = (*_SIZES, "num_hidden_layers")
 # Read above, or known not to change what a forward pass computes.
 _KNOWN = NATIVE_KEYS | frozenset(
-    "experts_per_token initial_context_length num_experts num_experts_per_tok num_local_experts output_router_logits "
+    "experts_per_token initial_context_length num_experts_per_tok num_local_experts output_router_logits "
     "router_aux_loss_coef swiglu_alpha swiglu_limit".split()
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.models.checkpoints.config_values import mapping
+from specdec.models.checkpoints.config_values import NotComputedHere, mapping, number
 
 
 def rope_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -29,6 +29,20 @@ def rope_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
             f"{parameters} and {scaling}; nearest thing that works: all of it in rope_parameters, and no rope_scaling"
         )
     return parameters
+
+
+def all_rope_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """As `rope_keys`, with rope_theta and partial_rotary_factor that stand beside them, where they don't say these themselves.
+
+    NotComputedHere if only a part of each head is turned.
+    """
+    outside = {key: number(raw, key, where) for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
+    merged = {**outside, **rope_keys(raw, where)}
+    if merged.get("partial_rotary_factor") is not None and number(merged, "partial_rotary_factor", where) != 1.0:
+        raise NotComputedHere(
+            f"{where}: partial_rotary_factor must be absent or 1: no native module turns only a part of each head yet"
+        )
+    return merged
 
 
 def rope_type(merged: dict[str, Any], where: str) -> str:

@@ -187,11 +187,12 @@ def test_hub_configs_are_read() -> None:
     )  # fmt: skip
     assert isinstance(v3.rope, YarnRope) and v3.rope.amplitude == 1 and v3.scale == pytest.approx(0.1352337747812271)
     lite = parse_deepseek(
-        dict(
-            common, model_type="deepseek_v2", first_k_dense_replace=1, hidden_size=2048, intermediate_size=10944,
+        common
+        | dict(
+            model_type="deepseek_v2", first_k_dense_replace=1, hidden_size=2048, intermediate_size=10944,
             moe_intermediate_size=1408, n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False,
-            num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27, q_lora_rank=None, routed_scaling_factor=1.0,
-            scoring_func="softmax", topk_group=1, topk_method="greedy",
+            num_attention_heads=16, num_key_value_heads=16, num_experts_per_tok=6, num_hidden_layers=27, q_lora_rank=None,
+            routed_scaling_factor=1.0, scoring_func="softmax", topk_group=1, topk_method="greedy",
         ),
         "V2-Lite",
     )  # fmt: skip

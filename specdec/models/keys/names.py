@@ -1,0 +1,38 @@
+"""Keys of a config.json that repeat what another key says: under another name, or as a size that follows from others.
+
+transformers takes the other name where both are there, and passes most repeated sizes over or fails on them: a config in which
+they contradict each other is nobody's, and an error here.  Knows no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.models.checkpoints.config_values import whole
+
+
+def by_own_names(raw: dict[str, Any], others: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The config with every value under the name that its family's parser reads.
+
+    others: other names of keys, and the name that is read.  ValueError if both names are there and say different things.
+    """
+    named = {key: value for key, value in raw.items() if key not in others}
+    for other, own in others.items():
+        if raw.get(other) is None:
+            continue
+        if named.get(own, raw[other]) not in (None, raw[other]):
+            raise ValueError(
+                f"{where}: {other} is another name of {own}, so both must be equal where both are there, got {raw[other]!r} "
+                f"and {named[own]!r}; nearest thing that works: {own} alone"
+            )
+        named[own] = raw[other]
+    return named
+
+
+def expect_repeated(raw: dict[str, Any], key: str, size: int, said_by: str, where: str) -> None:
+    """ValueError if a key says another size than the keys do from which it follows.  said_by: these keys."""
+    if whole(raw, key, where, size) != size:
+        raise ValueError(
+            f"{where}: {key} must be {said_by}, {size}, or absent, got {raw[key]}; nearest thing that works: no {key}"
+        )

@@ -1,0 +1,254 @@
+"""Keys of a config.json that say one thing, set to different things, in every native family: what transformers computes, or an
+error that names them.  Rules in docs/MODELS.md.
+
+A row changes the config.json of a tiny random model.  What it comes to is `SAME`, our logits being transformers' own forward's
+(which must agree with itself when it reads its cache), or a part of our error.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from toolkit.checkpoints.native import ABSENT, NativeZoo, our_logits, their_logits
+from transformers import CONFIG_MAPPING
+
+from specdec.models.registry import NATIVE, family_of
+
+SAME = ""
+LLAMAS, QWENS = ("llama", "mistral", "qwen2", "qwen3", "mimo", "diffllama"), ("qwen2", "qwen3", "mimo")
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+DEEPSEEKS, GPT = ("deepseek_v2", "deepseek_v3", *SPARSE), ("gpt_oss",)
+ALL = (*LLAMAS, *DEEPSEEKS, *GPT)
+TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
+UNTIED = tuple(family for family in ALL if family not in TIED)
+DEFAULT, LINEAR = {"rope_type": "default", "rope_theta": 5000.0}, {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+WHOLE = DEFAULT | {"partial_rotary_factor": 1.0}
+LLAMA3 = LINEAR | {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 8}
+FULL, WINDOWED = "full_attention", "sliding_attention"
+MIXED = [WINDOWED, FULL]  # unlike max_window_layers, which windows the last layers
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+class Group(NamedTuple):
+    """keys: those that say one thing.  rows: families, changes, and what comes of them.
+
+    least: how many of the keys a family must know to have rows; 1: the other side is a size or a tensor that every model has.
+    """
+
+    keys: str
+    rows: list[tuple[tuple[str, ...], dict[str, Any], str]]
+    least: int = 2
+
+
+GROUPS = {
+    "rope": Group(
+        "rope_parameters rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings initial_context_length",
+        [
+            (ALL, {"rope_parameters": DEFAULT, "rope_theta": 900.0}, SAME),  # what stands within counts
+            (ALL, {"rope_parameters": ABSENT, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 900.0}, SAME),
+            (ALL, {"rope_parameters": LINEAR | {"type": "default"}}, SAME),
+            (ALL, {"rope_parameters": DEFAULT | {"type": "linear", "factor": 2.0}}, SAME),
+            (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
+            (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
+            ((*DEEPSEEKS, *GPT), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
+            ((*LLAMAS, *GPT), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
+            ((*LLAMAS, *GPT), {"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
+            (GPT, {"rope_parameters": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
+            (DEEPSEEKS, {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be"),
+            (ALL, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64}, "unknown config keys original_max"),
+            (GPT, {"rope_parameters": YARN, "initial_context_length": 64}, SAME),
+        ],
+    ),
+    "rope's factors": Group(
+        "rope_parameters max_position_embeddings",
+        [
+            (LLAMAS, {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # 64 times as long, factor 2
+            ((*DEEPSEEKS, *GPT), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
+            (
+                (*DEEPSEEKS, *GPT),
+                {"rope_parameters": YARN | {"attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 1.2}},
+                SAME,
+            ),
+        ],
+    ),
+    "length": Group(
+        "max_position_embeddings max_sequence_length model_max_length max_length",
+        [((*LLAMAS, *GPT), {"max_position_embeddings": 128, "max_sequence_length": 9, "model_max_length": 9}, SAME)],
+    ),
+    "family": Group("model_type architectures", [(ALL, {"architectures": ["GemmaForCausalLM"]}, SAME)]),
+    "window": Group(
+        "sliding_window use_sliding_window max_window_layers layer_types",
+        [
+            (("llama",), {"sliding_window": 8}, "sliding_window must be null or absent in a llama model, got 8.* 'mistral'"),
+            (("llama",), {"sliding_window": 8, "use_sliding_window": False}, "sliding_window must be null or absent"),
+            (("llama",), {"sliding_window": 8, "layer_types": [FULL] * 2}, SAME),
+            (("llama",), {"sliding_window": 256}, SAME),  # as long as a text may be
+            (("llama", *GPT), {"use_sliding_window": True, "max_window_layers": 1}, SAME),
+            (("diffllama",), {"sliding_window": 8}, "sliding_window must be absent, null or false in a diffllama model, got 8"),
+            (("diffllama",), {"use_sliding_window": True}, "use_sliding_window must be absent, null or false"),
+            (("diffllama",), {"max_window_layers": 1, "use_sliding_window": False}, SAME),
+            (("llama", "mistral"), {"sliding_window": 8, "layer_types": [FULL, WINDOWED]}, "alike .*sliding_window 8.*"),
+            (("mistral",), {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}, SAME),
+            (("mistral",), {"sliding_window": None, "use_sliding_window": True}, SAME),
+            (QWENS, {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}, SAME),
+            (QWENS, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "layer_types": ABSENT}, SAME),
+            (QWENS, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "layer_types": MIXED}, SAME),
+            (QWENS, {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0, "layer_types": ABSENT}, SAME),
+            (
+                QWENS,
+                {"sliding_window": 8, "use_sliding_window": False, "layer_types": [FULL, WINDOWED]},
+                "use_sliding_window False and sliding_window 8",
+            ),
+            (GPT, {"sliding_window": 6, "layer_types": [FULL, WINDOWED]}, SAME),
+            (GPT, {"sliding_window": 6, "layer_types": ABSENT, "use_sliding_window": False, "max_window_layers": 9}, SAME),
+            (GPT, {"sliding_window": None, "layer_types": [WINDOWED] * 2}, "layer_types has .* but sliding_window is null"),
+        ],
+    ),
+    "width of a head": Group(
+        "head_dim qk_head_dim qk_rope_head_dim",
+        [
+            ((*LLAMAS, *GPT), {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
+            (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
+            (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
+            (("deepseek_v3",), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
+            (("deepseek_v2", *SPARSE), {"head_dim": 16}, SAME),  # GLM-5.2 says 192, and rotates 64
+            (DEEPSEEKS, {"qk_head_dim": 24}, "qk_head_dim must be qk_nope_head_dim . qk_rope_head_dim, 20, or absent, got 24"),
+        ],
+        least=1,
+    ),
+    "heads of keys": Group(
+        "num_key_value_heads",
+        [
+            ((*LLAMAS, *GPT), {"num_key_value_heads": 4}, "k_proj.weight' must have shape .* num_key_value_heads"),
+            (("mistral",), {"num_key_value_heads": 1}, SAME),
+            (("llama", "qwen2", "qwen3", "mimo", "diffllama"), {"num_key_value_heads": None}, "k_proj.weight' must have shape"),
+            (DEEPSEEKS, {"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 2"),
+        ],
+        least=1,
+    ),
+    "output layer": Group(
+        "tie_word_embeddings",
+        [
+            (UNTIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
+            (UNTIED, {"tie_word_embeddings": ABSENT}, SAME),
+            (TIED, {"tie_word_embeddings": False}, "'lm_head.weight' is missing"),
+            (TIED, {"tie_word_embeddings": ABSENT}, "'lm_head.weight' is missing"),
+        ],
+        least=1,
+    ),
+    "biases": Group(
+        "attention_bias mlp_bias qkv_bias use_bias",
+        [
+            (("llama", "qwen3", "diffllama", *DEEPSEEKS[:3]), {"attention_bias": True}, ".bias' is missing"),
+            (("mistral",), {"attention_bias": True}, "attention_bias must be false or absent in a mistral model"),
+            (("qwen2", "mimo"), {"attention_bias": False}, SAME),
+            (("qwen2", "mimo"), {"attention_bias": True}, SAME),
+            (("glm_moe_dsa", *GPT), {"attention_bias": False}, "not part of this architecture: .*bias"),
+            (("mistral", *QWENS), {"mlp_bias": True}, "mlp_bias must be false or absent in a .* model"),
+            (("llama", "deepseek_v2"), {"mlp_bias": True}, ".bias' is missing"),
+            (("diffllama", "deepseek_v3", *SPARSE), {"mlp_bias": True}, "mlp_bias must be"),
+            (GPT, {"mlp_bias": True}, SAME),
+        ],
+    ),
+    "experts": Group(
+        "n_routed_experts num_local_experts num_experts",
+        [
+            (DEEPSEEKS, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
+            (DEEPSEEKS, {"num_experts": 4}, "num_experts is another name of n_routed_experts, .* got 4 and 8"),
+            (DEEPSEEKS, {"num_experts": 8, "num_local_experts": 8}, SAME),
+            (GPT, {"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and 4"),
+            (GPT, {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
+        ],
+    ),
+    "experts of a token": Group(
+        "num_experts_per_tok experts_per_token",
+        [(GPT, {"experts_per_token": 3}, "experts_per_token must be num_experts_per_tok, 2, or absent, got 3")],
+    ),
+    "dense layers": Group(
+        "first_k_dense_replace mlp_layer_types moe_layer_freq",
+        [
+            (("deepseek_v2", "deepseek_v3"), {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+            (SPARSE, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),
+            (SPARSE, {"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense", "sparse"]}, SAME),
+        ],
+    ),
+    "layers of MTP": Group(
+        "num_nextn_predict_layers num_mtp_layers",
+        [
+            (("deepseek_v3", *SPARSE), {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* got 2 and 1"),
+            (("deepseek_v2",), {"num_nextn_predict_layers": 0, "num_mtp_layers": 2}, "another name of .* got 2 and 0"),
+            (("deepseek_v3",), {"num_nextn_predict_layers": ABSENT, "num_mtp_layers": 1}, SAME),
+        ],
+    ),
+    "shared indexers": Group(
+        "indexer_types index_topk_pattern index_topk_freq index_skip_topk_offset",
+        [
+            (("glm_moe_dsa",), {"indexer_types": ["full"] * 2, "index_topk_pattern": "FS"}, "indexer_types must be what"),
+            (("glm_moe_dsa",), {"index_topk_pattern": "FF", "index_topk_freq": 7, "index_skip_topk_offset": 1}, SAME),
+        ],
+    ),
+    "weights in few bits": Group(
+        "quantization_config compression_config",
+        [((*LLAMAS, *GPT), {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
+    ),
+}  # fmt: skip
+ROWS = [
+    pytest.param(family, changes, says, id=f"{family}-{name}-{number}")
+    for name, group in GROUPS.items()
+    for number, (families, changes, says) in enumerate(group.rows)
+    for family in families
+]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> NativeZoo:
+    return NativeZoo(tmp_path_factory.mktemp("native"))
+
+
+@pytest.mark.parametrize(("family", "changes", "says"), ROWS)
+def test_two_keys_mean_what_transformers_computes(
+    zoo: NativeZoo, tmp_path: Path, family: str, changes: dict[str, Any], says: str
+) -> None:
+    """Keeps out: a window, a rope, a bias or a count that one key names and the other, which is read, does not."""
+    ours, theirs = zoo.changed(family, changes, tmp_path)
+    if says:
+        with pytest.raises(ValueError, match=says):
+            our_logits(ours)
+        return
+    got_TV, (want_TV, last_V) = our_logits(ours), their_logits(theirs)
+    torch.testing.assert_close(want_TV[-1], last_V, atol=1e-4, rtol=1e-4, msg=f"transformers contradicts itself: {changes}")
+    torch.testing.assert_close(got_TV, want_TV, atol=1e-4, rtol=1e-4)
+
+
+def test_every_native_family_has_a_row_for_every_group_that_it_knows(zoo: NativeZoo) -> None:
+    """Keeps out: a family that is added, or a key that is let in beside another, whose two values nobody has compared."""
+    assert {*NATIVE} == {name for name in (*CONFIG_MAPPING, *NATIVE) if family_of(name)} == {*ALL}
+    for name, group in GROUPS.items():
+        keys = group.keys.split()
+        assert all(changes.keys() <= {*keys} for _, changes, _ in group.rows), name
+        for family in NATIVE:
+            known = [key for key in keys if is_known(zoo, family, key)]
+            tried = {key for families, changes, _ in group.rows if family in families for key in changes}
+            assert len(known) < group.least or tried, (name, family, known)
+            for key, own in CONFIG_MAPPING.get(family, CONFIG_MAPPING["qwen2"]).attribute_map.items():
+                assert own not in keys or key in tried, f"{family}: {key} is another name of {own} in transformers"
+
+
+def is_known(zoo: NativeZoo, family: str, key: str) -> bool:
+    """Whether the family's parser lets the key in."""
+    native, raw = family_of(family), zoo.config(family)
+    if key in raw:
+        return True
+    assert native is not None
+    try:
+        native.parse({**raw, key: None}, "here")
+    except ValueError as error:
+        return f"unknown config keys {key}" not in str(error)
+    return True

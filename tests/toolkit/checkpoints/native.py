@@ -1,0 +1,79 @@
+"""A tiny random target of every native family, whose config.json tests may change, and transformers' own forward of it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.eager.dense import DenseAttention
+from specdec.models.registry import choose_target, load_chosen
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.deepseek import DEEPSEEKS, SPARSES, save_deepseek, save_sparse
+from toolkit.families import eager
+from toolkit.models import save_target
+
+NAMES = {
+    "deepseek_v2": "v2",
+    "deepseek_v3": "v3",
+    "deepseek_v32": "v32",
+    "glm_moe_dsa": "glm",
+    "mimo": "qwen2",
+}  # of other zoos
+ABSENT = "absent"  # a change that takes the key away
+IDS = torch.randint(40, (24,), generator=torch.Generator().manual_seed(5))  # three windows of 8 tokens
+LAYERS = 2
+
+
+class NativeZoo:
+    """Two folders by model type, made once: as our modules read the model, and as transformers does.
+
+    These differ for MiMo, which transformers lacks and whose layers are Qwen2's, and for gpt-oss's codes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def _saved(self, family: str) -> tuple[Path, Path]:
+        ours, name = self.root / family, NAMES.get(family, family)
+        if family == "gpt_oss":
+            folders = ours / "mxfp4", ours / "plain"
+            return folders if ours.is_dir() else save_gpt_oss(ours, num_hidden_layers=LAYERS)
+        if not ours.is_dir():
+            save = save_sparse if name in SPARSES else save_deepseek if name in DEEPSEEKS else save_target
+            save(ours, name, num_hidden_layers=LAYERS)
+        return ours, ours
+
+    def config(self, family: str) -> dict[str, Any]:
+        """As our modules read it."""
+        raw: dict[str, Any] = json.loads((self._saved(family)[0] / "config.json").read_text())
+        return raw | ({"model_type": family} if family == "mimo" else {})
+
+    def changed(self, family: str, changes: dict[str, Any], at: Path) -> tuple[Path, Path]:
+        """Folders with the same weights and a changed config.json: for us, and for transformers."""
+        for name, folder in zip(("ours", "theirs"), self._saved(family), strict=True):
+            shutil.copytree(folder, at / name)
+            path = at / name / "config.json"
+            own = {"model_type": family} if (family, name) == ("mimo", "ours") else {}
+            raw = {**json.loads(path.read_text()), **own, **changes}
+            path.write_text(json.dumps({key: value for key, value in raw.items() if value != ABSENT}))
+        return at / "ours", at / "theirs"
+
+
+@torch.inference_mode()
+def our_logits(folder: Path) -> Tensor:
+    """[24, V] float32.  ValueError if our modules refuse the folder."""
+    model = load_chosen(choose_target(folder, "native"), folder, 64, torch.device("cpu"), torch.float32, False)
+    out = model(IDS, torch.arange(len(IDS)), DenseAttention(model.config.layer_kinds))
+    return model.logits(out.hidden_TH)
+
+
+@torch.inference_mode()
+def their_logits(folder: Path) -> tuple[Tensor, Tensor]:
+    """[24, V] float32 by one pass, and [V] of the last token alone, after all others went into transformers' own cache."""
+    model = eager(folder)
+    cache = model(IDS[None, :-1], use_cache=True).past_key_values
+    last = model(IDS[None, -1:], past_key_values=cache, use_cache=True).logits[0, 0]
+    return model(IDS[None], use_cache=False).logits[0], last
