@@ -92,6 +92,11 @@ class Tokenizer:
         added = self._inner.added_tokens_decoder
         return ids[0] if ids and ids[0] in added and added[ids[0]].special else None
 
+    @property
+    def eos(self) -> int | None:
+        """The id of its eos_token, which transformers' generate does not read; None if it has none."""
+        return None if self._inner is None else self._inner.eos_token_id
+
     def decode(self, token_ids: Any) -> str:
         """The text of the ids, without special tokens; empty without a tokenizer."""
         if self._inner is None:

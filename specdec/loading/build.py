@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -208,18 +208,37 @@ def doubling_context(config: ModelConfig) -> float:
 def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
     """The tokens that end a text: those that the model's files name, and the one with which its chats end an answer.
 
-    Warns if the latter is none of the former: transformers' generate would write on into the next turn.
+    Warns where transformers' generate would end other texts, and of ends that a file names in vain.
     """
     turn = tokenizer.turn_end()
-    if turn is None or turn in config.eos_ids or turn >= config.vocab_size:
-        return config.eos_ids
-    named = ", ".join(f"{tokenizer.piece(token)!r} ({token})" for token in config.eos_ids) or "none"
-    warnings.warn(
-        f"the chat template ends an answer with {tokenizer.piece(turn)!r} ({turn}), which the target's files do not name as an "
-        f"end (eos_token_id, of generation_config.json where it has one: {named}); texts end there too",
-        stacklevel=2,
-    )
-    return (*config.eos_ids, turn)
+    added = () if turn is None or turn in config.eos_ids or turn >= config.vocab_size else (turn,)
+    ends = (*config.eos_ids, *added)
+
+    def words(ids: Iterable[int]) -> str:
+        return ", ".join(f"{tokenizer.piece(token)!r} ({token})" for token in ids) or "none"
+
+    if added:
+        warnings.warn(
+            f"the chat template ends an answer with {words(added)}, which the target's files do not name as an end "
+            f"(eos_token_id, of generation_config.json where it has one: {words(config.eos_ids)}); texts end there too",
+            stacklevel=2,
+        )
+    by_file = [*config.ends_by_file, ("the tokenizer's eos_token", () if tokenizer.eos is None else (tokenizer.eos,))]
+    if in_vain := [f"{name} names {words(ids)}" for name, ids in by_file if {*ids} - {*ends}]:
+        warnings.warn(
+            f"{' and '.join(in_vain)} as an end of texts, which is none here: the ends are {words(ends)}, as in transformers' "
+            "generate, which takes generation_config.json's, then config.json's; nearest thing that works: stop_token_ids, or "
+            "all ends in generation_config.json's eos_token_id",
+            stacklevel=2,
+        )
+    says_none = bool(config.ends_by_file) and not config.ends_by_file[0][1]
+    if says_none and (more := [token for token in config.eos_ids if token != turn]):
+        warnings.warn(
+            f"texts end with {words(more)}, as config.json says, though transformers' generate would write on: it reads "
+            "generation_config.json alone where there is one, and that names no end",
+            stacklevel=2,
+        )
+    return ends
 
 
 def grammars_of(tokenizer: Tokenizer, config: ModelConfig, eos_ids: Sequence[int]) -> Grammars:

@@ -76,6 +76,7 @@ class ModelConfig:
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
     quantization: how matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
+    eos_ids: those that end a text.  ends_by_file: what each file names as ends, that which transformers' generate reads first.
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
     mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
@@ -104,6 +105,7 @@ class ModelConfig:
     softcap: float | None = None
     has_sinks: bool = False
     eos_ids: tuple[int, ...] = ()
+    ends_by_file: tuple[tuple[str, tuple[int, ...]], ...] = ()
     dtype: str | None = None
     max_position_why: str = "max_position_embeddings"
     has_experts: bool = False

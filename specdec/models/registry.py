@@ -28,7 +28,7 @@ from specdec.models.gguf.coded import BLOCKS, blocks_of
 from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.gpt_oss.config import GPT_OSS, is_coded
-from specdec.models.keys.ends import with_generation_eos
+from specdec.models.keys.ends import with_ends
 from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
@@ -117,7 +117,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
             raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
-        config = with_generation_eos(native.parse(raw, str(path)), folder)
+        config = with_ends(native.parse(raw, str(path)), folder)
     except NotComputedHere as error:
         if backend == "native":
             raise
@@ -267,4 +267,4 @@ def _fall_back(folder: Path, refusal: NotComputedHere) -> TargetChoice:
 def _read_by_transformers(folder: Path) -> ModelConfig:
     from specdec.models.transformers_backend.config import read_transformers_config
 
-    return with_generation_eos(read_transformers_config(folder), folder)
+    return with_ends(read_transformers_config(folder), folder)

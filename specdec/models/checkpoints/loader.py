@@ -16,7 +16,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.config import ModelConfig, parse_config, read_target_json
-from specdec.models.keys.ends import with_generation_eos
+from specdec.models.keys.ends import with_ends
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
 from specdec.models.schemes.formats import RoundToNearest
@@ -33,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 
 def read_target_config(folder: Path) -> ModelConfig:
     """The target's config, by the Llama family's rules."""
-    return with_generation_eos(parse_config(read_target_json(folder), str(folder / "config.json")), folder)
+    return with_ends(parse_config(read_target_json(folder), str(folder / "config.json")), folder)
 
 
 def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype, late: bool = False) -> M:

@@ -13,6 +13,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import MTP_COUNT, NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.keys.ends import GENERATION, of_texts
+from specdec.models.keys.names import by_own_names
 from specdec.models.kv_source import check_shared_kinds
 from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
@@ -91,11 +93,16 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         softcap=traced.softcap,
         has_sinks=traced.has_sinks,
         has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
-        eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
+        eos_ids=token_ids({"eos_token_id": of_texts(raw, "eos_token_id")}, "eos_token_id", where, config.vocab_size),
         dtype=dtype_name(raw, where),
         encoder=_encoder(config, folder, traced.encoder_head_dim) if has_encoder else None,
-        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS) if config.model_type in _WITH_MTP else 0,
+        mtp_layers=_mtp_layers(raw, where) if config.model_type in _WITH_MTP else 0,
     )
+
+
+def _mtp_layers(raw: dict[str, Any], where: str) -> int:
+    named = by_own_names(raw, {"num_mtp_layers": MTP_COUNT}, where)
+    return whole(named, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS)
 
 
 def load_hf_config(folder: Path) -> Any:
@@ -161,23 +168,25 @@ def _refuse(config: Any, where: str) -> None:
 
 
 def _encoder(config: Any, folder: Path, head_dim: int | None) -> EncoderConfig:
-    """What the encoder reads, and the tokens that the decoder's text begins with, as transformers' generate begins it."""
+    """What the encoder reads, and the tokens that the decoder's text begins with, as transformers' generate begins it.
 
-    def named(key: str) -> int | None:
-        for path in (folder / "generation_config.json", folder / "config.json"):
-            raw = read_json(path) if path.is_file() else {}
-            if raw.get(key) is not None:
-                return whole(raw, key, str(path), least=0, most=decoder_config(config).vocab_size - 1)
-        return None
+    It reads generation_config.json alone where there is one; config.json's first token is taken where that names none.
+    """
 
-    first = named("decoder_start_token_id")
-    first = named("bos_token_id") if first is None else first
+    def named(path: Path, key: str) -> int | None:
+        if (value := of_texts(read_json(path), key)) is None:
+            return None
+        return whole({key: value}, key, str(path), least=0, most=decoder_config(config).vocab_size - 1)
+
+    files = [path for path in (folder / GENERATION, folder / "config.json") if path.is_file()]
+    begun = (named(path, key) for path in files for key in ("decoder_start_token_id", "bos_token_id"))
+    first = next((token for token in begun if token is not None), None)
     if first is None:
         raise ValueError(
             f"{folder / 'config.json'}: decoder_start_token_id must be the id that the decoder's text begins with, got None"
         )
     assert head_dim is not None, "the trace has run the encoder"
-    forced = named("forced_bos_token_id")
+    forced = named(files[0], "forced_bos_token_id")
     longest, _ = _max_position(getattr(config, "encoder", config))
     return EncoderConfig(longest, (first,) if forced is None else (first, forced), head_dim)
 

@@ -60,3 +60,24 @@ def test_a_scaling_beside_other_parameters_is_an_error(name: str) -> None:
     raw |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": LINEAR}
     with pytest.raises(ValueError, match="rope_parameters and rope_scaling must say the same .*, and no rope_scaling"):
         FAMILIES[name](raw, "here")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_dtype_is_what_transformers_reads(name: str) -> None:
+    """Keeps out: weights in the older key's dtype where both are there."""
+    made = getattr(transformers, name)
+    base = made().to_diff_dict()
+    base |= {"quantization_config": {"quant_method": "mxfp4"}} if name == "GptOssConfig" else {}
+    for dtype, older in itertools.product((None, "float16", "float32"), (None, "float16", "bfloat16")):
+        keys = {"dtype": dtype, "torch_dtype": older}
+        theirs = made(**keys).dtype
+        assert FAMILIES[name]({**base, **keys}, "here").dtype == (None if theirs is None else str(theirs).split(".")[1])
+        assert FAMILIES[name]({**base, "torch_dtype": older}, "here").dtype == older
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Qwen3Config", "DiffLlamaConfig"])
+def test_a_width_that_is_left_out_is_transformers_own(name: str) -> None:
+    """Keeps out: hidden_size / num_attention_heads in a Qwen3, whose class has 128 whatever these are."""
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    raw = {key: value for key, value in getattr(transformers, name)(**sizes).to_diff_dict().items() if key != "head_dim"}
+    assert FAMILIES[name]({**raw, **sizes}, "here").head_dim == getattr(transformers, name)(**sizes).head_dim
