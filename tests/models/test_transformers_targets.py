@@ -233,7 +233,9 @@ def test_configs_are_refused_by_key(families: Families, tmp_path: Path, changes:
 
 def test_a_window_that_code_and_config_tell_apart(families: Families, tmp_path: Path) -> None:
     """Keeps out: a full layer run with a window, because its config has a key that its code does not read."""
-    with pytest.raises(ValueError, match="by the config, layer 0 has window 8, but its code gives attention None"):
+    with pytest.raises(
+        ValueError, match=r"by the config \(sliding_window, .*\), layer 0 has window 8, but its code gives attention None"
+    ):
         choose_target(rewrite(families.target("llama"), tmp_path, sliding_window=8), "transformers")
 
 

@@ -227,8 +227,8 @@ def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> N
     for layer, (kind, passed) in enumerate(zip(kinds, traced.sliding_windows, strict=True)):
         if kind.window != passed:
             raise ValueError(
-                f"{where}: by the config, layer {layer} has window {kind.window}, but its code gives attention {passed}: "
-                "which of them is meant is not known here"
+                f"{where}: by the config (sliding_window, layer_types), layer {layer} has window {kind.window}, but its code "
+                f"gives attention {passed}: which of them is meant is not known here; nearest thing that works: sliding_window null"
             )
 
 
