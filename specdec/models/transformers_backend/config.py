@@ -228,7 +228,7 @@ def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> N
         if kind.window != passed:
             raise ValueError(
                 f"{where}: by the config (sliding_window, layer_types), layer {layer} has window {kind.window}, but its code "
-                f"gives attention {passed}: which of them is meant is not known here; nearest thing that works: sliding_window null"
+                f"gives attention {passed}: which of them is meant is not known; nearest thing that works: no sliding_window"
             )
 
 

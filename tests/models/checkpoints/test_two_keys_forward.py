@@ -99,7 +99,7 @@ GROUPS = {
             (("llama", "mistral"), {"sliding_window": 8, "layer_types": [FULL, WINDOWED]}, "alike .*sliding_window 8.*"),
             (("mistral",), {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}, SAME),
             (("mistral",), {"sliding_window": None, "use_sliding_window": True}, SAME),
-            (QWENS, {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}, SAME),
+            (QWENS, {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0, "layer_types": ABSENT}, SAME),
             (QWENS, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "layer_types": ABSENT}, SAME),
             (QWENS, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "layer_types": MIXED}, SAME),
             (QWENS, {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0, "layer_types": ABSENT}, SAME),
