@@ -272,10 +272,8 @@ NATIVE_KEYS = frozenset(
     "unsloth_fixed unsloth_version use_bfloat16 use_cache use_sliding_window vocab_size".split()
 )
 _MIMO_KEYS = frozenset({MTP_COUNT, "use_mrope"})
-_BIASED = {
-    "attention_bias": ("llama", "qwen3", *QWEN2),
-    "mlp_bias": ("llama",),
-}  # families whose classes in transformers read it
+# Families whose layers in transformers may have these biases.
+_BIASED = {"attention_bias": ("llama", "qwen3", *QWEN2), "mlp_bias": ("llama",)}
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
