@@ -22,7 +22,7 @@ from specdec.cli.flags import (
     sampling_of,
     tree_shape,
 )
-from specdec.cli.output import check_files, console, write_files
+from specdec.cli.output import check_files, console, say_plain, write_files
 from specdec.config import SpecConfig
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def _options(args: argparse.Namespace) -> BenchOptions:
 
     flags = {"--spec": args.spec, "--synthetic-acceptance": args.synthetic_acceptance, "--plot": args.plot}
     target, draft = pair_of(args, [flag for flag, value in flags.items() if value])
+    if draft is None:
+        say_plain(target)
     sampling = sampling_of(args)
     if sampling.temperature > 0 and sampling.seed is None:
         sampling = replace(sampling, seed=0)

@@ -73,7 +73,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS:
-        added = commands.add_parser(name, help=command.HELP, description=command.HELP, epilog=EPILOG)
+        added = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_flags(added)
         added.set_defaults(run=command.run, parser=added)
     return parser
