@@ -14,7 +14,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from specdec.loading.doctor import print_capabilities, run_doctor
+    from specdec.loading.about.doctor import print_capabilities, run_doctor
 
     if args.table:
         print_capabilities()

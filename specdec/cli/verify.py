@@ -79,7 +79,7 @@ def _load(
     engine, source = engine_of(args), Path(args.prompts) if args.prompts else shipped.prompts_file()
     listed = read_prompts(source, args.num_prompts)[: args.num_prompts or USUAL_PROMPTS]
     from specdec.decoder import SpecDecoder
-    from specdec.loading.doctor import versions
+    from specdec.loading.about.machine import versions
     from specdec.models.checkpoints.checkpoint import resolve_target
     from specdec.prompts import Tokenizer
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
     from specdec.draft.formats.open import HowToRead
     from specdec.draft.kinds import MTP, refuse_idle
-    from specdec.loading.inspect_head import head_facts, mtp_facts, print_facts
+    from specdec.loading.about.inspect_head import head_facts, mtp_facts, print_facts
 
     if args.head == MTP:
         refuse_idle(options, MTP)

@@ -14,7 +14,7 @@ from toolkit.models import Zoo
 
 from specdec import shipped
 from specdec.cli.entry import main
-from specdec.loading.doctor import drafter_rows
+from specdec.loading.about.doctor import drafter_rows
 
 
 @pytest.mark.parametrize("name", WRITERS)
