@@ -202,7 +202,7 @@ def test_doctor_says_what_runs_here(capsys, monkeypatch, tmp_path, has_pair):
     if not has_pair:
         monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = run(capsys, "doctor")
+    code, out, err = run(capsys, "doctor", "--details")
     assert (code, err) == (0, "")
     for word in ("Machine", "torch", "triton", "fa3", "why not", "attention", "Shipped pair"):
         assert word in out

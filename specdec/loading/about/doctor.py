@@ -33,8 +33,8 @@ from specdec.options import EngineOptions, setting_of
 from specdec.parallel import nccl
 
 
-def run_doctor(console: Console) -> None:
-    """Prints everything."""
+def print_details(console: Console) -> None:
+    """Prints everything; `screen.py` prints what it comes to."""
     facts = machine_facts()
     rows = [
         ("system", facts["system"]),

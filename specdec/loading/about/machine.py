@@ -10,12 +10,13 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from specdec import __version__
 from specdec.options import usable_cpus
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
@@ -25,20 +26,30 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Python, specdec itself, CUDA as torch was built for it, and the packages that matter and are installed."""
-    found = {"python": platform.python_version(), "specdec": __version__}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    import torch
+
+    found = {"python": platform.python_version(), "specdec": __version__, **package_versions()}
     found["torch"] = torch.__version__  # says which build it is, which the package's version may not
     if torch.version.cuda:
         found["cuda (of torch)"] = torch.version.cuda
     return found
 
 
+def package_versions() -> dict[str, str]:
+    """Of PACKAGES, those that are installed, by their metadata: nothing is imported."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
     """CPU, memory and GPUs; with a device, `runs_on` names it."""
+    import torch
+
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -64,6 +75,8 @@ def steal_and_total() -> tuple[int, int]:
 
 
 def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name,
