@@ -85,6 +85,10 @@ class MemoryPlan(NamedTuple):
     def total(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.memory
+
 
 def plan_memory(
     target: str | Path,
@@ -93,7 +97,14 @@ def plan_memory(
     options: EngineOptions,
     memory: int,
 ) -> MemoryPlan:
-    """What this pair takes with these options, on a GPU of that many bytes.
+    """What this pair takes with these options, on a GPU of that many bytes.  The others: see `plan_memories`."""
+    return plan_memories(target, draft, spec, options, (memory,))[0]
+
+
+def plan_memories(
+    target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions, memories: Sequence[int]
+) -> list[MemoryPlan]:
+    """What this pair takes with these options, and what of it fits on GPUs of so many bytes each.
 
     spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
     checkpoint's own.  ValueError as when the pair is loaded.
@@ -113,20 +124,24 @@ def plan_memory(
     def at(context: int, batch: int) -> dict[str, int]:
         return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))
 
-    def fits(context: int, batch: int) -> bool:
-        return sum(at(context, batch).values()) <= memory
-
     context, batch = settings.max_seq_len, options.max_batch_size
-    return MemoryPlan(
+    plan = MemoryPlan(
         context,
         batch,
         str(config.quantization or f"{settings.dtype}".removeprefix("torch.")),
         at(context, batch),
         tuple(sum(_page_bytes([config], settings)) // options.page_size for config in models.configs),
-        memory,
-        largest(lambda n: fits(n, batch), config.max_position),
-        largest(lambda n: fits(context, n), MOST_BATCH),
+        memory=0,
+        longest=0,
+        widest=0,
     )
+
+    def on(memory: int) -> MemoryPlan:
+        longest = largest(lambda n: sum(at(n, batch).values()) <= memory, config.max_position)
+        widest = largest(lambda n: sum(at(context, n).values()) <= memory, MOST_BATCH)
+        return plan._replace(memory=memory, longest=longest, widest=widest)
+
+    return [on(memory) for memory in memories]
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
