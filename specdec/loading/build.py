@@ -210,8 +210,8 @@ def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
 
     Warns if the latter is none of the former: transformers' generate would write on into the next turn.
     """
-    turn = tokenizer.turn_end()
-    if turn is None or turn in config.eos_ids or turn >= config.vocab_size:
+    turn = unnamed_turn(tokenizer, config)
+    if turn is None:
         return config.eos_ids
     named = ", ".join(f"{tokenizer.piece(token)!r} ({token})" for token in config.eos_ids) or "none"
     warnings.warn(
@@ -220,6 +220,12 @@ def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
         stacklevel=2,
     )
     return (*config.eos_ids, turn)
+
+
+def unnamed_turn(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
+    """The token with which chats end an answer, if the model's files do not name it as an end; else None."""
+    turn = tokenizer.turn_end()
+    return None if turn is None or turn in config.eos_ids or turn >= config.vocab_size else turn
 
 
 def grammars_of(tokenizer: Tokenizer, config: ModelConfig, eos_ids: Sequence[int]) -> Grammars:

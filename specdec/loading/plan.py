@@ -223,7 +223,7 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     a copy for each head (HeadsRMSNorm).
     """
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    formats = _formats(checkpoint, names)
+    formats = formats_of(checkpoint, names)
     coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
     own = [name for name in own if name not in coded_names and not _is_spare_bias(name, formats, config)]
@@ -241,7 +241,7 @@ def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) 
     tied: whether the embedding table is the output layer's matrix too.
     """
     names = [name for name in checkpoint.names() if name not in without and name.endswith(".weight")]
-    formats = _formats(checkpoint, names)
+    formats = formats_of(checkpoint, names)
     total = 0
     for name in names:
         matrix, shape = name.removesuffix(".weight"), checkpoint.shape(name)
@@ -266,7 +266,7 @@ def _is_spare_bias(name: str, formats: dict[str, Format], config: ModelConfig) -
 def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
     """How many numbers the largest matrix has whose numbers are computed for many rows, all its parts together; 0: none."""
     sizes: defaultdict[str, int] = defaultdict(int)
-    for name, format in _formats(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
+    for name, format in formats_of(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
         whole = name
         for part, together in TOGETHER:
             whole = part.sub(together, whole)
@@ -275,7 +275,7 @@ def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _formats(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
+def formats_of(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
     """The matrices of these tensors that are stored as codes, and how."""
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
     matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}

@@ -58,10 +58,15 @@ def head_mark(raw: dict[str, Any]) -> str:
 
 def refuse_head_tensors(names: Iterable[str], folder: Path) -> None:
     """ValueError if the weights of a target are a draft head's: heads of EAGLE-1 have a plain Llama's config."""
+    if mark := tensor_mark(names):
+        raise ValueError(f"{folder}: expected a target, got a draft head's weights ({mark}); {_OWN_TARGET}")
+
+
+def tensor_mark(names: Iterable[str]) -> str:
+    """Which tensor's name says that the weights are a draft head's; empty if none does."""
     held = set(names)
     marks = [name for name in _HEAD_TENSORS if name in held]
-    if marks and not any(name.startswith(_TARGET_PREFIXES) for name in held):
-        raise ValueError(f"{folder}: expected a target, got a draft head's weights ({marks[0]}); {_OWN_TARGET}")
+    return marks[0] if marks and not any(name.startswith(_TARGET_PREFIXES) for name in held) else ""
 
 
 def refuse_target_tensors(names: Iterable[str], folder: Path) -> None:
