@@ -23,6 +23,7 @@ from specdec.cli.flags import (
     tree_shape,
 )
 from specdec.cli.output import check_files, console, say_plain, write_files
+from specdec.cli.waiting import over
 from specdec.config import SpecConfig
 
 if TYPE_CHECKING:
@@ -115,5 +116,6 @@ def _measure(options: BenchOptions) -> Measurement:
     from specdec.bench.run import run_bench
     from specdec.progress import show_progress
 
+    over()
     with show_progress("bench", "passes") as progress:
         return run_bench(options, progress)

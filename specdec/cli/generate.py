@@ -20,6 +20,7 @@ from specdec.cli.flags import (
     sampling_of,
     tree_shape,
 )
+from specdec.cli.waiting import over
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.startup import STARTUP
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from specdec.prompts import VOCABULARY_FILES
 
     decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=options)
+    over()
     if not decoder.tokenizer.is_present:
         files = ", ".join(VOCABULARY_FILES)
         raise ValueError(
@@ -101,6 +103,8 @@ def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
 def _read_prompt(argument: str | None) -> str:
     if argument is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed before the start
         raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
+    if argument is None:
+        STARTUP.begin("waiting for the prompt on stdin")
     try:
         prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
         prompt.encode()  # bytes that are no UTF-8 come as halves of surrogate pairs, or as an error, by the locale
@@ -112,6 +116,7 @@ def _read_prompt(argument: str | None) -> str:
         ) from None
     if argument is None:
         STARTUP.lap("prompt from stdin")  # whoever writes it may take minutes, which are no imports
+        STARTUP.begin("importing")
     if not prompt:
         raise ValueError("PROMPT is empty: expected text")
     return prompt

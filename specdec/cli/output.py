@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdec.cli.waiting import over
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,7 +30,8 @@ def say_plain(target: str | Path) -> None:
 
 def console(*, stderr: bool = False) -> Console:
     """rich's console, but a reader that went away is an error that `main` sees: rich itself would exit with 1, which here means
-    that outputs differ."""
+    that outputs differ.  Whoever prints a table waits for nothing more."""
+    over()
     from rich.console import Console
 
     class PipeConsole(Console):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.output import console
+from specdec.cli.waiting import over
 from specdec.options import EngineOptions, setting_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         plans = dict(zip(gpus, plan_memories(target, draft, spec, options, tuple(gpus.values())), strict=True))
     except ValueError as error:  # which names options as `generate` calls them
         raise ValueError(str(error).replace("max_seq_len", "--context").replace("max_batch_size", "--batch")) from error
+    over()
     if args.json:
         print(json.dumps(_facts(plans, is_one=bool(known)), indent=1))
     else:

@@ -23,6 +23,7 @@ from specdec.cli.flags import (
     tree_shape,
 )
 from specdec.cli.output import say_plain
+from specdec.cli.waiting import over
 from specdec.serve.options import KEY_VARIABLE, ServeOptions, key_of_environment
 
 HELP = "serve a pair over HTTP, as OpenAI's API"
@@ -63,6 +64,7 @@ def _serve(args: argparse.Namespace, check: Callable[[], None]) -> int:
         decoder = AsyncSpecDecoder.from_pretrained(target, draft, args.spec, options=engine)
         try:
             check()
+            over()
             return serve(decoder, options, listener)
         finally:
             decoder.decoder.close()

@@ -85,7 +85,7 @@ def test_help_is_quick(tmp_path):
         (["plan", "--target", "a", "--gpu-memory", "80"], "got '80'; nearest: 80GB"),
         (["plan", "--target", "a", "--gpu-memory", "8GB", "--context", "0"], "--context must be >= 2, got 0"),
         (["plan", "--target", "a", "--gpu-memory", "8GB", "--batch", "0"], "--batch must be in [1, 4096], got 0"),
-        (["inspect", "ngram"], "HEAD: 'ngram' is a drafter without files"),
+        (["inspect", "ngram"], "MODEL: 'ngram' is a drafter without files"),
         (["generate", "--temperature", "1", "--top-p", "0", "hi"], "got 0.0; nearest setting that works: a top_p above 0"),
         (["generate", "--max-tokens", "abc", "hi"], "argument --max-tokens: expected a whole number, got 'abc'"),
         (["generate", "--temperature", "", "hi"], "argument --temperature: expected a number, got ''"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.cli.flags import add_option_flags, not_empty
 from specdec.cli.output import console
+from specdec.cli.waiting import over
 from specdec.options import EngineOptions
 
 HELP = "what the folder of a target or of a draft head holds, and how it is read; loads no weights"
@@ -27,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from specdec.loading.about.inspect_head import print_facts
 
     facts = _facts(args)
+    over()
     if args.json:
         import json
 

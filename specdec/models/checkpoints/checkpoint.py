@@ -22,6 +22,7 @@ from specdec.models.gguf.container import MAGIC
 from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import Format
+from specdec.startup import STARTUP
 
 _SAFE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in SAFE_DTYPES.items()}  # by those in pickles
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -50,6 +51,7 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    STARTUP.begin(f"downloading {text}")
     try:
         folder = Path(snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_ELSEWHERE))
         if not any(folder.glob("*.safetensors")):  # heads are often published as pickles only
@@ -268,4 +270,7 @@ class Checkpoint:
             self.expect(name, shape)
         self._untaken.discard(name)
         stored = self._stored[name]
-        return stored.read() if self.has_numbers else stored.without_numbers()
+        if not self.has_numbers:
+            return stored.without_numbers()
+        STARTUP.part_done()
+        return stored.read()
