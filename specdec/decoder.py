@@ -118,6 +118,7 @@ class SpecDecoder:
             STARTUP.begin("making room for keys and values")
             decoder = cls(model, head, resolved, tokenizer, ranks)
             decoder._owns_ranks = True
+            STARTUP.begin("waiting for the first token")
             return decoder
 
     # ---- what it is made of ----

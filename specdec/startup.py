@@ -77,12 +77,16 @@ class Startup:
         """Says what runs from now on, in words, and of how many parts it is."""
         self._doing, self._done, self._parts = doing, 0, parts
 
+    def end(self) -> None:
+        """The first tokens came: nobody waits for a start any more."""
+        self._doing = ""
+
     def part_done(self) -> None:
         self._done += 1
 
     @property
     def doing(self) -> tuple[str, int, int]:
-        """What runs now, how many of its parts are done, and how many there are."""
+        """What runs now, how many of its parts are done, and how many there are; empty after the start."""
         return self._doing, min(self._done, self._parts), self._parts
 
     def report(self) -> str:

@@ -20,7 +20,6 @@ from specdec.cli.flags import (
     sampling_of,
     tree_shape,
 )
-from specdec.cli.waiting import over
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.startup import STARTUP
@@ -61,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     from specdec.prompts import VOCABULARY_FILES
 
     decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=options)
-    over()
     if not decoder.tokenizer.is_present:
         files = ", ".join(VOCABULARY_FILES)
         raise ValueError(

@@ -25,6 +25,7 @@ def told_if_slow(name: str) -> Iterator[None]:
     """Inside, a command waits until it calls `over`.  name: of the command."""
     global _over
     _over = threading.Event()
+    STARTUP.begin("importing")
     watch = threading.Thread(target=_tell, args=(name, _over), name="specdec-waiting", daemon=True)
     watch.start()
     try:
@@ -35,7 +36,9 @@ def told_if_slow(name: str) -> Iterator[None]:
 
 
 def over() -> None:
-    """The wait is over: to be called before a command's own first output.  Does nothing the second time."""
+    """The wait is over: to be called before a command's own first output, unless that is the first tokens, which are seen
+    without a call.  Does nothing the second time.
+    """
     _over.set()
 
 
@@ -45,5 +48,5 @@ def _tell(name: str, ended: threading.Event) -> None:
     from specdec.progress import PlainLines  # a bar would fight with the hub's own, and with warnings
 
     show = PlainLines(name, PARTS, sys.stderr)
-    while not ended.wait(TICK):
+    while not ended.wait(TICK) and STARTUP.doing[0]:
         show(*STARTUP.doing)
