@@ -15,8 +15,12 @@ from rich.console import Console
 from toolkit.paths import ROOT
 
 from specdec import cli, shipped
+from specdec.attention.capabilities import BackendChoice
+from specdec.loading.about import screen
+from specdec.loading.about.machine import machine_facts
 from specdec.loading.about.screen import here_rows, print_screen, print_verdict
 from specdec.loading.about.verdict import LEAST, NEEDED, OPTIONAL, TRY, Gpu, Machine, broken, optional_rows, verdict
+from specdec.ops.products.gpus import nearest
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85 * 10**9)
 VERSIONS = {"torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.7.1", "tokenizers": "0.23"}
@@ -101,6 +105,33 @@ def test_this_machine_is_a_screen_too(capsys: pytest.CaptureFixture[str], monkey
     assert lines[0].startswith("This machine ") and "Next: " in out
     for word in ("GPU", "torch", "triton", "GGUF targets", "tokenizers", "specdec serve", "--details", "--table"):
         assert word in out, word
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "capability", "runs"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3.35e12, (9, 0), "with all kernels and CUDA graphs"),
+        ("NVIDIA H100 PCIe", 2.04e12, (9, 0), "sizes of their tiles were measured on an H100 and an H200"),
+        ("NVIDIA A100-SXM4-80GB", 2.04e12, (8, 0), "of another kind"),
+    ],
+)
+def test_facts_of_gpus_become_the_verdict_s(
+    name: str, bandwidth: float, capability: tuple[int, int], runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: a doctor that works on the machine without a GPU on which its tests ran.  The GPUs are stand-ins."""
+    monkeypatch.setattr(screen, "has_pdl", lambda device: capability >= (9, 0))
+    monkeypatch.setattr(screen, "match_of", lambda device: nearest(name, bandwidth, capability))
+    monkeypatch.setattr(screen, "look", lambda device: (None, ""))
+    monkeypatch.setattr(screen, "attention_here", lambda: BackendChoice("triton", "CUDA device and triton installed"))
+    facts = machine_facts()
+    gpu = {"name": name, "capability": "{}.{}".format(*capability), "memory_bytes": 85 * 10**9, "multiprocessors": 132}
+    monkeypatch.setattr(screen, "machine_facts", lambda: facts | {"gpus": [gpu, gpu], "driver": "580.1"})
+    out = io.StringIO()
+    print_screen(Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    said = " ".join(out.getvalue().split())
+    assert runs in said and f"its GPU, {name}, 85 GB (and 1 more)" in said and f"2 x {name}, 85 GB" in said
+    assert len(lines) <= 40 and max(len(line.rstrip()) for line in lines) <= 80
 
 
 def test_an_incomplete_pair_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
