@@ -43,10 +43,10 @@ def over() -> None:
 
 
 def _tell(name: str, ended: threading.Event) -> None:
-    if ended.wait(QUIET_SECONDS) or sys.stderr.closed:
-        return
     from specdec.progress import PlainLines  # a bar would fight with the hub's own, and with warnings
 
-    show = PlainLines(name, PARTS, sys.stderr)
+    show = PlainLines(name, PARTS, sys.stderr)  # which counts seconds from here on
+    if ended.wait(QUIET_SECONDS) or sys.stderr.closed:
+        return
     while not ended.wait(TICK) and STARTUP.doing[0]:
         show(*STARTUP.doing)

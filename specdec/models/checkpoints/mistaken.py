@@ -162,6 +162,10 @@ def name_hint(text: str) -> str:
     bare = text.strip().strip("'\"").strip()
     if match := _URL.match(bare):
         return f"; nearest thing that works: the hub id {match[1]!r}"
+    if bare and os.path.islink(bare):
+        return f"; it is a link to {os.readlink(bare)}, where nothing is"
+    if bare != text and _HUB_ID.fullmatch(bare):
+        return f"; nearest thing that works: {bare!r}"
     for other in (bare, os.path.expandvars(bare)):
         if other != text and os.path.isdir(os.path.expanduser(other)):
             return f"; nearest thing that works: {other!r}"

@@ -92,6 +92,8 @@ def test_a_folder_of_another_kind_is_named(make: Callable[[Path], Path], said: s
         ("{root}/lama.gguf", "nearest: '{root}/llama.gguf'"),
         ("https://huggingface.co/org/name/tree/main", "nearest thing that works: the hub id 'org/name'"),
         ("org/name@main", "no hub id either.* nearest thing that works: 'org/name'"),
+        (" org/name", "no hub id either.* nearest thing that works: 'org/name'"),
+        ("{root}/link", "got '.*/link'; it is a link to nowhere, where nothing is"),
         ("$PLACE/llama-1B", "nearest thing that works: '{root}/llama-1B'"),
         ("{root}/llama.gguf/config.json", "expected an existing model folder or a hub id like 'org/name', got '[^;]*$"),
         ("{root}/notes.txt", r"got the file '[^']*notes.txt'$"),
@@ -106,6 +108,7 @@ def test_a_name_with_a_slip_brings_the_one_that_was_meant(
     monkeypatch.setenv("PLACE", str(tmp_path))
     copied()(tmp_path / "llama-1B")
     files(llama__gguf="GGUF", notes__txt="x")(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(ValueError, match=said.replace("{root}", str(tmp_path))):
         SpecDecoder.from_pretrained(name.replace("{root}", str(tmp_path)), device="cpu")
 
