@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
     if args.table:
         print_capabilities()
     else:
-        (print_details if args.details else print_screen)(console())
+        (print_details if args.details else print_screen)(console)
     return 0

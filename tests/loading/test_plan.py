@@ -18,7 +18,7 @@ from toolkit.models import Zoo, save_target
 from toolkit.mtp_layers.targets import save_mtp_target
 
 from specdec import SpecConfig, SpecDecoder, cli, shipped
-from specdec.cli.plan import USUAL, _bytes
+from specdec.cli.plan import _bytes
 from specdec.loading.build import plan_pool
 from specdec.loading.plan import largest, plan_memory
 from specdec.options import EngineOptions
@@ -154,23 +154,23 @@ def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch
     same command, with that GPU's memory, would not print."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "80")
-    folder = save_mtp_target(tmp_path, "v3")
-    for flags in (
-        [],
-        ["--target", str(folder), "--draft", "mtp", "--spec", "3,1"],
-        ["--target", str(folder), "--context", "32"],
-    ):
-        assert cli.main(["plan", "--json", *flags]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert [gpu["memory"] for gpu in found["gpus"]] == list(USUAL.values()) and all(gpu["fits"] for gpu in found["gpus"])
-        for gpu in found["gpus"][::3]:
-            assert cli.main(["plan", "--json", *flags, "--gpu-memory", f"{gpu['memory'] // 10**9}GB"]) == 0
-            one = json.loads(capsys.readouterr().out)
-            assert {name: one[name] for name in gpu if name != "name"} == {name: gpu[name] for name in gpu if name != "name"}
-            assert one["parts"] == found["parts"] and one["total"] == found["total"]
     assert cli.main(["plan"]) == 0
     said = capsys.readouterr().out
     assert "24 GB" in said and "yes" in said and "the GPU has" not in said and max(map(len, said.splitlines())) <= 80
+    sizes = {"roomy": 2 * 10**9, "tight": 860 * 10**6, "none": 10**6}
+    monkeypatch.setattr("specdec.cli.plan.USUAL", sizes)
+    own = ["--target", str(save_mtp_target(tmp_path, "v3"))]
+    for flags in ([], [*own, "--draft", "mtp", "--spec", "3,1"], [*own, "--batch", "64"]):
+        assert cli.main(["plan", "--json", *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [gpu.pop("name") for gpu in found["gpus"]] == list(sizes)
+        for gpu, size in zip(found["gpus"], sizes.values(), strict=True):
+            assert cli.main(["plan", "--json", *flags, "--gpu-memory", f"{size // 10**6}MB"]) == (not gpu["fits"])
+            one = json.loads(capsys.readouterr().out)
+            assert {name: one[name] for name in gpu} == gpu
+            assert one["parts"] == found["parts"] and one["total"] == found["total"]
+        if not flags:
+            assert found["gpus"][0]["longest"] > found["gpus"][1]["longest"] > found["gpus"][2]["longest"] == 0
 
 
 def test_what_fits_no_usual_gpu_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

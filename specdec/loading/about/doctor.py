@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -31,10 +32,11 @@ from specdec.ops.products.gpus import match_of
 from specdec.ops.tuned.here import look
 from specdec.options import EngineOptions, setting_of
 from specdec.parallel import nccl
+from specdec.startup import STARTUP
 
 
-def print_details(console: Console) -> None:
-    """Prints everything; `screen.py` prints what it comes to."""
+def print_details(make_console: Callable[[], Console]) -> None:
+    """Prints everything; `screen.py` prints what it comes to.  make_console: called once all facts are known."""
     facts = machine_facts()
     rows = [
         ("system", facts["system"]),
@@ -47,6 +49,7 @@ def print_details(console: Console) -> None:
         ("ranks", _ranks_line(len(facts["gpus"]))),
         *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
     ]
+    console = make_console()
     _print_pairs(console, "Machine", rows)
     found = versions()
     absent = [name for name in PACKAGES if name not in found]
@@ -158,6 +161,7 @@ def _exchange_line(gpus: int) -> str:
     """How ranks on this machine's GPUs exchange, and how long that takes."""
     from specdec.parallel.symmetric.measure import measure
 
+    STARTUP.begin("measuring how the GPUs exchange")
     try:
         return str(measure(gpus))
     except RuntimeError as error:

@@ -123,8 +123,14 @@ def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[s
     layers = [name for name in checkpoint.names() if name.startswith(mtp)]
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     own = [name for name in checkpoint.names() if name not in {*layers, *tied}]
+    if is_gguf(place):
+        types = Counter(tensor.type for tensor in open_gguf(place).tensors.values())
+        blocks = ", ".join(f"{count} x {type}" for type, count in types.most_common())
+        how = f"{blocks}; {stored_as(config)} in memory, unless quantize='blocks' keeps some"
+    else:
+        how = stored_as(config)
     facts = {
-        "stored as": stored_as(config),
+        "stored as": how,
         "parameters": count_numbers(checkpoint, own),
         "bytes of the files": _file_bytes(checkpoint, place),
         "tensors": len(checkpoint.names()),

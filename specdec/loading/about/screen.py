@@ -6,7 +6,7 @@ Gathers the facts that `verdict.py` judges.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from specdec.ops.tuned.here import look
 MORE = "more: specdec doctor --details (versions, settings, drafters, formats of weights), --table (what each backend can do)"
 
 
-def print_screen(console: Console) -> None:
-    facts, found = machine_facts(), versions()
-    machine = machine_of(facts, found)
+def print_screen(make_console: Callable[[], Console]) -> None:
+    """make_console: called once all facts are known."""
+    facts = machine_facts()
+    machine, console = machine_of(facts, versions()), make_console()
     print_verdict(verdict(machine), console)
     _print_table(console, "Here", here_rows(facts, machine))
     _print_table(console, "What for", optional_rows(machine))

@@ -127,7 +127,7 @@ def test_facts_of_gpus_become_the_verdict_s(
     gpu = {"name": name, "capability": "{}.{}".format(*capability), "memory_bytes": 85 * 10**9, "multiprocessors": 132}
     monkeypatch.setattr(screen, "machine_facts", lambda: facts | {"gpus": [gpu, gpu], "driver": "580.1"})
     out = io.StringIO()
-    print_screen(Console(file=out, width=80))
+    print_screen(lambda: Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     said = " ".join(out.getvalue().split())
     assert runs in said and f"its GPU, {name}, 85 GB (and 1 more)" in said and f"2 x {name}, 85 GB" in said
@@ -138,7 +138,7 @@ def test_an_incomplete_pair_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """Keeps out: a next step that fails because its files are not there."""
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     out = io.StringIO()
-    print_screen(Console(file=out, width=80))
+    print_screen(lambda: Console(file=out, width=80))
     assert TRY not in out.getvalue() and "incomplete" in out.getvalue()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gguf_files import write_gguf
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.checkpoints.tokenizers import byte_tokenizer
@@ -57,6 +57,16 @@ def test_every_family_is_described_as_transformers_has_it(
     assert facts["backend"] == ("native" if facts["why"].startswith("a native module") else "transformers")
 
 
+def test_a_copy_of_tied_embeddings_is_no_parameter(tmp_path: Path) -> None:
+    """Keeps out: an output layer that repeats the embeddings in the file, counted as weights of its own."""
+    folder = save_target(tmp_path, "llama3-tied-dim8")
+    before, tensors = target_facts(folder)["weights"], load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    after = target_facts(folder)["weights"]
+    assert after["parameters"] == before["parameters"] and after["tensors"] == before["tensors"] + 1
+
+
 @pytest.mark.parametrize("name", ["fp8 block", "w4a16 g32 zeros in act order", "awq", "gptq4 v2 zeros", "nvfp4", "mxfp4"])
 def test_codes_count_as_the_numbers_that_they_stand_for(name: str, tmp_path: Path) -> None:
     """Keeps out: a model of 8 billion parameters that is told as one of 1.3, since eight codes lie in an integer."""
@@ -80,6 +90,7 @@ def test_a_gguf_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[
     facts, whole = facts_of(capsys, path), target_facts(folder)
     assert facts["weights"]["parameters"] == whole["weights"]["parameters"]
     held = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
+    assert facts["weights"]["stored as"].startswith("30 x Q8_0, 9 x F32; ")
     assert facts["weights"]["bytes of the files"] == held and facts["why"] == "a GGUF file"
     same = ("layers", "hidden_size", "heads, kv heads, head_dim", "rope", "context")
     assert {key: facts["target"][key] for key in same} == {key: whole["target"][key] for key in same}
