@@ -230,6 +230,8 @@ class SamplingParams:
             _warn_caller(
                 f"{' and '.join(idle)} would do nothing at temperature=0 (greedy); give a temperature, or leave it out"
             )
+        if temperature == 0 and n > 1:
+            _warn_caller(f"n={n} would give one text {n} times at temperature=0 (greedy); give a temperature")
 
     def _check_grammar(self) -> None:
         given = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]

@@ -77,7 +77,7 @@ def _verdicts(m: Machine) -> Iterator[Verdict]:
     yield from _unused(m)
     first = TRY if m.has_pair else "specdec generate --target DIR --draft DIR PROMPT, since the shipped pair is incomplete"
     if not m.gpus:
-        yield Verdict("This machine runs specdec on its CPU: small models run well, large ones need a GPU.", first, True)
+        yield Verdict("This machine runs specdec on its CPU: small models well; large ones need a GPU.", first, True)
         return
     gpu, several = m.gpus[0], f" (and {len(m.gpus) - 1} more)" if len(m.gpus) > 1 else ""
     here = f"This machine runs specdec on its GPU, {gpu}{several}"

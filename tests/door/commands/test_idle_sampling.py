@@ -34,6 +34,15 @@ def test_python_warns_where_the_command_line_refuses(name: str, capsys: pytest.C
     assert f"{flag} would do nothing at --temperature 0 (greedy)" in capsys.readouterr().err
 
 
+def test_equal_texts_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: three greedy texts that were meant to differ, which the command line refuses."""
+    with pytest.warns(UserWarning, match="n=3 would give one text 3 times at temperature=0") as caught:
+        SamplingParams(n=3)
+    assert [Path(each.filename) for each in caught] == [Path(__file__)]
+    assert cli.main(["generate", "--n", "3", "hi"]) == 2
+    assert "would print one text 3 times at --temperature 0" in capsys.readouterr().err
+
+
 def test_a_copy_warns_at_the_line_that_made_it() -> None:
     """Keeps out: a warning that shows a line of Python's dataclasses."""
     warm = SamplingParams(temperature=1.0, top_k=5, min_p=0.2)
@@ -48,7 +57,7 @@ def test_what_does_something_is_silent() -> None:
         warnings.simplefilter("error")
         SamplingParams(temperature=0.7, **IDLE)
         SamplingParams(temperature=0, top_p=1, top_k=0, min_p=0, seed=None, repetition_penalty=1.2)
-        copy.copy(SamplingParams(n=3)).of_choice(1)
+        copy.copy(SamplingParams(n=3, temperature=0.5)).of_choice(1)
 
 
 def test_a_body_with_a_client_s_defaults_is_taken_silently() -> None:
