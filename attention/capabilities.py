@@ -17,7 +17,8 @@ from specdec.attention.caches.int8_keys import INT8_KEYS
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
 from specdec.attention.kinds import LayerKind
-from specdec.attention.needs import AttentionNeeds, installed, major_minor
+from specdec.attention.needs import AttentionNeeds, installed
+from specdec.checks import major_minor
 from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")

@@ -92,10 +92,3 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:  # some builds of torch bring triton under another name
         return "0.0" if package == "triton" and importlib.util.find_spec(package) else None
-
-
-def major_minor(text: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
-    numbers = ["".join(filter(str.isdigit, part)) for part in text.split(".")[:2]]
-    major, minor = [int(number or 0) for number in numbers + ["0"] * (2 - len(numbers))]
-    return major, minor

@@ -17,6 +17,7 @@ from specdec.draft.mtp.layouts import FAMILIES
 from specdec.draft.mtp.load import OpenMtp, build_mtp, empty_mtp, open_mtp
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.mistaken import refuse_itself
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.options import EngineOptions
@@ -41,10 +42,12 @@ def is_name(draft: str | Path | None) -> bool:
 
 def head_folder(draft: str | Path) -> Path:
     """The folder of a head.  ValueError or TypeError if there is none; it names a kind that is spelled alike."""
+    if isinstance(draft, bool):
+        raise TypeError(f"draft must be a folder, a hub id or the name of a kind, got {draft}; nearest setting: draft=None")
     try:
         return resolve_folder(draft, "draft")
     except ValueError as error:
-        if not isinstance(draft, str) or not (meant := nearest_name(draft.strip(), [*NAMES, "None"])):
+        if not (meant := nearest_name(str(draft).strip(), [*NAMES, "None"])):
             raise
         raise ValueError(f"{error}; nearest setting that works: draft={None if meant == 'None' else meant!r}") from None
 
@@ -93,6 +96,7 @@ def open_drafter(
     if is_name(found):
         make = WITHOUT_CHECKPOINT[str(found)]
         return OpenDrafter(make(target.vocab_size), lambda model, *_: make(model.config.vocab_size))
+    refuse_itself(Path(found), target_folder, bool(target.mtp_layers))
     head = open_head(Path(found), target, how_to_read(options))
     return OpenDrafter(empty_head(head.reading.spec), partial(build_head, head), head)
 

@@ -81,6 +81,13 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     return next((known[lower.index(match)] for match in get_close_matches(name.lower(), lower, 1)), "")
 
 
+def major_minor(text: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    numbers = ["".join(filter(str.isdigit, part)) for part in text.split(".")[:2]]
+    major, minor = [int(number or 0) for number in numbers + ["0"] * (2 - len(numbers))]
+    return major, minor
+
+
 def is_number(kind: type, of: type) -> bool:
     """Whether values of this type are numbers `of` Integral or Real.  A bool is none, though Python counts it as one."""
     return issubclass(kind, of) and not issubclass(kind, bool)

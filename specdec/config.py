@@ -6,8 +6,10 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -16,6 +18,7 @@ from specdec.grammar.keywords import check_keywords
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
 LARGEST_SEED = 2**63 - 1
+NOT_GREEDY = ("top_p", "top_k", "min_p", "seed")  # options of sampling that greedy decoding does not look at
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
 LEAST_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
 LEAST_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
@@ -121,6 +124,13 @@ def _candidates(steps: int, topk: int) -> int:
     return topk + topk * topk * (steps - 1) if topk > 1 else steps
 
 
+def idle_options(temperature: float, given: Collection[str]) -> list[str]:
+    """Of the options that were given, those that this temperature leaves without effect: greedy decoding looks at none of
+    NOT_GREEDY.  The command line refuses them, Python warns, and HTTP takes them, since clients send them with every request.
+    """
+    return [name for name in NOT_GREEDY if name in given] if temperature == 0 else []
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
@@ -215,6 +225,13 @@ class SamplingParams:
         if self.bad_words is not None:
             store(self, bad_words=_bad_words(self.bad_words))
         self._check_grammar()
+        defaults = {item.name: item.default for item in fields(self)}
+        if idle := idle_options(temperature, {name for name in NOT_GREEDY if getattr(self, name) != defaults[name]}):
+            _warn_caller(
+                f"{' and '.join(idle)} would do nothing at temperature=0 (greedy); give a temperature, or leave it out"
+            )
+        if temperature == 0 and n > 1:
+            _warn_caller(f"n={n} would give one text {n} times at temperature=0 (greedy); give a temperature")
 
     def _check_grammar(self) -> None:
         given = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
@@ -252,6 +269,15 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _warn_caller(message: str) -> None:
+    """Warns at the line that made the options, unless that is one of specdec's own: a door has judged what it was given."""
+    frame, level = sys._getframe(1).f_back, 3  # as warnings counts: this function is 1, its caller __post_init__ 2
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "dataclasses", "copy"):
+        frame, level = frame.f_back, level + 1
+    if frame is not None and not str(frame.f_globals.get("__name__")).startswith("specdec."):
+        warnings.warn(message, stacklevel=level)
 
 
 def _json_schema(value: Any) -> str:

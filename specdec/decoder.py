@@ -109,12 +109,16 @@ class SpecDecoder:
         with start_ranks(chosen) as ranks:
             wanted = WantedPair(target, draft, SpecConfig() if spec is None else spec, chosen)
             model, head, resolved, folder = ranks.load(wanted)
+            STARTUP.begin("reading the tokenizer")
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
+            STARTUP.begin("comparing the head with the target on a short text")
             smoke_check(model, head, tokenizer, resolved)
             STARTUP.lap("look at the draft")
+            STARTUP.begin("making room for keys and values")
             decoder = cls(model, head, resolved, tokenizer, ranks)
             decoder._owns_ranks = True
+            STARTUP.begin("waiting for the first token")
             return decoder
 
     # ---- what it is made of ----

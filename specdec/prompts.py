@@ -73,7 +73,13 @@ class Tokenizer:
             ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
         except Exception as error:  # of any kind: a template is a program
             raise ValueError(self._template_fault(name, error)) from error
-        return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+        found = list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+        if not found:
+            raise ValueError(
+                f"the chat template of {self._folder} writes nothing for {name}; expected one that writes "
+                "the chat up to where the answer begins; nearest thing that works: a string or token ids"
+            )
+        return found
 
     def turn_end(self) -> int | None:
         """The special token that the chat template writes after an answer; None if it writes none, or there is no template.
@@ -241,6 +247,8 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
             raise ValueError(f"{name} is an empty string: expected some text")
         _check_unicode(prompt, name)
         ids = tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError(f"{name} is {prompt[:100]!r}, of which the tokenizer makes no token; expected some text")
     elif is_chat(prompt):
         if fault := chat_fault(prompt, name):
             raise TypeError(fault)

@@ -1,6 +1,6 @@
 """Measures the stages between the start of the process and its first speculated tokens, and keeps imports short.
 
-It knows stage names and a clock.
+Keeps what runs now, too, for whoever tells users what they wait for.  It knows stage names and a clock.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Startup:
 
     def __init__(self) -> None:
         self.stages: dict[str, float] = {}
+        self._doing, self._done, self._parts = "importing", 0, 1
         self._last = time.perf_counter() - process_age()
 
     def lap(self, stage: str) -> None:
@@ -71,6 +72,22 @@ class Startup:
         if stage not in self.stages:
             now = time.perf_counter()
             self.stages[stage], self._last = now - self._last, now
+
+    def begin(self, doing: str, parts: int = 1) -> None:
+        """Says what runs from now on, in words, and of how many parts it is."""
+        self._doing, self._done, self._parts = doing, 0, parts
+
+    def end(self) -> None:
+        """The first tokens came: nobody waits for a start any more."""
+        self._doing = ""
+
+    def part_done(self) -> None:
+        self._done += 1
+
+    @property
+    def doing(self) -> tuple[str, int, int]:
+        """What runs now, how many of its parts are done, and how many there are; empty after the start."""
+        return self._doing, min(self._done, self._parts), self._parts
 
     def report(self) -> str:
         """One line: the sum, then the seconds of each stage."""

@@ -13,7 +13,7 @@ from specdec.draft.formats.detect import FORMATS, detect
 from specdec.draft.formats.reading import Format, HeadFiles, Reading, check_tensors
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.swapped import refuse_target_tensors
+from specdec.models.checkpoints.mistaken import refuse_target_tensors
 from specdec.models.config import ModelConfig, read_json
 from specdec.models.schemes.config import head_to_nearest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.stored import SAFE_DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import ExpertsConfig
@@ -72,8 +73,12 @@ def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
 
 def how_stored(checkpoint: Checkpoint, spec: MtpSpec) -> str:
     """How the layers' matrices lie in the checkpoint, in words."""
-    formats = (_format(checkpoint, name, shape) for name, shape in wanted_tensors(spec).items() if len(shape) == 2)
-    return ", ".join(dict.fromkeys(format.describe() if format else "ordinary numbers" for format in formats))
+    ways = []
+    for name, shape in wanted_tensors(spec).items():
+        if len(shape) == 2:
+            format = _format(checkpoint, name, shape)
+            ways.append(format.describe() if format else str(SAFE_DTYPES[checkpoint.dtype(name)]).removeprefix("torch."))
+    return ", ".join(dict.fromkeys(ways))
 
 
 def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Format | None:

@@ -22,7 +22,8 @@ from specdec.cli.flags import (
     sampling_of,
     tree_shape,
 )
-from specdec.cli.output import check_files, console, write_files
+from specdec.cli.output import check_files, console, say_plain, write_files
+from specdec.cli.waiting import over
 from specdec.config import SpecConfig
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def _options(args: argparse.Namespace) -> BenchOptions:
 
     flags = {"--spec": args.spec, "--synthetic-acceptance": args.synthetic_acceptance, "--plot": args.plot}
     target, draft = pair_of(args, [flag for flag, value in flags.items() if value])
+    if draft is None:
+        say_plain(target)
     sampling = sampling_of(args)
     if sampling.temperature > 0 and sampling.seed is None:
         sampling = replace(sampling, seed=0)
@@ -113,5 +116,6 @@ def _measure(options: BenchOptions) -> Measurement:
     from specdec.bench.run import run_bench
     from specdec.progress import show_progress
 
+    over()
     with show_progress("bench", "passes") as progress:
         return run_bench(options, progress)

@@ -17,6 +17,7 @@ from specdec.cli import bench, doctor, generate, plan, serve, tune, verify
 from specdec.cli.flags import Parser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
 from specdec.cli.output import complain
+from specdec.cli.waiting import told_if_slow
 
 EPILOG = """exit codes:
   0    done
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from specdec.loading.ranks import serve_first_rank
 
             serve_first_rank(engine_of(args))  # before a command takes ports, files or stdin, which are the first rank's
-        code = args.run(args)
+        with told_if_slow(args.command):
+            code = args.run(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not by a traceback when Python exits
         return code
     except BrokenPipeError:
@@ -73,9 +75,9 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS:
-        added = commands.add_parser(name, help=command.HELP, description=command.HELP, epilog=EPILOG)
+        added = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_flags(added)
-        added.set_defaults(run=command.run, parser=added)
+        added.set_defaults(run=command.run, parser=added, command=name)
     return parser
 
 

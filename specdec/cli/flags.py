@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args
 
 from specdec.checks import nearest_name
 from specdec.cli.output import complain
-from specdec.config import GrammarKind, SamplingParams, SpecConfig
+from specdec.config import NOT_GREEDY, GrammarKind, SamplingParams, SpecConfig, idle_options
 from specdec.options import EngineOptions, setting_of
 
 SPEC_HELP = "shape of the draft tree: levels, branches, nodes; nd may be left out, S may be auto"
@@ -71,8 +71,7 @@ def add_prompt_flags(parser: argparse.ArgumentParser, num_prompts: str) -> None:
 
 # ---- sampling ----
 
-NOT_GREEDY = ("top_p", "top_k", "min_p", "seed")  # flags that greedy decoding would not look at
-RULES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")  # flags that it does
+RULES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")  # flags that greedy decoding looks at
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -108,9 +107,9 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """Flags that greedy decoding would not look at are errors: nothing is ignored."""
     given = {name: getattr(args, name) for name in NOT_GREEDY if getattr(args, name) is not None}
-    idle = given.keys() - ({"seed"} if getattr(args, "synthetic_acceptance", None) else set())  # forced draws have one
-    if args.temperature == 0 and idle:
-        flags = ", ".join(flag_of(name) for name in given if name in idle)
+    has_own_draws = {"seed"} if getattr(args, "synthetic_acceptance", None) else set()  # forced acceptance draws by seed
+    if idle := idle_options(args.temperature, given.keys() - has_own_draws):
+        flags = ", ".join(map(flag_of, idle))
         raise ValueError(f"{flags} would do nothing at --temperature 0 (greedy); give a temperature, or leave it out")
     given |= {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
     bias = None if args.logit_bias is None else dict(args.logit_bias)

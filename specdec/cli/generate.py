@@ -115,6 +115,8 @@ def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
 def _read_prompt(argument: str | None) -> str:
     if argument is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed before the start
         raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
+    if argument is None:
+        STARTUP.begin("waiting for the prompt on stdin")
     try:
         prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
         prompt.encode()  # bytes that are no UTF-8 come as halves of surrogate pairs, or as an error, by the locale
@@ -126,6 +128,7 @@ def _read_prompt(argument: str | None) -> str:
         ) from None
     if argument is None:
         STARTUP.lap("prompt from stdin")  # whoever writes it may take minutes, which are no imports
+        STARTUP.begin("importing")
     if not prompt:
         raise ValueError("PROMPT is empty: expected text")
     return prompt

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdec.cli.waiting import over
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -16,9 +18,20 @@ def complain(message: str, kind: str = "error") -> None:
     print(f"specdec: {kind}: " + " ".join(message.split()), file=sys.stderr)
 
 
+def note(message: str) -> None:
+    """One line on stderr of what happens, which is neither an error nor a warning."""
+    print(f"specdec: {message}", file=sys.stderr)
+
+
+def say_plain(target: str | Path) -> None:
+    """What commands say of a target that was given alone."""
+    note(f"no --draft: {target} decodes plainly; to speculate, give the folder of its draft head, mtp or ngram")
+
+
 def console(*, stderr: bool = False) -> Console:
     """rich's console, but a reader that went away is an error that `main` sees: rich itself would exit with 1, which here means
-    that outputs differ."""
+    that outputs differ.  Whoever prints a table waits for nothing more."""
+    over()
     from rich.console import Console
 
     class PipeConsole(Console):

@@ -6,18 +6,26 @@ import argparse
 import json
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.output import console
+from specdec.cli.waiting import over
 from specdec.options import EngineOptions, setting_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specdec.loading.plan import MemoryPlan
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
 # Engine options that have the same flags here as in other commands.
 USED = ("dtype", "quantize", "pack_weights", "kv_cache_dtype", "page_size", "draft_format", "draft_pickle", "draft_quantize")
+# What is planned for where no GPU is there and none is named: the memory that makers say, which drivers round up.
+USUAL = {
+    "24 GB (L4, RTX 4090)": 24 * 10**9, "48 GB (L40S)": 48 * 10**9, "80 GB (A100, H100)": 80 * 10**9,
+    "96 GB (RTX PRO 6000)": 96 * 10**9, "141 GB (H200)": 141 * 10**9, "180 GB (B200)": 180 * 10**9,
+}  # fmt: skip
 UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 
@@ -30,14 +38,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
-    add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB or 141GB; default: this machine's GPU")
+    add(
+        "--gpu-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="such as 80GB; default: this machine's GPU, or the usual ones",
+    )
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
     add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     from specdec.config import SpecConfig
-    from specdec.loading.plan import plan_memory
+    from specdec.loading.plan import plan_memories
 
     target, draft = pair_of(args, ["--spec"] if args.spec else [])
     for flag, name, value in (("--context", "max_seq_len", args.context), ("--batch", "max_batch_size", args.batch)):
@@ -46,38 +59,66 @@ def run(args: argparse.Namespace) -> int:
     used = {name: getattr(args, name) for name in USED}
     options = EngineOptions(max_seq_len=args.context, max_batch_size=args.batch, **used)
     spec = None if draft is None else args.spec or SpecConfig()
-    memory = args.gpu_memory or _gpu_memory()
+    known = args.gpu_memory or _gpu_memory()
+    gpus = {"the GPU": known} if known else USUAL
     try:
-        plan = plan_memory(target, draft, spec, options, memory)
+        plans = dict(zip(gpus, plan_memories(target, draft, spec, options, tuple(gpus.values())), strict=True))
     except ValueError as error:  # which names options as `generate` calls them
         raise ValueError(str(error).replace("max_seq_len", "--context").replace("max_batch_size", "--batch")) from error
+    over()
     if args.json:
-        print(json.dumps({**plan._asdict(), "total": plan.total, "fits": plan.total <= plan.memory}, indent=1))
+        print(json.dumps(_facts(plans, is_one=bool(known)), indent=1))
     else:
-        _show(plan)
-    return 0 if plan.total <= plan.memory else 1
+        _show(plans, is_one=bool(known))
+    return 0 if any(plan.fits for plan in plans.values()) else 1
 
 
-def _show(plan: MemoryPlan) -> None:
+def _facts(plans: dict[str, MemoryPlan], is_one: bool) -> dict[str, Any]:
+    """As plain data.  is_one: whether there is a GPU that is meant; if not, `gpus` lists the usual ones."""
+    first = next(iter(plans.values()))
+    if is_one:
+        return {**first._asdict(), "total": first.total, "fits": first.fits}
+    own = ("memory", "longest", "widest")
+    shared = {name: value for name, value in first._asdict().items() if name not in own}
+    gpus = [{"name": name, **{field: getattr(plan, field) for field in own}, "fits": plan.fits} for name, plan in plans.items()]
+    return {**shared, "total": first.total, "gpus": gpus}
+
+
+def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
     from rich.table import Table
 
+    plan, out = next(iter(plans.values())), console()
     table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens")
     table.add_column("GB", justify="right")
     for name, size in plan.parts.items():
         table.add_row(name, _gigabytes(size))
     table.add_section()
     table.add_row("total", _gigabytes(plan.total))
-    table.add_row("the GPU has", _gigabytes(plan.memory))
-    out = console()
+    if is_one:
+        table.add_row("the GPU has", _gigabytes(plan.memory))
     out.print(table)
     out.print(f"the target's weights: {plan.target_weights}")
     names = ("target", "draft head")
     out.print("a token's keys and values: " + ", ".join(f"{n} {b:,} bytes" for n, b in zip(names, plan.kv_token)))
-    if plan.total <= plan.memory:
-        out.print("it fits")
-    else:
-        out.print(f"it does not fit: {_gigabytes(plan.total - plan.memory)} GB are missing")
+    if not is_one:
+        _show_usual(plans, out)
+        return
+    out.print("it fits" if plan.fits else f"it does not fit: {_gigabytes(plan.total - plan.memory)} GB are missing")
     out.print(_what_fits(plan))
+
+
+def _show_usual(plans: dict[str, MemoryPlan], out: Console) -> None:
+    """Which of the usual GPUs it fits, for a machine without one."""
+    from rich.table import Table
+
+    first = next(iter(plans.values()))
+    table = Table("GPU", "fits", title="no GPU is here: the usual ones (--gpu-memory names another)")
+    table.add_column(f"longest of {first.batch} requests", justify="right")
+    table.add_column(f"requests of {first.context:,}", justify="right")
+    for name, plan in plans.items():
+        longest, widest = (f"{count:,}" if count else "none" for count in (plan.longest, plan.widest))
+        table.add_row(name, "yes" if plan.fits else "no", longest, widest)
+    out.print(table)
 
 
 def _gigabytes(size: int) -> str:
@@ -97,12 +138,11 @@ def _what_fits(plan: MemoryPlan) -> str:
     return "weights and what CUDA takes leave no room: take a smaller dtype, or several GPUs (this plans a single one)"
 
 
-def _gpu_memory() -> int:
+def _gpu_memory() -> int | None:
+    """Of this machine's first GPU; None: there is none."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise ValueError("--gpu-memory is needed on a machine without a GPU, such as --gpu-memory 80GB")
-    return torch.cuda.get_device_properties(0).total_memory
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def _bytes(text: str) -> int:

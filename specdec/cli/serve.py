@@ -22,6 +22,8 @@ from specdec.cli.flags import (
     pair_of,
     tree_shape,
 )
+from specdec.cli.output import say_plain
+from specdec.cli.waiting import over
 from specdec.serve.options import KEY_VARIABLE, ServeOptions, key_of_environment
 
 HELP = "serve a pair over HTTP, as OpenAI's API"
@@ -46,6 +48,8 @@ def _serve(args: argparse.Namespace, check: Callable[[], None]) -> int:
         raise ValueError(f"specdec serve needs {', '.join(missing)}; install them with: {commands}")
     target, draft = pair_of(args, ["--spec"] if args.spec else [])
     options, engine = _options(args), engine_of(args)
+    if draft is None:
+        say_plain(target)
     if not options.is_loopback and options.api_key is None:
         warnings.warn(
             f"--host {options.host} lets other machines in, and there is no API key, so that whoever reaches it can use it; "
@@ -60,6 +64,7 @@ def _serve(args: argparse.Namespace, check: Callable[[], None]) -> int:
         decoder = AsyncSpecDecoder.from_pretrained(target, draft, args.spec, options=engine)
         try:
             check()
+            over()
             return serve(decoder, options, listener)
         finally:
             decoder.decoder.close()

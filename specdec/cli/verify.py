@@ -24,6 +24,7 @@ from specdec.cli.flags import (
     tree_shape,
 )
 from specdec.cli.output import check_files, console, write_files
+from specdec.cli.waiting import over
 from specdec.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         sampling = replace(sampling, seed=0)
     decoder, prompts, facts = _load(args, target, draft, sampling)
     seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
+    over()
     with decoder:
         found = decoder.verify(prompts, seeded, progress=True)
     try:
@@ -79,7 +81,7 @@ def _load(
     engine, source = engine_of(args), Path(args.prompts) if args.prompts else shipped.prompts_file()
     listed = read_prompts(source, args.num_prompts)[: args.num_prompts or USUAL_PROMPTS]
     from specdec.decoder import SpecDecoder
-    from specdec.loading.doctor import versions
+    from specdec.loading.about.machine import versions
     from specdec.models.checkpoints.checkpoint import resolve_target
     from specdec.prompts import Tokenizer
 

@@ -178,6 +178,7 @@ class Engine(Generic[R]):
             self.scheduler.speculation.tried(step, tried.seconds())
         is_chunk = isinstance(launch.step, RunChunk)
         STARTUP.lap("first prefill" if is_chunk else "first round")
+        STARTUP.end()
         timed = not isinstance(launch.step, RunChunk) and launch.step.timed
         self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
 

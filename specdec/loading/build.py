@@ -210,8 +210,8 @@ def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
 
     Warns where transformers' generate would end other texts, and of ends that a file names in vain.
     """
-    turn = tokenizer.turn_end()
-    added = () if turn is None or turn in config.eos_ids or turn >= config.vocab_size else (turn,)
+    turn = unnamed_turn(tokenizer, config)
+    added = () if turn is None else (turn,)
     ends = (*config.eos_ids, *added)
 
     def words(ids: Iterable[int]) -> str:
@@ -232,13 +232,19 @@ def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
             stacklevel=2,
         )
     says_none = bool(config.ends_by_file) and not config.ends_by_file[0][1]
-    if says_none and (more := [token for token in config.eos_ids if token != turn]):
+    if says_none and (more := [token for token in config.eos_ids if token != tokenizer.turn_end()]):
         warnings.warn(
             f"texts end with {words(more)}, as config.json says, though transformers' generate would write on: it reads "
             "generation_config.json alone where there is one, and that names no end",
             stacklevel=2,
         )
     return ends
+
+
+def unnamed_turn(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
+    """The token with which chats end an answer, if the model's files do not name it as an end; else None."""
+    turn = tokenizer.turn_end()
+    return None if turn is None or turn in config.eos_ids or turn >= config.vocab_size else turn
 
 
 def grammars_of(tokenizer: Tokenizer, config: ModelConfig, eos_ids: Sequence[int]) -> Grammars:

@@ -99,17 +99,21 @@ def load_pair(
     """
     require_spec(spec)
     STARTUP.lap("imports")
+    STARTUP.begin("checking the files")
     pair = check_pair(target, draft, spec, options, warns=group.size == 1)  # several have warned before they were started
     folder, settings, drafter = pair.folder, pair.settings, pair.drafter
     device, dtype, graphs = settings.device, settings.dtype, bool(settings.cuda_graphs)
     max_positions = settings.max_seq_len + settings.lookahead
+    STARTUP.begin("reading the target's weights", len(pair.checkpoint.names()))
     model = load_chosen(pair.chosen, folder, max_positions, device, dtype, graphs, group, pair.checkpoint)
     del pair  # the target's files are closed before the drafter's weights are read
     set_threads(model, settings)
     STARTUP.lap("target")
+    STARTUP.begin("reading the drafter's weights")
     head = None if drafter is None else drafter.load(model, max_positions, device, dtype)
     STARTUP.lap("draft")
     if settings.options.pack_weights:
+        STARTUP.begin("packing weights")
         pack_pair(model, head)
         STARTUP.lap("packing")
     return model, head, settings, folder

@@ -85,6 +85,10 @@ class MemoryPlan(NamedTuple):
     def total(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.memory
+
 
 def plan_memory(
     target: str | Path,
@@ -93,7 +97,14 @@ def plan_memory(
     options: EngineOptions,
     memory: int,
 ) -> MemoryPlan:
-    """What this pair takes with these options, on a GPU of that many bytes.
+    """What this pair takes with these options, on a GPU of that many bytes.  The others: see `plan_memories`."""
+    return plan_memories(target, draft, spec, options, (memory,))[0]
+
+
+def plan_memories(
+    target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions, memories: Sequence[int]
+) -> list[MemoryPlan]:
+    """What this pair takes with these options, and what of it fits on GPUs of so many bytes each.
 
     spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
     checkpoint's own.  ValueError as when the pair is loaded.
@@ -113,20 +124,24 @@ def plan_memory(
     def at(context: int, batch: int) -> dict[str, int]:
         return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))
 
-    def fits(context: int, batch: int) -> bool:
-        return sum(at(context, batch).values()) <= memory
-
     context, batch = settings.max_seq_len, options.max_batch_size
-    return MemoryPlan(
+    plan = MemoryPlan(
         context,
         batch,
         str(config.quantization or f"{settings.dtype}".removeprefix("torch.")),
         at(context, batch),
         tuple(sum(_page_bytes([config], settings)) // options.page_size for config in models.configs),
-        memory,
-        largest(lambda n: fits(n, batch), config.max_position),
-        largest(lambda n: fits(context, n), MOST_BATCH),
+        memory=0,
+        longest=0,
+        widest=0,
     )
+
+    def on(memory: int) -> MemoryPlan:
+        longest = largest(lambda n: sum(at(n, batch).values()) <= memory, config.max_position)
+        widest = largest(lambda n: sum(at(context, n).values()) <= memory, MOST_BATCH)
+        return plan._replace(memory=memory, longest=longest, widest=widest)
+
+    return [on(memory) for memory in memories]
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -208,7 +223,7 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     a copy for each head (HeadsRMSNorm).
     """
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    formats = _formats(checkpoint, names)
+    formats = formats_of(checkpoint, names)
     coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
     own = [name for name in own if name not in coded_names and not _is_spare_bias(name, formats, config)]
@@ -226,7 +241,7 @@ def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) 
     tied: whether the embedding table is the output layer's matrix too.
     """
     names = [name for name in checkpoint.names() if name not in without and name.endswith(".weight")]
-    formats = _formats(checkpoint, names)
+    formats = formats_of(checkpoint, names)
     total = 0
     for name in names:
         matrix, shape = name.removesuffix(".weight"), checkpoint.shape(name)
@@ -251,7 +266,7 @@ def _is_spare_bias(name: str, formats: dict[str, Format], config: ModelConfig) -
 def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
     """How many numbers the largest matrix has whose numbers are computed for many rows, all its parts together; 0: none."""
     sizes: defaultdict[str, int] = defaultdict(int)
-    for name, format in _formats(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
+    for name, format in formats_of(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
         whole = name
         for part, together in TOGETHER:
             whole = part.sub(together, whole)
@@ -260,7 +275,7 @@ def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _formats(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
+def formats_of(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
     """The matrices of these tensors that are stored as codes, and how."""
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
     matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}

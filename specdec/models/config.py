@@ -23,6 +23,7 @@ from specdec.models.checkpoints.config_values import (
     token_ids,
     whole,
 )
+from specdec.models.checkpoints.mistaken import file_hint, folder_hint
 from specdec.models.keys.rope import all_rope_keys, rope_type
 from specdec.models.kv_source import KEY, parse_kv_source
 from specdec.models.schemes.config import SIDECAR, quantization_of, read_sidecar
@@ -140,13 +141,15 @@ class ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.  ValueError, with the path, if there is none, or if one of its keys stands there twice."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; expected a Hugging Face model folder holding {path.name}")
+        hint = folder_hint(path.parent)
+        raise ValueError(f"{path} does not exist; expected a Hugging Face model folder holding {path.name}{hint}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        hint = file_hint(path)
+        raise ValueError(f"{path} is not valid JSON: {error}{hint and '; '}{hint}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
     return data

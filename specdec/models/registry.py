@@ -19,7 +19,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
 from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_llama
-from specdec.models.checkpoints.swapped import refuse_head_config
+from specdec.models.checkpoints.mistaken import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
 from specdec.models.deepseek.config import DEEPSEEK
 from specdec.models.diffllama.config import DIFFLLAMA

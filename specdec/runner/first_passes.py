@@ -39,6 +39,7 @@ class FirstPasses:
         """
         if self._rehearsals is not None or chunk.needs.grammar:
             return
+        STARTUP.begin("compiling the kernels of the first prompt")
         self._rehearsals = Rehearsals(state.lens_B.device)
         if self._purpose is not None:
             self._known = KnownKernels(state.lens_B.device, self._purpose)

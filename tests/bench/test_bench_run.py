@@ -18,7 +18,7 @@ from specdec.bench import run as bench_run
 from specdec.bench.run import BenchOptions, run_bench
 from specdec.bench.session import Session
 from specdec.bench.show.report import print_report
-from specdec.loading import doctor
+from specdec.loading.about import machine
 
 SPEC = SpecConfig(2, 2, 4)
 
@@ -90,7 +90,7 @@ def test_a_source_tree_without_metadata_reports_its_version(zoo: Zoo, monkeypatc
     def not_installed(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor, "version", not_installed)
+    monkeypatch.setattr(machine, "version", not_installed)
     measurement = run_bench(small(zoo, batch_sizes=(1,)))
     assert measurement.versions["specdec"] == __version__
     out = io.StringIO()

@@ -85,7 +85,7 @@ def test_help_is_quick(tmp_path):
         (["plan", "--target", "a", "--gpu-memory", "80"], "got '80'; nearest: 80GB"),
         (["plan", "--target", "a", "--gpu-memory", "8GB", "--context", "0"], "--context must be >= 2, got 0"),
         (["plan", "--target", "a", "--gpu-memory", "8GB", "--batch", "0"], "--batch must be in [1, 4096], got 0"),
-        (["inspect", "ngram"], "HEAD: 'ngram' is a drafter without files"),
+        (["inspect", "ngram"], "MODEL: 'ngram' is a drafter without files"),
         (["generate", "--temperature", "1", "--top-p", "0", "hi"], "got 0.0; nearest setting that works: a top_p above 0"),
         (["generate", "--max-tokens", "abc", "hi"], "argument --max-tokens: expected a whole number, got 'abc'"),
         (["generate", "--temperature", "", "hi"], "argument --temperature: expected a number, got ''"),
@@ -202,7 +202,7 @@ def test_doctor_says_what_runs_here(capsys, monkeypatch, tmp_path, has_pair):
     if not has_pair:
         monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = run(capsys, "doctor")
+    code, out, err = run(capsys, "doctor", "--details")
     assert (code, err) == (0, "")
     for word in ("Machine", "torch", "triton", "fa3", "why not", "attention", "Shipped pair"):
         assert word in out

@@ -64,7 +64,7 @@ def test_a_full_disk_is_the_outputs(name: str, capsys: pytest.CaptureFixture[str
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", *([name] if name else []))
 
-    monkeypatch.setattr("specdec.loading.doctor.print_capabilities", full)
+    monkeypatch.setattr("specdec.loading.about.doctor.print_capabilities", full)
     assert cli.main(["doctor", "--table"]) == 2
     assert capsys.readouterr().err == f"specdec: error: No space left on device: {name or 'the output'}\n"
 

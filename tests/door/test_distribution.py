@@ -52,21 +52,21 @@ def test_versions_need_no_installed_metadata(monkeypatch):
     """Keeps out: minutes of measuring that end in a KeyError, because a source tree has no distribution's metadata."""
     from importlib.metadata import PackageNotFoundError
 
-    from specdec.loading import doctor
+    from specdec.loading.about import machine
 
     def nothing_installed(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor, "version", nothing_installed)
-    found = doctor.versions()
+    monkeypatch.setattr(machine, "version", nothing_installed)
+    found = machine.versions()
     assert found["specdec"] == specdec.__version__ and found["torch"]
-    assert "specdec" not in doctor.PACKAGES
+    assert "specdec" not in machine.PACKAGES
 
 
 def test_doctor_knows_the_packages_of_every_extra() -> None:
     """Keeps out: a report that is silent about what a server, a grammar or a plot lacks."""
-    from specdec.loading import doctor
+    from specdec.loading.about import machine
 
     extras = PROJECT["optional-dependencies"]
     wanted = {re.split(r"[^\w-]", line)[0] for name, lines in extras.items() if name not in ("test", "dev") for line in lines}
-    assert wanted and wanted <= {*doctor.PACKAGES}
+    assert wanted and wanted <= {*machine.PACKAGES}

@@ -341,7 +341,7 @@ def test_folders(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     for name, match in [
-        (file, "got the file .* nearest: "),
+        (file, "got the file .*model.safetensors"),
         ("./nowhere", "existing model folder or a hub id"),
         ("a/b/c", "draft: .* hub id"),
         ("a" * 5000, "draft must be a folder .*: .*name too long"),

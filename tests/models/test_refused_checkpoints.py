@@ -29,6 +29,7 @@ from specdec.shipped import FOLDER as PAIR
 Tensors = dict[str, Tensor]
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
+MEANT = "the model that this head drafts for as target, and this folder as its draft"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -298,20 +299,20 @@ def test_no_name_is_no_folder() -> None:
 
 def test_a_head_given_for_a_target(tmp_path: Path, zoo: Zoo) -> None:
     """Keeps out: an error about unknown keys or missing tensors, for two arguments in the wrong order."""
-    refused(lambda: load(PAIR / "draft"), f"{PAIR}/draft/config.json: expected a target", "are target and draft swapped?")
+    refused(lambda: load(PAIR / "draft"), f"{PAIR}/draft/config.json: expected a target", MEANT)
     plain = save_eagle1(tmp_path, zoo.target("llama"))
-    refused(lambda: load(plain), f"{plain}/config.json: expected a target", "(bias)", "are target and draft swapped?")
+    refused(lambda: load(plain), f"{plain}/config.json: expected a target", "(bias)", MEANT)
     raw = json.loads((plain / "config.json").read_text())
     del raw["bias"]  # then it is a plain Llama's config
     (plain / "config.json").write_text(json.dumps(raw))
-    refused(lambda: load(plain), f"{plain}: expected a target", "(fc.weight)", "are target and draft swapped?")
-    refused(lambda: load(plain, "transformers"), f"{plain}: expected a target", "are target and draft swapped?")
+    refused(lambda: load(plain), f"{plain}: expected a target", "(fc.weight)", MEANT)
+    refused(lambda: load(plain, "transformers"), f"{plain}: expected a target", MEANT)
 
 
 def test_a_whole_model_given_for_a_head(zoo: Zoo) -> None:
     """Keeps out: "'fc.weight' is missing" for a folder that holds a whole model."""
     for folder in (zoo.target("llama"), PAIR / "target"):
-        refused(lambda: load_draft(folder, zoo), f"{folder}: expected a draft head", "are target and draft swapped?")  # noqa: B023
+        refused(lambda: load_draft(folder, zoo), f"{folder}: expected a draft head", "no model drafts for another")  # noqa: B023
 
 
 # ---- sizes that nothing holds ----

@@ -77,6 +77,15 @@ def test_every_option_is_a_flag(started: list[Any], capsys: pytest.CaptureFixtur
         assert flag_of(item.name) in help_text
 
 
+def test_a_target_alone_says_that_it_decodes_plainly(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a server that nobody told how to speculate, and that did not say so."""
+    assert cli.main(["serve", "--port", "0", "--target", "some/where/Llama-9"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "specdec: no --draft: some/where/Llama-9 decodes plainly; to speculate, give the folder of its draft head, mtp or ngram"
+    ]
+    assert cli.main(["serve", "--port", "0"]) == 0 and not capsys.readouterr().err
+
+
 def test_the_pair_in_the_box_is_served(started: list[Any]) -> None:
     """Keeps out: arguments that are needed for a first try, and a name of the model that is a path."""
     assert cli.main(["serve", "--port", "0"]) == 0

@@ -145,5 +145,6 @@ def test_a_port_in_use_is_one_line() -> None:
         argv = [sys.executable, "-P", "-m", "specdec.cli", "serve", "--port", port]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("specdec: error: can't listen on 127.0.0.1 port") and done.stderr.count("\n") == 1
-    assert "--port 0" in done.stderr
+    *waits, said = done.stderr.splitlines()  # a busy machine may take so long for imports that the command says so
+    assert said.startswith("specdec: error: can't listen on 127.0.0.1 port") and "--port 0" in said
+    assert all(line.startswith("specdec: serve: importing (") for line in waits)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.loading.doctor import tiles_line
+from specdec.loading.about.doctor import tiles_line
 from specdec.ops.products import linear as products
 from specdec.ops.products.linear import gated_linear, linear
 from specdec.ops.tuned.here import tuned_table

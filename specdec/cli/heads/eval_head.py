@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import add_option_flags, add_prompt_flags, not_empty, tree_shape
 from specdec.cli.output import check_files, console, write_files
+from specdec.cli.waiting import over
 from specdec.config import SamplingParams, SpecConfig
 from specdec.options import EngineOptions
 
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_head(args.head, args.target, specs, options)
     prompts = _prompts(args, options, more=max(spec.max_steps for spec in specs) + 1)
+    over()
     with show_progress("eval-head", "texts") as progress:
         progress("the target writes", 0, len(prompts))
         found = eval_head(

@@ -1,38 +1,34 @@
-"""`specdec inspect`: what a draft head's folder holds and how it is read, without loading it."""
+"""`specdec inspect`: what the folder of a target or of a draft head holds and how it is read, without loading it."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from typing import Any
 
 from specdec.cli.flags import add_option_flags, not_empty
 from specdec.cli.output import console
+from specdec.cli.waiting import over
 from specdec.options import EngineOptions
 
-HELP = "what a draft head's folder holds, and how it is read; loads no weights"
+HELP = "what the folder of a target or of a draft head holds, and how it is read; loads no weights"
 USED = ("draft_format", "draft_pickle")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    head = "folder or hub id of the draft head, or mtp: the MTP layers in the folder of the target"
-    parser.add_argument("head", metavar="HEAD", type=not_empty, help=head)
-    target = "folder or hub id of its target, or a GGUF file, whose sizes the head is held against"
+    model = "folder or hub id of a target or of a draft head, a GGUF file, or mtp: the MTP layers in the folder of --target"
+    parser.add_argument("model", metavar="MODEL", type=not_empty, help=model)
+    target = "of a head: folder or hub id of its target, or a GGUF file, whose sizes the head is held against"
     parser.add_argument("--target", type=not_empty, metavar="DIR", help=target)
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    options = EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
-    from specdec.draft.formats.open import HowToRead
-    from specdec.draft.kinds import MTP, refuse_idle
-    from specdec.loading.inspect_head import head_facts, mtp_facts, print_facts
+    from specdec.loading.about.inspect_head import print_facts
 
-    if args.head == MTP:
-        refuse_idle(options, MTP)
-        facts = mtp_facts(args.target)
-    else:
-        facts = head_facts(args.head, args.target, HowToRead(args.draft_format, args.draft_pickle))
+    facts = _facts(args)
+    over()
     if args.json:
         import json
 
@@ -40,3 +36,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_facts(facts, console())
     return 0
+
+
+def _facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Of a head where a flag says that it is one, else of what the files are."""
+    options = EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
+    from specdec.draft.formats.open import HowToRead
+    from specdec.draft.kinds import MTP, is_name, refuse_idle
+    from specdec.loading.about.inspect_head import head_facts, mtp_facts
+    from specdec.loading.about.inspect_target import is_head, target_facts
+    from specdec.models.checkpoints.checkpoint import resolve_target
+
+    if args.model == MTP:
+        refuse_idle(options, MTP)
+        return mtp_facts(args.target)
+    is_said = args.target is not None or options != EngineOptions() or is_name(args.model)
+    if is_said or is_head(resolve_target(args.model, "MODEL")):
+        return head_facts(args.model, args.target, HowToRead(args.draft_format, args.draft_pickle))
+    return target_facts(args.model)

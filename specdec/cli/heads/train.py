@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from specdec.cli.waiting import over
 from specdec.train.__main__ import add_head_flags, run_head
 
 HELP = "train a draft head for a target, on text that the target writes itself"
@@ -14,5 +15,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    over()  # training says itself how far it is
     run_head(args)
     return 0

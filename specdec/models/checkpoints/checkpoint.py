@@ -12,14 +12,17 @@ from pathlib import Path
 
 from torch import Tensor
 
+from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.files import stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
+from specdec.models.checkpoints.mistaken import name_hint
 from specdec.models.checkpoints.stored import SAFE_DTYPES, StoredTensor
 from specdec.models.gguf.coded import GgmlBlocks
 from specdec.models.gguf.container import MAGIC
 from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import Format
+from specdec.startup import STARTUP
 
 _SAFE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in SAFE_DTYPES.items()}  # by those in pickles
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -41,40 +44,44 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
     if is_folder:
         return path
     if is_there:
-        raise ValueError(f"{argument}: expected a model folder or a hub id, got the file {text!r}; nearest: {_instead(path)}")
+        raise ValueError(f"{argument}: expected a model folder or a hub id, got the file {text!r}{_instead(path)}")
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
-        raise ValueError(f"{argument}: expected an existing model folder or a hub id like 'org/name', got {text!r}")
+        hint = name_hint(text)
+        raise ValueError(f"{argument}: expected an existing model folder or a hub id like 'org/name', got {text!r}{hint}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    STARTUP.begin(f"downloading {text}")
     try:
         folder = Path(snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_ELSEWHERE))
         if not any(folder.glob("*.safetensors")):  # heads are often published as pickles only
             folder = Path(snapshot_download(text, allow_patterns=[*_PATTERNS, "*.bin"], ignore_patterns=_ELSEWHERE))
         return folder
     except HFValidationError as error:
-        raise ValueError(f"{argument} is no local folder, and no hub id either: {error}") from error
+        raise ValueError(f"{argument} is no local folder, and no hub id either: {error}{name_hint(text)}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{argument}: {text!r} is no local folder, and the hub did not give it: {error}") from error
+        said = f"{one_line(error)}{name_hint(text)}"
+        raise ValueError(f"{argument}: {text!r} is no local folder, and the hub did not give it: {said}") from error
 
 
 def _instead(path: Path) -> str:
-    """What may be meant by a file that is given for a folder."""
+    """What may be meant by a file that is given for a folder, with a "; " in front; empty if that can't be told."""
     try:
         with path.open("rb") as file:
             holds_gguf = file.read(4) == MAGIC
     except OSError:
         holds_gguf = False
     if not holds_gguf:
-        return repr(str(path.parent))
-    return "the file as a target, since a GGUF file holds no draft head" if is_gguf(path) else f"a name that ends in {SUFFIX}"
+        return f"; nearest: {str(path.parent)!r}" if (path.parent / "config.json").is_file() else ""
+    named = "the file as a target, since a GGUF file holds no draft head"
+    return f"; nearest: {named}" if is_gguf(path) else f"; nearest: a name that ends in {SUFFIX}"
 
 
 def resolve_target(name: str | Path, argument: str) -> Path:
     """As `resolve_folder`; a GGUF file, or a folder whose weights are in one, is that file."""
     if isinstance(name, (str, os.PathLike)) and is_gguf(file := Path(os.path.expanduser(name))):
         if not file.is_file():
-            raise ValueError(f"{argument}: expected an existing GGUF file, got {str(name)!r}")
+            raise ValueError(f"{argument}: expected an existing GGUF file, got {str(name)!r}{name_hint(str(name))}")
         return file
     folder = resolve_folder(name, argument)
     return gguf_in(folder) or folder
@@ -263,4 +270,7 @@ class Checkpoint:
             self.expect(name, shape)
         self._untaken.discard(name)
         stored = self._stored[name]
-        return stored.read() if self.has_numbers else stored.without_numbers()
+        if not self.has_numbers:
+            return stored.without_numbers()
+        STARTUP.part_done()
+        return stored.read()

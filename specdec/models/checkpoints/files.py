@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.checkpoints.config_values import mapping, one_line
+from specdec.models.checkpoints.mistaken import file_hint, weights_hint
 from specdec.models.checkpoints.stored import StoredTensor
 from specdec.models.config import read_json
 from specdec.models.gguf.file import is_gguf
@@ -34,7 +35,7 @@ def stored_tensors(
         return gguf_tensors(folder, as_blocks)
     files = _weight_files(folder)
     if not files:
-        raise ValueError(f"{folder} holds no weights: expected *.safetensors (or pytorch_model*.bin)")
+        raise ValueError(f"{folder} holds no weights: expected *.safetensors (or pytorch_model*.bin){weights_hint(folder)}")
     if not pickles and (file := next((file for file in files if file.suffix != ".safetensors"), None)):
         raise ValueError(
             f"{file} is a pickle, which is not opened unless you ask for it; nearest thing that works: a safetensors file, or "
@@ -83,7 +84,8 @@ def _safetensors(file: Path) -> dict[str, StoredTensor]:
         handle = safe_open(file, framework="pt")
         names = list(handle.keys())
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{file} is no whole safetensors file ({error}); was its download cut off?") from error
+        why = file_hint(file) or "was its download cut off?"
+        raise ValueError(f"{file} is no whole safetensors file ({error}); {why}") from error
     except OSError as error:
         what = "a folder" if file.is_dir() else str(error)
         raise ValueError(f"{file}: expected a safetensors file that can be read, got {what}") from error
@@ -111,7 +113,8 @@ def _pickled(file: Path) -> dict[str, StoredTensor]:
     except Exception as error:  # of any kind: pickle runs whatever the bytes happen to say
         first = str(error).partition(". ")[0]  # what follows advises to unpickle the file without a check
         what = one_line(ValueError(first or type(error).__name__))
-        raise ValueError(f"{file} is no whole file of torch tensors ({what}); was its download cut off?") from error
+        why = file_hint(file) or "was its download cut off?"
+        raise ValueError(f"{file} is no whole file of torch tensors ({what}); {why}") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise ValueError(f"{file} must hold a dict of tensors by name, got {type(tensors).__name__}")
     if other := [name for name, value in tensors.items() if not isinstance(value, Tensor)]:

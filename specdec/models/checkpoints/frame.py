@@ -15,8 +15,8 @@ import torch
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import Parts, build, copy_, fill_layer, fill_linear, fill_norm
+from specdec.models.checkpoints.mistaken import refuse_head_tensors
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
-from specdec.models.checkpoints.swapped import refuse_head_tensors
 from specdec.models.checkpoints.unsaid_codes import refuse_unsaid_codes
 from specdec.models.config import ModelConfig
 from specdec.models.schemes.config import AT_LOAD

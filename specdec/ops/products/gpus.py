@@ -26,12 +26,13 @@ SAME = 0.1  # threshold: by how much of a kind's bandwidth a GPU of its name may
 class Match(NamedTuple):
     """The kind whose tiles a GPU takes, and why, as a line for people.
 
-    hopper: whether the GPU runs kernels that are written for Hopper alone.
+    hopper: whether the GPU runs kernels that are written for Hopper alone.  is_own: whether the kind is the GPU's own.
     """
 
     kind: Kind
     why: str
     hopper: bool
+    is_own: bool = False
 
 
 def nearest(name: str, bandwidth: float | None, capability: tuple[int, int]) -> Match:
@@ -40,7 +41,7 @@ def nearest(name: str, bandwidth: float | None, capability: tuple[int, int]) -> 
     for kind in (H100, H200):
         is_same = bandwidth is None or abs(bandwidth - kind.bandwidth) <= SAME * kind.bandwidth
         if hopper and is_same and kind.name in name.split():
-            return Match(kind, f"those measured on an {kind.name}", hopper)
+            return Match(kind, f"those measured on an {kind.name}", hopper, is_own=True)
     if bandwidth is None:
         return Match(
             H100, f"those of an {H100.name}: none were measured on this GPU, and its driver names no bandwidth", hopper

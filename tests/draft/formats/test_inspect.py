@@ -14,7 +14,7 @@ from toolkit.models import Zoo
 
 from specdec import shipped
 from specdec.cli.entry import main
-from specdec.loading.doctor import drafter_rows
+from specdec.loading.about.doctor import drafter_rows
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -57,7 +57,7 @@ def test_what_is_no_head(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture
     config, tensors = WRITERS["safeailab"](random_parts(Options()))
     folder = save(tmp_path / "a", ({**config, "mystery": 1}, tensors))
     for arguments, said in (
-        ([str(shipped.target_folder())], "expected a draft head, got a whole model's weights"),
+        ([str(shipped.target_folder()), "--draft-format", "safeailab"], "expected a draft head, got a whole model's weights"),
         ([str(folder)], "unknown config keys mystery"),
         ([str(shipped.draft_folder()), "--target", str(zoo.target("llama"))], "vocab_size must be the target's 40, got 2048"),
         ([str(shipped.draft_folder()), "--draft-format", "specforge"], "lacks rope_theta (or rope_parameters)"),

@@ -160,7 +160,7 @@ def test_users_are_told(tmp_path: Path, mtp_zoo: MtpZoo, capsys: pytest.CaptureF
     capsys.readouterr()
     assert main(["inspect", "mtp", "--target", str(coded), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["head"]["weights"] == "ordinary numbers, fp8, a scale for each 128 x 128 block"
+    assert facts["head"]["weights"] == "float32, fp8, a scale for each 128 x 128 block"
     own = {key for key in load_file(coded / "model.safetensors") if "layers.3." in key}
     assert set(facts["tensors"]) | set(facts["beside"]) == own
     planned = plan_memory(coded, "mtp", SpecConfig(3, 1, 4), EngineOptions(dtype="float32"), 10**10).parts

@@ -15,7 +15,7 @@ from toolkit.oracles.quantised import SCHEMES, as_codes
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
-from specdec.loading.doctor import drafter_rows
+from specdec.loading.about.doctor import drafter_rows
 from specdec.loading.plan import plan_memory, scratch_numbers
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes

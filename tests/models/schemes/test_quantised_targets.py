@@ -15,7 +15,7 @@ from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.draft.formats.open import HowToRead, open_head
-from specdec.loading.doctor import scheme_rows
+from specdec.loading.about.doctor import scheme_rows
 from specdec.loading.plan import tensor_bytes
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.linear import Linear

@@ -19,6 +19,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.kinds import is_name
 from specdec.draft.mtp.load import open_mtp
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
+from specdec.loading.about.inspect_target import stored_as
 from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
 from specdec.models.config import MTP_COUNT, ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -31,13 +32,14 @@ EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read"
 def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> dict[str, Any]:
     """Everything, as plain data.  ValueError as when the head is loaded: by the config, a tensor, or against the target."""
     if is_name(head):
-        raise ValueError(f"HEAD: {head!r} is a drafter without files; nearest thing that works: the folder of a head, or mtp")
-    folder = resolve_folder(head, "HEAD")
+        raise ValueError(f"MODEL: {head!r} is a drafter without files; nearest thing that works: the folder of a head, or mtp")
+    folder = resolve_folder(head, "MODEL")
     config = None if target is None else choose_target(resolve_target(target, "--target")).config
     opened = open_head(folder, config, how)
-    stored = UNKNOWN if config is None else str(config.quantization or "ordinary numbers")
+    stored = UNKNOWN if config is None else stored_as(config)
     return {
         "folder": str(folder),
+        "kind": "head",
         "target_weights": stored,
         "format": opened.format.name,
         "format_named": how.format != "auto",
@@ -61,7 +63,8 @@ def mtp_facts(target: str | Path | None) -> dict[str, Any]:
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
     return {
         "folder": str(folder),
-        "target_weights": str(config.quantization or "ordinary numbers"),
+        "kind": "head",
+        "target_weights": stored_as(config),
         "format": spec.family,
         "format_named": False,
         "published_by": "the target's publisher, with the target",
@@ -146,7 +149,10 @@ def _tensors(opened: OpenHead) -> dict[str, list[int]]:
 
 
 def print_facts(facts: dict[str, Any], console: Console) -> None:
-    """As tables."""
+    """As tables: of a head, or of a target."""
+    if facts["kind"] == "target":
+        _print_target(facts, console)
+        return
     by = "named" if facts["format_named"] else "detected"
     console.print(Text(f"{facts['folder']}: layout {facts['format']} ({by}), as published by {facts['published_by']}", "bold"))
     console.print(Text(f"the target's weights: {facts['target_weights']}"))
@@ -157,6 +163,23 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
     console.print()
     shapes = {name: " x ".join(map(str, shape)) for name, shape in facts["tensors"].items()}
     console.print(_table(f"Weights ({len(shapes)})", shapes))
+
+
+def _print_target(facts: dict[str, Any], console: Console) -> None:
+    named = ", ".join(facts["architectures"] or ())
+    console.print(Text(f"{facts['folder']}: a {facts['family']} target{named and f' ({named})'}", "bold"))
+    code = {"native": "specdec's own module", "transformers": "transformers' code with specdec's attention"}
+    console.print(Text(f"runs through {code[facts['backend']]}: {facts['why']}"))
+    weights = {key: f"{value:,}" if isinstance(value, int) else value for key, value in facts["weights"].items()}
+    weights["bytes of the files"] += f" ({facts['weights']['bytes of the files'] / 1e9:.3g} GB)"
+    tables = {
+        "Sizes": facts["target"], "Weights": weights, "Text": facts["text"], "What drafts for it": facts["drafters"],
+        "Taken to mean": facts["meanings"],
+    }  # fmt: skip
+    for title, rows in tables.items():
+        if rows:
+            console.print()
+            console.print(_table(title, {key: _shown(value) for key, value in rows.items()}))
 
 
 def _shown(value: Any) -> str:

@@ -1,18 +1,14 @@
 """What this machine is and what of specdec can run on it.  Works without a GPU, without triton and without any model.
 
-Prints nothing that is not asked of the machine itself; `bench` takes its facts from here too.
+Prints nothing that is not asked of the machine itself.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import re
-import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec import __version__, shipped
+from specdec import shipped
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import NAMES
+from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
@@ -33,54 +30,17 @@ from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
 from specdec.ops.tuned.here import look
-from specdec.options import EngineOptions, setting_of, usable_cpus
+from specdec.options import EngineOptions, setting_of
 from specdec.parallel import nccl
-
-PACKAGES = (
-    "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
-    "flash-attn", "flash-attn-3", "flash-attn-4", "llguidance", "fastapi", "uvicorn", "prometheus-client", "ray",
-)  # fmt: skip
+from specdec.startup import STARTUP
 
 
-def versions() -> dict[str, str]:
-    """Python, specdec itself, CUDA as torch was built for it, and the packages that matter and are installed."""
-    found = {"python": platform.python_version(), "specdec": __version__}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__  # says which build it is, which the package's version may not
-    if torch.version.cuda:
-        found["cuda (of torch)"] = torch.version.cuda
-    return found
-
-
-def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
-    """CPU, memory and GPUs; with a device, `runs_on` names it."""
-    gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    facts: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu_name(),
-        "cpus_usable": usable_cpus(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "memory_bytes": _memory_bytes(),
-        "gpus": gpus,
-        "driver": _driver(),
-    }
-    if device is not None:
-        on_gpu = device.type == "cuda"
-        facts["runs_on"] = gpus[device.index or 0]["name"] if on_gpu else f"{facts['cpu']} ({_threads(facts)})"
-    return facts
-
-
-def run_doctor(console: Console) -> None:
-    """Prints everything."""
+def print_details(make_console: Callable[[], Console]) -> None:
+    """Prints everything; `screen.py` prints what it comes to.  make_console: called once all facts are known."""
     facts = machine_facts()
     rows = [
         ("system", facts["system"]),
-        ("CPU", f"{facts['cpu']}, {facts['cpus_usable']} usable, torch uses {_threads(facts)}"),
+        ("CPU", f"{facts['cpu']}, {facts['cpus_usable']} usable, torch uses {threads_of(facts)}"),
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
@@ -89,6 +49,7 @@ def run_doctor(console: Console) -> None:
         ("ranks", _ranks_line(len(facts["gpus"]))),
         *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
     ]
+    console = make_console()
     _print_pairs(console, "Machine", rows)
     found = versions()
     absent = [name for name in PACKAGES if name not in found]
@@ -191,16 +152,6 @@ def _print_pairs(console: Console, title: str, rows: list[tuple[str, str]]) -> N
     console.print()
 
 
-def _gpu(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-    }
-
-
 def _gpu_line(gpu: dict[str, Any]) -> str:
     memory = gpu["memory_bytes"] / 2**30
     return f"{gpu['name']}, capability {gpu['capability']}, {memory:.1f} GiB, {gpu['multiprocessors']} multiprocessors"
@@ -210,6 +161,7 @@ def _exchange_line(gpus: int) -> str:
     """How ranks on this machine's GPUs exchange, and how long that takes."""
     from specdec.parallel.symmetric.measure import measure
 
+    STARTUP.begin("measuring how the GPUs exchange")
     try:
         return str(measure(gpus))
     except RuntimeError as error:
@@ -239,49 +191,7 @@ def _ranks_line(gpus: int) -> str:
 
 def _links() -> str:
     """What joins each pair of GPUs, in the words of nvidia-smi: NV18 is 18 lines of NVLink, SYS the way over the CPUs."""
-    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in _nvidia_smi("topo", "-m")]
+    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in nvidia_smi("topo", "-m")]
     rows = [line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]
     pairs = Counter(kind for number, row in enumerate(rows) for kind in row[number + 2 : len(rows) + 1])
     return ", ".join(f"{kind} ({count} {'pair' if count == 1 else 'pairs'})" for kind, count in pairs.items())
-
-
-def _driver() -> str | None:
-    """The driver's version, from nvidia-smi: torch doesn't tell it."""
-    return next((line.strip() for line in _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
-
-
-def _nvidia_smi(*arguments: str) -> list[str]:
-    """Lines that it prints; none where it is not there or fails."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def steal_and_total() -> tuple[int, int]:
-    """CPU time since the start that the hypervisor gave to others, and all of it; zeros where the system doesn't say."""
-    stat = Path("/proc/stat")
-    times = [int(number) for number in stat.read_text().splitlines()[0].split()[1:9]] if stat.is_file() else [0] * 8
-    return times[7], sum(times)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _threads(facts: dict[str, Any]) -> str:
-    count = facts["torch_threads"]
-    return "1 thread" if count == 1 else f"{count} threads"

@@ -1,0 +1,52 @@
+"""Says on stderr what a command waits for before its first output, in a plain line now and then, if it waits for long.
+
+What runs is kept by `specdec.startup`, as imports and loading tell it.  A quick start costs one thread that never wakes, and
+prints nothing.  Nothing here runs where Python loads a decoder.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specdec.startup import STARTUP
+
+QUIET_SECONDS = 5.0  # a start that is over by then says nothing
+TICK = 0.2  # seconds between two looks at what runs
+PARTS = "tensors"  # what the parts of a stage are, where it has some
+
+_over = threading.Event()  # of the command that this process runs
+
+
+@contextmanager
+def told_if_slow(name: str) -> Iterator[None]:
+    """Inside, a command waits until it calls `over`.  name: of the command."""
+    global _over
+    _over = threading.Event()
+    STARTUP.begin("importing")
+    watch = threading.Thread(target=_tell, args=(name, _over), name="specdec-waiting", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over()
+        watch.join()
+
+
+def over() -> None:
+    """The wait is over: to be called before a command's own first output, unless that is the first tokens, which are seen
+    without a call.  Does nothing the second time.
+    """
+    _over.set()
+
+
+def _tell(name: str, ended: threading.Event) -> None:
+    from specdec.progress import PlainLines  # a bar would fight with the hub's own, and with warnings
+
+    show = PlainLines(name, PARTS, sys.stderr)  # which counts seconds from here on
+    if ended.wait(QUIET_SECONDS) or sys.stderr.closed:
+        return
+    while not ended.wait(TICK) and STARTUP.doing[0]:
+        show(*STARTUP.doing)

@@ -1,0 +1,214 @@
+"""What a target's folder or GGUF file holds, in specdec's own terms: the facts of `specdec inspect`.
+
+Reads configs, headers of weight files and the tokenizer.  No weight is read, and no GPU is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.draft.mtp.load import open_mtp
+from specdec.loading.build import unnamed_turn
+from specdec.loading.plan import formats_of
+from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
+from specdec.models.checkpoints.loader import DTYPES
+from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.config import ModelConfig, RopeConfig, read_json
+from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.gguf.file import is_gguf, open_gguf
+from specdec.models.kv import cache_layout
+from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
+from specdec.models.schemes.size import matrix_size
+from specdec.prompts import Tokenizer
+
+# Keys of configs that say how experts are chosen, by what they say.
+EXPERTS = {
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "of a token": ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", "moe_k"),
+    "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "size of one": ("moe_intermediate_size", "moe_ffn_hidden_size"),
+}
+# What a config of the Llama family means by not saying it.
+UNSAID = {
+    "num_key_value_heads": "as many as num_attention_heads",
+    "head_dim": "hidden_size / num_attention_heads",
+    "tie_word_embeddings": "false: the output layer is a matrix of its own",
+    "max_position_embeddings": "2048",
+    "rms_norm_eps": "1e-6",
+}
+
+
+def is_head(place: Path) -> bool:
+    """Whether a folder holds a draft head, by its config, or by the names of its tensors.  ValueError if it holds no model."""
+    if is_gguf(place):
+        return False
+    return bool(head_mark(read_json(place / "config.json")) or tensor_mark(Checkpoint(place).names()))
+
+
+def target_facts(target: str | Path) -> dict[str, Any]:
+    """Everything, as plain data.  ValueError as when the target is loaded: by the config, a key, or a tensor."""
+    place = resolve_target(target, "MODEL")
+    chosen = choose_target(place)
+    checkpoint, raw, config = check_chosen(chosen, place), target_json(place), chosen.config
+    tokenizer, layers = Tokenizer(place), _mtp_layers(place, config)
+    return {
+        "folder": str(place),
+        "kind": "target",
+        "family": config.family,
+        "architectures": raw.get("architectures"),
+        "backend": chosen.backend,
+        "why": chosen.reason,
+        "target": _sizes(config, raw),
+        "weights": _weights(checkpoint, config, place),
+        "text": _text(tokenizer, config, raw, place),
+        "drafters": _drafters(chosen, layers),
+        "meanings": _meanings(chosen, raw),
+    }
+
+
+def stored_as(config: ModelConfig) -> str:
+    """How a target's weights are stored, in the words of `specdec plan`."""
+    return str(config.quantization or config.dtype or "a dtype that its config does not name")
+
+
+def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
+    latent = isinstance(config, DeepseekConfig) and config.rank
+    kinds = Counter(map(str, config.layer_kinds))
+    stored = len(set(config.kv_source))
+    experts = {name: raw[key] for name, keys in EXPERTS.items() for key in keys if isinstance(raw.get(key), int)}
+    has_experts = "experts" in experts and experts["experts"] > 0
+    return {
+        "layers": config.num_layers,
+        "layers read": "all keys" if set(kinds) == {"full"} else ", ".join(f"{n} x {kind}" for kind, n in kinds.items()),
+        **({"layers that store keys": stored} if stored < config.num_layers else {}),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention": f"latents of rank {latent}" if latent else "heads",
+        "heads, kv heads, head_dim": [config.num_heads, config.num_kv_heads, config.head_dim],
+        **({"softcap": config.softcap} if config.softcap else {}),
+        **({"sinks": True} if config.has_sinks else {}),
+        **({"experts": experts} if has_experts else {}),
+        **({"encoder": f"reads up to {config.encoder.max_tokens} tokens"} if config.encoder else {}),
+        "vocab_size": config.vocab_size,
+        "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
+        "rope": _rope(config.rope),
+        "context": f"{config.max_position} ({config.max_position_why})",
+        "bytes of a token's keys and values": _token_bytes(config),
+    }
+
+
+def _rope(rope: RopeConfig) -> dict[str, Any]:
+    """The type, theta, and what else is not as usual."""
+    usual = asdict(type(rope)())
+    others = {name: value for name, value in asdict(rope).items() if value != usual[name] and name not in ("kind", "theta")}
+    return {"type": rope.kind, "theta": rope.theta, **others}
+
+
+def _token_bytes(config: ModelConfig) -> int:
+    """Of all layers that store some, in the dtype of the checkpoint, or in 16 bits where it names none."""
+    layout = cache_layout(config, "auto", DTYPES.get(config.dtype or "", torch.bfloat16))
+    return sum(layout.layer_bytes(layer) for layer in set(config.kv_source))
+
+
+def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[str, Any]:
+    """How they are stored, and how many there are, MTP layers apart."""
+    mtp = mtp_prefixes(config)
+    layers = [name for name in checkpoint.names() if name.startswith(mtp)]
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    own = [name for name in checkpoint.names() if name not in {*layers, *tied}]
+    if is_gguf(place):
+        types = Counter(tensor.type for tensor in open_gguf(place).tensors.values())
+        blocks = ", ".join(f"{count} x {type}" for type, count in types.most_common())
+        how = f"{blocks}; {stored_as(config)} in memory, unless quantize='blocks' keeps some"
+    else:
+        how = stored_as(config)
+    facts = {
+        "stored as": how,
+        "parameters": count_numbers(checkpoint, own),
+        "bytes of the files": _file_bytes(checkpoint, place),
+        "tensors": len(checkpoint.names()),
+    }
+    return facts | ({"parameters of MTP layers": count_numbers(checkpoint, layers)} if layers else {})
+
+
+def count_numbers(checkpoint: Checkpoint, names: list[str]) -> int:
+    """How many numbers these tensors stand for: of a matrix in codes its own, and not its scales and zeros."""
+    kept = [name for name in names if not name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))]
+    formats = formats_of(checkpoint, kept)
+    codes = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
+    plain = [n for n in kept if n not in codes and (n.rpartition(".")[0] not in formats or n.endswith(".bias"))]
+    coded = sum(matrix_size(format, checkpoint, name).numbers for name, format in formats.items())
+    return coded + sum(math.prod(checkpoint.shape(name)) for name in plain)
+
+
+def _file_bytes(checkpoint: Checkpoint, place: Path) -> int:
+    if is_gguf(place):
+        return sum(tensor.rows * tensor.row_bytes for tensor in open_gguf(place).tensors.values())
+    return sum(math.prod(checkpoint.shape(name)) * checkpoint.itemsize(name) for name in checkpoint.names())
+
+
+def _text(tokenizer: Tokenizer, config: ModelConfig, raw: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The tokenizer, and which tokens end a text, with the files that say so."""
+    beside = place.parent / "no" if is_gguf(place) else place / "generation_config.json"
+    generation = read_json(beside) if beside.is_file() else {}
+    said = {"GGUF keys" if is_gguf(place) else "config.json": raw, "generation_config.json": generation}
+    named = {file: _ids(each.get("eos_token_id")) for file, each in said.items()}
+    turn = unnamed_turn(tokenizer, config)
+    ends = []
+    for token in (*config.eos_ids, *([] if turn is None else [turn])):
+        by = [file for file, ids in named.items() if token in ids] + (["the chat template"] if token == turn else [])
+        piece = f"{tokenizer.piece(token)!r}, " if tokenizer.is_present else ""
+        ends.append(f"{token} ({piece}by {' and '.join(by)})")
+    passed = sorted({token for ids in named.values() for token in ids} - {*config.eos_ids})
+    return {
+        "tokenizer": "present" if tokenizer.is_present else "none: prompts must be token ids",
+        "chat template": "present" if tokenizer.has_chat_template else "none: chats can't be prompts",
+        "texts end at": ends or "no token: max_tokens alone ends them",
+        **({"named as ends, and not taken": passed} if passed else {}),
+    }
+
+
+def _ids(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value or ())
+
+
+def _mtp_layers(place: Path, config: ModelConfig) -> str:
+    """Whether the target's own layers can draft, in words: "" if they can."""
+    if not config.mtp_layers:
+        return "the checkpoint has no such layers"
+    try:
+        open_mtp(place, config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _drafters(chosen: TargetChoice, no_mtp: str) -> dict[str, str]:
+    """What can draft for the target, by how it is named."""
+    config = chosen.config
+    sizes = f"made for hidden_size {config.hidden_size}, {config.num_layers} layers and {config.vocab_size} tokens"
+    return {
+        "a head's folder": f"no: {config.features_refusal}" if config.features_refusal else f"one {sizes}",
+        "mtp": f"no: {no_mtp}" if no_mtp else f"yes, {config.mtp_layers} of its own layers",
+        "ngram": "yes",
+    }
+
+
+def _meanings(chosen: TargetChoice, raw: dict[str, Any]) -> dict[str, str]:
+    """What keys that are absent were taken to mean; transformers' own classes know theirs."""
+    config = chosen.config
+    found = {}
+    if chosen.backend == "native" and not isinstance(config, DeepseekConfig):
+        found = {key: f"absent: {meaning}" for key, meaning in UNSAID.items() if raw.get(key) is None}
+    if config.dtype is None:
+        found["dtype"] = "absent: bfloat16 on a GPU, float32 on a CPU"
+    if config.mtp_layers:
+        found["num_nextn_predict_layers"] = f"{config.mtp_layers}: not part of the target, which draft='mtp' runs"
+    return found
