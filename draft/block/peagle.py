@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
@@ -21,6 +21,7 @@ from specdec.draft.drafter import Drafter, Place
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.limits import MAX_PAUSE, MAX_STEPS
+from specdec.models.making import new_weight
 from specdec.models.target import Target
 
 
@@ -32,7 +33,7 @@ class PEagleHead(Eagle3Head):
         assert block is not None
         super().__init__(config, max_positions + 2 * MAX_STEPS + MAX_PAUSE)
         self.block: BlockSpec = block
-        self.mask_hidden_F = nn.Parameter(torch.empty(config.feature_size))
+        self.mask_hidden_F = new_weight(config.feature_size)
 
     @property
     def returns_normed(self) -> bool:

@@ -28,6 +28,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.gpt_oss.config import GPT_OSS
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
+from specdec.models.making import making
 from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
@@ -54,7 +55,7 @@ class TransformersTarget(Target):
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         self.parts = make_parts(model)
         self.decoder, self.head = self.parts.decoder, self.parts.head  # so that they move and count as ours
-        with torch.device("meta"):
+        with making(torch.device("meta"), table.dtype):
             self.embed_tokens = Embedding(table.shape[0], table.shape[1])
         self.embed_tokens.weight, self.lm_head = table, Linear.of(head.weight, head.bias)
         self.vocabulary = Vocabulary.of(head.out_features, ALONE)
