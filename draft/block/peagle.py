@@ -50,11 +50,13 @@ class PEagleHead(Eagle3Head):
         anchors_NA: int64, positions from 1 on of the last known tokens; features are known of the tokens before them.
         """
         (N, A), P, D, device = anchors_NA.shape, ids_NT.shape[1] - 1, steps - 1, ids_NT.device
-        true_P, unknown = torch.arange(P, device=device), A * D
+        true_P, unknown = torch.arange(P, dtype=torch.int64, device=device), A * D
         last_NR = (anchors_NA - 1).repeat_interleave(D, 1)
-        block_R = torch.arange(A, device=device).repeat_interleave(D)
+        block_R = torch.arange(A, dtype=torch.int64, device=device).repeat_interleave(D)
         rows = BlockRows(
-            torch.cat((true_P.expand(N, P), last_NR + torch.arange(1, steps, device=device).repeat(A)), dim=1),
+            torch.cat(
+                (true_P.expand(N, P), last_NR + torch.arange(1, steps, dtype=torch.int64, device=device).repeat(A)), dim=1
+            ),
             torch.cat((torch.full_like(true_P, -1), block_R)),
             torch.cat((true_P.expand(N, P), last_NR), dim=1),
         )

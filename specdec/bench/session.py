@@ -139,7 +139,7 @@ class Session:
         if choice.grammar is None:
             return None
         matcher = self.decoder.grammars.matcher(choice.grammar)
-        masks_IX = torch.empty(len(token_ids), -(-self.decoder.model.config.vocab_size // 32), dtype=torch.int32)
+        masks_IX = torch.empty(len(token_ids), -(-self.decoder.model.config.vocab_size // 32), dtype=torch.int32, device="cpu")
         for place, token in enumerate(token_ids):
             matcher.fill(masks_IX[place : place + 1].numpy())
             matcher.take([token])

@@ -85,5 +85,5 @@ def by_halves(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
     half = head_dim // 2
     first = [*range(rotated // 2), *range(rotated, rotated + half - rotated // 2)]
     second = [value for value in range(head_dim) if value not in first]
-    order_D = torch.tensor(first + second, device=rows.device)
+    order_D = torch.tensor(first + second, dtype=torch.int64, device=rows.device)
     return rows.unflatten(0, (-1, head_dim)).index_select(1, order_D).flatten(0, 1)

@@ -178,7 +178,7 @@ def _rows(
     origin: which target and which text they are made of.
     """
     made_of = {name: getattr(run, name) for name in ("texts", "width", "longest_prompt", "greedy_share", "seed")} | origin
-    rows = torch.full((run.texts, run.width), -1, dtype=torch.int64)
+    rows = torch.full((run.texts, run.width), -1, dtype=torch.int64, device="cpu")
     if resume and path.is_file():
         saved = torch.load(path, weights_only=True)
         check_same(path, saved["made_of"], made_of)
@@ -204,14 +204,14 @@ def _objective(
         return head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
 
     def loss_at(step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step)
-        picks = torch.randint(train, (run.batch,), generator=generator).to(rows.device)
+        generator = torch.Generator("cpu").manual_seed(run.seed * 1_000_003 + step)
+        picks = torch.randint(train, (run.batch,), generator=generator, dtype=torch.int64, device="cpu").to(rows.device)
         return loss_of(states.of(picks), generator)[0]
 
     @torch.no_grad()
     def evaluate() -> float:
-        generator = torch.Generator().manual_seed(run.seed)  # the same places at each evaluation
-        picks = torch.arange(train, len(rows), device=rows.device)
+        generator = torch.Generator("cpu").manual_seed(run.seed)  # the same places at each evaluation
+        picks = torch.arange(train, len(rows), dtype=torch.int64, device=rows.device)
         parts = [loss_of(states.of(part), generator) for part in picks.split(run.batch)]
         accuracy = torch.stack([part[1] for part in parts]).mean(0)
         print("first choice right, by step: " + " ".join(f"{share:.3f}" for share in accuracy.tolist()), flush=True)

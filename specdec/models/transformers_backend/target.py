@@ -143,7 +143,7 @@ class _CountedTokens:
     """
 
     def __init__(self, positions_T: Tensor) -> None:
-        self.before_T = positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
+        self.before_T = positions_T - torch.arange(positions_T.shape[0], dtype=torch.int64, device=positions_T.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         return self.before_T
@@ -267,8 +267,8 @@ def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
     """
     run, order = lone_pass(target)
     states = run(order)
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    apart = run(torch.arange(len(order), device=order.device)).float()
+    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), dtype=torch.int64, device=order.device))
+    apart = run(torch.arange(len(order), dtype=torch.int64, device=order.device)).float()
     error = (states.index_select(0, back).float() - apart).norm() / apart.norm()
     if not error < MOST_MIXED:
         raise ValueError(
@@ -312,8 +312,8 @@ def check_capturable(target: TransformersTarget, where: str) -> None:
 def lone_pass(target: TransformersTarget) -> tuple[Callable[..., Tensor], Tensor]:
     """(hidden states [T, H] of a few tokens in an order, or of rows of them; an order), each token reading itself alone."""
     device, config, T = target.embed_tokens.weight.device, target.config, CHECK_TOKENS
-    ids_T = torch.arange(1, T + 1, device=device) * 7919 % config.vocab_size
-    positions_T = torch.arange(T, device=device) * 613 % config.max_position
+    ids_T = torch.arange(1, T + 1, dtype=torch.int64, device=device) * 7919 % config.vocab_size
+    positions_T = torch.arange(T, dtype=torch.int64, device=device) * 613 % config.max_position
 
     values: dict[int, Tensor] = {}
 
@@ -330,4 +330,4 @@ def lone_pass(target: TransformersTarget) -> tuple[Callable[..., Tensor], Tensor
         tokens = ids_T.index_select(0, order_T), positions_T.index_select(0, order_T)
         return target(*tokens, own_value, rows_R=rows_R).hidden_TH
 
-    return run, torch.arange(T - 1, -1, -1, device=device)
+    return run, torch.arange(T - 1, -1, -1, dtype=torch.int64, device=device)

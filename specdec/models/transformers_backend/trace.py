@@ -60,6 +60,7 @@ def trace(config: Any, where: str) -> Trace:
     calls: list[AttentionCall] = []
     of_encoder: list[AttentionCall] = []
     states: dict[int, Tensor] = {}
+    ids_T = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
@@ -76,8 +77,8 @@ def trace(config: Any, where: str) -> Trace:
             parts = make_parts(auto_class(config).from_config(config, **_OUR_FUNCTIONS, dtype=torch.bfloat16).eval())
             parts.on_layers(states.__setitem__)
             if isinstance(parts, EncoderDecoderParts):
-                kept = parts.read_text(torch.zeros(TOKENS, dtype=torch.long), record_encoder)
-            hidden = parts.hidden(torch.zeros(TOKENS, dtype=torch.long), torch.arange(TOKENS))
+                kept = parts.read_text(ids_T, record_encoder)
+            hidden = parts.hidden(ids_T, torch.arange(TOKENS, dtype=torch.int64, device="meta"))
             logits = parts.logits(hidden)
         if isinstance(parts, EncoderDecoderParts):
             calls = _own_calls(calls, of_encoder, parts, kept)

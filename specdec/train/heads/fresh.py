@@ -65,7 +65,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     head.embed_tokens.requires_grad_(spec.own_embeddings)
     head.lm_head.requires_grad_(run.kind in ("eagle3", "p-eagle"))
     if spec.own_lm_head:
-        head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
+        head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V), dtype=torch.int64, device="cpu")).to(device)
     return head
 
 

@@ -78,7 +78,7 @@ def eval_head(
         assert isinstance(drafter, EagleHead | DFlashHead)
         parts: list[list[Stats]] = []
         for output in outputs:
-            ids_T = torch.tensor(output.prompt_token_ids + output.token_ids, device=settings.device)
+            ids_T = torch.tensor(output.prompt_token_ids + output.token_ids, dtype=torch.int64, device=settings.device)
             seen = read_rows(model, ids_T[None], drafter.config.aux_layers)
             ends = [i for i, token in enumerate(output.token_ids[:max_tokens]) if token in decoder.eos_ids]
             tokens = ends[0] + 1 if ends else max_tokens
