@@ -53,7 +53,7 @@ class EncoderDecoderParts(Parts):
         setattr(model, model.base_model_prefix, _PassThroughModel(self.decoder))
         self.head = model
         # Never read; that a call was given it says that the call is cross attention.
-        self._sign = model.get_output_embeddings().weight.new_empty(1, 1, 1, 1)
+        self._sign = self.decoder.get_input_embeddings().weight.new_empty(1, 1, 1, 1)
 
     def is_cross(self, call: AttentionCall) -> bool:
         """Whether a call of a pass of `hidden` reads the encoder's keys and values, which attention has to supply."""
