@@ -9,7 +9,6 @@ Shapes: N texts, T tokens of a text, P pairs, A blocks, S tokens drafted by each
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -73,15 +72,14 @@ class PEagleHead(Eagle3Head):
     def slots(self, spec: SpecConfig) -> int:
         return self.block.slots(spec)
 
-    def check(self, spec: SpecConfig) -> None:
-        super().check(spec)
-        if self.block.size and spec.max_steps > self.block.size:
-            warnings.warn(
-                f"num_steps={spec.num_steps} asks for more tokens of a pass than the {self.block.size} that this P-EAGLE head "
-                f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
-                f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}",
-                stacklevel=2,
-            )
+    def doubt(self, spec: SpecConfig) -> str:
+        if not self.block.size or spec.max_steps <= self.block.size:
+            return super().doubt(spec)
+        return (
+            f"num_steps={spec.num_steps} asks for more tokens of a pass than the {self.block.size} that this P-EAGLE head "
+            f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
+            f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}"
+        )
 
     def worker(self, place: Place) -> Drafter:  # type: ignore[override]
         from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too

@@ -63,7 +63,7 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpus_usable": usable_cpus(),
-        "torch_threads": torch.get_num_threads(),
+        "torch_threads": allowed_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
         "gpus": gpus,
