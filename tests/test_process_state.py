@@ -99,10 +99,18 @@ def _made_by_default(node: ast.AST, called: set[int]) -> Iterator[str]:
             yield from (f"{of}.{last} names no {key}" for key in ("dtype", "device") if key not in given)
         if of == "torch" and last in TYPED:
             yield f"torch.{last}: its dtype or device is a default"
+        if of == "torch" and last == "where" and len(node.args) == 3 and all(map(_is_number, node.args[1:])):
+            yield "torch.where of two numbers makes floats of the default dtype"
         if of == "torch" and last in ("Generator", "finfo") and not node.args:
             yield f"torch.{last} of a default"
         if (of == "torch" and last in DRAWN) or last in DRAWN_IN_PLACE:
             yield from () if "generator" in given else (f"{last} draws from the process's generator",)
+
+
+def _is_number(node: ast.AST) -> bool:
+    """Whether it is a number, a constant of a module, or the negative of one."""
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
 
 
 def _shared(node: ast.AST) -> Iterator[str]:
@@ -138,6 +146,7 @@ def test_what_is_allowed_is_there() -> None:
         "x = torch.ones(3)",
         "x = nn.Linear(2, 3, device=device)",
         "from torch import zeros",
+        "x = torch.where(mask, -STOPPED, 0.0)",
         "x = torch.FloatTensor(3)",
         "g = torch.Generator()",
         "x = torch.randn(3, dtype=torch.float32, device='cpu')",

@@ -60,7 +60,7 @@ def least_raise(text: Text, place: int, logits_V: Tensor, token: int) -> float |
     (scores_V,) = text.scores(logits_V[None], [place])
     if int(scores_V.argmax()) == token:
         return 0.0
-    direction_V = torch.where(scores_V > scores_V[token], -0.5, 0.0).to(logits_V)
+    direction_V = -0.5 * (scores_V > scores_V[token]).to(logits_V)
     direction_V[token] = 0.5
 
     def takes(rise: float) -> bool:

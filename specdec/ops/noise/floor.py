@@ -74,7 +74,7 @@ def floor_of(bins_R2N: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
     wanted_R = rows.top_p_B * mass_RN.gather(1, last_R[:, None])[:, 0]
     enough_RN = (mass_RN >= wanted_R[:, None]) & (rows.top_p_B < 1)[:, None]
     last_R = torch.minimum(last_R, torch.where(enough_RN, bins_N, BINS - 1).amin(-1))
-    edge_R = largest_R - rows.heat_B * (last_R + SHIFT) / PER_UNIT
+    edge_R = largest_R - rows.heat_B * (last_R.float() + SHIFT) / PER_UNIT
     floor_R = torch.where(last_R < BINS - 1, edge_R, -torch.inf)
     floor_R = torch.maximum(floor_R, largest_R + rows.heat_B * rows.min_p_B.log())
     return torch.where(rows.temperature_B > 0, floor_R, -torch.inf)

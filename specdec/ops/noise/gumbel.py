@@ -100,7 +100,7 @@ def perturb(
         tokens_W = tokens_W + offsets_V[first : first + W]
     noise_BW = token_noise(noise.seed_B, noise.lens_B.long() + noise.ahead, tokens_W)
     temperature_B1 = noise.temperature_B[:, None]
-    weight_B1 = torch.where(temperature_B1 > 0, noise.logit_weight, 1.0)
+    weight_B1 = torch.full_like(temperature_B1, noise.logit_weight).where(temperature_B1 > 0, 1.0)
     added_BW = noise_BW * (temperature_B1 * noise.noise_weight)
     logits_RW = logits_RW.float()
     if floor_R is not None:
