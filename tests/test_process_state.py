@@ -77,25 +77,23 @@ def faults(root: Path) -> list[str]:
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
-            tree = ast.parse(path.read_text())
-            called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-            for node in ast.walk(tree):
+            for node in ast.walk(ast.parse(path.read_text())):
                 found += [
                     f"{name}:{getattr(node, 'lineno', 0)}: {what}"
-                    for what in (*_made_by_default(node, called), *(s for s in _shared(node) if (name, s) not in ALLOWED))
+                    for what in (*_made_by_default(node), *(s for s in _shared(node) if (name, s) not in ALLOWED))
                 ]
     return found
 
 
-def _made_by_default(node: ast.AST, called: set[int]) -> Iterator[str]:
+def _made_by_default(node: ast.AST) -> Iterator[str]:
     """What is wrong with a constructor."""
     if isinstance(node, ast.ImportFrom) and node.module == "torch":
         yield from (
             f"torch.{alias.name} by its own name" for alias in node.names if alias.name in CONSTRUCTORS | TYPED - {"Tensor"}
         )
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        of, last, given = ast.unparse(node.func.value), node.func.attr, {keyword.arg for keyword in node.keywords}
-        if (of == "torch" and last in CONSTRUCTORS) or (of in ("nn", "torch.nn") and last in MODULES):
+        of, last, given = _last(node.func.value), node.func.attr, {keyword.arg for keyword in node.keywords}
+        if (of == "torch" and last in CONSTRUCTORS) or (of == "nn" and last in MODULES):
             yield from (f"{of}.{last} names no {key}" for key in ("dtype", "device") if key not in given)
         if of == "torch" and last in TYPED:
             yield f"torch.{last}: its dtype or device is a default"
@@ -107,6 +105,11 @@ def _made_by_default(node: ast.AST, called: set[int]) -> Iterator[str]:
             yield from () if "generator" in given else (f"{last} draws from the process's generator",)
 
 
+def _last(node: ast.AST) -> str:
+    """The last part of a dotted name; empty for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def _is_number(node: ast.AST) -> bool:
     """Whether it is a number, a constant of a module, or the negative of one."""
     node = node.operand if isinstance(node, ast.UnaryOp) else node
@@ -115,15 +118,16 @@ def _is_number(node: ast.AST) -> bool:
 
 def _shared(node: ast.AST) -> Iterator[str]:
     """The names of what a node reads or changes of the whole process."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
-        *_, of, last = ["", *ast.unparse(node.func).split(".")]
+    if isinstance(node, ast.Call):
+        last, of = _last(node.func), _last(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         if last in SHARED:
             yield last
         elif last in MODULE_CALLS.get(of, ()):
             yield f"{of}.{last}"
     targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
     for target in [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]:
-        yield from (name for name in WRITTEN if ast.unparse(target).startswith(name))
+        if not isinstance(target, ast.Name):
+            yield from (name for name in WRITTEN if ast.unparse(target).startswith(name))
 
 
 def test_product_code_takes_no_default_and_shares_no_state() -> None:
