@@ -79,7 +79,7 @@ def _shared() -> dict[str, Any]:
         "verbosity": hf_logging.get_verbosity(),
         "bars": hf_logging.is_progress_bar_enabled(),
         "levels": logging.getLogger("transformers").level,
-        "functions": [PreTrainedModel.tie_weights, torch.linspace, *vars(torch.nn.init).values()][:40],
+        "functions": [PreTrainedModel.tie_weights, torch.linspace, *map(vars(torch.nn.init).get, torch.nn.init.__all__)],
     }
 
 
@@ -98,6 +98,17 @@ def test_a_decoder_beside_loads_stays_right(zoo: Zoo, monkeypatch: pytest.Monkey
     """
     set_default_dtype, were_set = torch.set_default_dtype, list[torch.dtype]()
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: (were_set.append(dtype), set_default_dtype(dtype)))
+    load, inside, at_once = PreTrainedModel._load_pretrained_model, list[int](), list[int]()
+
+    def counted(*args: Any, **more: Any) -> Any:
+        inside.append(0)
+        at_once.append(len(inside))
+        try:
+            return load(*args, **more)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(counted))
     kinds = [(backend, dtype) for backend in ("native", "transformers") for dtype in ("float64", "bfloat16")]
 
     def loaded(kind: tuple[str, str]) -> list[Any]:
@@ -117,7 +128,7 @@ def test_a_decoder_beside_loads_stays_right(zoo: Zoo, monkeypatch: pytest.Monkey
                 rounds += 1
     for kind, load in zip(kinds * (LOADS // len(kinds)), loads, strict=True):
         assert load.result() == alone[kind], kind
-    assert were_set == []
+    assert were_set == [] and set(at_once) == {1}
 
 
 class _NoOther(TorchDispatchMode):
