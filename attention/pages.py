@@ -65,7 +65,7 @@ class PageTable(NamedTuple):
             from specdec.attention.kernels.tables_triton import launch_next_tokens
 
             return NextTokens(*launch_next_tokens(self, lens_B, count, by_step))
-        positions_PB = lens_B.long() + torch.arange(count, device=lens_B.device)[:, None]
+        positions_PB = lens_B.long() + torch.arange(count, dtype=torch.int64, device=lens_B.device)[:, None]
         positions_BP = positions_PB.t().contiguous()
         slots_BP = self.slots_at(positions_BP)
         ends_PB = (positions_PB + 1).int()

@@ -169,7 +169,7 @@ def last_positions(segment: Segment) -> Tensor:
         from specdec.attention.kernels.tables_triton import launch_last_positions
 
         return launch_last_positions(segment.cache_seqlens, n)
-    offsets_n = torch.arange(-n, 0, device=segment.cache_seqlens.device)
+    offsets_n = torch.arange(-n, 0, dtype=torch.int64, device=segment.cache_seqlens.device)
     return (segment.cache_seqlens.long()[:, None] + offsets_n).flatten()
 
 

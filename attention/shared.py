@@ -53,9 +53,10 @@ class SharedPrefix(NamedTuple):
         nothing.
         """
         rows, device = self.shared_B.shape[0], self.table_1W.device
-        numbers = torch.zeros(rows + len(pages), dtype=torch.int32, pin_memory=device.type == "cuda")  # so that nobody waits
+        pinned = device.type == "cuda"  # so that nobody waits
+        numbers = torch.zeros(rows + len(pages), dtype=torch.int32, pin_memory=pinned, device="cpu")
         numbers[members] = tokens
-        numbers[rows:] = torch.tensor(pages, dtype=torch.int32)
+        numbers[rows:] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         numbers = numbers.to(device, non_blocking=True)
         self.length_1.fill_(tokens)
         self.table_1W[0, : len(pages)] = numbers[rows:]

@@ -97,24 +97,28 @@ class DraftModel(nn.Module, ABC):
     def check(self, spec: SpecConfig) -> None:
         """ValueError if it can't grow trees of that shape, which is not "auto"."""
 
+    def doubt(self, spec: SpecConfig) -> str:
+        """Why trees of a shape that `check` lets pass can hardly be worth it; empty if nothing speaks against them."""
+        return ""
+
     def shapes(self, spec: SpecConfig, warns: bool = False) -> tuple[SpecConfig, ...]:
         """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
 
-        "auto" also leaves out what `check` warns of.  warns: whether users are to be warned of another shape; several places
-        ask for shapes, and one of them is enough.
+        "auto" also leaves out shapes in doubt.  warns: whether users are to be warned of another shape; several places ask for
+        shapes, and one of them is enough.
         """
         found, problem = list[SpecConfig](), None
         for shape in spec.shapes:
             try:
-                with warnings.catch_warnings():
-                    if spec.is_auto:
-                        warnings.simplefilter("error", UserWarning)
-                    elif not warns:
-                        warnings.simplefilter("ignore", UserWarning)
-                    self.check(shape)
-                found.append(shape)
-            except (ValueError, UserWarning) as error:
-                problem = error if isinstance(error, ValueError) else ValueError(str(error))
+                self.check(shape)
+                if (doubt := self.doubt(shape)) and spec.is_auto:
+                    raise ValueError(doubt)
+            except ValueError as error:
+                problem = error
+                continue
+            if doubt and warns:
+                warnings.warn(doubt, stacklevel=2)
+            found.append(shape)
         if problem is not None and not found:
             raise problem
         return tuple(found)

@@ -113,5 +113,6 @@ def _offsets(draft_ids: tuple[int, ...] | None, device: torch.device) -> Tensor 
     """What takes a draft id to the target's: None where all are 0."""
     if draft_ids is None:
         return None
-    offsets_V = torch.tensor(draft_ids) - torch.arange(len(draft_ids))
+    ids_V = torch.tensor(draft_ids, dtype=torch.int64, device="cpu")
+    offsets_V = ids_V - torch.arange(len(ids_V), dtype=torch.int64, device="cpu")
     return offsets_V.to(device) if bool(offsets_V.any()) else None

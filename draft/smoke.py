@@ -74,7 +74,7 @@ class Seen:
         if not self.layers and not target.config.features_refusal:
             self.layers = (N - 1,)
         attn = DenseAttention(target.config.layer_kinds, 1, sources=target.config.kv_source)
-        out = target(ids_T, torch.arange(len(ids_T), device=ids_T.device), attn, self.layers)
+        out = target(ids_T, torch.arange(len(ids_T), dtype=torch.int64, device=ids_T.device), attn, self.layers)
         self.final_TH, self.states_TF = out.hidden_TH, out.aux_TA
         self.chosen_P = target.vocabulary.greedy(target.logits(out.hidden_TH))[1:]
 
@@ -143,7 +143,7 @@ def logp_of(head: AnyHead, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tens
     logits: [..., V].  chosen: int64 ids of the target's vocabulary, [...].
     """
     logp = logits.float().log_softmax(-1)
-    ids_V = torch.arange(logp.shape[-1], device=logp.device)
+    ids_V = torch.arange(logp.shape[-1], dtype=torch.int64, device=logp.device)
     ids_V = ids_V if head.d2t_V is None else ids_V + head.d2t_V
     own = torch.where(chosen[..., None] == ids_V, logp, FLOOR).amax(-1).clamp(min=FLOOR)
     return own, ids_V[logp.argmax(-1)] == chosen
@@ -166,7 +166,7 @@ def misread_config(head: Head, target: Target) -> Iterator[tuple[str, Head, tupl
         rotary = Rotary(target.config.rope, spec.model.head_dim, len(head.rotary.table)).to(head.rotary.table)
         yield "the target's rope in place of the head's own", variant(head, spec, rotary=rotary), spec.aux_layers
     if spec.draft_ids is not None and head.d2t_V is not None:
-        ids_V = torch.arange(len(spec.draft_ids), device=head.d2t_V.device)
+        ids_V = torch.arange(len(spec.draft_ids), dtype=torch.int64, device=head.d2t_V.device)
         if bool((head.d2t_V.diff() > 0).all()):
             other = variant(head, spec)
             other.d2t_V = head.d2t_V - ids_V

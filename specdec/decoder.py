@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -25,6 +26,7 @@ from specdec.loading.drafters import smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
+from specdec.loading.threads import use_threads, using_threads
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.progress import Progress, show_progress
@@ -70,7 +72,7 @@ class SpecDecoder:
         build = build_engine if ranks is None else ranks.build_engine
         self._parts: Parts | None = Parts(model, head, build(model, head, settings))
         self._owns_ranks = False
-        self.owner = EngineOwner(self._parts.engine)
+        self.owner = EngineOwner(self._parts.engine, partial(use_threads, settings.threads))
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
         self.eos_ids = frozenset(ends_of(tokenizer, model.config))
@@ -113,7 +115,8 @@ class SpecDecoder:
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
             STARTUP.begin("comparing the head with the target on a short text")
-            smoke_check(model, head, tokenizer, resolved)
+            with using_threads(resolved.threads):
+                smoke_check(model, head, tokenizer, resolved)
             STARTUP.lap("look at the draft")
             STARTUP.begin("making room for keys and values")
             decoder = cls(model, head, resolved, tokenizer, ranks)

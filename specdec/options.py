@@ -212,9 +212,8 @@ class EngineOptions:
     threads: int | Literal["auto"] = option(
         "auto",
         "CPU threads of a decoder on a CPU; auto: by the size of the model, 1 for a tiny one",
-        details="torch has one number of threads for the whole process: building a decoder on a CPU sets it, for other "
-        "decoders and for everything else that uses torch in the process.  A decoder on a GPU leaves it alone, and refuses a "
-        "number.",
+        details="They are those of the decoder's own thread: whatever else uses torch in the process keeps its number.  A "
+        "decoder on a GPU refuses a number.",
         low=1,
         high=usable_cpus,
         metavar="N",

@@ -61,7 +61,7 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor)
     for _ in range(tree.max_depth - 1):  # each turn includes one more ancestor of every node
         taken_BN = hit_BN & taken_BN.gather(1, tree.parents_BN)
     accepted_B = taken_BN.sum(-1) - 1
-    nodes_E = torch.arange(E, device=taken_BN.device)
+    nodes_E = torch.arange(E, dtype=torch.int64, device=taken_BN.device)
     first_BE = torch.sort(taken_BN.byte(), dim=-1, descending=True, stable=True).indices[:, :E]
     path_BE = torch.where(nodes_E <= accepted_B[:, None], first_BE, nodes_E)
     return Accepted.of(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE), best_path(tree, taken_BN))
@@ -74,7 +74,7 @@ def best_path(tree: DraftTree, taken_BN: Tensor) -> Tensor:
     A node's first child is the drafter's own first choice, so this is what a chain would have drafted, as far as the tree goes.
     """
     B, N = taken_BN.shape
-    nodes_N = torch.arange(N, device=taken_BN.device)
+    nodes_N = torch.arange(N, dtype=torch.int64, device=taken_BN.device)
     at_B = length_B = best_B = taken_BN.new_zeros(B, dtype=torch.int64)
     is_on_B = taken_BN.new_ones(B)
     for _ in range(tree.max_depth):

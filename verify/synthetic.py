@@ -65,7 +65,7 @@ class SyntheticAcceptance:
 def best_children(tree: DraftTree) -> tuple[Tensor, Tensor]:
     """(first child of each node, or 0; whether there is a child), [B, N] each.  A node's first child is its best by score."""
     B, N = tree.tokens_BN.shape
-    nodes_N = torch.arange(N, device=tree.tokens_BN.device)
+    nodes_N = torch.arange(N, dtype=torch.int64, device=tree.tokens_BN.device)
     child_N = torch.where(nodes_N == 0, N, nodes_N)  # the root is stored as its own parent, but it is no child
     first_BN = child_N.new_full((B, N), N).scatter_reduce(1, tree.parents_BN, child_N.expand(B, N), "amin")
     has_child_BN = first_BN < N

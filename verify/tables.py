@@ -86,7 +86,7 @@ def path_tables(pages: PageTable, lens_B: Tensor, tree: DraftTree) -> tuple[Tens
         from specdec.verify.tables_triton import launch_path_tables
 
         return launch_path_tables(pages, lens_B, tree.parents_BN, width)
-    nodes_N, mask_BNN = torch.arange(N, device=lens_B.device), tree.mask_BNN
+    nodes_N, mask_BNN = torch.arange(N, dtype=torch.int64, device=lens_B.device), tree.mask_BNN
     slots_BN = pages.slots_at(lens_B[:, None] + nodes_N)
     suffix = replace(Segment.empty(B * N, width, 1, device=lens_B.device), base_B=lens_B)
     fill_tree_suffix(suffix, slots_BN, mask_BNN)

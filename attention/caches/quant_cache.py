@@ -166,7 +166,9 @@ class QuantLayout(CacheLayout):
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> QuantView:
         if self.kv_cache_dtype == "int8":
             return QuantView(planes["kv"], scales_N2K=planes["scales"], int8_queries=self.int8_queries)
-        view = QuantView(planes["kv"], torch.ones(2, self.num_kv_heads, device=self.device), needs_scale=True)
+        view = QuantView(
+            planes["kv"], torch.ones(2, self.num_kv_heads, dtype=torch.float32, device=self.device), needs_scale=True
+        )
         given = self.scales[layer] if layer < len(self.scales) else None
         if given is not None:
             assert view.scale_2K is not None

@@ -96,7 +96,7 @@ def attend_rows(
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))
     scores = scoring.capped(q_BQTD.to(dtype) @ k.transpose(-1, -2) * scoring.factor(q_BQTD.shape[-1]))
     if scoring.slopes_H is not None:
-        at_T = torch.arange(q_BQTD.shape[2], device=q_BQTD.device)
+        at_T = torch.arange(q_BQTD.shape[2], dtype=torch.int64, device=q_BQTD.device)
         scores = scores + scoring.slopes_H.to(dtype)[:, None, None] * (at_T - at_T[:, None])
     scores = scores.masked_fill(~mask_TT, -torch.inf)
     if scoring.sinks_H is None:
@@ -107,6 +107,6 @@ def attend_rows(
 
 def visible(tokens: int, kind: LayerKind, device: torch.device) -> Tensor:
     """[T, T] bool: entry [q, k] says whether token q reads token k."""
-    keys = torch.arange(tokens, device=device)
+    keys = torch.arange(tokens, dtype=torch.int64, device=device)
     mask = keys <= keys[:, None]
     return mask if kind.reads_all else mask & (keys >= kind.first_keys(keys)[:, None])

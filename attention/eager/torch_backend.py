@@ -89,7 +89,7 @@ def _row_slots(pages: PageTable, width: int) -> Tensor:
         return pages.table[:, :width].long()
     P = pages.page_size
     pages_RW = pages.table[:, : -(-width // P)].long()
-    offsets = torch.arange(P, device=pages_RW.device)
+    offsets = torch.arange(P, dtype=torch.int64, device=pages_RW.device)
     return (pages_RW[:, :, None] * P + offsets).flatten(1)[:, :width]
 
 
@@ -98,8 +98,9 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
     length, queries = int(segment.cache_seqlens[row]), end - start
     row_table = segment.pages._replace(table=segment.pages.table[row : row + 1])
-    keys = torch.arange(max(1, length), device=segment.pages.table.device)  # an empty row's one key is masked
-    later_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]  # how many queries come after each
+    device = segment.pages.table.device
+    keys = torch.arange(max(1, length), dtype=torch.int64, device=device)  # an empty row's one key is masked
+    later_Q1 = torch.arange(queries - 1, -1, -1, dtype=torch.int64, device=device)[:, None]  # queries after each
     visible_QN = keys < length - ((later_Q1 - segment.ahead).clamp(min=0) if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
@@ -167,11 +168,13 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     capacity = segment.pages.capacity  # not max_keys: a window may lie anywhere in the row
     width = max(1, int(segment.cache_seqlens.max())) if on_host else capacity
     slots_BN = _row_slots(segment.pages, width).reshape(batch, rows * width)
-    keys_W = torch.arange(width, device=device)
+    keys_W = torch.arange(width, dtype=torch.int64, device=device)
     lens_BR11 = segment.cache_seqlens.view(batch, rows, 1, 1)
     if segment.causal:
         n = segment.max_seqlen_q
-        lens_BR11 = lens_BR11 - (n - 1 - segment.ahead - torch.arange(n, device=device)).clamp(min=0)[:, None]
+        lens_BR11 = (
+            lens_BR11 - (n - 1 - segment.ahead - torch.arange(n, dtype=torch.int64, device=device)).clamp(min=0)[:, None]
+        )
     visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
     if segment.starts_T is not None:
         visible_BRQW = visible_BRQW & (keys_W >= segment.starts_T.view(batch, rows, -1, 1))
@@ -227,7 +230,7 @@ def _dense_state(q: Tensor, k: Tensor, v: Tensor, block: DenseBlock, scoring: Sc
     for start in range(0, q.shape[2], size):
         scores = scoring.capped(q[:, :, start : start + size] @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
         if scoring.slopes_H is not None:
-            packed_M = torch.arange(start, start + scores.shape[2], device=q.device)
+            packed_M = torch.arange(start, start + scores.shape[2], dtype=torch.int64, device=q.device)
             scores = scores + block.alibi(scoring.slopes_H, group, packed_M, dtype)
         if mask is not None:
             scores = scores + mask[:, :, start : start + size]

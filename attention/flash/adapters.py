@@ -148,12 +148,13 @@ def check_conventions(name: str, q_THD: Tensor, view: FlashView, like: Segment) 
         PageTable(torch.zeros(3, 1, dtype=torch.int32, device=device), P), torch.tensor(lens, dtype=torch.int32, device=device),
         uniform_cu_seqlens(3, n, device), n, like.causal,
     )  # fmt: skip
-    kv, keys_K, values_K = torch.ones(P, 2, K, D, device=device), torch.ones(K, device=device), torch.ones(K, device=device)
+    kv = torch.ones(P, 2, K, D, dtype=torch.float32, device=device)
+    keys_K, values_K = kv.new_ones(K), kv.new_ones(K)
     asked: FlashView = MHAView(kv.to(view.kv.dtype))
     if isinstance(view, QuantView):  # every head has keys and values of its own
-        keys_K = 1 / torch.arange(1, K + 1, device=device)
+        keys_K = 1 / torch.arange(1, K + 1, dtype=torch.float32, device=device)
         asked, values_K = QuantView(kv.to(view.kv.dtype), torch.stack((keys_K, 2 - keys_K))), 2 - keys_K
-    q_3nHD = torch.tensor([1.0, 1.0, 2.0], device=device)[:, None, None, None].expand(-1, n, H, D)
+    q_3nHD = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float32, device=device)[:, None, None, None].expand(-1, n, H, D)
     out_THD, lse_TH = ADAPTERS[name](q_3nHD.flatten(0, 1).to(q_THD.dtype), asked, segment, PLAIN)
     firsts, lasts = out_THD.unflatten(0, (3, n))[:, -1, :, 0].float(), lse_TH.unflatten(0, (3, n))[:, -1]  # these read all keys
     logits_H = keys_K.repeat_interleave(H // K) * math.sqrt(D)

@@ -67,7 +67,7 @@ def upconvert(view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tens
 
         launch_upconvert(view, pages, lens_B, starts_B, most, out_NL)
         return
-    place_X = torch.arange(most, device=out_NL.device)
+    place_X = torch.arange(most, dtype=torch.int64, device=out_NL.device)
     for row, (length, start) in enumerate(zip(lens_B.tolist(), starts_B.tolist(), strict=True)):
         slots_X = pages._replace(table=pages.table[row : row + 1]).slots_at(place_X[None, :length])[0]
         out_NL[start : start + length] = view.latents(slots_X, out_NL.dtype)
@@ -122,7 +122,7 @@ class Workspace:
         firsts = first_rows([room] * B, WORKSPACE_TOKENS)
         starts_B = workspace_starts(lens_B, firsts, PAGE)
         table_BW = starts_B[:, None] // PAGE + torch.arange(room // PAGE, dtype=torch.int32, device=lens_B.device)
-        row_B, chunks = torch.arange(B, device=lens_B.device), []
+        row_B, chunks = torch.arange(B, dtype=torch.int64, device=lens_B.device), []
         for first in dict.fromkeys(firsts):
             rows = firsts.count(first)
             own_B = lens_B if rows == B else torch.where((row_B >= first) & (row_B < first + rows), lens_B, 0)

@@ -81,9 +81,9 @@ class DFlashHead(DraftHead):
         anchors_NA: int64, positions of the last known tokens; features are known of the tokens before them.
         """
         (N, A), B, T, device = anchors_NA.shape, self.block.size, ids_NT.shape[1], ids_NT.device
-        at_NR = (anchors_NA[..., None] + torch.arange(B, device=device)).flatten(1)
-        block_R = torch.arange(A, device=device).repeat_interleave(B)
-        at_NT = torch.arange(T, device=device).expand(N, T)
+        at_NR = (anchors_NA[..., None] + torch.arange(B, dtype=torch.int64, device=device)).flatten(1)
+        block_R = torch.arange(A, dtype=torch.int64, device=device).repeat_interleave(B)
+        at_NT = torch.arange(T, dtype=torch.int64, device=device).expand(N, T)
         none_NT = torch.full_like(at_NT, -1)
         rows = BlockRows(
             torch.cat((at_NR, at_NT), dim=1),

@@ -9,11 +9,10 @@ Shapes: N texts, T tokens of a text, P pairs, A blocks, S tokens drafted by each
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
@@ -21,6 +20,7 @@ from specdec.draft.drafter import Drafter, Place
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.limits import MAX_PAUSE, MAX_STEPS
+from specdec.models.making import new_weight
 from specdec.models.target import Target
 
 
@@ -32,7 +32,7 @@ class PEagleHead(Eagle3Head):
         assert block is not None
         super().__init__(config, max_positions + 2 * MAX_STEPS + MAX_PAUSE)
         self.block: BlockSpec = block
-        self.mask_hidden_F = nn.Parameter(torch.empty(config.feature_size))
+        self.mask_hidden_F = new_weight(config.feature_size)
 
     @property
     def returns_normed(self) -> bool:
@@ -49,11 +49,13 @@ class PEagleHead(Eagle3Head):
         anchors_NA: int64, positions from 1 on of the last known tokens; features are known of the tokens before them.
         """
         (N, A), P, D, device = anchors_NA.shape, ids_NT.shape[1] - 1, steps - 1, ids_NT.device
-        true_P, unknown = torch.arange(P, device=device), A * D
+        true_P, unknown = torch.arange(P, dtype=torch.int64, device=device), A * D
         last_NR = (anchors_NA - 1).repeat_interleave(D, 1)
-        block_R = torch.arange(A, device=device).repeat_interleave(D)
+        block_R = torch.arange(A, dtype=torch.int64, device=device).repeat_interleave(D)
         rows = BlockRows(
-            torch.cat((true_P.expand(N, P), last_NR + torch.arange(1, steps, device=device).repeat(A)), dim=1),
+            torch.cat(
+                (true_P.expand(N, P), last_NR + torch.arange(1, steps, dtype=torch.int64, device=device).repeat(A)), dim=1
+            ),
             torch.cat((torch.full_like(true_P, -1), block_R)),
             torch.cat((true_P.expand(N, P), last_NR), dim=1),
         )
@@ -70,15 +72,14 @@ class PEagleHead(Eagle3Head):
     def slots(self, spec: SpecConfig) -> int:
         return self.block.slots(spec)
 
-    def check(self, spec: SpecConfig) -> None:
-        super().check(spec)
-        if self.block.size and spec.max_steps > self.block.size:
-            warnings.warn(
-                f"num_steps={spec.num_steps} asks for more tokens of a pass than the {self.block.size} that this P-EAGLE head "
-                f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
-                f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}",
-                stacklevel=2,
-            )
+    def doubt(self, spec: SpecConfig) -> str:
+        if not self.block.size or spec.max_steps <= self.block.size:
+            return super().doubt(spec)
+        return (
+            f"num_steps={spec.num_steps} asks for more tokens of a pass than the {self.block.size} that this P-EAGLE head "
+            f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
+            f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}"
+        )
 
     def worker(self, place: Place) -> Drafter:  # type: ignore[override]
         from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too

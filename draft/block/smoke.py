@@ -36,9 +36,9 @@ class BlockLook(Look):
 
     def score(self, seen: Seen, head: PEagleHead | DFlashHead, layers: tuple[int, ...]) -> Score:
         last = len(seen.ids_T) - STEPS
-        anchors_A = torch.arange(1, last + 1, device=seen.ids_T.device)
+        anchors_A = torch.arange(1, last + 1, dtype=torch.int64, device=seen.ids_T.device)
         steps = min(STEPS, head.block.most_steps or STEPS)
-        after_AS = anchors_A[:, None] + torch.arange(steps, device=anchors_A.device)
+        after_AS = anchors_A[:, None] + torch.arange(steps, dtype=torch.int64, device=anchors_A.device)
         (hidden_ASH,) = head.drafts(seen.features(layers)[None], seen.ids_T[None], anchors_A[None], steps)
         own_AS, right_AS = logp_of(head, logits_of(head, hidden_ASH, seen.ids_T[after_AS]), seen.chosen_P[after_AS - 1])
         return Score(float(right_AS[:, 0].float().mean()), own_AS.sum(1))

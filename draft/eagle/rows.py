@@ -47,7 +47,7 @@ class EagleRows(PausedRows):
 
         return cls(
             # Distinct, because siblings are: rounds verify the trees of rows that never drafted, too.
-            level1_tokens_BK=torch.arange(topk, device=device).repeat(rows, 1),
+            level1_tokens_BK=torch.arange(topk, dtype=torch.int64, device=device).repeat(rows, 1),
             level1_logp_BK=zeros(rows, topk, dtype=torch.float32),
             level1_hidden_BH=zeros(rows, hidden, dtype=dtype),
             pending_B=zeros(rows, dtype=torch.int64),

@@ -36,9 +36,9 @@ class StepLook(Look):
 
     def score(self, seen: Seen, head: StepHead, layers: tuple[int, ...]) -> Score:
         P = len(seen.chosen_P)
-        next_P, positions_P = seen.ids_T[1:], torch.arange(P, device=seen.ids_T.device)
+        next_P, positions_P = seen.ids_T[1:], torch.arange(P, dtype=torch.int64, device=seen.ids_T.device)
         hidden_PH, agreement = head.fuse(seen.features(layers)[:P]), 0.0
-        total_P = torch.zeros(P, device=seen.ids_T.device)
+        total_P = torch.zeros(P, dtype=torch.float32, device=seen.ids_T.device)
         for step in range(2):
             hidden_PH = head(next_P, hidden_PH, positions_P, DenseAttention(head.needs.models[0].layer_kinds))
             own_P, right_P = logp_of(head, head.logits(hidden_PH), seen.chosen_P)

@@ -45,7 +45,7 @@ def read_draft_ids(
     if t2d == "must not" and "t2d" in checkpoint:
         raise ValueError(f"{files.folder}: tensor t2d must be absent; this layout has d2t alone")
     offsets_W = checkpoint.take_integers("d2t", (draft_size,)).long()
-    ids_W = offsets_W + torch.arange(draft_size)
+    ids_W = offsets_W + torch.arange(draft_size, dtype=torch.int64, device="cpu")
     _check_ids(files, offsets_W, ids_W, vocab_size, is_told="t2d" in checkpoint)
     if "t2d" in checkpoint:
         marks_V = checkpoint.take_integers("t2d", (vocab_size,)).bool()

@@ -51,7 +51,7 @@ def fork(pages: PageTable, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, a
         return Branches(*launch_fork(pages, lens_B, parents_BK, hidden, ancestors))
     (B, K), W, H = parents_BK.shape, ancestors.shape[1], hidden.shape[1]
     P = hidden.shape[0] // B
-    branches_K = torch.arange(K, device=lens_B.device)
+    branches_K = torch.arange(K, dtype=torch.int64, device=lens_B.device)
     slots_BK = pages.slots_at(lens_B[:, None] + W * K + branches_K)
     parents_BK1 = parents_BK[..., None]
     inherited_BKW = ancestors.view(B, P, W).gather(1, parents_BK1.expand(B, K, W))

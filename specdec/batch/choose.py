@@ -105,15 +105,15 @@ def scores_at(
     """
     (options, rules, needs, _), device = choice, logits_RV.device
     sampling, vocabulary = RowSampling.of([options], device), Vocabulary.of(logits_RV.shape[1], ALONE)
-    before_R = torch.tensor(places, device=device) + prompt_tokens - 1
+    before_R = torch.tensor(places, dtype=torch.int64, device=device) + prompt_tokens - 1
     if rules is not None:
         edited = []
         for logits_1V, before_1, place in zip(logits_RV.split(1), before_R.split(1), places, strict=True):
             tables = TokenTables.neutral(1, vocabulary.size, device)
             tables.enter(0, rules, 0)
             if place > 0:
-                output_1E = torch.tensor([list(output_ids[:place])], device=device)
-                tables.record(output_1E, torch.tensor([place], device=device), 0)
+                output_1E = torch.tensor([list(output_ids[:place])], dtype=torch.int64, device=device)
+                tables.record(output_1E, torch.tensor([place], dtype=torch.int64, device=device), 0)
             edited.append(edited_logits(logits_1V, sampling._replace(tables=tables), before_1, needs, vocabulary, None))
         logits_RV = torch.cat(edited)
     if needs.grammar:

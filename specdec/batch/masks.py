@@ -33,7 +33,7 @@ def masked_logits(logits_RW: Tensor, masks: BitMasks, first: int = 0) -> Tensor:
 
         return launch_masked_logits(logits_RW, masks, first)
     B, N, W = masks.place_B.shape[0], masks.words_GNX.shape[1], logits_RW.shape[1]
-    ids_W = torch.arange(first, first + W, device=logits_RW.device)
+    ids_W = torch.arange(first, first + W, dtype=torch.int64, device=logits_RW.device)
     words_BNX = masks.words_GNX.index_select(0, masks.place_B.clamp(min=0))
     is_allowed_BNW = (words_BNX.index_select(2, ids_W >> 5) >> (ids_W & 31)) & 1 > 0
     is_free_B11 = (masks.place_B < 0)[:, None, None]

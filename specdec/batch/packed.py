@@ -68,7 +68,7 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
     counts = [len(part.token_ids) for part in parts]
     used, rows = sum(counts), len(parts)
     assert used <= T and rows <= B and min(counts) > 0 and max(counts) <= shape.most
-    flat = torch.zeros(shape.size, dtype=torch.int64, pin_memory=pinned)
+    flat = torch.zeros(shape.size, dtype=torch.int64, pin_memory=pinned, device="cpu")
     numbers = flat.numpy()
     ids_T, positions_T, part_T, next_T = numbers[: 4 * T].reshape(4, T)
     rows_B, last_B, lens_B, final_B = numbers[4 * T : 4 * T + 4 * B].reshape(4, B)

@@ -88,7 +88,9 @@ class TokenTables:
         device, width = self.tail_BM.device, self.bias_BW.shape[1] - 1
 
         def send(values: list[int] | list[float] | list[list[int]], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda", device="cpu").to(
+                device, non_blocking=True
+            )
 
         if own := [(token - first, added) for token, added in rules.bias if 0 <= token - first < width]:
             self.bias_BW[row].index_copy_(0, send([each[0] for each in own]), send([each[1] for each in own], torch.float32))
@@ -105,11 +107,11 @@ class TokenTables:
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int) -> None:
         """Adds the first counts_B tokens of each row to what its text holds."""
         E, M = tokens_BE.shape[1], self.tail_BM.shape[1]
-        is_new_BE = torch.arange(E, device=tokens_BE.device) < counts_B[:, None]
+        is_new_BE = torch.arange(E, dtype=torch.int64, device=tokens_BE.device) < counts_B[:, None]
         local_BE, _ = self._local(tokens_BE, first)
         self.count_BW.scatter_add_(1, local_BE, is_new_BE.int())
         whole_BT = torch.cat((self.tail_BM, tokens_BE), dim=1)
-        self.tail_BM.copy_(whole_BT.gather(1, counts_B[:, None] + torch.arange(M, device=tokens_BE.device)))
+        self.tail_BM.copy_(whole_BT.gather(1, counts_B[:, None] + torch.arange(M, dtype=torch.int64, device=tokens_BE.device)))
 
     def _local(self, tokens: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """(the tokens' columns, W for other ranks' ids; whether they are this rank's)."""
@@ -189,4 +191,4 @@ def _suffixes(tail_BM: Tensor, tree: DraftTree) -> Tensor:
     place_BNN = torch.where(mask_BNN & (depths_BN[:, None] > 0), depths_BN[:, None] - 1, E)
     path_BNE = tail_BM.new_zeros(B, N, E + 1).scatter(2, place_BNN, tree.tokens_BN[:, None].expand(B, N, N))
     whole_BNT = torch.cat((tail_BM[:, None].expand(B, N, M), path_BNE), dim=2)
-    return whole_BNT.gather(2, depths_BN[..., None] + torch.arange(M, device=tail_BM.device))
+    return whole_BNT.gather(2, depths_BN[..., None] + torch.arange(M, dtype=torch.int64, device=tail_BM.device))

@@ -45,7 +45,9 @@ class RowSampling(NamedTuple):
         """The table of these rows."""
         floats = [[getattr(row, name) for name in FLOATS] for row in rows]
         ints = [[getattr(row, name) for name in INTS] for row in rows]
-        return cls(torch.tensor(floats, dtype=torch.float32, device=device), torch.tensor(ints, device=device))
+        return cls(
+            torch.tensor(floats, dtype=torch.float32, device=device), torch.tensor(ints, dtype=torch.int64, device=device)
+        )
 
     @property
     def temperature_R(self) -> Tensor:

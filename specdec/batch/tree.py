@@ -63,7 +63,7 @@ def ancestor_mask(parents_BN: Tensor, max_depth: int) -> Tensor:
     parents_BN: int64.  max_depth: no node is deeper, so the function steps max_depth times from all nodes to their parents.
     """
     B, N = parents_BN.shape
-    nodes_N = torch.arange(N, device=parents_BN.device)
+    nodes_N = torch.arange(N, dtype=torch.int64, device=parents_BN.device)
     mask_BNN = (nodes_N == nodes_N[:, None]).expand(B, N, N)
     above_BN = parents_BN
     for level in range(max_depth):

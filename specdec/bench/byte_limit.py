@@ -61,7 +61,8 @@ def read_bandwidth(device: torch.device, size: int | None = None) -> float:
     size = READ_BYTES[device.type] if size is None else size
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 2)
-    data_RC = torch.rand(max(1, size // 4 // READ_COLUMNS), READ_COLUMNS, device=device)
+    shape, generator = (max(1, size // 4 // READ_COLUMNS), READ_COLUMNS), torch.Generator(device)
+    data_RC = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
     ways: tuple[Callable[[], Tensor], ...] = (data_RC.sum, lambda: data_RC.sum(1), lambda: data_RC.amax(1))
     timer = _cuda_seconds if device.type == "cuda" else _host_seconds
     with on_device(device):

@@ -24,6 +24,7 @@ from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.loading.resolve import EngineSettings
+from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
 from specdec.steps import ForceAcceptance, TimePhases
@@ -79,6 +80,8 @@ class PhaseTimes:
 
 class Session:
     """Drives one decoder on the thread of the caller, who must be the only one to use it then.
+
+    That thread keeps the decoder's number of torch's threads; see `using_threads`.
 
     Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
     """
@@ -139,17 +142,24 @@ class Session:
         if choice.grammar is None:
             return None
         matcher = self.decoder.grammars.matcher(choice.grammar)
-        masks_IX = torch.empty(len(token_ids), -(-self.decoder.model.config.vocab_size // 32), dtype=torch.int32)
+        masks_IX = torch.empty(len(token_ids), -(-self.decoder.model.config.vocab_size // 32), dtype=torch.int32, device="cpu")
         for place, token in enumerate(token_ids):
             matcher.fill(masks_IX[place : place + 1].numpy())
             matcher.take([token])
         return masks_IX
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Inside, the engine is the caller's, and what runs on a CPU takes as many threads as on the engine's own thread."""
+        use_threads(self.decoder.settings.threads)
+        with self.decoder.owner.turn:
+            yield
+
     # ---- SpecConfig("auto") ----
 
     def make_ready(self, sizes: Sequence[int] = ()) -> None:
         """Captures whatever "auto" may run later, for options that have occurred.  sizes: numbers of rows; none: all."""
-        with self.decoder.owner.turn:
+        with self._turn():
             self.decoder.engine.make_ready(sizes)
 
     @property
@@ -191,7 +201,7 @@ class Session:
             self.decoder.new_request(prompt, params, speculate=speculate)
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
-        with self.decoder.owner.turn:
+        with self._turn():
             self.decoder.engine.submit(requests)
         self._submitted += requests
         return [Submitted(request) for request in requests]
@@ -208,7 +218,7 @@ class Session:
 
     def step(self) -> None:
         """Runs one chunk of prompts, or one round."""
-        with self.decoder.owner.turn:
+        with self._turn():
             self.decoder.engine.step()
 
     def timed_step(self) -> StepTime:
@@ -219,7 +229,7 @@ class Session:
 
     def cancel(self) -> None:
         """Ends everything that was submitted and is not finished, and frees its place."""
-        with self.decoder.owner.turn:
+        with self._turn():
             for request in self._submitted:
                 self.decoder.engine.cancel(request)
         self._submitted.clear()

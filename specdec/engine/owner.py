@@ -41,12 +41,13 @@ def _close_all() -> None:
 class EngineOwner:
     """Runs an engine on a thread of its own, which begins with the first request.
 
+    begin: called first on that thread.
     failure: what broke the engine for good; None while it works.
     is_closed: whether no request is taken any more.
     """
 
-    def __init__(self, engine: Engine[Any]) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine[Any], begin: Callable[[], object] = lambda: None) -> None:
+        self.engine, self._begin = engine, begin
         self.failure: BaseException | None = None
         self.turn = threading.Lock()  # held by whoever uses the engine; the benchmark steps it on its own thread, for example
         # SimpleQueue.put may be called from anywhere, also by Python's garbage collector in the middle of another put.
@@ -171,6 +172,8 @@ class EngineOwner:
         if not self._is_served.acquire(blocking=False):
             return
         self._thread = threading.current_thread()
+        with suppress(RuntimeError):  # Python is about to end, and starts no thread any more
+            self._begin()
         while not self.is_closed:
             command = None if self._mailboxes else self._commands.get()
             with self.turn:

@@ -63,7 +63,7 @@ def smoke_check(model: Target, head: DraftModel | None, tokenizer: Tokenizer, se
     if not tokenizer.is_present or model.config.encoder is not None or model.group.size > 1:
         return
     ids = [token for token in tokenizer.encode(TEXT) if token < model.config.vocab_size]
-    ids_T = torch.tensor(ids[: min(MOST_TOKENS, settings.max_seq_len)], device=settings.device)
+    ids_T = torch.tensor(ids[: min(MOST_TOKENS, settings.max_seq_len)], dtype=torch.int64, device=settings.device)
     with launching(settings.device), on_device(settings.device):
         if can_rehearse(model, settings):
             compile_ahead(lambda: head.smoke(model, ids_T), settings.device)

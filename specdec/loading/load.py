@@ -16,7 +16,7 @@ from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.draft.kinds import OpenDrafter, find_drafter, open_drafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
-from specdec.loading.threads import allowed_threads, threads_for, use_threads
+from specdec.loading.threads import allowed_threads, threads_for, using_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import pack_matrices
@@ -107,15 +107,16 @@ def load_pair(
     STARTUP.begin("reading the target's weights", len(pair.checkpoint.names()))
     model = load_chosen(pair.chosen, folder, max_positions, device, dtype, graphs, group, pair.checkpoint)
     del pair  # the target's files are closed before the drafter's weights are read
-    set_threads(model, settings)
+    settings = replace(settings, threads=decoding_threads(model, settings))
     STARTUP.lap("target")
-    STARTUP.begin("reading the drafter's weights")
-    head = None if drafter is None else drafter.load(model, max_positions, device, dtype)
-    STARTUP.lap("draft")
-    if settings.options.pack_weights:
-        STARTUP.begin("packing weights")
-        pack_pair(model, head)
-        STARTUP.lap("packing")
+    with using_threads(settings.threads):
+        STARTUP.begin("reading the drafter's weights")
+        head = None if drafter is None else drafter.load(model, max_positions, device, dtype)
+        STARTUP.lap("draft")
+        if settings.options.pack_weights:
+            STARTUP.begin("packing weights")
+            pack_pair(model, head)
+            STARTUP.lap("packing")
     return model, head, settings, folder
 
 
@@ -134,12 +135,12 @@ def require_packed(found: int) -> None:
         )
 
 
-def set_threads(model: Target, settings: EngineSettings) -> None:
-    """Tells torch how many CPU threads to use, for the whole process; does nothing for a decoder on a GPU."""
+def decoding_threads(model: Target, settings: EngineSettings) -> int | None:
+    """How many CPU threads the decoder's work takes; None for a decoder on a GPU."""
     if settings.device.type != "cpu":
-        return
+        return None
     threads = settings.options.threads
-    if threads == "auto":
-        weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}  # tied ones are read once
-        threads = threads_for(sum(weights.values()), model.config.num_layers, allowed_threads())
-    use_threads(threads)
+    if threads != "auto":
+        return threads
+    weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}  # tied ones are read once
+    return threads_for(sum(weights.values()), model.config.num_layers, allowed_threads())

@@ -19,6 +19,7 @@ from specdec.engine.loop import Engine
 from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
 from specdec.loading.pair import Loaded
 from specdec.loading.resolve import EngineSettings, resolve_device
+from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
@@ -172,7 +173,8 @@ class Follower:
             self._group = self._seat.join(device)
         self._runner = self._held = None
         free_memory(device)
-        model, head, *_ = wanted.load(self._group, options)
+        model, head, settings, _ = wanted.load(self._group, options)
+        use_threads(settings.threads)  # this thread runs all steps
         self._held = model, head, device
         self._line.tell("loaded")
 

@@ -45,6 +45,7 @@ class EngineSettings:
     target_backend: "native" if specdec's own modules compute the target, or "transformers".
     target_backend_reason: why that one was chosen.
     draft_slots: how many slots after the tokens that are committed before a round the drafter writes in it.
+    threads: of a CPU, for each thing that is computed; None on a GPU, and before the target is loaded.
     """
 
     options: EngineOptions
@@ -57,6 +58,7 @@ class EngineSettings:
     target_backend: str
     target_backend_reason: str
     draft_slots: int = 0
+    threads: int | None = None
 
     @property
     def lookahead(self) -> int:
@@ -115,9 +117,7 @@ class EngineSettings:
             "backend": self.target_backend,
         }
         given = {item.name: getattr(self.options, item.name) for item in fields(EngineOptions)}
-        if self.device.type == "cpu":  # the loader has set torch's threads by now
-            resolved["threads"] = torch.get_num_threads()
-        return given | resolved
+        return given | resolved | ({} if self.threads is None else {"threads": self.threads})
 
 
 def resolve_settings(

@@ -44,7 +44,8 @@ class Text(NamedTuple):
         choice = self.choice or RowChoice.of(sampling, sampling.seed or 0, self.prompt_ids)
         masks_RX = None
         if self.masks_IX is not None:
-            masks_RX = torch.full((len(places), self.masks_IX.shape[1]), -1, dtype=torch.int32)  # the prompt may be anything
+            every = (len(places), self.masks_IX.shape[1])
+            masks_RX = torch.full(every, -1, dtype=torch.int32, device="cpu")  # the prompt may be anything
             masks_RX[[place >= 0 for place in places]] = self.masks_IX[[place for place in places if place >= 0]]
         return scores_at(logits_RV, choice, len(self.prompt_ids), self.token_ids, places, masks_RX)
 
@@ -59,7 +60,7 @@ def least_raise(text: Text, place: int, logits_V: Tensor, token: int) -> float |
     (scores_V,) = text.scores(logits_V[None], [place])
     if int(scores_V.argmax()) == token:
         return 0.0
-    direction_V = torch.where(scores_V > scores_V[token], -0.5, 0.0).to(logits_V)
+    direction_V = -0.5 * (scores_V > scores_V[token]).to(logits_V)
     direction_V[token] = 0.5
 
     def takes(rise: float) -> bool:

@@ -80,7 +80,11 @@ class DensePasses:
             sources=config.kv_source,
             queries_as_read=self._queries_as_read,
         )
-        return self.model(torch.tensor(ids, device=self.device), torch.arange(len(ids), device=self.device), attn).hidden_TH
+        return self.model(
+            torch.tensor(ids, dtype=torch.int64, device=self.device),
+            torch.arange(len(ids), dtype=torch.int64, device=self.device),
+            attn,
+        ).hidden_TH
 
     def hidden_nearby(self, ids: Sequence[int], number: int) -> Tensor:
         """As `hidden`, with each number of the embedding an ulp up or down at random, so that every later rounding is another.

@@ -125,13 +125,15 @@ class _Look:
         self._logits: dict[int, Tensor] = {}  # of the places that are judged
         with passes.wide():
             self._read_wide(passes.hidden(self.before)[self._skipped :], places)
-        self._noise_R = torch.zeros(len(self._leading_RC), device=passes.device)
+        self._noise_R = torch.zeros(len(self._leading_RC), dtype=torch.float32, device=passes.device)
         self._median: float | None = None
         self.measure(passes.hidden(self.before))
 
     def _read_wide(self, hidden_RH: Tensor, places: set[int]) -> None:
         """Chooses tokens by the logits after each place, and keeps what is needed of these logits."""
-        ids_R = torch.tensor([*self.before, self.text.token_ids[-1]][self._skipped + 1 :], device=hidden_RH.device)
+        ids_R = torch.tensor(
+            [*self.before, self.text.token_ids[-1]][self._skipped + 1 :], dtype=torch.int64, device=hidden_RH.device
+        )
         leading, values, gaps = [], [], []
         for start in range(0, len(hidden_RH), PIECE):
             logits_RV, ids = self.passes.logits(hidden_RH[start : start + PIECE]), ids_R[start : start + PIECE]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
+from specdec.loading.threads import use_threads, using_threads
 from specdec.lossless.near_tie import difference, first_divergence, one_ends, rounds, text_of
 from specdec.lossless.reference import read_together
 from specdec.lossless.verification import Divergence, OffTarget, PromptVerdict, Verification
@@ -52,6 +53,7 @@ def check_sampling(sampling: Sequence[SamplingParams]) -> None:
             )
 
 
+@using_threads(None)
 def verify(
     decoder: SpecDecoder, prompts: Sequence[Any], sampling: Sequence[SamplingParams], on_progress: Progress = lambda *_: None
 ) -> Verification:
@@ -65,6 +67,7 @@ def verify(
     session, verdicts = Session(decoder), []
     for number, (a, b, params) in enumerate(zip(plain, fast, sampling, strict=True)):
         on_progress("reference", number, len(prompts))
+        use_threads(decoder.settings.threads)
         with decoder.owner.turn:  # no other request may run while the model's weights are wide
             verdicts.append(_compare(session, number, a, b, params))
     total = Stats.total([output.stats for output in fast])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack, Multiplying
+from specdec.models.making import made_now, new_weight
 from specdec.ops.experts.coded import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
 from specdec.ops.operator import is_traced
 from specdec.ops.products.grouped import has_grouped_product
@@ -60,9 +61,9 @@ class Router(Multiplying):
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.count, hidden_size))
+        self.weight = new_weight(config.count, hidden_size)
         if config.gate == "sigmoid":
-            self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
+            self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32, device=made_now().device))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The pair (weights [T, K] in float32 or wider, numbers of the chosen experts [T, K] int64)."""

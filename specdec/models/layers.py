@@ -17,6 +17,7 @@ from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
+from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
@@ -26,6 +27,10 @@ from specdec.parallel.group import ALONE, Group
 
 class Embedding(nn.Embedding):
     """nn.Embedding whose table stays uninitialised until a loader fills it from a checkpoint."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        now = made_now()
+        super().__init__(rows, width, device=now.device, dtype=now.dtype)
 
     def reset_parameters(self) -> None:
         pass
@@ -39,7 +44,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = new_weight(size)
         self.eps = eps
         self.group: Group = ALONE
 
@@ -74,7 +79,7 @@ class HeadsRMSNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, num_heads: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, config.head_dim))
+        self.weight = new_weight(num_heads, config.head_dim)
         self.eps = config.rms_norm_eps
 
 
@@ -86,18 +91,18 @@ def projection(config: ModelConfig, in_features: int, num_kv_heads: int) -> Line
     return Linear.column(in_features, parts, config.shard, config.qkv_bias, copies)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
     """Rotary angles per position in radians, [head_dim / 2] float32 (RoPE, arXiv 2104.09864).
 
     The kind "llama3" is Meta's piecewise scaling by wavelength, computed as in transformers: angles with short wavelengths
     stay, angles with long wavelengths are divided by the factor, and the angles between are blended.
     """
     if isinstance(rope, YarnRope):
-        return yarn_frequencies(rope, head_dim)
+        return yarn_frequencies(rope, head_dim, device)
     if rope.rotated:
-        turned = inverse_frequencies(replace(rope, rotated=0), rope.rotated)
+        turned = inverse_frequencies(replace(rope, rotated=0), rope.rotated, device)
         return torch.cat((turned, turned.new_zeros(head_dim // 2 - len(turned))))  # in the order of `by_halves`
-    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind == "default":
@@ -119,10 +124,11 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
         super().__init__()
-        if torch.get_default_device().type == "meta":  # torch would import its compiler to compute no number
-            table = torch.empty(max_positions, 2, head_dim)
+        device = made_now().device
+        if device.type == "meta":  # torch would import its compiler to compute no number
+            table = torch.empty(max_positions, 2, head_dim, dtype=torch.float32, device=device)
         else:
-            table = rotary_table(inverse_frequencies(rope, head_dim), max_positions)
+            table = rotary_table(inverse_frequencies(rope, head_dim, device), max_positions)
             if isinstance(rope, YarnRope):
                 table *= rope.amplitude
         self.register_buffer("table", table, persistent=False)

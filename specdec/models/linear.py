@@ -10,14 +10,14 @@ Shapes: T tokens, I columns, O rows, F rows of a gate, N matrices of a stack, R 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from specdec.models.making import made_now, making, new_weight
 from specdec.models.schemes.planes import PackedPlanes, Planes
 from specdec.models.schemes.rows import CodedRows, restored
 from specdec.models.schemes.stacks import StackPlanes
@@ -33,17 +33,6 @@ from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]
 ONLY = ""  # the name of the only part of a matrix that has no parts
-_late: list[bool] = [False]  # whether matrices made now get their memory when they are filled; see `filled_late`
-
-
-@contextmanager
-def filled_late() -> Iterator[None]:
-    """Matrices made inside take memory as they are filled, when it is known in how many bits they are stored."""
-    before, _late[0] = _late[0], True
-    try:
-        yield
-    finally:
-        _late[0] = before
 
 
 class Parts:
@@ -87,6 +76,12 @@ class _Cut(NamedTuple):
         return Stored(tensor, shape, self.dim, self.start)
 
 
+def _late_device() -> torch.device | None:
+    """Where a matrix that is made now takes its memory as it is filled; None: it takes it at once."""
+    now = made_now()
+    return now.device if now.late else None
+
+
 class Multiplying(nn.Module):
     """A module with products of its own.  numerics: the policy that chooses them for each number of rows."""
 
@@ -112,13 +107,12 @@ class Linear(Multiplying):
         super().__init__()
         self.parts = Parts(parts)
         self.in_features, self.out_features = in_features, self.parts.total
-        self._late = torch.get_default_device() if _late[0] else None  # where the memory is to be taken
-        device = None if self._late is None else "meta"
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.out_features, in_features, device=device))
+        self._late = _late_device()
+        self.weight: nn.Parameter | None = new_weight(self.out_features, in_features, late=self._late is not None)
         self.planes: Planes | None = None
         self.packed: PackedPlanes | None = None
         self.packs = True
-        self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
+        self.bias = new_weight(self.out_features) if bias else None
         self._cuts = {part: _Cut(0, 0, size) for part, size in self.parts.sizes.items()}
         self.unread: tuple[str, ...] = ()
 
@@ -157,7 +151,7 @@ class Linear(Multiplying):
     @classmethod
     def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         """A matrix without parts over weights that another module owns too."""
-        with torch.device("meta"):
+        with making(torch.device("meta"), weight_OI.dtype):
             shared = cls(weight_OI.shape[1], weight_OI.shape[0])
         assert isinstance(weight_OI, nn.Parameter) and (bias_O is None or isinstance(bias_O, nn.Parameter))
         shared.weight, shared.bias = weight_OI, bias_O
@@ -288,9 +282,8 @@ class LinearStack(nn.Module):
         super().__init__()
         self.parts, self._shard, self._role = Parts(parts), shard, role
         self.count, self.in_features = count, in_features
-        self._late = torch.get_default_device() if _late[0] else None
-        size = count, self.parts.total, in_features
-        self.weight_NOI: nn.Parameter | None = nn.Parameter(torch.empty(size, device=None if self._late is None else "meta"))
+        self._late = _late_device()
+        self.weight_NOI: nn.Parameter | None = new_weight(count, self.parts.total, in_features, late=self._late is not None)
         self.planes: StackPlanes | None = None
 
     @property

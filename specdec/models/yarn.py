@@ -89,7 +89,7 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
     return replace(rope, amplitude=temperature(rope.factor, rope.mscale) / temperature(rope.factor, rope.mscale_all_dim))
 
 
-def yarn_frequencies(rope: YarnRope, head_dim: int) -> Tensor:
+def yarn_frequencies(rope: YarnRope, head_dim: int, device: torch.device) -> Tensor:
     """Angles per position in radians, [head_dim / 2] float32.  head_dim: how many values of a head are rotated."""
 
     def dimension(rotations: float) -> float:
@@ -102,6 +102,6 @@ def yarn_frequencies(rope: YarnRope, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001  # transformers' value; it keeps the division below defined
-    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32, device=device) - low) / width).clamp(0, 1)
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
     return slowed / (rope.factor * wavelengths) + (1 - slowed) / wavelengths

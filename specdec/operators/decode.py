@@ -141,7 +141,7 @@ class DecodePass(nn.Module):
 
 def chain_plan(pages: PageTable, lens_B: Tensor, N: int) -> AttentionPlan:
     """Each of a sequence's next N tokens reads everything up to itself."""
-    positions_BN = lens_B.long()[:, None] + torch.arange(N, device=lens_B.device)
+    positions_BN = lens_B.long()[:, None] + torch.arange(N, dtype=torch.int64, device=lens_B.device)
     return AttentionPlan((Segment(pages, lens_B + N, _rows(lens_B, N), N, causal=True),), positions_BN.flatten())
 
 
@@ -150,7 +150,7 @@ def tree_plan(pages: PageTable, lens_B: Tensor, slots_BN: Tensor, mask_BNN: Tens
 
     The suffix is that of `fill_tree_suffix`, computed without a buffer, so that N may vary.
     """
-    N, nodes_T = slots_BN.shape[1], torch.arange(slots_BN.numel(), device=slots_BN.device)
+    N, nodes_T = slots_BN.shape[1], torch.arange(slots_BN.numel(), dtype=torch.int64, device=slots_BN.device)
     rows_T = nodes_T // N
     mask_TN, slots_TN = mask_BNN[rows_T, nodes_T % N], slots_BN[rows_T]  # torch.export can't flatten [B, N, N] if N may vary
     order_TN = mask_TN.logical_not().argsort(dim=-1, stable=True)  # a node's path is packed to the left of its row

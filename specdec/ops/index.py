@@ -50,10 +50,10 @@ def arange(count: int, device: torch.device, step: int = 1) -> Tensor:
 
     device: an existing tensor's device.
     """
-    return torch.arange(0, count * step, step, device=device)
+    return torch.arange(0, count * step, step, dtype=torch.int64, device=device)
 
 
 @kept
 def predecessors(count: int, device: torch.device) -> Tensor:
     """[count] int64: 0, 0, 1, 2 ...: the index before each index; the first is its own predecessor."""
-    return torch.arange(-1, count - 1, device=device).clamp_(min=0)
+    return torch.arange(-1, count - 1, dtype=torch.int64, device=device).clamp_(min=0)

@@ -68,7 +68,7 @@ class HeadPrep:
 
 def rotary_table(inv_freq: Tensor, max_positions: int) -> Tensor:
     """[P, 2, D]: cosines and signed sines of every position.  inv_freq: [D/2] angles by which a pair turns at each position."""
-    angles = torch.outer(torch.arange(max_positions).float(), inv_freq)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.int64, device=inv_freq.device).float(), inv_freq)
     sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq)))
     both = torch.cat((angles, angles), dim=-1)
     return torch.stack((both.cos(), both.sin() * sign), dim=1)
@@ -85,5 +85,5 @@ def by_halves(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
     half = head_dim // 2
     first = [*range(rotated // 2), *range(rotated, rotated + half - rotated // 2)]
     second = [value for value in range(head_dim) if value not in first]
-    order_D = torch.tensor(first + second, device=rows.device)
+    order_D = torch.tensor(first + second, dtype=torch.int64, device=rows.device)
     return rows.unflatten(0, (-1, head_dim)).index_select(1, order_D).flatten(0, 1)

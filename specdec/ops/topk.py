@@ -29,7 +29,7 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # above the inverted index.  Keys never tie, so any library's top-k gives the one right answer.
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: the two are equal, their bits are not
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.long() << 32) | torch.arange(V - 1, -1, -1, device=values.device)
+    keys = (ordered.long() << 32) | torch.arange(V - 1, -1, -1, dtype=torch.int64, device=values.device)
     indices = V - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return values.gather(-1, indices), indices
 

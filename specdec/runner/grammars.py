@@ -189,7 +189,7 @@ class GrammarRows:
 
     def _host(self, like: Tensor) -> Tensor:
         """New memory on the host, for a copy to the device: copies out of older memory may be under way."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._readback.device.type == "cuda")
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._readback.device.type == "cuda", device="cpu")
 
     def of_round(self, rows: int, nodes: int, trees: HostTrees) -> BitMasks:
         """The masks of a round's nodes.  trees: what `complete` gave."""
@@ -211,7 +211,7 @@ class GrammarRows:
         if not ended and self._group.size == 1:
             return None
         # Whole words, since ranks on GPUs exchange no smaller ones through each other's memory.
-        host_B = torch.zeros(rows, dtype=torch.int32, pin_memory=self._readback.device.type == "cuda")
+        host_B = torch.zeros(rows, dtype=torch.int32, pin_memory=self._readback.device.type == "cuda", device="cpu")
         host_B[ended] = 1
         ended_B = host_B.to(self._readback.device, non_blocking=True)
         self._share(ended_B)

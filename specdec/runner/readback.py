@@ -40,7 +40,7 @@ class Readback:
         size = source.numel()
         pinned = next((spare for spare in self._spare if spare.numel() >= size and spare.dtype == source.dtype), None)
         if pinned is None:
-            pinned = torch.empty(max(1024, size), dtype=source.dtype, pin_memory=True)
+            pinned = torch.empty(max(1024, size), dtype=source.dtype, pin_memory=True, device="cpu")
         else:
             self._spare = [spare for spare in self._spare if spare is not pinned]
         view = pinned[:size].view(source.shape)

@@ -162,7 +162,7 @@ class RoundRunner:
             return
         if (ended_B := self.grammars.end_drafts(rows)) is not None:
             padding = len(self.workers.state.lens_B) - 1
-            rows_B = torch.arange(rows, device=ended_B.device)
+            rows_B = torch.arange(rows, dtype=torch.int64, device=ended_B.device)
             self.workers.stop_drafting(rows_B.masked_fill(~ended_B, padding))
 
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:

@@ -6,10 +6,11 @@ steps compute the same.  It knows tensors and both models' workers; it knows no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import FLOATS, INTS, RowSampling
@@ -219,7 +220,7 @@ class DeviceRunner:
         options = 4 + len(INTS)  # where a row's options begin that are floats
         first = options + len(FLOATS)
         shape = len(step.entries), first + groups * most
-        numbers_RX = torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        numbers_RX = torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda", device="cpu")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
             ints[row, :2] = entry.row, entry.speculates
@@ -247,9 +248,9 @@ class DeviceRunner:
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
-        ids_S = torch.tensor(source.token_ids, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        ids_S = self._sent(source.token_ids)
         first = source.page * self.workers.state.source_size
-        slots_S = torch.arange(first, first + len(source.token_ids), device=self.device)
+        slots_S = torch.arange(first, first + len(source.token_ids), dtype=torch.int64, device=self.device)
         self.workers.verifier.read_source(slots_S, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
@@ -262,21 +263,25 @@ class DeviceRunner:
     def _leave(self, step: LeaveRows) -> None:
         moves = len(step.moves)
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
-        rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        rows_R = self._sent(rows)
         self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
         self.workers.clear_rows(rows_R[2 * moves :])
         self.grammars.leave(step)
 
     def _stop_drafting(self, step: StopDrafting) -> None:
-        rows_R = torch.tensor(step.rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        rows_R = self._sent(step.rows)
         self.workers.stop_drafting(rows_R)
         self.grammars.stop_drafting(step.rows)
 
     def _copy(self, step: CopyPages) -> None:
-        pages_2N = torch.tensor([step.sources, step.targets], pin_memory=self.device.type == "cuda")
-        sources_N, targets_N = pages_2N.to(self.device, non_blocking=True)
+        sources_N, targets_N = self._sent([step.sources, step.targets])
         for cache in self.workers.caches:
             cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
+
+    def _sent(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """int64, on the device, from pinned memory, so that nobody waits."""
+        pinned = self.device.type == "cuda"
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned, device="cpu").to(self.device, non_blocking=True)
 
     # ---- what is measured ----
 

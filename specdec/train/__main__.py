@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
@@ -106,6 +107,19 @@ def _settings(args: argparse.Namespace, run: type[Run]) -> Run:
     return run(**{field.name: getattr(args, field.name) for field in fields(run)})
 
 
+@contextmanager
+def fast_products() -> Iterator[None]:
+    """Products of float32 matrices on tensor cores, in TF32, as training has them; on a CPU nothing changes."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def run_head(args: argparse.Namespace) -> None:
     run = _settings(args, HeadRun)
 
@@ -113,18 +127,20 @@ def run_head(args: argparse.Namespace) -> None:
 
     train_head(
         run, args.target, args.text, args.out, eval_texts=args.eval_text, split=args.split, aux_layers=args.aux_layers,
-        resume=args.resume, overwrite=args.overwrite, device=args.device, threads=args.threads,
+        resume=args.resume, overwrite=args.overwrite, device=args.device, threads=args.threads, around_steps=fast_products,
     )  # fmt: skip
 
 
 def _target(args: argparse.Namespace) -> None:
     run = _settings(args, TargetRun)
 
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from specdec.train.target import train_target
 
     disable_progress_bar()  # the training loop draws its own
+    torch.manual_seed(run.seed)  # transformers' first weights, and dropout, are drawn from the process's generator
     done = train_target(
         run, args.text, args.out, extra=args.extra_text, checkpoint=args.checkpoint, resume=args.resume,
         device="auto" if args.device is None else args.device, compile_layers=args.compile,

@@ -65,7 +65,7 @@ def block_loss(
     counted_BAS = part.counted_BAS & exists_BA[..., None]
     right_BAS = (part.logits_BASV.argmax(-1) == part.place_BAS) & counted_BAS
     totals_S = counted_BAS.sum((0, 1)).clamp(min=1)
-    weights_S = decay ** torch.arange(steps, device=totals_S.device)
+    weights_S = decay ** torch.arange(steps, dtype=torch.float32, device=totals_S.device)
     losses_S = torch.where(counted_BAS, _losses(part), 0.0).sum((0, 1))
     return (weights_S * losses_S / totals_S).sum(), right_BAS.sum((0, 1)) / totals_S
 
@@ -75,7 +75,7 @@ def _choose(rows_BT: Tensor, anchors: int, generator: torch.Generator) -> tuple[
     since an anchor has a token before it and one after it.
     """
     B, T = rows_BT.shape
-    drawn_BT = torch.rand(B, T, generator=generator).to(rows_BT.device)
+    drawn_BT = torch.rand(B, T, generator=generator, dtype=torch.float32, device="cpu").to(rows_BT.device)
     possible_BT = torch.zeros_like(rows_BT, dtype=torch.bool)
     possible_BT[:, 1:-1] = rows_BT[:, 2:] >= 0
     drawn_BT = torch.where(possible_BT, drawn_BT, -1.0)
@@ -90,8 +90,8 @@ def _drafted(
     """What the head drafts from the anchors."""
     (B, T), ids_BT, device = seen.rows_BT.shape, seen.ids_BT, seen.rows_BT.device
     hidden_BASH = head.drafts(seen.features_BTF, ids_BT, anchors_BA, steps)
-    at_BAS = anchors_BA[..., None] + torch.arange(1, steps + 1, device=device)
-    row_B11 = torch.arange(B, device=device)[:, None, None]
+    at_BAS = anchors_BA[..., None] + torch.arange(1, steps + 1, dtype=torch.int64, device=device)
+    row_B11 = torch.arange(B, dtype=torch.int64, device=device)[:, None, None]
     goal_BAS = torch.where(at_BAS < T, seen.rows_BT[row_B11, at_BAS.clamp(max=T - 1)], -1)
     before_BAS = (at_BAS - 1).clamp(max=T - 1)
     place_BAS = torch.searchsorted(draft_ids_V, goal_BAS.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)

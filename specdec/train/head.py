@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from specdec.draft.formats.body import default_aux_layers
 from specdec.draft.head import DraftHead
 from specdec.generation import Stats
 from specdec.loading.resolve import resolve_device
-from specdec.loading.threads import set_training_threads
+from specdec.loading.threads import set_training_threads, using_threads
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
@@ -38,7 +39,7 @@ from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
 from specdec.train.heads.fresh import new_head
-from specdec.train.loop import Checkpoint, Progress, Schedule, fast_products, fit, make_optimizer
+from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
 from specdec.train.states import Seen, States
@@ -47,6 +48,7 @@ from specdec.train.text.heldout import load_corpus
 from specdec.train.unroll import head_loss
 
 
+@using_threads(None)
 def train_head(
     run: HeadRun,
     target: str | Path,
@@ -60,6 +62,7 @@ def train_head(
     overwrite: bool = False,
     device: str = "auto",
     threads: int | None = None,
+    around_steps: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Progress:
     """Trains a head, saves it in the folder `out`, and measures its accept length.
 
@@ -72,23 +75,22 @@ def train_head(
     aux_layers: 0-based numbers of the target layers whose outputs are the head's features; None: those of EAGLE-3's authors.
     overwrite: whether a head or a run that `out` holds may be replaced.
     threads: of torch, for a run on a CPU; None for as many as torch takes by itself.
+    around_steps: what a process that does nothing else sets meanwhile, as `fast_products` (__main__.py) does.
 
     Returns the progress at the end.  ValueError for text, settings or files that can't work; it comes before any text is
     written.
     """
     _check_machine(device, threads)
     layers = _check(run, choose_target(resolve_target(target, "target")).config, str(target), aux_layers)
-    folder = prepare_out(out, resume, overwrite, keep=[target])
-    corpus = load_corpus(texts, run.held_out, split, eval_texts)
-    torch.manual_seed(run.seed)
+    folder, corpus = prepare_out(out, resume, overwrite, keep=[target]), load_corpus(texts, run.held_out, split, eval_texts)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
     prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
-    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
-    print("\n".join([*notes, _memory(run, model, len(layers))]), flush=True)
+    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, model, len(layers))]
+    print("\n".join(notes), flush=True)
     set_training_threads(decoder.settings.device, threads)
     if overwrite:
         forget_run(folder)
-    made_of = {
+    made_of: dict[str, Any] = {
         "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
         "text": text_fingerprint(document.text for document in corpus.train),
     }
@@ -96,10 +98,10 @@ def train_head(
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
     head = new_head(model, layers, draft_ids_V, run)
     schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
-    begun: dict[str, Any] = {**vars(run), **made_of, "aux_layers": layers}
-    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
+    begun, optimizer = {**vars(run), **made_of, "aux_layers": layers}, make_optimizer(head, schedule)
+    checkpoint = Checkpoint(folder / "checkpoint.pt", head, optimizer, begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
-    with fast_products():  # the target's states too, so that they are the same whether they are kept or not
+    with around_steps():  # the target's states too, so that they are the same whether they are kept or not
         loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
         progress = fit(
             schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head, target)
@@ -178,7 +180,7 @@ def _rows(
     origin: which target and which text they are made of.
     """
     made_of = {name: getattr(run, name) for name in ("texts", "width", "longest_prompt", "greedy_share", "seed")} | origin
-    rows = torch.full((run.texts, run.width), -1, dtype=torch.int64)
+    rows = torch.full((run.texts, run.width), -1, dtype=torch.int64, device="cpu")
     if resume and path.is_file():
         saved = torch.load(path, weights_only=True)
         check_same(path, saved["made_of"], made_of)
@@ -204,14 +206,14 @@ def _objective(
         return head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
 
     def loss_at(step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step)
-        picks = torch.randint(train, (run.batch,), generator=generator).to(rows.device)
+        generator = torch.Generator("cpu").manual_seed(run.seed * 1_000_003 + step)
+        picks = torch.randint(train, (run.batch,), generator=generator, dtype=torch.int64, device="cpu").to(rows.device)
         return loss_of(states.of(picks), generator)[0]
 
     @torch.no_grad()
     def evaluate() -> float:
-        generator = torch.Generator().manual_seed(run.seed)  # the same places at each evaluation
-        picks = torch.arange(train, len(rows), device=rows.device)
+        generator = torch.Generator("cpu").manual_seed(run.seed)  # the same places at each evaluation
+        picks = torch.arange(train, len(rows), dtype=torch.int64, device=rows.device)
         parts = [loss_of(states.of(part), generator) for part in picks.split(run.batch)]
         accuracy = torch.stack([part[1] for part in parts]).mean(0)
         print("first choice right, by step: " + " ".join(f"{share:.3f}" for share in accuracy.tolist()), flush=True)

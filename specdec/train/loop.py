@@ -69,17 +69,6 @@ def make_optimizer(model: torch.nn.Module, schedule: Schedule) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
 
 
-@contextmanager
-def fast_products() -> Iterator[None]:
-    """Products of float32 matrices on tensor cores, in TF32, as training has them; on a CPU nothing changes."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class Checkpoint:
     """Model, optimizer and progress of a run in one file.
 

@@ -26,7 +26,7 @@ def train_prompts(decoder: SpecDecoder, documents: Sequence[Document], count: in
 
     Several prompts may come from one document.  The same seed gives the same prompts.  ValueError if no document will do.
     """
-    generator = torch.Generator().manual_seed(run.seed)
+    generator = torch.Generator("cpu").manual_seed(run.seed)
     usable = [
         (ids, document.messages is None)
         for document in documents
@@ -37,8 +37,8 @@ def train_prompts(decoder: SpecDecoder, documents: Sequence[Document], count: in
             f"text: expected documents of at least 4 tokens, or chats of at most {run.width // 2} tokens (half of width) "
             f"before the answer, got {len(documents)} others"
         )
-    picks = torch.randint(len(usable), (count,), generator=generator).tolist()
-    sizes = torch.randint(4, run.longest_prompt + 1, (count,), generator=generator).tolist()
+    picks = torch.randint(len(usable), (count,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+    sizes = torch.randint(4, run.longest_prompt + 1, (count,), generator=generator, dtype=torch.int64, device="cpu").tolist()
     return [usable[pick][0][: size if usable[pick][1] else None] for pick, size in zip(picks, sizes, strict=True)]
 
 
@@ -79,8 +79,8 @@ def write_rows(
     seed: makes the choice of greedy rows and the sampling repeatable.  save: called after every ROUND prompts.
     """
     width = rows.shape[1]
-    generator = torch.Generator().manual_seed(seed)
-    greedy = (torch.rand(len(prompts), generator=generator) < greedy_share).tolist()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    greedy = (torch.rand(len(prompts), generator=generator, dtype=torch.float32, device="cpu") < greedy_share).tolist()
     done = int((rows[:, 0] >= 0).sum())
     with reporter(len(prompts), done) as report:
         for start in range(done, len(prompts), ROUND):
@@ -94,7 +94,7 @@ def write_rows(
             outputs = decoder.generate([list(prompts[i]) for i in batch], sampling, speculate=False)
             for i, output in zip(batch, outputs, strict=True):
                 ids = (output.prompt_token_ids + output.token_ids)[:width]
-                rows[i, : len(ids)] = torch.tensor(ids)
+                rows[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
             save()
             report(batch[-1] + 1, "texts written", batch[-1] + 1 == len(prompts) or start // ROUND % 8 == 0)
 

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.loading.resolve import resolve_device
-from specdec.loading.threads import set_training_threads
+from specdec.loading.threads import set_training_threads, using_threads
+from specdec.models.transformers_backend.make import alone
 from specdec.options import EngineOptions
 from specdec.train.folder import fingerprint, forget_run, prepare_out
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
@@ -60,7 +61,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, context: int) -> 
 
 
 def build_model(run: TargetRun) -> LlamaForCausalLM:
-    """A model with random weights, in float32.
+    """A model with random weights, in float32, from the process's generator.
 
     The weights of projections into the residual stream start smaller by sqrt(2 * layers) (GPT-2's rule), since so deep a model
     is unstable at the start otherwise.
@@ -71,8 +72,8 @@ def build_model(run: TargetRun) -> LlamaForCausalLM:
         eos_token_id=0, pad_token_id=None, initializer_range=0.02 * math.sqrt(768 / run.hidden_size),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attn_implementation="sdpa",
     )  # fmt: skip
-    torch.manual_seed(run.seed)
-    model = LlamaForCausalLM(config)
+    with alone():
+        model = LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -117,7 +118,8 @@ def held_out_loss(model: LlamaForCausalLM, rows: torch.Tensor, batch: int) -> fl
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Writes the finished model folder, with weights in bfloat16.  The model that is trained keeps its float32 weights."""
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
-    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    with alone():
+        copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(weights)
     copy.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, do_sample=False)
     copy.save_pretrained(out)
@@ -162,6 +164,7 @@ def _plain(documents: Sequence[Document]) -> list[str]:
     return [document.text for document in documents]
 
 
+@using_threads(None)
 def train_target(
     run: TargetRun,
     texts: Sequence[str | Path],

@@ -50,7 +50,7 @@ class DraftSteps:
         self.steps.append((k, v))
         step, (k_BKPD, v_BKPD) = len(self.steps) - 1, self.steps[0]
         q_BKGPD = q.unflatten(1, (k.shape[1], -1)) / math.sqrt(q.shape[-1])
-        i = torch.arange(q.shape[2], device=q.device)
+        i = torch.arange(q.shape[2], dtype=torch.int64, device=q.device)
         scores = (q_BKGPD @ k_BKPD[:, :, None].transpose(-1, -2)).masked_fill(i > i[:, None] - step, -torch.inf)
         later = [[_moved(x, step - m)[:, :, None] for x in self.steps[m]] for m in range(1, step + 1)]
         own = torch.stack([(q_BKGPD * k_BK1PD).sum(-1) for k_BK1PD, _ in later], dim=-1)
@@ -73,7 +73,7 @@ def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num
     features_BPF: the target's true features at tokens 0 .. P - 1.  next_ids_BP: the ids of tokens 1 .. P.
     """
     B, P = next_ids_BP.shape
-    positions = torch.arange(P, device=next_ids_BP.device).repeat(B)
+    positions = torch.arange(P, dtype=torch.int64, device=next_ids_BP.device).repeat(B)
     attn = DraftSteps(B)
     hidden = head.fuse(features_BPF.flatten(0, 1))
     for _ in range(num_steps):
@@ -103,7 +103,7 @@ def head_loss(
     loss, correct = teacher_BPV.new_zeros(()), []
     for step, hidden_BPH in enumerate(draft_steps(head, seen.features_BTF[:, :P], ids_BT[:, 1 : P + 1], num_steps)):
         logits_BPV = head.logits(hidden_BPH).float()
-        counted_BP = known_BP & (torch.arange(P, device=ids_BT.device) >= step)
+        counted_BP = known_BP & (torch.arange(P, dtype=torch.int64, device=ids_BT.device) >= step)
         entropy_BP = -(teacher_BPV * logits_BPV.log_softmax(-1)).sum(-1)
         total = counted_BP.sum().clamp(min=1)
         loss = loss + decay**step * (entropy_BP * counted_BP).sum() / total

@@ -31,11 +31,16 @@ class Bench:
     def __init__(self, product: Product, device: torch.device) -> None:
         self.product, self.device = product, device
         copies = math.ceil(COLD_BYTES / (product.O * product.I * product.dtype.itemsize))
-        made = [torch.randn(product.O, product.I, device=device, dtype=product.dtype) for _ in range(copies)]
+        self._generator = torch.Generator(device)
+        made = [self._random(product.O) for _ in range(copies)]
         self._weights = [weight.mul_(product.I**-0.5) for weight in made]
 
     def rows(self, T: int) -> Tensor:
-        return torch.randn(T, self.product.I, device=self.device, dtype=self.product.dtype)
+        return self._random(T)
+
+    def _random(self, rows: int) -> Tensor:
+        dtype = self.product.dtype
+        return torch.randn(rows, self.product.I, generator=self._generator, device=self.device, dtype=dtype)
 
     def compile(self, T: int, tiles: list[ProductTiles | None], rehearsals: Rehearsals | None) -> None:
         """Compiles for all these tiles side by side; None: Triton can't, and compiles each where it is launched."""

@@ -9,23 +9,24 @@ import pytest
 import torch
 from toolkit.models import Zoo
 
-from specdec import shipped
+from specdec import SamplingParams, shipped
+from specdec.engine.loop import Engine
 from specdec.loading import threads as threads_module
-from specdec.loading.load import set_threads
+from specdec.loading.load import decoding_threads
 from specdec.loading.threads import (
     LEAST_BYTES_A_THREAD,
     allowed_threads,
     set_training_threads,
     threads_for,
-    usable_cpus,
     use_threads,
+    using_threads,
 )
 from specdec.models.checkpoints.loader import read_target_config
 
 
 @pytest.fixture(autouse=True)
 def threads_as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(threads_module, "_seen", {})
+    monkeypatch.setattr(threads_module, "_seen", threads_module._Seen())
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -43,22 +44,36 @@ def test_small_models_run_on_one_thread_and_large_ones_on_all() -> None:
     assert threads_for(30 * LEAST_BYTES_A_THREAD, 10, 8) == 3
 
 
-def test_a_decoder_sets_torchs_threads(zoo: Zoo) -> None:
-    """Keeps out: a rule that is known and not applied, for callers of the library or of the command line."""
-    torch.set_num_threads(2)
-    zoo.decoder("llama")
-    assert torch.get_num_threads() == 1
-    most = usable_cpus()
-    zoo.decoder("llama", threads=most)
-    assert torch.get_num_threads() == most
+def test_a_decoder_s_threads_are_its_own(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a rule that is known and not applied; a decoder that sets the number of its caller, of threads that the caller
+    starts later, or of another decoder.
+    """
+    monkeypatch.setattr(threads_module, "usable_cpus", lambda: 3)
+    torch.set_num_threads(3)
+    step, found = Engine.step, list[int]()
+
+    def watched(engine: Engine) -> None:
+        found.append(torch.get_num_threads())
+        step(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    for threads in (1, 2):
+        decoder = zoo.decoder("llama", **({} if threads == 1 else {"threads": threads}))
+        assert decoder.settings.by_option()["threads"] == threads
+        found.clear()
+        decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+        decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+        assert set(found) == {threads}
+        assert torch.get_num_threads() == 3 == threads_module._in_new_thread(torch.get_num_threads)
 
 
 def test_a_gpu_decoder_leaves_them_alone(zoo: Zoo) -> None:
     """Keeps out: a GPU decoder that slows down the rest of the program."""
     decoder = zoo.decoder("llama")
+    assert decoding_threads(decoder.model, replace(decoder.settings, device=torch.device("cuda", 0))) is None
     torch.set_num_threads(2)
-    set_threads(decoder.model, replace(decoder.settings, device=torch.device("cuda", 0)))
-    assert torch.get_num_threads() == 2
+    with using_threads(None):
+        assert torch.get_num_threads() == 2
 
 
 def test_training_takes_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:

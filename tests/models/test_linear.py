@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.models.linear import Linear, LinearStack, filled_late, pack_matrices
+from specdec.models.linear import Linear, LinearStack, pack_matrices
+from specdec.models.making import making
 from specdec.models.schemes.rows import CodedRows
 from specdec.ops.packed.packing import unpack_weight
 from specdec.ops.quantised.codes import Kind
@@ -172,7 +173,7 @@ def test_unlike_parts_are_refused() -> None:
 
 def test_memory_is_taken_when_it_is_known_what_for() -> None:
     """Keeps out: memory for all weights in 16 bits before the first of them is read in 4."""
-    with filled_late():
+    with making(torch.device("cpu"), torch.float32, late=True):
         matrix, stack = Linear(64, 8), LinearStack(2, 64, {"a": 8}, Shard(), "column")
     assert matrix.weight is not None and matrix.weight.is_meta and not Linear(64, 8).tensors()["weight"].tensor.is_meta
     assert matrix.tensors()["weight"].tensor.device.type == stack.tensors(0, "a")["weight"].tensor.device.type == "cpu"

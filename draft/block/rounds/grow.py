@@ -47,7 +47,7 @@ def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: 
     _, best_BM = stable_topk(torch.cat(scores, dim=1), M)
     above_BM = torch.cat(parents, dim=1).gather(1, best_BM)
     numbers_BC = torch.zeros(B, sum(map(_width, scores)), dtype=torch.int64, device=root_B.device)
-    numbers_BC.scatter_(1, best_BM, torch.arange(1, M + 1, device=root_B.device).expand(B, M))
+    numbers_BC.scatter_(1, best_BM, torch.arange(1, M + 1, dtype=torch.int64, device=root_B.device).expand(B, M))
     parents_BM = torch.where(above_BM < 0, 0, numbers_BC.gather(1, above_BM.clamp(min=0)))
     tokens_BN = torch.cat((root_B[:, None], torch.cat(tokens, dim=1).gather(1, best_BM)), dim=1)
     return DraftTree.from_parents(tokens_BN, torch.cat((torch.zeros_like(root_B)[:, None], parents_BM), dim=1), max_depth)

@@ -165,7 +165,8 @@ class Walk:
             logits_RW, state_Rr = self._logits(level - 1, tokens_R, state_Rr)
             if sure_R is not None:
                 sure_R = sure_R.index_select(0, parents_R) + self._sure(level - 1, tokens_R)
-                stopped_R = torch.where(sure_R < math.log(STOP_BELOW), -STOPPED, 0.0)
+                stopped_R = torch.zeros_like(sure_R, dtype=torch.float32)
+                stopped_R.masked_fill_(sure_R < math.log(STOP_BELOW), -STOPPED)
                 beam = replace(beam, scores_BK=beam.scores_BK + stopped_R.view(B, K))
             noise = self.noise and self.noise.at(level)
             beam = expand(candidates, level, beam, logits_RW, head.d2t_V, head.vocabulary, noise)

@@ -50,12 +50,14 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
     """CPU, memory and GPUs; with a device, `runs_on` names it."""
     import torch
 
+    from specdec.loading.threads import allowed_threads
+
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpus_usable": usable_cpus(),
-        "torch_threads": torch.get_num_threads(),
+        "torch_threads": allowed_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
         "gpus": gpus,

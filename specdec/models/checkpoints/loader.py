@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,8 @@ from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.config import ModelConfig, parse_config, read_target_json
 from specdec.models.keys.ends import with_ends
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
-from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
+from specdec.models.linear import ONLY, Linear, LinearStack, Stored
+from specdec.models.making import making
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.schemes.rows import CodedRows
 from specdec.models.schemes.source import Format
@@ -41,13 +41,8 @@ def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype, late:
 
     late: whether matrices take memory as they are filled: of a checkpoint in fewer bits.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device), filled_late() if late else nullcontext():
-            module = make()
-    finally:
-        torch.set_default_dtype(before)
+    with making(device, dtype, late):
+        module = make()
     return module.to(dtype).eval().requires_grad_(False)
 
 

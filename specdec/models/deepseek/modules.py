@@ -14,7 +14,6 @@ rotated, V value dimension, L = C + R, Q = N + R, X = N + V, J heads of the inde
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
@@ -29,6 +28,7 @@ from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, RMSNorm
 from specdec.models.linear import ONLY, Linear
+from specdec.models.making import new_weight
 from specdec.ops.rope import Rotation
 
 LATENT_EPS = 1e-6  # eps of the norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
@@ -39,7 +39,7 @@ class IndexNorm(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+        self.weight, self.bias = new_weight(size), new_weight(size)
 
 
 class LatentAttention(nn.Module):

@@ -20,6 +20,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import lambda_init
 from specdec.models.layers import MLP, projection
 from specdec.models.linear import Linear
+from specdec.models.making import made_now
 from specdec.ops.rope import HeadPrep, Rotation
 
 
@@ -34,7 +35,7 @@ class DifferentialAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = projection(config, config.hidden_size, self.num_kv_heads)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
-        self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32))
+        self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32, device=made_now().device))
         self.lambda_init = lambda_init(layer)
         self.scale, self.eps = 1 - self.lambda_init, config.rms_norm_eps
 

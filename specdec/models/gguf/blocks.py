@@ -50,7 +50,7 @@ def numbers_of(rows: Tensor, type: str) -> Tensor:
 def dequantised(type: str, blocks_NB: Tensor) -> Tensor:
     """The numbers of blocks of a type, float32 [N, b].  blocks_NB: uint8."""
     known = BLOCKS[type]
-    out_Nb = torch.empty(len(blocks_NB), known.columns, device=blocks_NB.device)
+    out_Nb = torch.empty(len(blocks_NB), known.columns, dtype=torch.float32, device=blocks_NB.device)
     count = PIECE // known.columns
     for piece, out in zip(blocks_NB.split(count), out_Nb.split(count)):
         out.copy_(known.numbers(piece))

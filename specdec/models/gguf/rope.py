@@ -66,8 +66,8 @@ def _llama3(file: GgufFile, theta: Any, head_dim: Any) -> dict[str, Any]:
     if isinstance(theta, float) and theta > 1 and factor > 0:
         low, high, original = _LLAMA3.values()
         scaled = RopeConfig(theta, "llama3", factor, low, high, original)
-        wanted = inverse_frequencies(RopeConfig(theta), head_dim) / inverse_frequencies(scaled, head_dim)
-        if torch.allclose(factors, wanted, rtol=1e-4, atol=0):
+        turned, unscaled = (inverse_frequencies(rope, head_dim, torch.device("cpu")) for rope in (scaled, RopeConfig(theta)))
+        if torch.allclose(factors, unscaled / turned, rtol=1e-4, atol=0):
             return scaling
     raise ValueError(
         f"{file.path}: tensor {ROPE_FACTORS!r} must hold the factors of Llama 3.1's scaling (low_freq_factor 1, "

@@ -18,6 +18,7 @@ from specdec.models.experts import stored_experts
 from specdec.models.gpt_oss.config import GptOssConfig
 from specdec.models.layers import SelfAttention
 from specdec.models.linear import LinearStack
+from specdec.models.making import made_now, new_weight
 from specdec.ops.experts.coded import Form
 
 
@@ -26,7 +27,7 @@ class SinkAttention(SelfAttention):
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__(config, config.hidden_size)
-        self.sinks_Q = nn.Buffer(torch.empty(config.num_heads, dtype=torch.float32))
+        self.sinks_Q = nn.Buffer(torch.empty(config.num_heads, dtype=torch.float32, device=made_now().device))
 
     @property
     def scoring(self) -> Scoring:
@@ -38,9 +39,9 @@ class BiasedRouter(nn.Module):
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
-        self.chosen = config.chosen
-        self.weight_EH = nn.Buffer(torch.empty(config.count, config.hidden_size, dtype=torch.float32))
-        self.bias_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
+        self.chosen, device = config.chosen, made_now().device
+        self.weight_EH = nn.Buffer(torch.empty(config.count, config.hidden_size, dtype=torch.float32, device=device))
+        self.bias_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32, device=device))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
@@ -59,8 +60,8 @@ class BiasedExperts(nn.Module):
         self.router = BiasedRouter(config)
         self.gate_up_proj = LinearStack(E, H, {"gate_proj": width, "up_proj": width}, config.shard, "column")
         self.down_proj = LinearStack(E, width, {"down_proj": H}, config.shard, "row")
-        self.gate_up_bias_EG = nn.Parameter(torch.empty(E, 2 * width))
-        self.down_bias_EH = nn.Parameter(torch.empty(E, H)) if config.shard.rank == 0 else None
+        self.gate_up_bias_EG = new_weight(E, 2 * width)
+        self.down_bias_EH = new_weight(E, H) if config.shard.rank == 0 else None
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TH)

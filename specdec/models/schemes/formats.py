@@ -137,7 +137,8 @@ class Fp4:
             scales = source.take_codes(scale_name, grid, "F8_E4M3").to(device)
             of_all = take_scale(source, whole_name, one_of(source, whole_name, (), (1,)), device)
         else:
-            scales, of_all = take_powers(source, scale_name, grid, "U8", "F8_E8M0").to(device), torch.empty(0)
+            scales = take_powers(source, scale_name, grid, "U8", "F8_E8M0").to(device)
+            of_all = torch.empty(0, dtype=torch.float32, device="cpu")
         if not source.has_numbers:
             return None
         of_all = of_all.float()

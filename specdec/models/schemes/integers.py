@@ -209,7 +209,7 @@ def _order(
     if groups_I is None:
         return None
     I = len(groups_I)
-    in_order_I, order_I = torch.arange(I) // group, groups_I.argsort(stable=True)
+    in_order_I, order_I = torch.arange(I, dtype=torch.int64, device="cpu") // group, groups_I.argsort(stable=True)
     if not torch.equal(groups_I[order_I], in_order_I):
         found, counts = groups_I.unique(return_counts=True)
         raise source.refuse(

@@ -43,7 +43,9 @@ class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
         def attend(call: AttentionCall) -> Tensor:
             reach = call.sliding_window
             if reach not in segments:
-                segments[reach] = encoder_segment(cu_seqlens, S, torch.arange(S, device=device), reach, ragged=False)
+                segments[reach] = encoder_segment(
+                    cu_seqlens, S, torch.arange(S, dtype=torch.int64, device=device), reach, ragged=False
+                )
             q_SQD, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
             return attend_texts(backend, q_SQD, k_SKD, v_SKD, segments[reach], Scoring(call.scaling, call.softcap))[None]
 

@@ -52,7 +52,8 @@ class EncoderDecoderParts(Parts):
             freeze_rope(part)
         setattr(model, model.base_model_prefix, _PassThroughModel(self.decoder))
         self.head = model
-        self._sign = torch.empty(1, 1, 1, 1)  # never read; that a call was given it says that the call is cross attention
+        # Never read; that a call was given it says that the call is cross attention.
+        self._sign = self.decoder.get_input_embeddings().weight.new_empty(1, 1, 1, 1)
 
     def is_cross(self, call: AttentionCall) -> bool:
         """Whether a call of a pass of `hidden` reads the encoder's keys and values, which attention has to supply."""
@@ -60,7 +61,7 @@ class EncoderDecoderParts(Parts):
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, **more: Any) -> Tensor:
         """The decoder's hidden states [T, H] after the final norm."""
-        before_T = positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
+        before_T = positions_T - torch.arange(positions_T.shape[0], dtype=torch.int64, device=positions_T.device)
         unread = self.decoder.get_input_embeddings().weight.new_empty(1, 1, 1)
         text = StoredText(before_T, len(self.layers), self._sign)
         return self._decoded(ids_T, text, unread, position_ids=positions_T[None], **more)

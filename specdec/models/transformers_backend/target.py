@@ -9,14 +9,12 @@ Shapes: T tokens, H hidden or query heads, K kv heads, X = H + 2K, D head dim, V
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from specdec.attention.encoder.inputs import CrossInputs
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerInputs, QueryInputs, SplitInputs
@@ -28,12 +26,12 @@ from specdec.models.config import ModelConfig
 from specdec.models.gpt_oss.config import GPT_OSS
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
+from specdec.models.making import making
 from specdec.models.target import Target, TargetOutput
-from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
+from specdec.models.transformers_backend.attention import AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
-from specdec.models.transformers_backend.experts import EXPERTS
 from specdec.models.transformers_backend.last_rows import Cut, LastRows
-from specdec.models.transformers_backend.make_parts import auto_class, make_parts
+from specdec.models.transformers_backend.make import empty_model, filled_model, make_parts, usual_defaults
 from specdec.ops.cuda_graph import GraphSet, on_device
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -54,7 +52,7 @@ class TransformersTarget(Target):
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         self.parts = make_parts(model)
         self.decoder, self.head = self.parts.decoder, self.parts.head  # so that they move and count as ours
-        with torch.device("meta"):
+        with making(torch.device("meta"), table.dtype):
             self.embed_tokens = Embedding(table.shape[0], table.shape[1])
         self.embed_tokens.weight, self.lm_head = table, Linear.of(head.weight, head.bias)
         self.vocabulary = Vocabulary.of(head.out_features, ALONE)
@@ -142,7 +140,7 @@ class _CountedTokens:
     """
 
     def __init__(self, positions_T: Tensor) -> None:
-        self.before_T = positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
+        self.before_T = positions_T - torch.arange(positions_T.shape[0], dtype=torch.int64, device=positions_T.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         return self.before_T
@@ -161,11 +159,7 @@ def load_transformers_target(
     folder = checkpoint.folder
     hf_config = load_hf_config(folder)
     try:
-        with _no_progress_bar(), _no_report():
-            model, report = auto_class(hf_config).from_pretrained(
-                folder, config=hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
-                output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
-            )  # fmt: skip
+        model, report = filled_model(folder, hf_config, dtype)
     except Exception as error:  # of any kind: the code that loads is the model's own
         raise ValueError(f"{folder}: transformers can't load its weights: {one_line(error)}") from error
     _refuse_tensors(report, str(folder), mtp_prefixes(config))
@@ -174,10 +168,11 @@ def load_transformers_target(
         checkpoint.landed(name, weight)
     checkpoint.refuse_not_finite()
     target = target_class(config)(model, config)
-    check_tokens_are_apart(target, str(folder))
-    target.cuts_rows = rows_are_enough(target)
-    if cuda_graphs:
-        check_capturable(target, str(folder))
+    with usual_defaults():
+        check_tokens_are_apart(target, str(folder))
+        target.cuts_rows = rows_are_enough(target)
+        if cuda_graphs:
+            check_capturable(target, str(folder))
     return target
 
 
@@ -210,8 +205,7 @@ def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
 
     Tensors that transformers renames are not compared one by one, but all together.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in auto_class(hf_config).from_config(hf_config).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in empty_model(hf_config, torch.bfloat16).named_parameters()}
     for name in checkpoint.names():
         if name in shapes:
             checkpoint.expect(name, shapes[name], "its sizes")
@@ -235,29 +229,6 @@ def _refuse_tensors(report: dict[str, Any], where: str, elsewhere: tuple[str, ..
             raise ValueError(f"{where}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
 
 
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Inside, transformers draws none: it would stand in the middle of what the command line prints."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """Inside, transformers lists no tensors that it leaves out or makes up: they are a drafter's, or refused by name."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
 @torch.inference_mode()
 def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
     """ValueError if a token's state depends on other tokens but through attention: as a convolution's or a recurrence's does.
@@ -266,8 +237,8 @@ def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
     """
     run, order = lone_pass(target)
     states = run(order)
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    apart = run(torch.arange(len(order), device=order.device)).float()
+    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), dtype=torch.int64, device=order.device))
+    apart = run(torch.arange(len(order), dtype=torch.int64, device=order.device)).float()
     error = (states.index_select(0, back).float() - apart).norm() / apart.norm()
     if not error < MOST_MIXED:
         raise ValueError(
@@ -311,8 +282,8 @@ def check_capturable(target: TransformersTarget, where: str) -> None:
 def lone_pass(target: TransformersTarget) -> tuple[Callable[..., Tensor], Tensor]:
     """(hidden states [T, H] of a few tokens in an order, or of rows of them; an order), each token reading itself alone."""
     device, config, T = target.embed_tokens.weight.device, target.config, CHECK_TOKENS
-    ids_T = torch.arange(1, T + 1, device=device) * 7919 % config.vocab_size
-    positions_T = torch.arange(T, device=device) * 613 % config.max_position
+    ids_T = torch.arange(1, T + 1, dtype=torch.int64, device=device) * 7919 % config.vocab_size
+    positions_T = torch.arange(T, dtype=torch.int64, device=device) * 613 % config.max_position
 
     values: dict[int, Tensor] = {}
 
@@ -329,4 +300,4 @@ def lone_pass(target: TransformersTarget) -> tuple[Callable[..., Tensor], Tensor
         tokens = ids_T.index_select(0, order_T), positions_T.index_select(0, order_T)
         return target(*tokens, own_value, rows_R=rows_R).hidden_TH
 
-    return run, torch.arange(T - 1, -1, -1, device=device)
+    return run, torch.arange(T - 1, -1, -1, dtype=torch.int64, device=device)

@@ -15,11 +15,9 @@ from torch import Tensor
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
-from specdec.models.transformers_backend.experts import EXPERTS
-from specdec.models.transformers_backend.make_parts import auto_class, make_parts
+from specdec.models.transformers_backend.make import InDtype, empty_model, make_parts
 from specdec.models.transformers_backend.parts import Parts, Unsupported
 
-_OUR_FUNCTIONS = {"attn_implementation": NAME, "experts_implementation": EXPERTS}
 TOKENS = 3  # length of the traced text
 # Keyword arguments of attention that never change its result here: settings of the pass, and steps that the model did already.
 _HARMLESS = {
@@ -60,6 +58,7 @@ def trace(config: Any, where: str) -> Trace:
     calls: list[AttentionCall] = []
     of_encoder: list[AttentionCall] = []
     states: dict[int, Tensor] = {}
+    ids_T = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
@@ -72,12 +71,12 @@ def trace(config: Any, where: str) -> Trace:
         return call.query.transpose(1, 2)
 
     try:
-        with torch.device("meta"), torch.no_grad(), answering(record):
-            parts = make_parts(auto_class(config).from_config(config, **_OUR_FUNCTIONS, dtype=torch.bfloat16).eval())
+        with torch.device("meta"), InDtype(torch.float32), torch.no_grad(), answering(record):
+            parts = make_parts(empty_model(config, torch.bfloat16).eval())
             parts.on_layers(states.__setitem__)
             if isinstance(parts, EncoderDecoderParts):
-                kept = parts.read_text(torch.zeros(TOKENS, dtype=torch.long), record_encoder)
-            hidden = parts.hidden(torch.zeros(TOKENS, dtype=torch.long), torch.arange(TOKENS))
+                kept = parts.read_text(ids_T, record_encoder)
+            hidden = parts.hidden(ids_T, torch.arange(TOKENS, dtype=torch.int64, device="meta"))
             logits = parts.logits(hidden)
         if isinstance(parts, EncoderDecoderParts):
             calls = _own_calls(calls, of_encoder, parts, kept)

@@ -33,7 +33,7 @@ class Border(NamedTuple):
 
     def keeps(self, logits_RW: Tensor, scaled_RW: Tensor, first: int = 0) -> Tensor:
         """[R, W] bool: which tokens are kept.  scaled_RW: the logits divided by the temperature.  first: the run's first id."""
-        id_W = torch.arange(first, first + logits_RW.shape[1], device=logits_RW.device)
+        id_W = torch.arange(first, first + logits_RW.shape[1], dtype=torch.int64, device=logits_RW.device)
         least_R1 = self.least_R[:, None]
         stays_RW = (logits_RW > least_R1) | (logits_RW == least_R1) & (id_W <= self.last_R[:, None])
         return stays_RW & (scaled_RW >= self.lowest_R[:, None])
@@ -53,7 +53,7 @@ def borders(logits_RV: Tensor, filters: Filters) -> Border:
         return launch_borders(logits_RV, filters)
     rows, V = filters.expand_rows(len(logits_RV)), logits_RV.shape[1]
     sorted_RV, order_RV = (logits_RV.float() + 0.0).sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(V, device=logits_RV.device)
+    rank_V = torch.arange(V, dtype=torch.int64, device=logits_RV.device)
     beyond_k_RV = (rank_V >= rows.top_k_B[:, None]) & (rows.top_k_B > 0)[:, None]
     scaled_RV = sorted_RV / rows.heat_B[:, None]
     # Sums of integers are exact in any order.  A sum of floats has an order that depends on the number of rows, by which

@@ -58,7 +58,7 @@ def bins_of(logits_RW: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
     depth_RW = (largest_R[:, None] - logits_RW.float()) / heat_R1
     bin_RW = (depth_RW * PER_UNIT - SHIFT).floor() + 1
     bin_RW = torch.where(bin_RW < BINS - 1, bin_RW.clamp(min=0), BINS - 1).long()
-    bins_R2N = torch.zeros(len(logits_RW), 2, BINS, device=logits_RW.device)
+    bins_R2N = torch.zeros(len(logits_RW), 2, BINS, dtype=torch.float32, device=logits_RW.device)
     bins_R2N[:, 0].scatter_add_(1, bin_RW, torch.ones_like(depth_RW))
     bins_R2N[:, 1].scatter_add_(1, bin_RW, torch.exp(-depth_RW))
     return bins_R2N
@@ -67,14 +67,14 @@ def bins_of(logits_RW: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
 def floor_of(bins_R2N: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
     """[R] float32: `least_logits` of rows with these bins."""
     rows = filters.expand_rows(len(bins_R2N))
-    bins_N = torch.arange(BINS, device=bins_R2N.device)
+    bins_N = torch.arange(BINS, dtype=torch.int64, device=bins_R2N.device)
     count_RN, mass_RN = bins_R2N.cumsum(-1).unbind(1)
     enough_RN = (count_RN >= rows.top_k_B[:, None]) & (rows.top_k_B > 0)[:, None]
     last_R = torch.where(enough_RN, bins_N, BINS - 1).amin(-1)
     wanted_R = rows.top_p_B * mass_RN.gather(1, last_R[:, None])[:, 0]
     enough_RN = (mass_RN >= wanted_R[:, None]) & (rows.top_p_B < 1)[:, None]
     last_R = torch.minimum(last_R, torch.where(enough_RN, bins_N, BINS - 1).amin(-1))
-    edge_R = largest_R - rows.heat_B * (last_R + SHIFT) / PER_UNIT
+    edge_R = largest_R - rows.heat_B * (last_R.float() + SHIFT) / PER_UNIT
     floor_R = torch.where(last_R < BINS - 1, edge_R, -torch.inf)
     floor_R = torch.maximum(floor_R, largest_R + rows.heat_B * rows.min_p_B.log())
     return torch.where(rows.temperature_B > 0, floor_R, -torch.inf)

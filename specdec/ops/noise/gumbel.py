@@ -43,7 +43,7 @@ def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int
         from specdec.ops.noise.gumbel_triton import launch_gumbel_noise
 
         return launch_gumbel_noise(seed_R, position_R, vocab_size, first)
-    return token_noise(seed_R, position_R, torch.arange(first, first + vocab_size, device=seed_R.device))
+    return token_noise(seed_R, position_R, torch.arange(first, first + vocab_size, dtype=torch.int64, device=seed_R.device))
 
 
 def token_noise(seed_R: Tensor, position_R: Tensor, tokens_V: Tensor) -> Tensor:
@@ -95,12 +95,12 @@ def perturb(
         return launch_perturb(logits_RW, noise, offsets_V, first, floor_R)
     R, W = logits_RW.shape
     each = R // noise.seed_B.shape[0]
-    tokens_W = torch.arange(first, first + W, device=logits_RW.device)
+    tokens_W = torch.arange(first, first + W, dtype=torch.int64, device=logits_RW.device)
     if offsets_V is not None:
         tokens_W = tokens_W + offsets_V[first : first + W]
     noise_BW = token_noise(noise.seed_B, noise.lens_B.long() + noise.ahead, tokens_W)
     temperature_B1 = noise.temperature_B[:, None]
-    weight_B1 = torch.where(temperature_B1 > 0, noise.logit_weight, 1.0)
+    weight_B1 = torch.full_like(temperature_B1, noise.logit_weight).where(temperature_B1 > 0, 1.0)
     added_BW = noise_BW * (temperature_B1 * noise.noise_weight)
     logits_RW = logits_RW.float()
     if floor_R is not None:

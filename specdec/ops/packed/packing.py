@@ -103,6 +103,6 @@ def unpack_weight(weight: Packed) -> Tensor:
     high_OI = unpack("int4", weight.high_OJ, weight.columns).int()
     bits_OI = (low_OI & 128) << 8 | low_OI & 127 | weight.bases_O.int()[:, None] + (high_OI << 7)
     bits_OI = bits_OI.short()
-    rows_N = torch.arange(weight.rows, device=low_OI.device).repeat_interleave(weight.starts.diff())
+    rows_N = torch.arange(weight.rows, dtype=torch.int64, device=low_OI.device).repeat_interleave(weight.starts.diff())
     bits_OI[rows_N, weight.columns_N.long()] = weight.far_N
     return bits_OI.view(torch.bfloat16)

@@ -134,7 +134,7 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
     if any(problems):
         give_back()
         raise Unreachable("; ".join(text for text in problems if text))
-    fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    fault = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
     table_X = torch.tensor([*addresses, fault.data_ptr()], dtype=torch.int64, device=device)
     counts_C = torch.zeros(layout.channels, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)  # kernels read these before they wait for the work in front of them

@@ -67,7 +67,7 @@ def _times(group: Group) -> dict[str, list[float]]:
 
 
 def _microseconds(group: Group, rows: int) -> float:
-    x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator("cuda"), dtype=torch.bfloat16, device="cuda")
     weight = torch.ones(HIDDEN, dtype=x.dtype, device="cuda")
     chain = partial(_chain, group, x, weight)
     chain()

@@ -52,11 +52,12 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     if not spec.own_lm_head:
         head.lm_head = model.lm_head
     head.requires_grad_(True)
+    generator = torch.Generator(device).manual_seed(run.seed)
     with torch.no_grad():
         for name, module in head.named_modules():
-            _fill(module, name)
+            _fill(module, name, generator)
         if isinstance(head, PEagleHead):
-            head.mask_hidden_F.normal_(std=0.02)
+            head.mask_hidden_F.normal_(std=0.02, generator=generator)
             head.embed_tokens.weight.copy_(model.embed_tokens.weight)
         if spec.own_lm_head:
             head.lm_head.tensors()["weight"].tensor.copy_(model.lm_head.rows(draft_ids_V.to(device)))
@@ -65,7 +66,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     head.embed_tokens.requires_grad_(spec.own_embeddings)
     head.lm_head.requires_grad_(run.kind in ("eagle3", "p-eagle"))
     if spec.own_lm_head:
-        head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
+        head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V), dtype=torch.int64, device="cpu")).to(device)
     return head
 
 
@@ -89,17 +90,17 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
     return replace(spec, block=block, own_embeddings=owns, own_lm_head=owns or vocab < config.vocab_size)
 
 
-def _fill(module: nn.Module, name: str) -> None:
+def _fill(module: nn.Module, name: str, generator: torch.Generator) -> None:
     """Random matrices, norms of 1.  What a head shares with its target has no module of its own yet, or one to be copied."""
     if name in ("embed_tokens", "lm_head"):
         return
     if isinstance(module, Linear):
         assert module.weight is not None
-        module.weight.normal_(std=0.02)
+        module.weight.normal_(std=0.02, generator=generator)
         if module.bias is not None:
             module.bias.zero_()
     elif isinstance(module, Embedding):
-        module.weight.normal_(std=0.02)
+        module.weight.normal_(std=0.02, generator=generator)
     elif isinstance(module, RMSNorm):
         module.weight.fill_(1.0)
     elif isinstance(module, SelfAttention) and isinstance(module.qk_norm, HeadsRMSNorm):

@@ -33,7 +33,7 @@ def config_of(head: Eagle3Head) -> dict[str, Any]:
 def tensors_of(head: Eagle3Head) -> dict[str, Tensor]:
     """Every tensor of the layout, by name."""
     assert head.d2t_V is not None
-    ids_V = head.d2t_V + torch.arange(len(head.d2t_V), device=head.d2t_V.device)
+    ids_V = head.d2t_V + torch.arange(len(head.d2t_V), dtype=torch.int64, device=head.d2t_V.device)
     t2d = torch.zeros(head.config.model.vocab_size, dtype=torch.bool, device=ids_V.device).index_fill_(0, ids_V, True)
     return {**split_weights(head), "d2t": head.d2t_V, "t2d": t2d}
 

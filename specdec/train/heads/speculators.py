@@ -110,7 +110,7 @@ def tensors_of(head: Eagle3Head | DFlashHead) -> dict[str, Tensor]:
     if spec.draft_vocab_size != spec.model.vocab_size:
         assert head.d2t_V is not None
         named["d2t"] = head.d2t_V
-        ids_V = head.d2t_V + torch.arange(len(head.d2t_V), device=head.d2t_V.device)
+        ids_V = head.d2t_V + torch.arange(len(head.d2t_V), dtype=torch.int64, device=head.d2t_V.device)
         named["t2d"] = torch.zeros(spec.model.vocab_size, dtype=torch.bool, device=ids_V.device).index_fill_(0, ids_V, True)
     return named
 

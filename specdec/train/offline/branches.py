@@ -64,7 +64,7 @@ class BranchPairs:
         )
         self.own[layer] = k_PKJND, v_PKJND
         q = q.unflatten(2, (k.shape[2], -1)).float() / math.sqrt(q.shape[-1])
-        at_T, at_J = (torch.arange(n, device=q.device) for n in (k_NTD.shape[1], k_PKJND.shape[2]))
+        at_T, at_J = (torch.arange(n, dtype=torch.int64, device=q.device) for n in (k_NTD.shape[1], k_PKJND.shape[2]))
         reads_PT, reads_PJ = at_T < self.places_P[:, None], torch.ones_like(at_J, dtype=torch.bool).expand(P, -1)
         if not kind.reads_all:
             first_P1 = kind.first_keys(self.places_P + at_J[-1])[:, None]
@@ -84,7 +84,7 @@ class Branches:
     def __init__(self, head: EagleHead, ids_T: Tensor, features_TF: Tensor) -> None:
         self.head, self.ids_T = head, ids_T
         self.text = KeptPairs(head.config.model.layer_kinds)
-        positions_T = torch.arange(len(ids_T) - 1, device=ids_T.device)
+        positions_T = torch.arange(len(ids_T) - 1, dtype=torch.int64, device=ids_T.device)
         self.hidden_TH = head(ids_T[1:], head.fuse(features_TF[:-1]), positions_T, self.text)
 
     def trees(self, places_P: Tensor, spec: SpecConfig) -> DraftTree:

@@ -64,7 +64,9 @@ def count(
     found = []
     for spec in specs:
         accepted_P = torch.zeros(len(ids_T), dtype=torch.int64, device=ids_T.device)
-        for places_P in torch.arange(prompt, last, device=ids_T.device).split(PLACES) if prompt < last else ():
+        for places_P in (
+            torch.arange(prompt, last, dtype=torch.int64, device=ids_T.device).split(PLACES) if prompt < last else ()
+        ):
             accepted_P[places_P] = accepted(trees(places_P, spec), ids_T, places_P)
         stats, place, deepest = Stats(prefill_tokens=1), prompt, min(spec.max_steps, spec.num_draft_tokens - 1)
         taken = accepted_P.tolist()

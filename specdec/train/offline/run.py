@@ -21,6 +21,7 @@ from specdec.draft.load import empty_head, load_head
 from specdec.generation import Stats
 from specdec.limits import MAX_PAUSE
 from specdec.loading.resolve import resolve_device
+from specdec.loading.threads import using_threads
 from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
@@ -46,7 +47,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
     for spec in specs:
         if spec.is_auto:
             raise ValueError(f"--spec must name its levels for eval-head, got {spec.label}; nearest: {SpecConfig().label}")
-        empty.check(spec)
+        empty.shapes(spec, warns=True)
     return config
 
 
@@ -69,7 +70,7 @@ def eval_head(
     length = max(map(len, prompts)) + max_tokens + more
     without_head = {name: getattr(EngineOptions(), name) for name in HEADS_ONLY}
     decoder = SpecDecoder.from_pretrained(target, options=replace(options, max_seq_len=length, **without_head))
-    with decoder:
+    with decoder, using_threads(decoder.settings.threads):
         sampling = SamplingParams(max_tokens=max_tokens + more, ignore_eos=True)
         outputs = decoder.generate([list(ids) for ids in prompts], sampling, speculate=False)
         model, settings = decoder.model, decoder.settings
@@ -78,7 +79,7 @@ def eval_head(
         assert isinstance(drafter, EagleHead | DFlashHead)
         parts: list[list[Stats]] = []
         for output in outputs:
-            ids_T = torch.tensor(output.prompt_token_ids + output.token_ids, device=settings.device)
+            ids_T = torch.tensor(output.prompt_token_ids + output.token_ids, dtype=torch.int64, device=settings.device)
             seen = read_rows(model, ids_T[None], drafter.config.aux_layers)
             ends = [i for i, token in enumerate(output.token_ids[:max_tokens]) if token in decoder.eos_ids]
             tokens = ends[0] + 1 if ends else max_tokens

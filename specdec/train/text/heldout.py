@@ -94,11 +94,11 @@ def openings(documents: Sequence[Document], count: int, seen: Sequence[Document]
     ValueError if there are fewer such documents.
     """
     known = "\n".join(document.text for document in seen).lower()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     found: list[str] = []
     for document in documents:
         words = document.text.split("\n")[0].split(" ")
-        opening = " ".join(words[: int(torch.randint(12, 26, (), generator=generator))])
+        opening = " ".join(words[: int(torch.randint(12, 26, (), generator=generator, dtype=torch.int64, device="cpu"))])
         if len(words) > 25 and opening.lower() not in known and len(found) < count:
             found.append(opening)
     if len(found) < count:

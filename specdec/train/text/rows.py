@@ -21,13 +21,13 @@ class TokenRows:
     """
 
     def __init__(self, documents: Sequence[str], encode: Callable[[str], list[int]], width: int, device: str = "cpu") -> None:
-        pieces = [torch.tensor(encode(document), dtype=torch.int64) for document in documents]
-        self.lengths = torch.tensor([len(piece) for piece in pieces])
-        self.tokens = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        pieces = [torch.tensor(encode(document), dtype=torch.int64, device="cpu") for document in documents]
+        self.lengths = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64, device="cpu")
+        self.tokens = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
         self.width, self.device, self.rows = width, device, len(self.tokens) // width
         if not self.rows:
             raise ValueError(f"text: expected at least {width} tokens (one row), got {len(self.tokens)}")
-        self._epoch, self._cached = -1, torch.empty(0)
+        self._epoch, self._cached = -1, torch.empty(0, dtype=torch.int64, device="cpu")
 
     def in_order(self) -> torch.Tensor:
         """All full rows [rows, width] int64, with documents in the order of the files."""
@@ -36,11 +36,12 @@ class TokenRows:
     def epoch(self, number: int, seed: int) -> torch.Tensor:
         """All full rows [rows, width] of epoch `number`.  They depend on (number, seed) alone, so a resumed run can read on."""
         if number != self._epoch:
-            order = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(seed * 100003 + number))
+            generator = torch.Generator("cpu").manual_seed(seed * 100003 + number)
+            order = torch.randperm(len(self.lengths), generator=generator, dtype=torch.int64, device="cpu")
             starts = (self.lengths.cumsum(0) - self.lengths)[order]
             lengths = self.lengths[order]
             shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-            shuffled = self.tokens[torch.arange(len(self.tokens)) + shift]
+            shuffled = self.tokens[torch.arange(len(self.tokens), dtype=torch.int64, device="cpu") + shift]
             rows = shuffled[: self.rows * self.width].view(self.rows, self.width)
             self._epoch, self._cached = number, rows.to(self.device)
         return self._cached
