@@ -35,10 +35,10 @@ Misreading = tuple[str, Any, tuple[int, ...]]  # a name, the head read so, the l
 # Drafts of a chain: as many as the default tree has levels.  A misreading may spare a chain's first draft (one of the state
 # that is recycled does), and several in a row tell readings apart that one draft hardly does.
 DRAFTS = 5
-# A threshold.  Heads damaged in 120 ways say what it means (benchmarks/texts/README.md, "The look at a head"): along texts of
-# the target's own, those with less than this make at most 1.2 tokens a round of the chain (5,1,6) and 1.4 of the tree (5,4,16),
-# which take 1.28 and 1.35 times as long as a plain step.  A head that was trained on texts of another kind is right less often
-# along this text than along those, so heads with more may well pay.
+# A threshold.  Some 160 damaged heads say what it means (benchmarks/texts/README.md, "The look at a head"): along texts of the
+# target's own, the 87 with less than this make at most 1.2 tokens a round of the chain (5,1,6) and 1.4 of the tree (5,4,16).
+# These rounds take about 1.3 times as long as a plain step of an 8B target.  A head that was trained on texts of another kind
+# is right less often along this text than along those, so one with more may well pay.
 LEAST_ACCEPTED = 0.02
 LEAST_GAIN, LEAST_RATIO = 0.05, 2.0  # of a reading that is clearly better
 DOUBTFUL = 0.1  # below this share, parts of the files are doubted too, which takes memory for other tables
