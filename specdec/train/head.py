@@ -34,6 +34,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions, usable_cpus
+from specdec.progress import show_progress
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
@@ -79,10 +80,14 @@ def train_head(
     _check_machine(device, threads)
     layers = _check(run, choose_target(resolve_target(target, "target")).config, str(target), aux_layers)
     folder = prepare_out(out, resume, overwrite, keep=[target])
-    corpus = load_corpus(texts, run.held_out, split, eval_texts)
-    torch.manual_seed(run.seed)
-    decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
-    prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
+    with show_progress("train", "parts") as show:
+        show("reading texts", 0, 1)
+        corpus = load_corpus(texts, run.held_out, split, eval_texts)
+        torch.manual_seed(run.seed)
+        show("loading the target", 0, 1)
+        decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
+        show("choosing prompts", 0, 1)
+        prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
     notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
     print("\n".join([*notes, _memory(run, model, len(layers))]), flush=True)
     set_training_threads(decoder.settings.device, threads)
@@ -194,7 +199,8 @@ def _objective(
     """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     kept = min(256, max(1, len(rows) // 20))
     train = len(rows) - kept
-    states = States(model, rows, head.config.aux_layers, run.keep_states << 20)
+    with show_progress("train", "texts") as show:
+        states = States(model, rows, head.config.aux_layers, run.keep_states << 20, show)
     weight_VH = model.lm_head.rows(draft_ids_V)
 
     def loss_of(seen: Seen, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -232,7 +238,7 @@ def _report(decoder: SpecDecoder, folder: Path, prompts: list[list[int]], run: H
         measured = replace(settings.with_options(max_batch_size=32), spec=spec, max_seq_len=run.width - lookahead)
         pair = SpecDecoder(decoder.model, head, measured, decoder.tokenizer)
         sampling = [SamplingParams(max_tokens=run.width - len(prompt) - lookahead) for prompt in prompts]
-        stats = Stats.total([output.stats for output in pair.generate(prompts, sampling)])
+        stats = Stats.total([output.stats for output in pair.generate(prompts, sampling, progress=True)])
         name = f"S={spec.num_steps} k={spec.topk} nd={spec.num_draft_tokens}"
         by_depth = " ".join(f"{share:.3f}" for share in stats.acceptance_by_depth)
         print(f"held-out accept length at {name}: {stats.accept_length:.3f} (by depth {by_depth})", flush=True)

@@ -224,7 +224,7 @@ def test_rows_are_written_once_with_seeds_of_their_own(monkeypatch: pytest.Monke
     monkeypatch.setattr("specdec.train.selftext.ROUND", 4)
     asked: list[tuple[list[int], SamplingParams]] = []
 
-    def generate(prompts: list[list[int]], sampling: list[SamplingParams], speculate: bool) -> list[SimpleNamespace]:
+    def generate(prompts: list[list[int]], sampling: list[SamplingParams], **_: bool) -> list[SimpleNamespace]:
         asked.extend(zip(prompts, sampling, strict=True))
         return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[len(asked)] * 3) for prompt in prompts]
 
