@@ -88,27 +88,23 @@ def train_head(
         decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
         show("choosing prompts", 0, 1)
         prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
-    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
-    print("\n".join([*notes, _memory(run, model, len(layers))]), flush=True)
+    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, model, len(layers))]
+    print("\n".join(notes), flush=True)
     set_training_threads(decoder.settings.device, threads)
     if overwrite:
         forget_run(folder)
-    made_of = {
-        "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
-        "text": text_fingerprint(document.text for document in corpus.train),
-    }
+    made_of = _origin(model, corpus.train)
     rows = _rows(decoder, corpus.train, run, made_of, folder / "self_text.pt", resume).to(decoder.settings.device)
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
     head = new_head(model, layers, draft_ids_V, run)
     schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
-    begun: dict[str, Any] = {**vars(run), **made_of, "aux_layers": layers}
+    begun = {**vars(run), **made_of, "aux_layers": layers}
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     with fast_products():  # the target's states too, so that they are the same whether they are kept or not
         loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
-        progress = fit(
-            schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head, target)
-        )
+        layout = run.layout_of_head
+        progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, layout, target))
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
@@ -173,6 +169,14 @@ def _memory(run: HeadRun, model: Target, features: int) -> str:
 
 def _command(target: str | Path, folder: Path) -> str:
     return f"specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}"
+
+
+def _origin(model: Target, documents: Sequence[Document]) -> dict[str, Any]:
+    """Short names of the target and of the text, which tell a run from others."""
+    return {
+        "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
+        "text": text_fingerprint(document.text for document in documents),
+    }
 
 
 def _rows(
