@@ -244,10 +244,9 @@ class EngineOptions:
     )
     smoke: bool = option(
         True,
-        "compare the draft head with the target on a short text when it is loaded, and warn if they rarely agree",
-        details="The warning names the reading of the head's files that would have been better, if there is one: other "
-        "layers, norms in other places, another vocabulary map.  It takes some passes over about 100 tokens, and the target's "
-        "tokenizer.",
+        "have the draft head draft along a short text when it is loaded, and warn if the target would accept hardly any of it",
+        details="The warning names the reading of the head's files that is clearly better, if there is one: other layers, "
+        "other embeddings, another vocabulary map.  It takes some passes over about 250 tokens, and the target's tokenizer.",
     )
 
     def __post_init__(self) -> None:

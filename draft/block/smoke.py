@@ -14,13 +14,14 @@ from torch import Tensor
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.broken import fault_of, replaced_parts
 from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.smoke import (
+    DRAFTS,
     Look,
     Misreading,
-    Score,
     Seen,
-    logp_of,
+    is_right,
     misread_config,
     misread_layers,
     misread_residual,
@@ -28,20 +29,21 @@ from specdec.draft.smoke import (
 )
 from specdec.models.target import Target
 
-STEPS = 2  # tokens of each block
-
 
 class BlockLook(Look):
-    """A place's score is that of the first tokens of a block that begins there."""
+    """A chain is the first tokens of the block that begins at its place."""
 
-    def score(self, seen: Seen, head: PEagleHead | DFlashHead, layers: tuple[int, ...]) -> Score:
-        last = len(seen.ids_T) - STEPS
-        anchors_A = torch.arange(1, last + 1, dtype=torch.int64, device=seen.ids_T.device)
-        steps = min(STEPS, head.block.most_steps or STEPS)
-        after_AS = anchors_A[:, None] + torch.arange(steps, dtype=torch.int64, device=anchors_A.device)
-        (hidden_ASH,) = head.drafts(seen.features(layers)[None], seen.ids_T[None], anchors_A[None], steps)
-        own_AS, right_AS = logp_of(head, logits_of(head, hidden_ASH, seen.ids_T[after_AS]), seen.chosen_P[after_AS - 1])
-        return Score(float(right_AS[:, 0].float().mean()), own_AS.sum(1))
+    def drafts(self, head: PEagleHead | DFlashHead) -> int:
+        size = head.block.size  # one less, so that it is the same whether the first row drafts or not
+        return min(DRAFTS, max(1, size - 1)) if size else DRAFTS
+
+    def rights(self, seen: Seen, head: PEagleHead | DFlashHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
+        S, device = self.drafts(head), seen.ids_T.device
+        anchors_A = torch.arange(1, len(seen.ids_T) - S + 1, dtype=torch.int64, device=device)
+        after_AS = anchors_A[:, None] + torch.arange(S, dtype=torch.int64, device=device)
+        (hidden_ASH,) = head.drafts(seen.features(layers)[None], seen.ids_T[None], anchors_A[None], S)
+        logits_ASV = logits_of(head, hidden_ASH, seen.ids_T[after_AS])
+        yield from is_right(head, logits_ASV, seen.chosen_P[after_AS - 1]).unbind(1)
 
     def misreadings(self, head: PEagleHead | DFlashHead, target: Target) -> Iterator[Misreading]:
         layers = head.config.aux_layers
@@ -50,7 +52,7 @@ class BlockLook(Look):
             yield from misread_residual(head)
         else:
             block = head.block
-            if block.size > STEPS + 1:
+            if block.size > 1:
                 place = "after it" if block.skips_anchor else "of its own"
                 yield (
                     f"rows that draft the token of the place {place} (sample_from_anchor)",
@@ -65,6 +67,12 @@ class BlockLook(Look):
                 layers,
             )
         yield from misread_config(head, target)
+
+    def repairs(self, head: PEagleHead | DFlashHead, target: Target, seen: Seen) -> Iterator[Misreading]:
+        return replaced_parts(head, target, seen.chosen_P)
+
+    def fault(self, head: PEagleHead | DFlashHead, is_useless: bool) -> str:
+        return fault_of(head, is_useless)
 
 
 def logits_of(head: PEagleHead | DFlashHead, hidden_ASH: Tensor, before_AS: Tensor) -> Tensor:

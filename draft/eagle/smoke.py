@@ -1,4 +1,4 @@
-"""How EAGLE heads are looked at when they are loaded (draft/smoke.py): two steps from the target's features.
+"""How EAGLE heads are looked at when they are loaded (draft/smoke.py): chains of drafts from the target's features.
 
 Shapes: P pairs, F features of one token, H hidden.
 """
@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
+from specdec.draft.broken import fault_of, replaced_parts
 from specdec.draft.eagle.head import Eagle3Head, EagleHead
 from specdec.draft.smoke import (
     Look,
     Misreading,
-    Score,
     Seen,
-    logp_of,
+    is_right,
     misread_config,
     misread_layers,
     misread_residual,
@@ -30,23 +31,20 @@ from specdec.models.target import Target
 class StepLook(Look):
     """Of heads that draft a level a pass.
 
-    A place's score is that of the step from the target's true features, and of the step from the head's own output one place
-    before.
+    Each pass goes along the whole text, and reads its own outputs one place before in place of the target's features.  So a
+    chain's later drafts also read pairs before the chain as the head would have drafted them, and are right a little less often
+    than where only the chain's own pairs are the head's.
     """
 
-    def score(self, seen: Seen, head: StepHead, layers: tuple[int, ...]) -> Score:
-        P = len(seen.chosen_P)
+    def rights(self, seen: Seen, head: StepHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
+        P, S = len(seen.chosen_P), self.drafts(head)
         next_P, positions_P = seen.ids_T[1:], torch.arange(P, dtype=torch.int64, device=seen.ids_T.device)
-        hidden_PH, agreement = head.fuse(seen.features(layers)[:P]), 0.0
-        total_P = torch.zeros(P, dtype=torch.float32, device=seen.ids_T.device)
-        for step in range(2):
+        hidden_PH = head.fuse(seen.features(layers)[:P])
+        for step in range(S):
             hidden_PH = head(next_P, hidden_PH, positions_P, DenseAttention(head.needs.models[0].layer_kinds))
-            own_P, right_P = logp_of(head, head.logits(hidden_PH), seen.chosen_P)
-            total_P = total_P + own_P.where(positions_P >= step, 0.0)
-            if not step:
-                agreement = float(right_P.float().mean())
+            right_P = is_right(head, head.logits(hidden_PH), seen.chosen_P)
+            yield right_P[step : P - S + 1 + step]  # by the place at which the chain begins
             hidden_PH = torch.cat((hidden_PH[:1], hidden_PH[:-1]))
-        return Score(agreement, total_P)
 
 
 class EagleLook(StepLook):
@@ -57,6 +55,7 @@ class EagleLook(StepLook):
         if not isinstance(head, Eagle3Head):
             if not target.config.features_refusal:
                 yield "the feature taken before the target's final norm", head, (target.config.num_layers - 1,)
+            yield from misread_config(head, target)
             return
         yield from misread_layers(head, target)
         yield from misread_residual(head)
@@ -71,3 +70,9 @@ class EagleLook(StepLook):
             layers,
         )
         yield from misread_config(head, target)
+
+    def repairs(self, head: EagleHead, target: Target, seen: Seen) -> Iterator[Misreading]:
+        return replaced_parts(head, target, seen.chosen_P)
+
+    def fault(self, head: EagleHead, is_useless: bool) -> str:
+        return fault_of(head, is_useless)

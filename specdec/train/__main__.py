@@ -93,7 +93,17 @@ def _setting_flags(parser: argparse.ArgumentParser, run: type[HeadRun] | type[Ta
             parser.add_argument(flag, choices=choices, default=field.default, help=about)
             continue
         kind, metavar = (float, "X") if isinstance(field.default, float) else (int, "N")
-        parser.add_argument(flag, type=kind, default=field.default, metavar=metavar, help=about)
+        read = _rows if field.name == "texts" else kind
+        parser.add_argument(flag, type=read, default=field.default, metavar=metavar, help=about)
+
+
+def _rows(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected how many rows the target writes, got {text[:80]!r}; files of text are named by --text"
+        ) from None
 
 
 def _layers(text: str) -> tuple[int, ...]:

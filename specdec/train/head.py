@@ -35,6 +35,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions, usable_cpus
+from specdec.progress import show_progress
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
@@ -82,30 +83,31 @@ def train_head(
     """
     _check_machine(device, threads)
     layers = _check(run, choose_target(resolve_target(target, "target")).config, str(target), aux_layers)
-    folder, corpus = prepare_out(out, resume, overwrite, keep=[target]), load_corpus(texts, run.held_out, split, eval_texts)
-    decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
-    prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
+    folder = prepare_out(out, resume, overwrite, keep=[target])
+    with show_progress("train", "parts") as show:
+        show("reading texts", 0, 1)
+        corpus = load_corpus(texts, run.held_out, split, eval_texts)
+        show("loading the target", 0, 1)
+        decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
+        show("choosing prompts", 0, 1)
+        prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
     notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, model, len(layers))]
     print("\n".join(notes), flush=True)
     set_training_threads(decoder.settings.device, threads)
     if overwrite:
         forget_run(folder)
-    made_of: dict[str, Any] = {
-        "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
-        "text": text_fingerprint(document.text for document in corpus.train),
-    }
+    made_of = _origin(model, corpus.train)
     rows = _rows(decoder, corpus.train, run, made_of, folder / "self_text.pt", resume).to(decoder.settings.device)
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
     head = new_head(model, layers, draft_ids_V, run)
     schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
-    begun, optimizer = {**vars(run), **made_of, "aux_layers": layers}, make_optimizer(head, schedule)
-    checkpoint = Checkpoint(folder / "checkpoint.pt", head, optimizer, begun)
+    begun = {**vars(run), **made_of, "aux_layers": layers}
+    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
         loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
-        progress = fit(
-            schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head, target)
-        )
+        layout = run.layout_of_head
+        progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, layout, target))
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
@@ -172,6 +174,14 @@ def _command(target: str | Path, folder: Path) -> str:
     return f"specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}"
 
 
+def _origin(model: Target, documents: Sequence[Document]) -> dict[str, Any]:
+    """Short names of the target and of the text, which tell a run from others."""
+    return {
+        "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
+        "text": text_fingerprint(document.text for document in documents),
+    }
+
+
 def _rows(
     decoder: SpecDecoder, documents: list[Document], run: HeadRun, origin: dict[str, str], path: Path, resume: bool
 ) -> Tensor:
@@ -196,7 +206,8 @@ def _objective(
     """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     kept = min(256, max(1, len(rows) // 20))
     train = len(rows) - kept
-    states = States(model, rows, head.config.aux_layers, run.keep_states << 20)
+    with show_progress("train", "texts") as show:
+        states = States(model, rows, head.config.aux_layers, run.keep_states << 20, show)
     weight_VH = model.lm_head.rows(draft_ids_V)
 
     def loss_of(seen: Seen, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -234,7 +245,7 @@ def _report(decoder: SpecDecoder, folder: Path, prompts: list[list[int]], run: H
         measured = replace(settings.with_options(max_batch_size=32), spec=spec, max_seq_len=run.width - lookahead)
         pair = SpecDecoder(decoder.model, head, measured, decoder.tokenizer)
         sampling = [SamplingParams(max_tokens=run.width - len(prompt) - lookahead) for prompt in prompts]
-        stats = Stats.total([output.stats for output in pair.generate(prompts, sampling)])
+        stats = Stats.total([output.stats for output in pair.generate(prompts, sampling, progress=True)])
         name = f"S={spec.num_steps} k={spec.topk} nd={spec.num_draft_tokens}"
         by_depth = " ".join(f"{share:.3f}" for share in stats.acceptance_by_depth)
         print(f"held-out accept length at {name}: {stats.accept_length:.3f} (by depth {by_depth})", flush=True)

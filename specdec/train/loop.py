@@ -1,16 +1,14 @@
 """A training loop for small models: AdamW, warm-up and cosine schedule, gradient clipping, evaluation, resuming.
 
-This file knows steps, losses, checkpoint files and how to report progress.  It does not know what the model is or what the
+This file knows steps, losses, and checkpoint files.  It does not know what the model is or what the
 model reads: the loss and the evaluation are callables.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,9 +16,8 @@ from typing import Any
 
 import torch
 
+from specdec.progress import show_progress
 from specdec.train.folder import check_same
-
-TIMED = 20  # steps after which a run says how long it will take
 
 
 @dataclass(frozen=True)
@@ -106,36 +103,6 @@ class Checkpoint:
         return Progress(**state["progress"])
 
 
-@contextmanager
-def reporter(total: int, start: int) -> Iterator[Callable[[int, str, bool], None]]:
-    """Gives the function report(step, text, milestone), which shows the progress of a run of `total` steps.
-
-    On a terminal a bar shows every step, and the text of the last milestone.  Elsewhere each milestone is one line, and so is
-    the step after which the time of a step is known.  start: the step that the run begins at.
-    """
-    if not sys.stderr.isatty():
-        begun = time.monotonic()
-
-        def report_line(step: int, text: str, milestone: bool) -> None:
-            if milestone or step == start + TIMED:
-                left = (time.monotonic() - begun) / max(1, step - start) * (total - step) / 60
-                print(f"step {step}/{total} {text}" + (f" (about {left:.0f} min left)" if left >= 1 else ""), flush=True)
-
-        yield report_line
-        return
-    from rich.progress import Progress as Bar  # imported here, since only a terminal needs it
-
-    with Bar(*Bar.get_default_columns(), "{task.fields[text]}") as bar:
-        task = bar.add_task("train", total=total, completed=start, text="")
-
-        def report(step: int, text: str, milestone: bool) -> None:
-            bar.update(task, completed=step)
-            if milestone:
-                bar.update(task, text=text)
-
-        yield report
-
-
 def fit(
     schedule: Schedule,
     checkpoint: Checkpoint,
@@ -150,12 +117,13 @@ def fit(
     batches as an uninterrupted one.
     evaluate: the evaluation loss of the model as it is.  on_best: called when that loss is the lowest so far.
     The loop evaluates and saves the checkpoint every schedule.eval_every steps and after the last one.  ValueError if the
-    training loss is inf or NaN then.
+    training loss is inf or NaN then.  Each evaluation prints a line; stderr shows the steps.
     """
     model, optimizer = checkpoint.model, checkpoint.optimizer
     model.train()
     started, before = time.monotonic(), progress.seconds
-    with reporter(schedule.steps, progress.step) as report:
+    with show_progress("train", "steps") as show:
+        show("training", progress.step, schedule.steps)
         for step in range(progress.step, schedule.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(schedule, step)
@@ -165,13 +133,12 @@ def fit(
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             progress.step = step + 1
-            milestone = progress.step % schedule.eval_every == 0 or progress.step == schedule.steps
-            text = ""
-            if milestone:
+            if progress.step % schedule.eval_every == 0 or progress.step == schedule.steps:
                 progress.seconds = before + time.monotonic() - started
                 text = _milestone(progress, loss.item(), evaluate(), norm.item(), on_best)
                 checkpoint.save(progress)
-            report(progress.step, text, milestone)
+                print(f"step {progress.step}/{schedule.steps} {text}", flush=True)
+            show("training", progress.step, schedule.steps)
     return progress
 
 

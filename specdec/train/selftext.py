@@ -12,12 +12,11 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.train.loop import reporter
 from specdec.train.settings import HeadRun
 from specdec.train.text.documents import Document
 from specdec.train.text.openings import opening_ids
 
-ROUND = 512  # prompts of one call of generate; progress is saved and shown after each call
+ROUND = 512  # prompts of one call of generate; rows are saved after each call
 
 
 def train_prompts(decoder: SpecDecoder, documents: Sequence[Document], count: int, run: HeadRun) -> list[list[int]]:
@@ -82,21 +81,18 @@ def write_rows(
     generator = torch.Generator("cpu").manual_seed(seed)
     greedy = (torch.rand(len(prompts), generator=generator, dtype=torch.float32, device="cpu") < greedy_share).tolist()
     done = int((rows[:, 0] >= 0).sum())
-    with reporter(len(prompts), done) as report:
-        for start in range(done, len(prompts), ROUND):
-            batch = range(start, min(start + ROUND, len(prompts)))
-            sampling = [
-                SamplingParams(
-                    max_tokens=width - len(prompts[i]), temperature=0.0 if greedy[i] else 1.0, seed=seed * 1_000_003 + i
-                )
-                for i in batch
-            ]
-            outputs = decoder.generate([list(prompts[i]) for i in batch], sampling, speculate=False)
-            for i, output in zip(batch, outputs, strict=True):
-                ids = (output.prompt_token_ids + output.token_ids)[:width]
-                rows[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
-            save()
-            report(batch[-1] + 1, "texts written", batch[-1] + 1 == len(prompts) or start // ROUND % 8 == 0)
+    for start in range(done, len(prompts), ROUND):
+        batch = range(start, min(start + ROUND, len(prompts)))
+        sampling = [
+            SamplingParams(max_tokens=width - len(prompts[i]), temperature=0.0 if greedy[i] else 1.0, seed=seed * 1_000_003 + i)
+            for i in batch
+        ]
+        outputs = decoder.generate([list(prompts[i]) for i in batch], sampling, speculate=False, progress=True)
+        for i, output in zip(batch, outputs, strict=True):
+            ids = (output.prompt_token_ids + output.token_ids)[:width]
+            rows[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
+        save()
+        print(f"{batch.stop:,} of {len(prompts):,} texts written by the target", flush=True)
 
 
 def frequent_ids(rows: Tensor, size: int, vocab_size: int) -> Tensor:

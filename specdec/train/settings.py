@@ -12,6 +12,7 @@ KINDS = ("eagle3", "p-eagle", "dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 LAYOUTS = ("auto", "safeailab", "speculators")
 MOST = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
+LONGEST_PROMPT = 48  # tokens, where rows leave room for them
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ class HeadRun:
     intermediate_size: int = setting(0, "width of the head's MLP; 0: the target's")
     texts: int = setting(8192, "rows of text that the target writes")
     width: int = setting(256, "tokens of a row, its prompt included")
-    longest_prompt: int = setting(48, "the most tokens of a row's prompt, which has at least 4")
+    longest_prompt: int = setting(0, "the most tokens of a row's prompt, at least 4; 0: 48, or fewer where rows are shorter")
     greedy_share: float = setting(0.5, "share of the rows that go on greedily; the others are sampled at temperature 1")
     steps: int = setting(4000, "optimizer steps")
     batch: int = setting(32, "rows of a step")
@@ -107,13 +108,15 @@ class HeadRun:
         _check_whole(self, ("num_steps", "layers", "anchors", "markov_rank"), least=1)
         _check_whole(self, ("steps", "batch", "eval_every", "eval_prompts"), least=1)
         _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
-        _check_whole(self, ("longest_prompt",), least=4)
         _check_whole(self, ("width",), least=5 + max(spec.lookahead for spec in MEASURED))
+        most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
+        if type(self.longest_prompt) is int and self.longest_prompt == 0:  # checkpoints and records hold the number
+            object.__setattr__(self, "longest_prompt", min(LONGEST_PROMPT, most))
+        _check_whole(self, ("longest_prompt",), least=4)
         _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "keep_states", "seed"), least=0)
         _check_optimizer(self)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")
-        most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
         if self.longest_prompt > most:
             expected = f"longest_prompt: expected 4 .. {most} for width {self.width}"
             raise ValueError(f"{expected}, got {self.longest_prompt}; nearest: {most}")

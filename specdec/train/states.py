@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.target import Target
+from specdec.progress import Progress
 
 ROWS = 64  # rows that the target reads at once where their states are kept
 
@@ -52,10 +53,17 @@ def read_rows(model: Target, rows_BT: Tensor, aux_layers: tuple[int, ...]) -> Se
 class States:
     """The states of all rows that a head learns from.
 
-    keep_bytes: how much memory they may take.  If they take more, nothing is kept.
+    keep_bytes: how much memory they may take.  If they take more, nothing is kept.  show: told how many rows were read.
     """
 
-    def __init__(self, model: Target, rows_NT: Tensor, aux_layers: tuple[int, ...], keep_bytes: int) -> None:
+    def __init__(
+        self,
+        model: Target,
+        rows_NT: Tensor,
+        aux_layers: tuple[int, ...],
+        keep_bytes: int,
+        show: Progress = lambda *_: None,
+    ) -> None:
         self.model, self.rows_NT, self.aux_layers = model, rows_NT, aux_layers
         self.kept: Seen | None = None
         first = read_rows(model, rows_NT[:1], aux_layers)
@@ -64,6 +72,7 @@ class States:
         empty = (part.new_empty(len(rows_NT), *part.shape[1:]) for part in first[1:])
         self.kept = Seen(rows_NT, *empty)
         for start in range(0, len(rows_NT), ROWS):
+            show("the target reads its texts", start, len(rows_NT))
             seen = read_rows(model, rows_NT[start : start + ROWS], aux_layers)
             for whole, part in zip(self.kept[1:], seen[1:], strict=True):
                 whole[start : start + ROWS] = part

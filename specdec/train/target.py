@@ -22,6 +22,7 @@ from specdec.loading.resolve import resolve_device
 from specdec.loading.threads import set_training_threads, using_threads
 from specdec.models.transformers_backend.make import alone
 from specdec.options import EngineOptions
+from specdec.progress import show_progress
 from specdec.train.folder import fingerprint, forget_run, prepare_out
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.settings import TargetRun
@@ -50,7 +51,10 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, context: int) -> 
     )
     core.train_from_iterator(documents, trainer)
     if core.get_vocab_size() != vocab_size:
-        raise ValueError(f"vocab_size: expected at most {core.get_vocab_size()} on this little text, got {vocab_size}")
+        most = core.get_vocab_size()
+        raise ValueError(
+            f"vocab_size: expected at most {most} on this little text, got {vocab_size}; nearest: {most}, or more text"
+        )
     core.post_processor = processors.TemplateProcessing(
         single=f"{SEPARATOR} $A", pair=f"{SEPARATOR} $A {SEPARATOR} $B", special_tokens=[(SEPARATOR, 0)]
     )
@@ -194,7 +198,9 @@ def train_target(
     device = str(resolve_device(EngineOptions(device=device).device))
     set_training_threads(torch.device(device), threads)
     out = prepare_out(out, resume, overwrite)
-    tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, split, device, prompts)
+    with show_progress("train", "parts") as show:
+        show("reading texts", 0, 1)
+        tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, split, device, prompts)
     if overwrite:
         forget_run(out)
     if heldout_openings:

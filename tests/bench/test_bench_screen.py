@@ -1,4 +1,4 @@
-"""What the benchmark shows while it runs and afterwards: progress, tables of any width, words that are explained, a plot."""
+"""What the benchmark shows when it has run: tables of any width, words that are explained, a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from specdec.bench.show.legend import terms_of
 from specdec.bench.show.report import print_report
 from specdec.config import SamplingParams
 from specdec.generation import Stats
-from specdec.progress import LEAST_SECONDS, PlainLines, show_progress
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=9)
@@ -162,30 +161,6 @@ def test_a_cell_that_failed_is_named_and_no_success() -> None:
     assert "batch 8, 5,4,16: FAILED: RuntimeError: a request failed: logits are not finite" in text
     assert measurement.diverged and measurement.as_json()["failures"][0]["batch_size"] == 8
     assert "FAILED" in plots.draw(measurement).get_suptitle()
-
-
-def test_progress_has_plain_lines_where_nobody_watches_a_bar() -> None:
-    """Keeps out: a log that is silent for a minute, one with a line for each of a thousand passes, and control characters."""
-    out, now = io.StringIO(), [100.0]
-    lines = PlainLines("bench", "passes", out, lambda: now[0])
-    lines("loading", 0, 1)
-    for index in range(60):
-        lines(f"pass {index}", index, 60)
-        now[0] += 0.5 * LEAST_SECONDS
-    said = out.getvalue().splitlines()
-    assert said[0] == "specdec: bench: loading (0 s)"
-    assert said[1] == "specdec: bench: pass 2 (10 s, 2 of 60 passes done)"
-    assert len(said) == 30 and "\x1b" not in out.getvalue()
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_asks_the_stream_what_it_is(is_terminal: bool) -> None:
-    """Keeps out: a bar in a file, and plain lines that push a terminal's text away."""
-    out = io.StringIO()
-    out.isatty = lambda: is_terminal
-    with show_progress("bench", "passes", out) as report:
-        report("warm-up", 3, 10)
-    assert ("specdec: bench: warm-up (0 s, 3 of 10 passes done)\n" == out.getvalue()) == (not is_terminal)
 
 
 def test_the_plot_shows_counts_and_spread() -> None:

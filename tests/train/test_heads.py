@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.draft.block.dflash import DFlashHead
@@ -18,6 +21,7 @@ from specdec.draft.formats.open import open_head
 from specdec.draft.load import load_head
 from specdec.models.config import RopeConfig
 from specdec.models.layers import HeadsRMSNorm
+from specdec.models.yarn import YarnRope
 from specdec.shipped import draft_folder, target_folder
 from specdec.train import head as training
 from specdec.train.block_loss import Drafted, _choose, _losses
@@ -30,6 +34,7 @@ from specdec.train.unroll import draft_steps, head_loss
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
 BLOCKS = ["p-eagle", "dflash", "dspark"]
+LAYOUTS = [("eagle3", "safeailab"), ("eagle3", "speculators"), *((kind, "speculators") for kind in BLOCKS)]
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +96,13 @@ ROPES = [
     RopeConfig(theta=3000.0),
     RopeConfig(theta=7e4, kind="linear", factor=2.5),
     RopeConfig(theta=7e4, kind="llama3", factor=5.0, low_freq_factor=1.5, high_freq_factor=6.0, original_max_position=96),
+    YarnRope(theta=7e4, factor=4.0, original_max_position=96, beta_fast=20.0, beta_slow=2.0, amplitude=1.3, truncate=False),
+    YarnRope(theta=7e4, factor=4.0, original_max_position=96, mscale=0.7, mscale_all_dim=0.8, amplitude=1.2),
 ]
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.kind)
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("eagle3", "safeailab"), ("eagle3", "speculators"), *((kind, "speculators") for kind in BLOCKS)]
-)
+@pytest.mark.parametrize("rope", ROPES, ids=["default", "linear", "llama3", "yarn", "yarn-mscale"])
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
 def test_a_saved_config_says_every_number_of_the_head(
     kind: str, layout: str, rope: RopeConfig, pair: SpecDecoder, tmp_path: Path
 ) -> None:
@@ -115,6 +120,29 @@ def test_a_saved_config_says_every_number_of_the_head(
     owns = kind == "p-eagle" or (kind, layout) == ("eagle3", "speculators")  # whose layout has embeddings in any case
     ids = tuple(range(0, 900, 3))
     assert read == replace(head.config, model=own, own_embeddings=owns, draft_ids=ids, format=layout)
+
+
+@pytest.mark.parametrize("rope", ROPES[:4], ids=lambda rope: rope.kind)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("eagle3", "safeailab"), *((kind, "speculators") for kind in ["eagle3", *BLOCKS])]
+)
+def test_a_saved_head_says_how_long_its_texts_were(
+    kind: str, layout: str, rope: RopeConfig, pair: SpecDecoder, tmp_path: Path
+) -> None:
+    """Keeps out: a head that claims its target's context, so that `beyond_trained` never acts; and angles that other programs
+    compute from the longest text of a config, where that is not the model's own.
+    """
+    run = HeadRun(kind=kind, width=48, longest_prompt=16)
+    head = new_head(pair.model, (1, 13, 24), torch.arange(pair.model.config.vocab_size), run)
+    head.config = replace(head.config, model=replace(head.config.model, rope=rope))
+    save(head, tmp_path, layout, target_folder())
+    again = load_head(tmp_path, pair.model, 48, torch.device("cpu"), torch.float32)
+    assert again.trained_length == 48 < pair.model.config.max_position
+    raw = json.loads((tmp_path / "config.json").read_text())
+    config = LlamaConfig(**raw.get("transformer_layer_config", raw))
+    angles = LlamaRotaryEmbedding(config)
+    wanted = torch.stack(angles(torch.zeros(1), torch.arange(40)[None]), dim=2)[0, :, :, 16:]  # the other sines are negated
+    assert torch.allclose(again.rotary.table[:40, :, 16:], wanted, atol=1e-5)
 
 
 def test_an_estimate_learns_from_the_drafts_and_not_they_from_it() -> None:
@@ -196,7 +224,7 @@ def test_rows_are_written_once_with_seeds_of_their_own(monkeypatch: pytest.Monke
     monkeypatch.setattr("specdec.train.selftext.ROUND", 4)
     asked: list[tuple[list[int], SamplingParams]] = []
 
-    def generate(prompts: list[list[int]], sampling: list[SamplingParams], speculate: bool) -> list[SimpleNamespace]:
+    def generate(prompts: list[list[int]], sampling: list[SamplingParams], **_: bool) -> list[SimpleNamespace]:
         asked.extend(zip(prompts, sampling, strict=True))
         return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[len(asked)] * 3) for prompt in prompts]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from specdec.cli import main as run_specdec
 from specdec.models.config import RopeConfig, parse_rope
 from specdec.train.__main__ import SPLITS, main
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out
@@ -174,3 +176,21 @@ def test_wrong_input_is_named(tmp_path: Path, flags: list[str], capsys: pytest.C
     err = capsys.readouterr().err
     assert err.startswith("train_head: ") and "Traceback" not in err and flags[0].strip("-").replace("-", "_") in err
     assert not (tmp_path / "out" / "self_text.pt").exists()
+
+
+@pytest.mark.parametrize(("width", "longest"), [(256, 48), (71, 48), (64, 41), (27, 4)])
+def test_a_width_alone_is_enough(width: int, longest: int) -> None:
+    """Keeps out: `--width 64` refused for the longest prompt, which nobody named."""
+    assert HeadRun(width=width).longest_prompt == longest
+    with pytest.raises(ValueError, match="longest_prompt: expected 4 .. 41 for width 64, got 42"):
+        HeadRun(width=64, longest_prompt=42)
+
+
+@pytest.mark.parametrize(("door", "command"), [(main, "head"), (run_specdec, "train")])
+def test_text_under_the_name_of_its_rows(door: Callable[..., int], command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: `--texts FILE`, a slip for --text, refused without a word of the flag that was meant."""
+    flags = ["--target", "T", "--texts", "stories.txt", "--out", "O"]
+    with pytest.raises(SystemExit) as ended:
+        door([command, *flags])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and "got 'stories.txt'; files of text are named by --text" in err

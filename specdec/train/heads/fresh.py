@@ -71,11 +71,16 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
 
 
 def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: HeadRun) -> HeadSpec:
-    """The normal form of a head of these settings.  vocab: of the drafts."""
+    """The normal form of a head of these settings.  vocab: of the drafts.
+
+    Its longest text is a row of the training: what readers take for the length that a head was trained on.  Ropes that are
+    scaled to a longer context name the original one themselves, so that their angles do not depend on it.
+    """
     is_eagle, over_blocks = run.kind == "eagle3", run.kind in ("dflash", "dspark")
     shape = replace(
         config, num_layers=run.layers, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=over_blocks, qkv_bias=False,
         o_bias=False, mlp_bias=False, quantization=None, intermediate_size=run.intermediate_size or config.intermediate_size,
+        max_position=run.width,
     )  # fmt: skip
     spec = HeadSpec(shape, run.kind, tuple(sorted(aux_layers)), config.hidden_size, vocab)
     if is_eagle:

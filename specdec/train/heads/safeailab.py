@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.models.config import RopeConfig
+from specdec.models.yarn import YarnRope
 
 
 def config_of(head: Eagle3Head) -> dict[str, Any]:
@@ -43,6 +44,13 @@ def rope_keys(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if isinstance(rope, YarnRope):
+        scaling |= {
+            "original_max_position_embeddings": rope.original_max_position, "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow, "attention_factor": rope.amplitude, "truncate": rope.truncate,
+        }  # fmt: skip
+        factors = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        scaling |= {name: value for name, value in factors.items() if value}
     if rope.kind == "llama3":
         scaling |= {
             "low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,

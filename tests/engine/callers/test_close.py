@@ -224,8 +224,11 @@ def test_errors_in_a_row_do_not_end_an_engine_that_cleans_up(zoo: Zoo, make: Cal
     Driver(decoder).assert_nothing_leaked()
 
 
-def test_progress_counts_requests_and_tokens(make: Callable[[], SpecDecoder], capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_counts_requests_and_tokens(
+    make: Callable[[], SpecDecoder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keeps out: a bar on stdout, and a call that waits differently because somebody watches."""
+    monkeypatch.setattr("specdec.progress.FIRST_SECONDS", 0.0)
     decoder = make()
     plain = [out.token_ids for out in decoder.generate([[3, 4], [5]], GREEDY)]
     assert [out.token_ids for out in decoder.generate([[3, 4], [5]], GREEDY, progress=True)] == plain
