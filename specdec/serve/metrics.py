@@ -41,17 +41,8 @@ HISTOGRAMS: dict[str, str] = {  # likewise; the names end in _seconds
 REQUESTS = ("specdec_requests", "Requests that have ended, by how: eos, stop, length, error or cancelled", "reason")
 RESPONSES = ("specdec_http_responses", "HTTP responses, by status; 499: the client had gone", "status")
 CONNECTIONS = ("specdec_http_connections", "HTTP connections that are open")
-CUT = (
-    "specdec_http_connections_cut",
-    "HTTP connections that the server refused or closed, by why: full, idle, slow or unread",
-    "why",
-)
-FULL, IDLE, SLOW, UNREAD = CUTS = (
-    "full",
-    "idle",
-    "slow",
-    "unread",
-)  # each has its number from the start, so that an increase can be seen
+CUT = ("specdec_http_connections_cut", "HTTP connections refused or closed, by why: full, idle, slow or unread", "why")
+FULL, IDLE, SLOW, UNREAD = CUTS = "full", "idle", "slow", "unread"  # each has its number from the start
 LINES_DROPPED = ("specdec_log_lines_dropped", "Lines of the log that were lost, because nobody read it or the disk was full")
 
 
@@ -78,10 +69,9 @@ class TotalsCollector(Collector):
             counts = {str(i + 1): count for i, count in enumerate(getattr(totals, name))}
             yield _labelled((f"specdec_{name}", meaning, "depth"), counts)
         yield _labelled(REQUESTS, dict(totals.requests.copy()))
-        counts = self._counts
-        yield _labelled(RESPONSES, {str(status): count for status, count in sorted(counts.responses.items())})
-        yield GaugeMetricFamily(*CONNECTIONS, value=counts.connections)
-        yield _labelled(CUT, {why: counts.cut_connections[why] for why in CUTS})
+        yield _labelled(RESPONSES, {str(status): count for status, count in sorted(self._counts.responses.items())})
+        yield GaugeMetricFamily(*CONNECTIONS, value=self._counts.connections)
+        yield _labelled(CUT, {why: self._counts.cut_connections[why] for why in CUTS})
         yield CounterMetricFamily(*LINES_DROPPED, value=lines_dropped())
         for name, meaning in HISTOGRAMS.items():
             yield _histogram(f"specdec_{name}_seconds", meaning, getattr(totals, name))

@@ -43,6 +43,8 @@ class Connection(H11Protocol):
     closed: called at its end.
     """
 
+    app: Any  # an ASGI application
+
     def __init__(self, *, keeper: Keeper, is_refused: bool, closed: Callable[[], None], **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self.is_refused = is_refused
@@ -55,7 +57,7 @@ class Connection(H11Protocol):
             self._inner = self.app
             self.app = self._refuse
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._waits_for, self._since = self, time.monotonic()
         self._keeper.opened(self)
