@@ -61,7 +61,6 @@ class Connections:
         self.idle(connection)
 
     def idle(self, connection: Connection) -> None:
-        self._idle.pop(connection, None)
         if not connection.is_refused:
             self._idle[connection] = time.monotonic()
 
