@@ -17,7 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run_command(argv)
     except KeyboardInterrupt as end:
-        by = end.args[0] if end.args and isinstance(end.args[0], signal.Signals) else signal.SIGINT
-        # `specdec serve` takes SIGTERM for one, too
-        print("specdec: interrupted" if by == signal.SIGINT else f"specdec: ended by {by.name}", file=sys.stderr)
-        return 128 + by
+        return interrupted(end)
+
+
+def interrupted(end: KeyboardInterrupt) -> int:
+    """Says what ended the command; gives the exit code."""
+    by = end.args[0] if end.args and isinstance(end.args[0], signal.Signals) else signal.SIGINT
+    # `specdec serve` takes SIGTERM for one, too
+    print("specdec: interrupted" if by == signal.SIGINT else f"specdec: ended by {by.name}", file=sys.stderr)
+    return 128 + by

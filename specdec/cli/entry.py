@@ -5,15 +5,17 @@ Knows no command's flags and imports nothing heavy: every command does that when
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, plan, serve, tune, verify
+from specdec.cli import bench, doctor, generate, interrupted, plan, serve, tune, verify
 from specdec.cli.flags import Parser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
 from specdec.cli.output import complain
@@ -36,13 +38,19 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code.  KeyboardInterrupt is the caller's, `specdec.cli.main`."""
+    """Runs one command; returns the exit code."""
     if sys.stderr is None:  # closed by whoever started this; print would write its messages to stdout instead
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if sys.stdout is None:
         complain("stdout is closed, so that nobody could read the output; nearest thing that works: >/dev/null")
         return 2
     args = build_parser().parse_args(argv)
+    with getattr(args, "around", nullcontext)():  # what a command does to the process, until the last word is written
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs the command.  Whatever goes wrong is one line on stderr, and an exit code."""
     show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
         if getattr(args, "tensor_parallel_size", 1) > 1 and os.environ.get("RANK"):  # as launchers such as torchrun say
@@ -53,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = args.run(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not by a traceback when Python exits
         return code
+    except KeyboardInterrupt as end:
+        return interrupted(end)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

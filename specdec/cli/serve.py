@@ -25,6 +25,8 @@ from specdec.cli.flags import (
 from specdec.cli.output import say_plain
 from specdec.cli.waiting import over
 from specdec.serve.options import KEY_VARIABLE, ServeOptions, key_of_environment
+from specdec.serve.process.descriptors import most_connections, raised_limit
+from specdec.serve.process.output import output_that_never_waits
 
 HELP = "serve a pair over HTTP, as OpenAI's API"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -34,6 +36,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_option_flags(parser.add_argument_group("server"), ServeOptions, ())
     parser.add_argument("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add_engine_flags(parser, "serve")
+    parser.set_defaults(around=_own_process)
+
+
+@contextmanager
+def _own_process() -> Iterator[None]:
+    """What the process is given that a server needs, and that an application that embeds the door decides by itself."""
+    with raised_limit(), output_that_never_waits():
+        yield
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +68,7 @@ def _serve(args: argparse.Namespace, check: Callable[[], None]) -> int:
         )
     from specdec.serve.run import listen, serve
 
+    most_connections(options.max_connections)  # an error now, not after the models were loaded
     with listen(options) as listener:  # before the models are loaded: a port in use is said at once
         from specdec import AsyncSpecDecoder
 

@@ -8,12 +8,17 @@ build.py makes an engine of the models.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
+from specdec.draft.formats.open import OpenHead
 from specdec.draft.kinds import OpenDrafter, find_drafter, open_drafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
@@ -21,6 +26,8 @@ from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import pack_matrices
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
+from specdec.models.schemes.size import EXPERTS, coded_matrices
+from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
 from specdec.ops.packed.packing import EIGHT, MOST_FAR, WIDTH
@@ -77,6 +84,22 @@ def check_pair(
     return pair._replace(settings=settings.with_drafter(drafter.model))
 
 
+def warn_of_slow_weights(pair: CheckedPair, capability: tuple[int, int] | None, dtype: torch.dtype) -> None:
+    """Warns of weights in 8 or 4 bits that make rounds slower, the target's and the draft head's.
+
+    capability: of the GPU on which they are to run; None: a CPU.
+    """
+    head = pair.drafter.files.files.checkpoint if pair.drafter and isinstance(pair.drafter.files, OpenHead) else None
+    for whose, checkpoint in (("target", pair.checkpoint), ("draft head", head)):
+        if checkpoint is None or checkpoint.quantization is None:
+            continue
+        coded = coded_matrices(checkpoint, tuple(checkpoint.names()))
+        outlines = [format.outline(checkpoint, name) for name, format in coded.items() if EXPERTS not in name]
+        why, helps = slowness(outlines, capability, dtype)
+        if coded and why:
+            warnings.warn(f"the {whose}'s {slow_warning(why, helps, checkpoint.quantization)}", stacklevel=2)
+
+
 def require_spec(spec: SpecConfig | None) -> None:
     """TypeError for anything else."""
     if not isinstance(spec, SpecConfig):
@@ -101,6 +124,8 @@ def load_pair(
     STARTUP.lap("imports")
     STARTUP.begin("checking the files")
     pair = check_pair(target, draft, spec, options, warns=group.size == 1)  # several have warned before they were started
+    if group.size == 1:
+        warn_of_slow_weights(pair, architecture_of(pair.settings.device), pair.settings.dtype)
     folder, settings, drafter = pair.folder, pair.settings, pair.drafter
     device, dtype, graphs = settings.device, settings.dtype, bool(settings.cuda_graphs)
     max_positions = settings.max_seq_len + settings.lookahead

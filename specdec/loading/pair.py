@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.draft.kinds import is_name
-from specdec.loading.load import check_pair, load_pair, require_spec
+from specdec.loading.load import check_pair, load_pair, require_spec, warn_of_slow_weights
 from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
@@ -39,7 +40,8 @@ class WantedPair(NamedTuple):
 
     def check(self, size: int) -> None:
         require_spec(self.spec)
-        check_pair(self.target, self.draft, self.spec, replace(self.options, tensor_parallel_size=size))
+        pair = check_pair(self.target, self.draft, self.spec, replace(self.options, tensor_parallel_size=size))
+        warn_of_slow_weights(pair, architecture_of(pair.settings.device), pair.settings.dtype)
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         try:

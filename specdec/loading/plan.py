@@ -20,22 +20,21 @@ import torch
 from specdec.config import SpecConfig
 from specdec.draft.mtp.load import OpenMtp
 from specdec.draft.mtp.tensors import stored_tensors
-from specdec.loading.load import CheckedPair, check_pair, require_packed
+from specdec.loading.load import CheckedPair, check_pair, require_packed, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, check_packing
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.schemes.size import matrix_size
+from specdec.models.schemes.size import coded_matrices, matrix_size
+from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import Format
 from specdec.ops.packed.packing import EIGHT, WIDTH, packed_size
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 4096  # the most that max_batch_size takes
-# Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
-MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|\bfc|lm_head)\.\w+$")
 # What is no matrix of a Linear, or is read by head.
 UNPACKED = re.compile(r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$")
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
@@ -114,6 +113,7 @@ def plan_memories(
     config, settings = pair.chosen.config, pair.settings
     if options.dtype == "auto":  # on a GPU
         settings = replace(settings, dtype=DTYPES.get(config.dtype or "", torch.bfloat16))
+    warn_of_slow_weights(pair, torch.cuda.get_device_capability() if torch.cuda.is_available() else FIRST, settings.dtype)
     settings = settings.with_options(pack_weights=options.pack_weights)
     if options.pack_weights:
         check_packing(settings)
@@ -223,7 +223,7 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     a copy for each head (HeadsRMSNorm).
     """
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    formats = formats_of(checkpoint, names)
+    formats = coded_matrices(checkpoint, names)
     coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
     own = [name for name in own if name not in coded_names and not _is_spare_bias(name, formats, config)]
@@ -241,7 +241,7 @@ def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) 
     tied: whether the embedding table is the output layer's matrix too.
     """
     names = [name for name in checkpoint.names() if name not in without and name.endswith(".weight")]
-    formats = formats_of(checkpoint, names)
+    formats = coded_matrices(checkpoint, names)
     total = 0
     for name in names:
         matrix, shape = name.removesuffix(".weight"), checkpoint.shape(name)
@@ -266,17 +266,10 @@ def _is_spare_bias(name: str, formats: dict[str, Format], config: ModelConfig) -
 def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
     """How many numbers the largest matrix has whose numbers are computed for many rows, all its parts together; 0: none."""
     sizes: defaultdict[str, int] = defaultdict(int)
-    for name, format in formats_of(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
+    for name, format in coded_matrices(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
         whole = name
         for part, together in TOGETHER:
             whole = part.sub(together, whole)
         size = matrix_size(format, checkpoint, name)
         sizes[whole] += size.numbers if size.is_computed else 0
     return max(sizes.values(), default=0)
-
-
-def formats_of(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
-    """The matrices of these tensors that are stored as codes, and how."""
-    matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
-    matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
-    return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}

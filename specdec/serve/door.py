@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -18,10 +19,23 @@ from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutti
 T = TypeVar("T")
 
 
+@dataclass
+class Counts:
+    """What a server counts besides its engine.
+
+    responses: how many were answered, by status.  connections: how many are open.  cut_connections: how many the server has
+    refused or closed, by why.
+    """
+
+    responses: Counter[int] = field(default_factory=Counter)
+    connections: int = 0
+    cut_connections: Counter[str] = field(default_factory=Counter)
+
+
 class Door:
     """The state of one server.  All of it belongs to the server's event loop.
 
-    is_draining: whether the server takes no more requests.  responses: how many were answered, by status.
+    is_draining: whether the server takes no more requests.
     """
 
     def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions) -> None:
@@ -29,7 +43,7 @@ class Door:
         self.key_check = KeyCheck(options.api_key)
         self.queue = Queue(decoder.decoder.settings.options.max_batch_size + options.max_queue)
         self.created = int(time.time())
-        self.responses: Counter[int] = Counter()
+        self.counts = Counts()
         self.is_draining = False
         self._cut_off: asyncio.Future[None] | None = None
 

@@ -28,7 +28,7 @@ class Endpoints:
 
     def __init__(self, door: Door, read_metrics: ReadMetrics | None) -> None:
         self._door = door
-        self._registry: CollectorRegistry = registry_of(lambda: door.decoder.totals, door.responses)
+        self._registry: CollectorRegistry = registry_of(lambda: door.decoder.totals, door.counts)
         self._read_metrics = read_metrics or self._own_metrics
 
     async def completions(self, request: Request) -> Response:
@@ -72,7 +72,8 @@ class Endpoints:
         """Everything is checked before the status is sent, so a stream never fails for what it was given."""
         door, entry = self._door, request.scope[ENTRY]
         door.check_open()
-        body = await read_body(request.receive, request.headers, door.options.max_body_bytes)
+        options = door.options
+        body = await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds)
         plan = read_plan(parse_object(body), path, door.options.name, door.options.max_tokens_cap)
         entry.plan(plan, door.options.log_prompts)
         heading = Heading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), door.options.name)

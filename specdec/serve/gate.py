@@ -53,7 +53,7 @@ class Gate:
             entry.status = entry.status or CLIENT_GONE
             raise
         finally:
-            self._door.responses[entry.status] += 1
+            self._door.counts.responses[entry.status] += 1
             if not is_open:
                 entry.write()
 

@@ -1,4 +1,7 @@
-"""The log: one line of JSON a request on stderr.  It holds no text of any request unless that is asked for."""
+"""The log: one line of JSON a request on stderr.  It holds no text of any request unless that is asked for.
+
+`specdec serve` puts an Outlet in the place of stderr, so no write waits (process/output.py).
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,7 @@ class Entry:
 
     def crashed(self, error: BaseException) -> None:
         """An error that nobody expected: where it was raised, but not its message, which may quote the request."""
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-        self.notes["crash"] = {"type": type(error).__name__, "traceback": where}
+        self.notes["crash"] = {"type": type(error).__name__, "traceback": places(error)}
 
     def write(self) -> None:
         seconds = time.perf_counter() - self.began
@@ -83,6 +84,12 @@ def origin(error: BaseException) -> dict[str, Any]:
     if kind.__module__.partition(".")[0] in DEVICE_MODULES or issubclass(kind, FloatingPointError | MemoryError):
         found["message"] = str(error)[:LONGEST_MESSAGE]
     return found
+
+
+def places(error: BaseException) -> list[str]:
+    """Where an error was raised: the frames of its traceback, the innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
 
 
 class LineHandler(logging.Handler):

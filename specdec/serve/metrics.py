@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
@@ -11,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from specdec.engine.totals import Histogram, Totals
+from specdec.serve.door import Counts
+from specdec.serve.process.output import lines_dropped
 
 GAUGES: dict[str, str] = {  # field of Totals: meaning; the metric's name is specdec_ and the field
     "running": "Requests that hold a row of the batch",
@@ -39,16 +40,20 @@ HISTOGRAMS: dict[str, str] = {  # likewise; the names end in _seconds
 }
 REQUESTS = ("specdec_requests", "Requests that have ended, by how: eos, stop, length, error or cancelled", "reason")
 RESPONSES = ("specdec_http_responses", "HTTP responses, by status; 499: the client had gone", "status")
+CONNECTIONS = ("specdec_http_connections", "HTTP connections that are open")
+CUT = ("specdec_http_connections_cut", "HTTP connections refused or closed, by why: full, idle, slow or unread", "why")
+FULL, IDLE, SLOW, UNREAD = CUTS = "full", "idle", "slow", "unread"  # each has its number from the start
+LINES_DROPPED = ("specdec_log_lines_dropped", "Lines of the log that were lost, because nobody read it or the disk was full")
 
 
 class TotalsCollector(Collector):
     """Reads the totals whenever somebody asks for the metrics.
 
-    responses: HTTP responses by status, which the door counts.
+    counts: what the door counts.
     """
 
-    def __init__(self, totals: Callable[[], Totals], responses: Counter[int]) -> None:
-        self._totals, self._responses = totals, responses
+    def __init__(self, totals: Callable[[], Totals], counts: Counts) -> None:
+        self._totals, self._counts = totals, counts
 
     def describe(self) -> list[Metric]:
         """Nothing: the registry would otherwise collect once when it is made, before there is anything to read."""
@@ -64,15 +69,18 @@ class TotalsCollector(Collector):
             counts = {str(i + 1): count for i, count in enumerate(getattr(totals, name))}
             yield _labelled((f"specdec_{name}", meaning, "depth"), counts)
         yield _labelled(REQUESTS, dict(totals.requests.copy()))
-        yield _labelled(RESPONSES, {str(status): count for status, count in sorted(self._responses.items())})
+        yield _labelled(RESPONSES, {str(status): count for status, count in sorted(self._counts.responses.items())})
+        yield GaugeMetricFamily(*CONNECTIONS, value=self._counts.connections)
+        yield _labelled(CUT, {why: self._counts.cut_connections[why] for why in CUTS})
+        yield CounterMetricFamily(*LINES_DROPPED, value=lines_dropped())
         for name, meaning in HISTOGRAMS.items():
             yield _histogram(f"specdec_{name}_seconds", meaning, getattr(totals, name))
 
 
-def registry_of(totals: Callable[[], Totals], responses: Counter[int]) -> CollectorRegistry:
+def registry_of(totals: Callable[[], Totals], counts: Counts) -> CollectorRegistry:
     """A registry of these metrics alone."""
     registry = CollectorRegistry()
-    registry.register(TotalsCollector(totals, responses))
+    registry.register(TotalsCollector(totals, counts))
     return registry
 
 

@@ -37,6 +37,23 @@ class ServeOptions:
         high=1 << 20,
     )
     max_body_bytes: int = option(4 << 20, "the longest body of a request; longer ones get status 413", low=1024, high=1 << 30)
+    max_connections: int | None = option(
+        None,
+        "connections that may be open at once; further ones get status 503; default: what the limit of open files leaves, at "
+        "most 16384",
+        low=1,
+        high=1 << 20,
+    )
+    read_seconds: int = option(
+        30,
+        "how long a client may take to send the head of a request, and then its body, which has a second more for each 16 KiB "
+        "of it",
+        low=1,
+        high=24 * 3600,
+    )
+    write_seconds: int = option(
+        120, "how long a client may read nothing of an answer before its connection is closed", low=1, high=24 * 3600
+    )
     max_tokens_cap: int | None = option(
         None, "the most output tokens that a request may ask for; default: what the context and the KV pool hold", low=1
     )

@@ -7,20 +7,27 @@ import errno
 import logging
 import os
 import socket
+import sys
 import time
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.serve.app import app_of
 from specdec.serve.door import Door
-from specdec.serve.log import LineHandler, write_line
+from specdec.serve.log import LineHandler, places, write_line
 from specdec.serve.options import ServeOptions
+from specdec.serve.process.connection import Connection
+from specdec.serve.process.connections import Connections
+from specdec.serve.process.output import Outlet
 
 TICK = 0.05  # seconds between two looks at whether the last request has ended
 KEEP_ALIVE_SECONDS = 75  # an idle connection; longer than clients and proxies keep theirs, so that they close it first
 FAILED_SECONDS = 5  # from the engine's failure to the end of the server, so that health checks and callers read the reason
+TICKS_A_SECOND = 10  # of uvicorn
 LAST_SECONDS = 3  # for requests that were cut off to be answered, and for connections to close
 
 
@@ -74,18 +81,23 @@ class Server(uvicorn.Server):
                 server_header=False,
                 lifespan="off",
                 loop="asyncio",  # what uvicorn always brings along: other installed packages must not change the server
-                http="h11",
+                http=Connection,
+                ws="none",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=LAST_SECONDS,
             )
         )
         self.door = door
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections: tuple[Connections, ...] = ()
         self._draining: asyncio.Task[None] | None = None
         self._failed: float | None = None  # when the engine's failure was first seen
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        asyncio.get_running_loop().set_exception_handler(_note_crash)
+        make = partial(Connection, config=self.config, server_state=self.server_state, app_state={})
+        self._connections = tuple(Connections(self.door, listener, make) for listener in sockets or ())
+        await super().startup([])  # of sockets that it is given it would accept by itself
         self._loop = asyncio.get_running_loop()
         if self.door.is_draining:  # the signal came before there was anything to end
             self._begin_draining()
@@ -97,14 +109,24 @@ class Server(uvicorn.Server):
         if self.door.decoder.failure is not None and self._failed is None:
             write_line("server", {"level": "error", "message": f"the engine has failed for good: {self.door.decoder.failure}"})
             self._failed = time.monotonic()
+        if counter % TICKS_A_SECOND == 0:
+            for connections in self._connections:
+                connections.look()
         if self._failed is not None and time.monotonic() > self._failed + FAILED_SECONDS:
             return True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connections in self._connections:
+            connections.stop()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On the first signal the server drains; on the second the process ends at once."""
         if self.door.is_draining:
             write_line("server", {"level": "warning", "message": "second signal: ending at once"})
+            if isinstance(sys.stderr, Outlet):
+                sys.stderr.drain(TICK)
             os._exit(128 + sig)
         self.door.is_draining = True
         if self._loop is not None:
@@ -129,6 +151,15 @@ class Server(uvicorn.Server):
         deadline = time.monotonic() + seconds
         while not self.door.queue.is_empty and time.monotonic() < deadline:
             await asyncio.sleep(TICK)
+
+
+def _note_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio would log by itself in another form: an error that no task waits for.  Its message may quote a request."""
+    error = context.get("exception")
+    message = f"asyncio: {context['message'].partition('(')[0]}"
+    if error is not None:
+        message += f": {type(error).__name__} at {', '.join(places(error)[-3:])}"
+    write_line("server", {"level": "error", "message": message})
 
 
 def _url(listener: socket.socket) -> str:

@@ -29,11 +29,15 @@ from specdec.cli.flags import flag_of
 from specdec.engine.totals import Totals
 from specdec.generation import Generation
 from specdec.serve import app, run
+from specdec.serve.door import Counts
 from specdec.serve.log import Entry, LineHandler
 from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
+from specdec.serve.process.descriptors import MOST_CONNECTIONS, WANTED
+from specdec.serve.process.output import CLOSING_SECONDS, MOST_HELD
 from specdec.serve.wire import errors, fields
 from specdec.serve.wire.answers import usage
+from specdec.serve.wire.body import LEAST_RATE
 from specdec.serve.wire.requests import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +156,7 @@ def code_metrics() -> list[Row]:
     totals = Totals()
     totals.paths[(2, 1)] = totals.requests["eos"] = 1
     found = []
-    for metric in TotalsCollector(lambda: totals, Counter({200: 1})).collect():
+    for metric in TotalsCollector(lambda: totals, Counts(Counter({200: 1}))).collect():
         assert metric.samples, metric.name
         labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
         name = metric.name + ("_total" if metric.type == "counter" else "")
@@ -275,7 +279,9 @@ def test_the_routers_error_has_the_status_that_the_page_says() -> None:
 def test_numbers_in_the_text_are_the_codes() -> None:
     """Keeps out: a time or a variable that changed in the code alone."""
     assert KEY_VARIABLE in PAGE and f"`Retry-After: {errors.RETRY_SECONDS}`" in PAGE
-    last = run.LAST_SECONDS * 2  # for answers to what was cut off, and for connections to close
+    last = run.LAST_SECONDS * 2 + round(CLOSING_SECONDS)  # for answers to what was cut off, connections to close, and the log
+    assert f"closed after {run.KEEP_ALIVE_SECONDS} s" in PAGE and f"for each {LEAST_RATE >> 10} KiB" in PAGE
+    assert f"at most {MOST_CONNECTIONS}" in PAGE and f"up to {WANTED}" in PAGE and f"up to {MOST_HELD >> 20} MiB" in PAGE
     assert f"up to {last} seconds more than the grace period" in PAGE
     with contextlib.redirect_stderr(io.StringIO()) as written, patch("specdec.serve.log.sys", SimpleNamespace(stderr=written)):
         LineHandler().emit(SimpleNamespace(levelname="INFO", getMessage=lambda: "x"))  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def test_a_caller_that_hangs_up_frees_its_pages(pair: SpecDecoder) -> None:
         assert totals.requests["cancelled"] == cancelled + choices, "a choice ran to its end, or was never cancelled"
         assert totals.output_tokens - tokens < choices * 100
         assert [line["status"] for line in served.requests_logged(6)] == [499] * 6
-        assert served.door.responses[499] == 6
+        assert served.door.counts.responses[499] == 6
     driver.assert_nothing_leaked()
 
 
@@ -94,7 +94,7 @@ def test_other_callers_do_not_notice(served: Served, stream: bool) -> None:
     """Keeps out: a disconnect that ends, delays or changes what shares the batch."""
     ask: dict[str, Any] = {**LONG, "max_tokens": 200}
     expected = served.post("/v1/completions", ask).json()["choices"][0]["text"]
-    cancelled, left = served.door.decoder.totals.requests["cancelled"], served.door.responses[499]
+    cancelled, left = served.door.decoder.totals.requests["cancelled"], served.door.counts.responses[499]
     driver = Driver(served.decoder)
     with driver.rounds_by_hand() as let_run:
         gone = post(served, {**LONG, "stream": stream, "n": 3})
@@ -104,7 +104,7 @@ def test_other_callers_do_not_notice(served: Served, stream: bool) -> None:
         wait_until(lambda: served.door.queue.open_choices == 4, "both callers are there")
         wait_until(lambda: let_run.release() or len(driver.running) == 4, "all choices run")
         gone.close()
-        wait_until(lambda: served.door.responses[499] == left + 1, "the server has noticed")
+        wait_until(lambda: served.door.counts.responses[499] == left + 1, "the server has noticed")
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
     wait_until(lambda: served.door.queue.is_empty, "the other one is gone")
     assert served.door.decoder.totals.requests["cancelled"] == cancelled + 3

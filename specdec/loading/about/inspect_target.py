@@ -15,7 +15,6 @@ import torch
 
 from specdec.draft.mtp.load import open_mtp
 from specdec.loading.build import unnamed_turn
-from specdec.loading.plan import formats_of
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
@@ -25,7 +24,7 @@ from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
-from specdec.models.schemes.size import matrix_size
+from specdec.models.schemes.size import coded_matrices, matrix_size
 from specdec.prompts import Tokenizer
 
 # Keys of configs that say how experts are chosen, by what they say.
@@ -141,7 +140,7 @@ def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[s
 def count_numbers(checkpoint: Checkpoint, names: list[str]) -> int:
     """How many numbers these tensors stand for: of a matrix in codes its own, and not its scales and zeros."""
     kept = [name for name in names if not name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))]
-    formats = formats_of(checkpoint, kept)
+    formats = coded_matrices(checkpoint, kept)
     codes = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     plain = [n for n in kept if n not in codes and (n.rpartition(".")[0] not in formats or n.endswith(".bias"))]
     coded = sum(matrix_size(format, checkpoint, name).numbers for name, format in formats.items())

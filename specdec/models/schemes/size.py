@@ -1,7 +1,9 @@
-"""How many bytes a matrix of a quantised checkpoint takes in memory, by the headers of its files alone.  No tensor is read."""
+"""Which matrices of a checkpoint are in 8 or 4 bits, and how many bytes each takes, by headers alone.  No tensor is read."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -10,6 +12,8 @@ from specdec.ops.experts.codes import POWERS, scales_form, step_bytes, steps_of
 from specdec.ops.quantised.codes import row_bytes
 
 EXPERTS = ".experts."  # in the names of experts' matrices
+# Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
+MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|\bfc|lm_head)\.\w+$")
 
 
 class MatrixSize(NamedTuple):
@@ -31,3 +35,10 @@ def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize
         return MatrixSize(rows * (row_bytes(kind, columns) + scaled), numbers, True)
     form, steps = scales_form(kind, group), steps_of(columns)
     return MatrixSize(rows * (steps * step_bytes(kind) + (steps * POWERS if form == "powers" else scaled)), numbers, not form)
+
+
+def coded_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
+    """The matrices that are stored as codes, and how.  names: of tensors."""
+    matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
+    matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
+    return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}

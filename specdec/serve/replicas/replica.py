@@ -70,7 +70,7 @@ class Replica:
     async def numbers(self) -> tuple[str, Families]:
         """The replica's name, and its metrics."""
         door = self._door
-        return self._name, list(TotalsCollector(lambda: door.decoder.totals, door.responses).collect())
+        return self._name, list(TotalsCollector(lambda: door.decoder.totals, door.counts).collect())
 
     async def all_metrics(self) -> bytes:
         """The metrics of all replicas: a proxy of Ray sends whoever asks for them to any one replica."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -9,19 +10,30 @@ from typing import Any, NoReturn
 from starlette.types import Receive
 
 from specdec.checks import distinct
-from specdec.serve.wire.errors import ApiError, ClientGone, wrong
+from specdec.serve.wire.errors import ApiError, ClientGone, too_slow, wrong
+
+LEAST_RATE = 1 << 14  # bytes: each so many of a body give it a second more
 
 
-async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body.  ApiError 413 if it is longer than the limit, before more than that has been read; 415 if it is not
-    announced as JSON."""
+async def read_body(receive: Receive, headers: Mapping[str, str], limit: int, seconds: float) -> bytes:
+    """The whole body.
+
+    seconds: in which it must come; a body that comes at LEAST_RATE or faster has always time enough.
+    ApiError 413 if it is longer than the limit, before more than that has been read; 415 if it is not announced as JSON; 408 if
+    it does not come in time.
+    """
     _check_type(headers.get("content-type", ""))
     announced = headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
         raise _too_long(limit)
-    body, is_open = bytearray(), True
+    body, is_open, began = bytearray(), True, asyncio.get_running_loop().time()
     while is_open:
-        message = await receive()
+        allowed = seconds + len(body) / LEAST_RATE
+        try:
+            async with asyncio.timeout_at(began + allowed):
+                message = await receive()
+        except TimeoutError:
+            raise too_slow(allowed, len(body)) from None
         if message["type"] != "http.request":
             raise ClientGone
         body += message.get("body", b"")

@@ -103,6 +103,16 @@ def queue_full(capacity: int) -> ApiError:
     return ApiError(429, message, kind=BUSY, code="queue_full", retry_after=RETRY_SECONDS)
 
 
+def too_many_connections() -> ApiError:
+    message = "the server has as many connections as it takes (--max-connections); try again later"
+    return ApiError(503, message, kind=SERVER, code="too_many_connections", retry_after=RETRY_SECONDS, leaves_body=True)
+
+
+def too_slow(seconds: float, received: int) -> ApiError:
+    message = f"the body did not come in time: {received} bytes of it after {seconds:.0f} s (--read-seconds)"
+    return ApiError(408, message, code="request_timeout", leaves_body=True)
+
+
 def shutting_down() -> ApiError:
     message = "the server is shutting down and takes no new requests"
     return ApiError(503, message, kind=SERVER, code="shutting_down", retry_after=RETRY_SECONDS)

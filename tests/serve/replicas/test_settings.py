@@ -20,6 +20,7 @@ from toolkit.driver import Driver
 from specdec import SamplingParams, SpecConfig, shipped
 from specdec.engine.totals import Totals
 from specdec.options import EngineOptions
+from specdec.serve.door import Counts
 from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.replicas import application
@@ -211,7 +212,7 @@ def test_metrics_of_replicas_stay_apart() -> None:
         totals = Totals(running=running)
         totals.requests["eos"] = running
         totals.first_token.add(0.02, running)
-        by_replica[name] = list(TotalsCollector(lambda totals=totals: totals, Counter({200: running})).collect())
+        by_replica[name] = list(TotalsCollector(lambda totals=totals: totals, Counts(Counter({200: running}))).collect())
     page = exposition(by_replica).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     assert len(families) == page.count("# TYPE") and families["specdec_replicas"].samples[0].value == 2

@@ -1,0 +1,126 @@
+"""What the server writes where nobody reads it: the queue in front of a descriptor."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from toolkit.serving.command import Pipe
+from toolkit.serving.server import PATIENCE, wait_until
+
+from specdec.serve.process import output
+from specdec.serve.process.output import Outlet, output_that_never_waits
+
+LINE = "x" * 99 + "\n"
+
+
+@pytest.fixture()
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
+    monkeypatch.setattr(output, "CLOSING_SECONDS", 0.2)
+    made = Pipe()
+    yield made
+    made.close()
+
+
+def everything(pipe: Pipe, until: str) -> str:
+    """All that comes, up to a text that must come."""
+    found = ""
+
+    def has_come() -> bool:
+        nonlocal found
+        found += pipe.read()
+        return until in found
+
+    wait_until(has_come, f"{until!r} comes")
+    return found
+
+
+def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a thread that stops because nobody reads its log, memory that grows with a log that nobody reads, and lines
+    that are missing without a word, or of which a wrong number is given."""
+    monkeypatch.setattr(output, "MOST_HELD", 50 * len(LINE))
+    pipe.fill()
+    out = Outlet(pipe.writer)
+    began = time.monotonic()
+    for number in range(1000):
+        print(f"{number:099}", file=out, flush=True)
+    assert time.monotonic() - began < 5 and out.dropped == 950
+    before = everything(pipe, "950 lines were dropped here")
+    print("after", file=out)
+    lines = (before + everything(pipe, "after")).splitlines()
+    assert [int(line) for line in lines[:50]] == list(range(50)) and lines[51:] == ["after"]
+    note = json.loads(lines[50])
+    assert (note["event"], note["level"]) == ("server", "warning") and note["time"]
+    out.close()
+
+
+def test_a_slow_reader_is_not_told_with_every_line(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a log that is half notes about lost lines, because each line that is read makes room for one."""
+    monkeypatch.setattr(output, "MOST_HELD", 400 * len(LINE))
+    pipe.fill()
+    out, found = Outlet(pipe.writer), ""
+    for _ in range(60):  # each of which makes room for a tenth of the queue, and writes more than that
+        found += os.read(pipe.reader, 4096).decode()
+        time.sleep(0.005)
+        for _ in range(60):
+            out.write(LINE)
+    assert out.dropped > 500
+    found += everything(pipe, "dropped here")
+    assert found.count("dropped here") < 20
+    out.close()
+
+
+def test_lines_stay_whole(pipe: Pipe) -> None:
+    """Keeps out: lines of two threads that are mixed, which no reader of JSON takes, and text without an end that is lost."""
+    out = Outlet(pipe.writer)
+
+    out.write("a")
+    other = threading.Thread(target=lambda: (out.write("b"), out.write("b\n"), out.write("never ended"), out.flush()))
+    other.start()
+    other.join()
+    out.write("a\n")
+    out.write("begun")
+    out.close()
+    assert pipe.read() == "bb\nnever endedaa\nbegun"
+
+
+def test_a_full_disk_loses_lines_and_nothing_else() -> None:
+    """Keeps out: a server that ends, or that counts nothing, because its log's disk is full."""
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    out = Outlet(descriptor)
+    for _ in range(3):
+        out.write("a\nb\n")
+    out.drain(PATIENCE)
+    assert out.dropped == 6
+    out.close()
+    os.close(descriptor)
+
+
+def test_a_pipe_that_does_not_wait_loses_nothing(pipe: Pipe) -> None:
+    """Keeps out: lost lines where a parent process has made the shared pipe one that does not wait, as Node does."""
+    pipe.fill()
+    os.set_blocking(pipe.writer, False)
+    out = Outlet(pipe.writer)
+    for number in range(2000):
+        out.write(f"{number:099}\n")
+    found = everything(pipe, f"{1999:099}\n")
+    assert [int(line) for line in found.splitlines()] == list(range(2000)) and not out.dropped
+    out.close()
+
+
+def test_the_end_does_not_wait_for_a_reader(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a process that can't end because nobody reads its last line, and streams that stay replaced afterwards."""
+    pipe.fill()
+    with os.fdopen(os.dup(pipe.writer), "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        began = time.monotonic()
+        with output_that_never_waits():
+            print("never read", file=sys.stderr, flush=True)
+            assert isinstance(sys.stderr, Outlet)
+        assert sys.stderr is stderr and time.monotonic() - began < 5
+        pipe.read()
