@@ -61,7 +61,7 @@ class StubSession(Session):
     """
 
     model = settings = head = as_stored = None
-    num_graphs, kv_pool_bytes = 0, 1536
+    readiness, kv_pool_bytes, rounds_run = (0, 0, 0), 1536, 0
     reasons: list[str] = []
 
     def __init__(
@@ -84,6 +84,10 @@ class StubSession(Session):
         self.reason = reason
         self.phases, self.is_timing = StubPhases(), False
         self.calls: list[tuple[bool, bool]] = []
+        self.prepared: list[str] = []
+
+    def when_timing(self) -> None:
+        """Called in each pass that times phases."""
 
     @property
     def writes_text(self) -> bool:
@@ -106,12 +110,20 @@ class StubSession(Session):
             self.is_timing = False
 
     def make_ready(self, sizes=()) -> None:
-        """Nothing is captured here."""
+        self.prepared.append("auto")
+
+    def rehearse(self, prompts, sampling) -> None:
+        self.prepared.append("rehearsed")
+
+    def capture_rounds(self, prompts, sampling) -> None:
+        self.prepared.append("captured")
 
     def generate(self, prompts, sampling, *, speculate):
         self.calls.append((speculate, self.is_timing))
         self.asked = prompts, sampling
+        self.rounds_run += 2 if speculate else 5
         if self.is_timing:
+            self.when_timing()
             for name in ("prefill", *(["draft", "verify", "extend"] if speculate else ["decode"] * 5)):
                 self.phases.seconds[name] += 0.001
                 self.phases.calls[name] += 1
