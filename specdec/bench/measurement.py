@@ -301,6 +301,21 @@ class Measurement:
         wrong = any(cell.outputs.are_wrong for cell in self.cells) or any(cell.empty for cell in self.plain_cells)
         return bool(self.failures) or wrong
 
+    def baselines(self, batch_size: int) -> list[float]:
+        """Tokens per second of every timed pass of plain decoding at this batch size.  They are equal but for noise."""
+        return [rate for cell in self.cells if cell.batch_size == batch_size for rate in cell.baseline.rates]
+
+    def noise(self, cell: Cell) -> tuple[float, float] | None:
+        """Between which speed-ups the cell's own may lie: those of single repeats; where there is one, what the baselines of
+        other shapes say.  None: nothing says it, or there is no speed-up."""
+        if cell.speed_up is None:
+            return None
+        if len(cell.speed_ups) > 1:
+            return min(cell.speed_ups), max(cell.speed_ups)
+        rates = self.baselines(cell.batch_size)
+        spread = max(rates) / min(rates)
+        return None if len(rates) == 1 else (cell.speed_up / spread, cell.speed_up * spread)
+
     def as_json(self) -> dict[str, Any]:
         """Raw fields, and beside each cell's the numbers derived from them."""
         data = asdict(self)

@@ -45,7 +45,7 @@ def measured(*cells) -> Measurement:
 
 def shown(measurement: Measurement, width: int = 80) -> str:
     out = io.StringIO()
-    print_report(measurement, Console(file=out, width=width))
+    print_report(measurement, Console(file=out, width=width), details=True, explain=True)
     return out.getvalue()
 
 
