@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from toolkit.bench import StubSession
@@ -16,6 +18,9 @@ from specdec.bench.cell import MOST_COLD, measure_cell
 from specdec.bench.session import Session
 from specdec.bench.warm_up import Laps
 from specdec.generation import Generation
+from specdec.ops.compiling import rehearsal
+from specdec.runner.prompts import PromptRunner
+from specdec.runner.rounds import RoundRunner
 from specdec.runner.runner import DeviceRunner
 from specdec.steps import RunChunk, RunRound
 
@@ -148,3 +153,36 @@ def test_kernels_are_rehearsed_once_for_all_cells(zoo: Zoo, monkeypatch: pytest.
         session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=size), known)
         session.rehearse([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=9))
     assert len(asked) == 2 and all(asked)
+
+
+def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: kernels of rounds or of padded chunks that are compiled one by one while they are timed, and rehearsals that
+    a text shows."""
+    session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2))
+    prompts, sampling = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=9, ignore_eos=True, repetition_penalty=1.2)
+    want = [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)]
+    rehearsed, chunks, rounds = list[Any](), PromptRunner.rehearse, RoundRunner.rehearse
+
+    def chunk(self: PromptRunner, step: RunChunk, padded: bool = False) -> None:
+        rehearsed.append((step, padded))
+        with suppress(RuntimeError):
+            chunks(self, step, padded)
+
+    def one_round(self: RoundRunner, state: Any, step: RunRound) -> None:
+        rehearsed.append(step)
+        with suppress(RuntimeError):  # a CPU's attention needs values on the host
+            rounds(self, state, step)
+
+    monkeypatch.setattr(PromptRunner, "rehearse", chunk)
+    monkeypatch.setattr(RoundRunner, "rehearse", one_round)
+    monkeypatch.setattr(rehearsal, "_compilers", lambda pool: MagicMock())
+    session.rehearse(prompts, sampling)
+    assert not rehearsed, "not where passes may not be rehearsed"
+    session = Session(session.decoder)
+    Driver(session.decoder).may_rehearse()
+    session.rehearse(prompts, sampling)
+    expected = session.rounds_to_come(prompts, sampling)
+    assert rehearsed == [
+        *expected, *((step, padded) for step in session.chunks_to_come(prompts, sampling) for padded in (False, True))
+    ]  # fmt: skip
+    assert [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)] == want
