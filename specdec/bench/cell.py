@@ -23,7 +23,9 @@ from specdec.models.schemes.planes import PackedPlanes
 
 MOST_COLD = 5  # passes of a side that are repeated because they prepared something; a short run captures late what a long run
 # captured long before its end
-PHASE_BATCHES = 2  # the pass that times phases runs the prompts of so many batches
+Difference = tuple[int, tuple[int, ...], tuple[int, ...]]  # a prompt, the baseline's output, the other up to where they part
+Explained = dict[Difference, Divergence]
+LEAST_PHASED = 2  # prompts of the pass that times phases, or as many as a batch holds
 
 
 def measure_cell(
@@ -33,14 +35,17 @@ def measure_cell(
     repeats: int,
     on_pass: Callable[[str, int], None] = lambda *_: None,
     laps: Laps | None = None,
+    explained: Explained | None = None,
 ) -> Cell:
     """Runs both sides on one decoder: a warm-up, the timed repeats, and a pass that times the phases.
 
-    laps: that of the session, which has begun; None: a new one.  Where acceptance is forced, the two sides' outputs are not
-    compared.
+    laps: that of the session, which has begun; None: a new one.  explained: differences that other cells of this pair, with
+    these prompts, have looked at; gets those of this one.  Where acceptance is forced, the sides' outputs are not compared.
     """
     params = _with_seeds(sampling, len(prompts))
     baseline, speculative = _run_sides(session, prompts, params, (False, True), repeats, on_pass, laps or Laps())
+    outputs = _compare(session, prompts, params, baseline.passes, speculative.passes, {} if explained is None else explained)
+    baseline.laps.lap("comparing")
     spec = session.settings.spec
     assert spec is not None
     return Cell(
@@ -48,7 +53,7 @@ def measure_cell(
         (spec.num_steps, spec.topk, spec.num_draft_tokens),
         baseline.side(),
         speculative.side(),
-        _compare(session, prompts, params, baseline.passes, speculative.passes),
+        outputs,
         repeat_ratio([output.token_ids for output in baseline.passes[0]]),
         baseline.memory,
         baseline.reasons,
@@ -144,7 +149,7 @@ class _SideRun:
 
     def time_phases(self) -> None:
         """Waits for every phase, over the first prompts."""
-        prompts = self.prompts[: PHASE_BATCHES * self.session.settings.options.max_batch_size]
+        prompts = self.prompts[: max(LEAST_PHASED, self.session.settings.options.max_batch_size)]
         with self.session.timed_phases() as phases:
             if self.session.settings.cuda_graphs == "round":  # phases get graphs of their own now
                 self.session.capture_rounds(self.prompts, self.params[0])
@@ -183,23 +188,30 @@ def _compare(
     params: Sequence[SamplingParams],
     baseline: list[list[Generation]],
     speculative: list[list[Generation]],
+    found: Explained,
 ) -> Outputs:
-    """Every pass of one side against the same pass of the other.  A difference seen in several passes is explained once."""
+    """Every pass of one side against the same pass of the other.  A difference seen in several passes is explained once.
+
+    found: what has been explained; it takes two passes of the target, in a wider dtype too.
+    """
     if session.forces_acceptance:  # the speculative text is nobody's, but the baseline's is the target's own
         return Outputs(len(prompts), len(baseline), [], is_synthetic=True, empty=_empty_prompts(session, baseline))
-    found: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Divergence] = {}
+    differing = dict[Difference, Divergence]()
     for plain, fast in zip(baseline, speculative, strict=True):
         for i, (a, b) in enumerate(zip(plain, fast, strict=True)):
             index = first_divergence(a.token_ids, b.token_ids)
             if index is None:
                 continue
-            key = i, index, tuple(a.token_ids[index : index + 1]), tuple(b.token_ids[index : index + 1])
-            if key not in found:
+            told = tuple(b.token_ids[: index + 1])
+            seen, key = (i, tuple(a.token_ids[: index + 1]), told), (i, tuple(a.token_ids), told)
+            if seen not in differing and key not in found:
                 part = explain_divergence(session, i, prompts[i], a.token_ids, b.token_ids, params[i])
                 assert part is not None
                 found[key] = part
+            if seen not in differing:
+                differing[seen] = found[key]
     empty = _empty_prompts(session, [*baseline, *speculative])
-    return Outputs(len(prompts), len(baseline), list(found.values()), empty=empty)
+    return Outputs(len(prompts), len(baseline), list(differing.values()), empty=empty)
 
 
 def _empty_prompts(session: Session, passes: Iterable[list[Generation]]) -> list[int]:

@@ -26,8 +26,8 @@ DEFINITIONS = {
     "cold, cold_timed": "passes during which a kernel was compiled, a graph captured or a chunk of prompts met for the first "
     "time. They are run again, and not counted, except cold_timed of them: the last ones, after too many",
     "bench_seconds": "wall seconds of the benchmark itself: decoder (KV pool, workers), compiling, prompts (to their first "
-    "tokens, with the capture of chunks), capturing rounds, warm-up (short texts, and cold passes), timed, phases, profile; of "
-    "all together, loading and cells",
+    "tokens, with the capture of chunks), capturing rounds, warm-up (short texts, and cold passes), timed, phases, comparing "
+    "(with a look at near-ties), profile; of all together, loading and cells",
     "acceptance_by_depth": "conditional: rounds accepted at depth i / rounds that reached depth i (all shallower ones "
     "accepted); null where none did",
     "plain_cells": "what was measured where no draft was given: plain decoding, which is one side, so nothing is compared",

@@ -20,7 +20,7 @@ import torch
 
 from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
-from specdec.bench.cell import measure_cell, measure_plain
+from specdec.bench.cell import Explained, measure_cell, measure_plain
 from specdec.bench.encode import encode_prompts, prompt_facts
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
@@ -216,7 +216,7 @@ def _run_cells(
     model, head, settings = _load(options, max(map(len, prompts)), ranks)
     smoke_check(model, head, tokenizer, settings)
     laps.lap("loading")
-    forced, rehearsed = options.synthetic_acceptance, set[Any]()
+    forced, rehearsed, explained = options.synthetic_acceptance, set[Any](), Explained()
     result = Measurement(
         machine_facts(settings.device),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
@@ -227,15 +227,16 @@ def _run_cells(
     )
     steal, total_cpu = steal_and_total()
     for number, (size, spec) in enumerate(options.work):
-        _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
         of_cell = Laps()
+        _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
         chosen = replace(settings.with_options(max_batch_size=size), spec=spec)
         session = Session(SpecDecoder(model, head, chosen, tokenizer, ranks), rehearsed)
         of_cell.lap("decoder")
         if forced is not None:
             session.force_acceptance(forced)
         try:
-            _measure(options, session, prompts, result, partial(_report_pass, options, on_progress, number), of_cell)
+            on_pass = partial(_report_pass, options, on_progress, number)
+            _measure(options, session, prompts, result, on_pass, of_cell, explained)
         except RuntimeError as error:  # a request failed, or memory was short: the other cells may be fine
             shape = (spec.num_steps, spec.topk, spec.num_draft_tokens) if spec else None
             result.failures.append(Failure(size, shape, f"{type(error).__name__}: {error}"))
@@ -258,13 +259,14 @@ def _measure(
     result: Measurement,
     on_pass: Callable[[str, int], None],
     laps: Laps,
+    explained: Explained,
 ) -> None:
     """One batch size with one tree shape: its cell, and if asked for its budgets.  Plain decoding has one a batch size."""
     sampling, size = options.effective_sampling, session.settings.options.max_batch_size
     if session.head is None:
         result.plain_cells.append(measure_plain(session, prompts, sampling, options.repeats, on_pass, laps))
     else:
-        result.cells.append(measure_cell(session, prompts, sampling, options.repeats, on_pass, laps))
+        result.cells.append(measure_cell(session, prompts, sampling, options.repeats, on_pass, laps, explained))
     if not options.profile:
         return
     done = any(budget.spec is None and budget.batch_size == size for budget in result.budgets)

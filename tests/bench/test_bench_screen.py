@@ -193,6 +193,7 @@ def test_the_plot_says_which_baseline_is_noise_and_shows_phases() -> None:
     assert [text.get_text() for text in phases.get_xticklabels()] == ["plain, batch 2", "2,2,4, batch 2", "1,1,2, batch 2"]
     heights = [bar.get_height() for bar in phases.patches]
     assert heights == pytest.approx([10.0, *[2.0, 6.0, 1.5, 0.5] * 2]), "a step, then draft, verify, extend and the rest"
+    assert [bar.get_y() for bar in phases.patches] == pytest.approx([0, *[0, 2.0, 8.0, 9.5] * 2]), "one on the other"
     assert {text.get_text() for text in phases.get_legend().get_texts()} == {"plain step", "draft", "verify", "extend", "rest"}
     alone = plots.draw(measured(replace(first, baseline=replace(first.baseline, seconds=[2.0], output_tokens=[12])))).axes[0]
     assert not any("noise" in str(each.get_label()) for each in alone.collections), (

@@ -14,7 +14,8 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig
-from specdec.bench.cell import MOST_COLD, measure_cell
+from specdec.bench import cell as cell_module
+from specdec.bench.cell import MOST_COLD, Explained, measure_cell
 from specdec.bench.session import Session
 from specdec.bench.warm_up import Laps
 from specdec.generation import Generation
@@ -99,6 +100,20 @@ def test_phases_of_some_prompts_stand_for_all() -> None:
     assert cell.speed_up_factors.uneven_ends == pytest.approx(5 / 2 / 3)
 
 
+def test_a_difference_is_looked_at_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: seconds in a wider dtype for each shape, about a text that differs at the same place in each of them."""
+    asked, look = list[int](), cell_module.explain_divergence
+    monkeypatch.setattr(cell_module, "explain_divergence", lambda *given: (asked.append(given[1]), look(*given))[1])
+    explained: Explained = {}
+    cells = [
+        measure_cell(StubSession(wrong=wrong), PROMPTS, GREEDY, repeats=2, explained=explained)
+        for wrong in ([5, 6, 1, 8, 5, 6], [5, 6, 1, 8, 5, 6], [5, 6, 2, 8, 5, 6])
+    ]
+    assert asked == [0, 1, 0, 1], "twice for the first cell, not for the second, and twice for another token"
+    assert [len(cell.outputs.differing) for cell in cells] == [2, 2, 2]
+    assert [part.token_speculative for cell in cells for part in cell.outputs.differing] == [1, 1, 1, 1, 2, 2]
+
+
 def test_seconds_of_the_benchmark_add_up() -> None:
     """Keeps out: a benchmark that takes a minute and does not say for what."""
     ticks = iter(range(100))
@@ -106,7 +121,7 @@ def test_seconds_of_the_benchmark_add_up() -> None:
     cell = measure_cell(Preparing(texts=1), PROMPTS, GREEDY, repeats=2, laps=laps)
     assert sum(cell.bench_seconds.values()) == next(ticks) - 1
     assert cell.bench_seconds == {
-        "compiling": 1, "prompts": 1, "capturing rounds": 1, "warm-up": 2, "timed": 4, "phases": 2
+        "compiling": 1, "prompts": 1, "capturing rounds": 1, "warm-up": 2, "timed": 4, "phases": 2, "comparing": 1
     }  # fmt: skip
 
 
