@@ -245,7 +245,12 @@ def test_better_levels_are_those_of_brute_force(shares: list[float], draft_ms: f
 
 
 def test_nothing_is_predicted_of_what_is_not_known() -> None:
-    """Keeps out: a crash, or a guess, where depths were never reached or the shape changes from round to round."""
+    """Keeps out: a crash, or a guess, where depths were hardly reached or the shape changes from round to round."""
+    for reached, levels in ((20, 5), (19, None)):
+        sure = faster(1.5, spec=(2, 1, 3))
+        stats = replace(sure.speculative.counters, reached_by_depth=[reached] * 2, accepted_by_depth=[reached] * 2)
+        found = better_levels(replace(sure, speculative=replace(sure.speculative, counters=stats)))
+        assert (found and found[0].num_steps) == levels
     cell = faster(1.5)  # its counters know two levels, and its shape five
     assert better_levels(cell) is None
     assert better_levels(replace(cell, spec=("auto", 2, 6))) is None

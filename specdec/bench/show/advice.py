@@ -14,6 +14,7 @@ from specdec.config import MAX_STEPS, SpecConfig
 
 WORTH = 1.05  # a predicted gain below it is not mentioned
 FURTHER = 3  # levels after the last one that was measured about which something is predicted
+LEAST_REACHED = 20  # rounds that reached the last level, below which nothing is said of further ones
 NOISY = 1.15  # a speed-up whose repeats lie further apart, or baselines that do, are said to be noisy
 SHORT_SECONDS = 0.3  # a timed pass that takes less is mostly its beginning and its end
 CHAIN, AUTO = SpecConfig(5, 1, 6), SpecConfig("auto", 4, 16)
@@ -31,10 +32,10 @@ def advice(measurement: Measurement) -> list[Tip]:
     if measurement.plain_cells:
         return [Tip("--draft ngram, or --draft DIR with a trained head", "there was no draft to speculate with")]
     right = [cell for cell in measurement.cells if cell.speed_up is not None]
-    tips = [*_wrong(measurement), *_slower(measurement, right)]
+    tips = [*_wrong(measurement), *_slower(measurement, right), *_chain(measurement)]
     if measurement.synthetic_acceptance is None:
         tips += _shapes(right)
-    return [*tips, *_noise(measurement, right), *_texts(right), *_always(measurement, right)]
+    return [*tips, *_noise(measurement, right), *_texts(right), *_profile(measurement, right)]
 
 
 def _wrong(measurement: Measurement) -> list[Tip]:
@@ -90,8 +91,8 @@ def _shapes(right: list[Cell]) -> list[Tip]:
 def better_levels(cell: Cell) -> tuple[SpecConfig, float] | None:
     """Another number of levels, and how many times as fast as the cell's own it is predicted to be; None if none is worth it.
 
-    The same acceptance by depth, and after the last depth that of the last one; a draft pass a level; the other phases as
-    they are.
+    The same acceptance by depth, and after the last depth that of the last one if enough rounds reached it; a draft pass a
+    level; the other phases as they are.
     """
     levels, topk, nodes = cell.spec
     shares = cell.acceptance_by_depth
@@ -99,7 +100,8 @@ def better_levels(cell: Cell) -> tuple[SpecConfig, float] | None:
     if not isinstance(levels, int) or len(shares) != levels or None in shares or not phases.rounds:
         return None
     known = [share for share in shares if share is not None]
-    lengths = [1.0, *(1 + each for each in accumulate(accumulate([*known, *[known[-1]] * FURTHER], mul)))]
+    further = FURTHER if cell.speculative.counters.reached_by_depth[-1] >= LEAST_REACHED else 0
+    lengths = [1.0, *(1 + each for each in accumulate(accumulate([*known, *[known[-1]] * further], mul)))]
     a_level = phases.ms("draft") / max(1, levels - 1)
 
     def speed(count: int) -> float:
@@ -145,15 +147,18 @@ def _texts(right: list[Cell]) -> list[Tip]:
     return []
 
 
-def _always(measurement: Measurement, right: list[Cell]) -> list[Tip]:
-    tips, settings = list[Tip](), measurement.settings
+def _chain(measurement: Measurement) -> list[Tip]:
     specs = {cell.spec for cell in measurement.cells}
     is_forced = measurement.synthetic_acceptance is not None  # for the levels that there are
-    if settings["device"] == "cpu" and specs and not is_forced and all(spec[1] != 1 for spec in specs):
-        tips.append(Tip(f"--spec {CHAIN.label}", "on a CPU every node of a tree costs time, and a chain has the fewest"))
-    if right and not measurement.budgets and all(spec[0] != "auto" for spec in specs):
-        tips.append(Tip("--profile", "it shows where each millisecond of a round goes, beside the least that is possible"))
-    return tips
+    if measurement.settings["device"] != "cpu" or not specs or is_forced or any(spec[1] == 1 for spec in specs):
+        return []
+    return [Tip(f"--spec {CHAIN.label}", "on a CPU every node of a tree costs time, and a chain has the fewest")]
+
+
+def _profile(measurement: Measurement, right: list[Cell]) -> list[Tip]:
+    if not right or measurement.budgets or any(cell.spec[0] == "auto" for cell in measurement.cells):
+        return []
+    return [Tip("--profile", "it shows where each millisecond of a round goes, beside the least that is possible")]
 
 
 def _gain(cell: Cell) -> float:
