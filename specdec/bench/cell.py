@@ -15,13 +15,17 @@ import torch
 
 from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, PlainCell, Side, repeat_ratio
 from specdec.bench.session import Session
+from specdec.bench.warm_up import Laps, warm_up
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.lossless.near_tie import explain_divergence, first_divergence
 from specdec.models.schemes.planes import PackedPlanes
 
-WARM_UPS = 6  # at most; a graph that a short run captures late, a long run captured long before its end
-CHUNK_USES = 3  # a chunk of prompts is captured at its third use, so that with graphs fewer warm-ups say nothing
+MOST_COLD = 5  # passes of a side that are repeated because they prepared something; a short run captures late what a long run
+# captured long before its end
+Difference = tuple[int, tuple[int, ...], tuple[int, ...]]  # a prompt, the baseline's output, the other up to where they part
+Explained = dict[Difference, Divergence]
+LEAST_PHASED = 2  # prompts of the pass that times phases, or as many as a batch holds
 
 
 def measure_cell(
@@ -30,35 +34,18 @@ def measure_cell(
     sampling: SamplingParams,
     repeats: int,
     on_pass: Callable[[str, int], None] = lambda *_: None,
+    laps: Laps | None = None,
+    explained: Explained | None = None,
 ) -> Cell:
-    """Runs both sides on one decoder: warm-up passes until no more graphs are captured, the timed repeats, and a pass that
-    times the phases.
+    """Runs both sides on one decoder: a warm-up, the timed repeats, and a pass that times the phases.
 
-    Where acceptance is forced, the two sides' outputs are not compared.
+    laps: that of the session, which has begun; None: a new one.  explained: differences that other cells of this pair, with
+    these prompts, have looked at; gets those of this one.  Where acceptance is forced, the sides' outputs are not compared.
     """
     params = _with_seeds(sampling, len(prompts))
-    sides = {speculate: _SideRun(session, list(prompts), params, speculate) for speculate in (False, True)}
-    done = 0
-
-    def both(what: str, order: tuple[bool, bool], run: Callable[[_SideRun], None]) -> None:
-        nonlocal done
-        for speculate in order:
-            on_pass(what + (" (speculative)" if speculate else " (baseline)"), done)
-            run(sides[speculate])
-            done += 1
-
-    least = CHUNK_USES if session.settings.cuda_graphs else 1
-    for warm_up in range(WARM_UPS):
-        graphs, done = session.num_graphs, 0
-        both("warm-up" + (f" {warm_up + 1}" if warm_up else ""), (False, True), _SideRun.warm_up)
-        session.make_ready()
-        if warm_up + 1 >= least and session.num_graphs == graphs:
-            break
-    for repeat in range(repeats):  # in alternating order, so that a machine that slows down hits both sides
-        both(f"repeat {repeat + 1} of {repeats}", (False, True) if repeat % 2 == 0 else (True, False), _SideRun.time)
-    memory, reasons = _memory(session), session.reasons  # before phases get graphs of their own
-    both("phases", (False, True), _SideRun.time_phases)
-    baseline, speculative = sides[False], sides[True]
+    baseline, speculative = _run_sides(session, prompts, params, (False, True), repeats, on_pass, laps or Laps())
+    outputs = _compare(session, prompts, params, baseline.passes, speculative.passes, {} if explained is None else explained)
+    baseline.laps.lap("comparing")
     spec = session.settings.spec
     assert spec is not None
     return Cell(
@@ -66,10 +53,11 @@ def measure_cell(
         (spec.num_steps, spec.topk, spec.num_draft_tokens),
         baseline.side(),
         speculative.side(),
-        _compare(session, prompts, params, baseline.passes, speculative.passes),
+        outputs,
         repeat_ratio([output.token_ids for output in baseline.passes[0]]),
-        memory,
-        reasons,
+        baseline.memory,
+        baseline.reasons,
+        baseline.laps.seconds,
     )
 
 
@@ -79,24 +67,44 @@ def measure_plain(
     sampling: SamplingParams,
     repeats: int,
     on_pass: Callable[[str, int], None] = lambda *_: None,
+    laps: Laps | None = None,
 ) -> PlainCell:
     """The passes of `measure_cell` for a target without a draft, which has only plain decoding."""
-    run = _SideRun(session, list(prompts), _with_seeds(sampling, len(prompts)), speculate=False)
-    least = CHUNK_USES if session.settings.cuda_graphs else 1
-    for warm_up in range(WARM_UPS):
-        graphs = session.num_graphs
-        on_pass(f"warm-up {warm_up + 1}", 0)
-        run.warm_up()
-        if warm_up + 1 >= least and session.num_graphs == graphs:
-            break
-    for repeat in range(repeats):
-        on_pass(f"repeat {repeat + 1} of {repeats}", repeat + 1)
-        run.time()
-    memory = _memory(session)  # before phases get graphs of their own
-    on_pass("phases", repeats + 1)
-    run.time_phases()
+    params = _with_seeds(sampling, len(prompts))
+    (run,) = _run_sides(session, prompts, params, (False,), repeats, on_pass, laps or Laps())
     ratio = repeat_ratio([output.token_ids for output in run.passes[0]])
-    return PlainCell(session.settings.options.max_batch_size, run.side(), _empty_prompts(session, run.passes), ratio, memory)
+    empty = _empty_prompts(session, run.passes)
+    return PlainCell(session.settings.options.max_batch_size, run.side(), empty, ratio, run.memory, run.laps.seconds)
+
+
+def _run_sides(
+    session: Session,
+    prompts: Sequence[list[int]],
+    params: list[SamplingParams],
+    speculates: tuple[bool, ...],
+    repeats: int,
+    on_pass: Callable[[str, int], None],
+    laps: Laps,
+) -> list[_SideRun]:
+    """All passes of each side."""
+    sides = [_SideRun(session, list(prompts), params, speculate, laps) for speculate in speculates]
+    on_pass("warm-up", 0)
+    warm_up(session, prompts, params, speculates, laps)
+    done = len(sides)
+
+    def run(what: str, order: list[_SideRun], work: Callable[[_SideRun], None]) -> None:
+        nonlocal done
+        for side in order:
+            on_pass(f"{what} ({'speculative' if side.speculate else 'baseline'})", done)
+            work(side)
+            done += 1
+
+    for repeat in range(repeats):  # in alternating order, so that a machine that slows down hits both sides
+        run(f"repeat {repeat + 1} of {repeats}", sides if repeat % 2 == 0 else sides[::-1], _SideRun.time)
+    for side in sides:  # before phases get graphs of their own
+        side.memory, side.reasons = _memory(session), session.reasons
+    run("phases", sides, _SideRun.time_phases)
+    return sides
 
 
 def _with_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
@@ -105,46 +113,73 @@ def _with_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 class _SideRun:
-    """One side's passes.  Each pass keeps its outputs, to be compared later."""
+    """One side's passes.  `passes` keeps the outputs of those that were measured, to be compared later."""
 
-    def __init__(self, session: Session, prompts: list[list[int]], params: list[SamplingParams], speculate: bool) -> None:
-        self.session, self.prompts, self.params, self.speculate = session, prompts, params, speculate
+    memory: Memory
+    reasons: list[str]
+
+    def __init__(
+        self, session: Session, prompts: list[list[int]], params: list[SamplingParams], speculate: bool, laps: Laps
+    ) -> None:
+        self.session, self.prompts, self.params, self.speculate, self.laps = session, prompts, params, speculate, laps
         self.passes: list[list[Generation]] = []
         self.seconds: list[float] = []
+        self.rounds: list[int] = []
         self.timed: list[list[Generation]] = []
+        self.cold = 0  # passes that had to prepare something
+        self.cold_timed = 0  # those of them that count nevertheless
         self.phases: Phases | None = None
 
-    def warm_up(self) -> None:
-        self._run()
-
     def time(self) -> None:
-        self.seconds.append(self._run())
-        self.timed.append(self.passes[-1])
+        """Times one pass.  One that compiles or captures something is repeated, as long as there is hope."""
+        while True:
+            before, rounds = self.session.readiness, self.session.rounds_run
+            seconds, outputs = self._run(self.prompts)
+            is_cold = self.session.readiness != before
+            if not is_cold or self.cold == MOST_COLD:
+                break
+            self.cold += 1
+            self.laps.lap("warm-up")
+        self.cold_timed += is_cold
+        self.laps.lap("timed")
+        self.seconds.append(seconds)
+        self.rounds.append(self.session.rounds_run - rounds)
+        self.timed.append(outputs)
+        self.passes.append(outputs)
 
     def time_phases(self) -> None:
+        """Waits for every phase, over the first prompts."""
+        prompts = self.prompts[: max(LEAST_PHASED, self.session.settings.options.max_batch_size)]
         with self.session.timed_phases() as phases:
             if self.session.settings.cuda_graphs == "round":  # phases get graphs of their own now
-                self._run()
-            phases.clear()
-            wall = self._run()
-        self.phases = Phases(wall, dict(phases.seconds), dict(phases.calls))
+                self.session.capture_rounds(self.prompts, self.params[0])
+            for _ in range(2):  # the first one may capture something: the shapes that "auto" chooses, a chunk of other prompts
+                before = self.session.readiness
+                phases.clear()
+                wall, outputs = self._run(prompts)
+                if self.session.readiness == before:
+                    break
+        self.passes.append(outputs)
+        share = sum(map(len, prompts)) / sum(map(len, self.prompts))
+        self.phases = Phases(wall, dict(phases.seconds), dict(phases.calls), share)
+        self.laps.lap("phases")
 
     def side(self) -> Side:
         assert self.phases is not None
-        stats = Stats.total([output.stats for outputs in self.timed for output in outputs])
+        requests = [output.stats for outputs in self.timed for output in outputs]
         tokens = [sum(len(output.token_ids) for output in outputs) for outputs in self.timed]
-        return Side(self.seconds, tokens, stats, self.phases)
+        lengths = [stats.accept_length for stats in requests if stats.rounds]
+        mean = sum(lengths) / len(lengths) if lengths else 0.0
+        return Side(self.seconds, tokens, Stats.total(requests), self.phases, self.rounds, mean, self.cold, self.cold_timed)
 
-    def _run(self) -> float:
-        """All prompts once.  Returns the wall seconds that they took."""
+    def _run(self, prompts: list[list[int]]) -> tuple[float, list[Generation]]:
+        """These prompts, the first ones, once.  Returns the wall seconds that they took, too."""
         device = self.session.settings.device
         _wait(device)
         start = time.perf_counter()
-        outputs = self.session.generate(self.prompts, self.params, speculate=self.speculate)
+        outputs = self.session.generate(prompts, self.params[: len(prompts)], speculate=self.speculate)
         _wait(device)
-        seconds = time.perf_counter() - start
-        self.passes.append(outputs)
-        return seconds
+        return time.perf_counter() - start, outputs
 
 
 def _compare(
@@ -153,23 +188,30 @@ def _compare(
     params: Sequence[SamplingParams],
     baseline: list[list[Generation]],
     speculative: list[list[Generation]],
+    found: Explained,
 ) -> Outputs:
-    """Every pass of one side against the same pass of the other.  A difference seen in several passes is explained once."""
+    """Every pass of one side against the same pass of the other.  A difference seen in several passes is explained once.
+
+    found: what has been explained; it takes two passes of the target, in a wider dtype too.
+    """
     if session.forces_acceptance:  # the speculative text is nobody's, but the baseline's is the target's own
         return Outputs(len(prompts), len(baseline), [], is_synthetic=True, empty=_empty_prompts(session, baseline))
-    found: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Divergence] = {}
+    differing = dict[Difference, Divergence]()
     for plain, fast in zip(baseline, speculative, strict=True):
         for i, (a, b) in enumerate(zip(plain, fast, strict=True)):
             index = first_divergence(a.token_ids, b.token_ids)
             if index is None:
                 continue
-            key = i, index, tuple(a.token_ids[index : index + 1]), tuple(b.token_ids[index : index + 1])
-            if key not in found:
+            told = tuple(b.token_ids[: index + 1])
+            seen, key = (i, tuple(a.token_ids[: index + 1]), told), (i, tuple(a.token_ids), told)
+            if seen not in differing and key not in found:
                 part = explain_divergence(session, i, prompts[i], a.token_ids, b.token_ids, params[i])
                 assert part is not None
                 found[key] = part
+            if seen not in differing:
+                differing[seen] = found[key]
     empty = _empty_prompts(session, [*baseline, *speculative])
-    return Outputs(len(prompts), len(baseline), list(found.values()), empty=empty)
+    return Outputs(len(prompts), len(baseline), list(differing.values()), empty=empty)
 
 
 def _empty_prompts(session: Session, passes: Iterable[list[Generation]]) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
 from specdec.bench.budget import BUDGET_DEFINITIONS, PHASES, Budget
@@ -20,7 +20,14 @@ REPEAT_FLAG = 0.3
 
 DEFINITIONS = {
     "accept_length": "tau = emitted / rounds of the timed repeats' requests: tokens per verify pass of one sequence, bonus "
-    "included, before trimming",
+    "included, before trimming. So it is an average over tokens, in which long texts count more; in accept_length_by_request, "
+    "the mean of each request's own, all requests count alike",
+    "batch_rounds": "rounds of the whole batch (steps of plain decoding) in each timed repeat",
+    "cold, cold_timed": "passes during which a kernel was compiled, a graph captured or a chunk of prompts met for the first "
+    "time. They are run again, and not counted, except cold_timed of them: the last ones, after too many",
+    "bench_seconds": "wall seconds of the benchmark itself: decoder (KV pool, workers), compiling, prompts (to their first "
+    "tokens, with the capture of chunks), capturing rounds, warm-up (short texts, and cold passes), timed, phases, comparing "
+    "(with a look at near-ties), profile; of all together, loading and cells",
     "acceptance_by_depth": "conditional: rounds accepted at depth i / rounds that reached depth i (all shallower ones "
     "accepted); null where none did",
     "plain_cells": "what was measured where no draft was given: plain decoding, which is one side, so nothing is compared",
@@ -29,16 +36,17 @@ DEFINITIONS = {
     "speed_up": "tokens_per_second of speculative / tokens_per_second of specdec's own autoregressive decoding: same "
     "process, engine, prompts and max_tokens, warmed alike, in alternating order; null if outputs differ beyond near-ties or "
     "are empty",
-    "ms_per_round, ms_per_step": "from a pass of its own that waits for every phase: (wall - prefill) / rounds (steps) of the "
-    "batch, where a round may be a plain step ('decode') if num_steps is auto; 'rest' is the time that no named phase took, "
-    "which is host work",
+    "ms_per_round, ms_per_step": "from a pass of its own, over the first prompts, that waits for every phase: (wall - prefill) "
+    "/ rounds (steps) of the batch, where a round may be a plain step ('decode') if num_steps is auto; 'rest' is the time that "
+    "no named phase took, which is host work. phases.share: of all prompts' tokens, those that this pass read",
     "predicted_speed_up": "accept_length * ms_per_step / ms_per_round: what it would be if every batch stayed full and prompts "
     "took no time; null if num_steps is auto, since the pass that waits for phases chooses other shapes than the repeats",
     "speed_up_factors": "predicted_speed_up times all three is speed_up. uneven_ends: (steps / rounds of the batch) / "
     "accept_length; sequences end after different numbers of rounds, so that the last rounds run half empty, and tokens after "
     "the end are cut off. prefill: both sides' prefill, which the draft makes longer. other: from the pass that waits for "
     "phases to the timed repeats, noise included",
-    "outputs": "each prompt's ids of each pass (warm-up, repeats, phases), speculative against baseline. near-tie: by "
+    "outputs": "each prompt's ids of each pass that is measured (repeats, and phases over the first prompts), speculative "
+    "against baseline. near-tie: by "
     "the logits of a dense pass in a wider dtype both tokens lie within the bound of the best, where the bound is twice what "
     "rounding moves such logits on the same text without speculation; never accepted in float32. DIVERGED: anything "
     "else, also where a mixture of experts in 16 bit parts by more because a router flipped between two passes. EMPTY: some "
@@ -60,11 +68,15 @@ Verdict = Literal["equal", "near-tie", "DIVERGED", "EMPTY", "SYNTHETIC"]
 
 @dataclass(frozen=True)
 class Phases:
-    """One pass in which every phase was waited for.  calls: how often a phase ran for the whole batch."""
+    """One pass in which every phase was waited for.
+
+    calls: how often a phase ran for the whole batch.  share: of all prompts' tokens, those that the pass read.
+    """
 
     wall_seconds: float
     seconds: dict[str, float]
     calls: dict[str, int]
+    share: float = 1.0
 
     @property
     def rounds(self) -> int:
@@ -78,8 +90,8 @@ class Phases:
 
     @property
     def prefill_ms(self) -> float:
-        """Of all prompts of the pass."""
-        return 1e3 * self.seconds.get("prefill", 0.0)
+        """Of all prompts.  Where the pass read a share of them, in proportion to their tokens."""
+        return 1e3 * self.seconds.get("prefill", 0.0) / self.share
 
     def ms(self, name: str) -> float:
         """Milliseconds of one phase in a round; `rest` is the time that the named phases leave."""
@@ -90,12 +102,20 @@ class Phases:
 
 @dataclass(frozen=True)
 class Side:
-    """What one side, baseline or speculative, took.  Lists have one entry a timed repeat; counters are summed over them."""
+    """What one side, baseline or speculative, took.  Lists have one entry a timed repeat; counters are summed over them.
+
+    batch_rounds: rounds of the batch, or steps of plain decoding.  accept_length_by_request: the mean of each request's own.
+    cold: passes that compiled or captured something, and cold_timed: those of them that count all the same.
+    """
 
     seconds: list[float]
     output_tokens: list[int]
     counters: Stats
     phases: Phases
+    batch_rounds: list[int]
+    accept_length_by_request: float
+    cold: int = 0
+    cold_timed: int = 0
 
     @property
     def rates(self) -> list[float]:
@@ -105,6 +125,11 @@ class Side:
     @property
     def tokens_per_second(self) -> float:
         return median(self.rates)
+
+    @property
+    def rounds_ms(self) -> float:
+        """Milliseconds of all rounds of a timed repeat, by what a round takes in the pass that waits for phases."""
+        return mean(self.batch_rounds) * self.phases.ms_per_round
 
 
 class SpeedUpFactors(NamedTuple):
@@ -164,7 +189,8 @@ class Memory:
 class Cell:
     """One batch size with one tree shape (S, k, nd); S may be "auto".
 
-    reasons: for each number of rows, which shape "auto" ran in the end, and why; nothing for a fixed shape.
+    reasons: for each number of rows, which shape "auto" ran in the end, and why; nothing for a fixed shape.  bench_seconds: of
+    the benchmark itself, by what they were spent on.
     """
 
     batch_size: int
@@ -175,6 +201,7 @@ class Cell:
     repeat_ratio: float
     memory: Memory
     reasons: list[str] = field(default_factory=list)
+    bench_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -215,9 +242,9 @@ class Cell:
         predicted, measured = self.predicted_speed_up, self.speed_up
         if not predicted or measured is None:
             return None
-        plain, fast = self.baseline.phases, self.speculative.phases
-        without_prefill = plain.rounds * plain.ms_per_round / (fast.rounds * fast.ms_per_round)
-        waited_for = plain.wall_seconds / fast.wall_seconds
+        plain, fast = self.baseline, self.speculative
+        without_prefill = plain.rounds_ms / fast.rounds_ms
+        waited_for = (plain.rounds_ms + plain.phases.prefill_ms) / (fast.rounds_ms + fast.phases.prefill_ms)
         return SpeedUpFactors(without_prefill / predicted, waited_for / without_prefill, measured / waited_for)
 
 
@@ -225,7 +252,7 @@ class Cell:
 class PlainCell:
     """One batch size of a target without a draft: plain decoding alone, with nothing to be compared with.
 
-    empty: numbers of the prompts for which some pass wrote nothing.
+    empty: numbers of the prompts for which some pass wrote nothing.  bench_seconds: see Cell.
     """
 
     batch_size: int
@@ -233,6 +260,7 @@ class PlainCell:
     empty: list[int]
     repeat_ratio: float
     memory: Memory
+    bench_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -253,7 +281,7 @@ class Measurement:
     """All cells, budgets if they were asked for, and what is needed to repeat them.
 
     synthetic_acceptance: the probabilities that acceptance was forced to, by depth.  failures: what failed.  plain_cells: there
-    instead of cells where the target has no draft.
+    instead of cells where the target has no draft.  bench_seconds: of the benchmark, up to the loaded pair and after that.
     """
 
     machine: dict[str, Any]
@@ -265,12 +293,28 @@ class Measurement:
     synthetic_acceptance: list[float] | None = None
     failures: list[Failure] = field(default_factory=list)
     plain_cells: list[PlainCell] = field(default_factory=list)
+    bench_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def diverged(self) -> bool:
         """Whether anything went wrong with the outputs: some differ, are empty, or were never written."""
         wrong = any(cell.outputs.are_wrong for cell in self.cells) or any(cell.empty for cell in self.plain_cells)
         return bool(self.failures) or wrong
+
+    def baselines(self, batch_size: int) -> list[float]:
+        """Tokens per second of every timed pass of plain decoding at this batch size.  They are equal but for noise."""
+        return [rate for cell in self.cells if cell.batch_size == batch_size for rate in cell.baseline.rates]
+
+    def noise(self, cell: Cell) -> tuple[float, float] | None:
+        """Between which speed-ups the cell's own may lie: those of single repeats; where there is one, what the baselines of
+        other shapes say.  None: nothing says it, or there is no speed-up."""
+        if cell.speed_up is None:
+            return None
+        if len(cell.speed_ups) > 1:
+            return min(cell.speed_ups), max(cell.speed_ups)
+        rates = self.baselines(cell.batch_size)
+        spread = max(rates) / min(rates)
+        return None if len(rates) == 1 else (cell.speed_up / spread, cell.speed_up * spread)
 
     def as_json(self) -> dict[str, Any]:
         """Raw fields, and beside each cell's the numbers derived from them."""

@@ -20,12 +20,13 @@ import torch
 
 from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
-from specdec.bench.cell import measure_cell, measure_plain
+from specdec.bench.cell import Explained, measure_cell, measure_plain
 from specdec.bench.encode import encode_prompts, prompt_facts
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.prompt_file import FilePrompt
 from specdec.bench.session import Session
+from specdec.bench.warm_up import Laps
 from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
@@ -192,6 +193,7 @@ def check_profile(max_tokens: int, spec: SpecConfig) -> None:
 
 def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) -> Measurement:
     """Every batch size with every tree shape."""
+    laps = Laps()
     on_progress("loading", 0, 1)
     tokenizer = Tokenizer(resolve_target(options.target, "target"))
     prompts = encode_prompts(
@@ -204,32 +206,37 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
         chat=options.chat,
     )
     with start_ranks(options.engine) as ranks, closing(ranks):
-        return _run_cells(options, tokenizer, prompts, ranks, on_progress)
+        return _run_cells(options, tokenizer, prompts, ranks, on_progress, laps)
 
 
 def _run_cells(
-    options: BenchOptions, tokenizer: Tokenizer, prompts: list[list[int]], ranks: Ranks, on_progress: Progress
+    options: BenchOptions, tokenizer: Tokenizer, prompts: list[list[int]], ranks: Ranks, on_progress: Progress, laps: Laps
 ) -> Measurement:
-    """All cells, on one pair."""
+    """All cells, on one pair.  laps: of the whole benchmark."""
     model, head, settings = _load(options, max(map(len, prompts)), ranks)
     smoke_check(model, head, tokenizer, settings)
-    forced = options.synthetic_acceptance
+    laps.lap("loading")
+    forced, rehearsed, explained = options.synthetic_acceptance, set[Any](), Explained()
     result = Measurement(
         machine_facts(settings.device),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
         _settings(options, settings, model.config) | {"drafter": drafter_line(head, settings) if head else None},
         prompt_facts(prompts, options.prompts, options.prompts_source, chat=options.chat),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
+        bench_seconds=laps.seconds,
     )
     steal, total_cpu = steal_and_total()
     for number, (size, spec) in enumerate(options.work):
+        of_cell = Laps()
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
         chosen = replace(settings.with_options(max_batch_size=size), spec=spec)
-        session = Session(SpecDecoder(model, head, chosen, tokenizer, ranks))
+        session = Session(SpecDecoder(model, head, chosen, tokenizer, ranks), rehearsed)
+        of_cell.lap("decoder")
         if forced is not None:
             session.force_acceptance(forced)
         try:
-            _measure(options, session, prompts, result, partial(_report_pass, options, on_progress, number))
+            on_pass = partial(_report_pass, options, on_progress, number)
+            _measure(options, session, prompts, result, on_pass, of_cell, explained)
         except RuntimeError as error:  # a request failed, or memory was short: the other cells may be fine
             shape = (spec.num_steps, spec.topk, spec.num_draft_tokens) if spec else None
             result.failures.append(Failure(size, shape, f"{type(error).__name__}: {error}"))
@@ -241,6 +248,7 @@ def _run_cells(
         _free_memory(settings.device)
         rate = result.machine["read_bandwidth"] = read_bandwidth(settings.device)  # last: its tensor is no cell's memory
         result.budgets[:] = [replace(budget, bandwidth=rate) for budget in result.budgets]
+    laps.lap("cells")
     return result
 
 
@@ -250,13 +258,15 @@ def _measure(
     prompts: list[list[int]],
     result: Measurement,
     on_pass: Callable[[str, int], None],
+    laps: Laps,
+    explained: Explained,
 ) -> None:
     """One batch size with one tree shape: its cell, and if asked for its budgets.  Plain decoding has one a batch size."""
     sampling, size = options.effective_sampling, session.settings.options.max_batch_size
     if session.head is None:
-        result.plain_cells.append(measure_plain(session, prompts, sampling, options.repeats, on_pass))
+        result.plain_cells.append(measure_plain(session, prompts, sampling, options.repeats, on_pass, laps))
     else:
-        result.cells.append(measure_cell(session, prompts, sampling, options.repeats, on_pass))
+        result.cells.append(measure_cell(session, prompts, sampling, options.repeats, on_pass, laps, explained))
     if not options.profile:
         return
     done = any(budget.spec is None and budget.batch_size == size for budget in result.budgets)
@@ -265,6 +275,7 @@ def _measure(
     for speculate in kinds:
         on_pass("profile (speculative)" if speculate else "profile (plain)", options.sides * (options.repeats + 2) + speculate)
         result.budgets.append(profile_work(session, prompts[:size], params, speculate, bandwidth=math.nan))  # known later
+    laps.lap("profile")
 
 
 def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what: str, index: int) -> None:

@@ -20,6 +20,7 @@ from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.worker import DraftWorker
+from specdec.engine.chunks import Left
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
 from specdec.generation import Generation
@@ -27,7 +28,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
-from specdec.steps import ForceAcceptance, TimePhases
+from specdec.steps import ForceAcceptance, PromptPart, RunChunk, RunRound, TimePhases, Try
 
 R = TypeVar("R")
 
@@ -86,8 +87,9 @@ class Session:
     Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
     """
 
-    def __init__(self, decoder: SpecDecoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: SpecDecoder, rehearsed: set[RunChunk | RunRound] | None = None) -> None:
+        """rehearsed: steps of earlier sessions over the same models, whose kernels this process has; gets those of this one."""
+        self.decoder, self._rehearsed = decoder, set() if rehearsed is None else rehearsed
         self._submitted: list[Request] = []
 
     # ---- what the decoder is made of ----
@@ -113,6 +115,16 @@ class Session:
     def num_graphs(self) -> int:
         """CUDA graphs captured so far."""
         return self.decoder.engine.runner.num_graphs
+
+    @property
+    def readiness(self) -> tuple[int, int, int]:
+        """A pass that changes it compiled or captured something, or met a shape for the first time: it was no usual pass."""
+        return self.decoder.engine.runner.readiness
+
+    @property
+    def rounds_run(self) -> int:
+        """Rounds of the batch so far, steps of plain decoding included."""
+        return self.decoder.engine.totals().rounds
 
     @property
     def kv_pool_bytes(self) -> int:
@@ -154,6 +166,58 @@ class Session:
         use_threads(self.decoder.settings.threads)
         with self.decoder.owner.turn:
             yield
+
+    # ---- what is compiled and captured before it is measured ----
+
+    def rehearse(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+        """Compiles side by side what rounds of any number of rows need, and the shortest and the longest chunk of prompts."""
+        steps: list[RunChunk | RunRound] = [*self.rounds_to_come(prompts, sampling), *self.chunks_to_come(prompts, sampling)]
+        if new := [step for step in steps if step not in self._rehearsed]:
+            with self._turn():
+                self.decoder.engine.runner.rehearse(new)
+            self._rehearsed.update(new)
+
+    def capture_rounds(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+        """Captures the rounds of both sides for any number of rows, except those of "auto"; see `make_ready`.
+
+        To be called while nothing runs, and after the first prompt: an 8-bit cache takes its scales from that one.
+        """
+        if self.settings.cuda_graphs:
+            with self._turn():
+                for step in self.rounds_to_come(prompts, sampling):
+                    tried = self.decoder.engine.runner.run(Try(step))
+                    assert tried is not None
+                    tried.read()
+
+    def rounds_to_come(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RunRound]:
+        """All that may come, but for "auto"; none where rounds have grammars, which nobody can run without a text."""
+        scheduler, needs = self.decoder.engine.scheduler, self.choice(prompts[0], sampling).needs
+        if needs.grammar:
+            return []
+        rows, most = scheduler.rows, 1
+        sizes = [most]
+        while scheduler.pads_rows and most < rows:
+            most = min(2 * most, rows)
+            sizes.append(most)
+        return [step for size in sizes for step in scheduler.speculation.rounds(size, needs)]
+
+    def chunks_to_come(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RunChunk]:
+        """The shortest and the longest with which a batch of the prompts would begin."""
+        scheduler, needs = self.decoder.engine.scheduler, self.choice(prompts[0], sampling).needs
+        if needs.grammar:
+            return []
+        chunks = []
+        for first in range(0, len(prompts), scheduler.rows):
+            batch = prompts[first : first + scheduler.rows]
+            shares = scheduler.budget.share([Left(0, len(prompt)) for prompt in batch], 0)
+            parts = tuple(
+                PromptPart(row, tuple(prompt[:tokens]), 0, prompt[tokens] if tokens < len(prompt) else -1)
+                for row, (prompt, tokens) in enumerate(zip(batch, shares, strict=True))
+                if tokens
+            )
+            chunks.append(RunChunk(parts, needs, self.head is not None, sum(shares), may_capture=True))
+        chunks.sort(key=lambda chunk: chunk.cost)
+        return list(dict.fromkeys((chunks[0], chunks[-1])))
 
     # ---- SpecConfig("auto") ----
 

@@ -45,6 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--profile", action="store_true", help="print where each millisecond of a round goes, beside the byte limit")
     forced = "force acceptance, one probability a level, for capacity planning; the numbers are marked SYNTHETIC"
     add("--synthetic-acceptance", type=floats, metavar="P,P,..", help=forced)
+    add("--details", action="store_true", help="print every table: phases, acceptance by depth, memory, what ran")
+    add("--explain", action="store_true", help="print after the report what its words mean")
     add("--json", type=not_empty, metavar="FILE", help="write raw counters, all times, settings and definitions")
     add("--plot", type=not_empty, metavar="FILE.png", help="write a figure (needs matplotlib)")
     add_sampling_flags(parser)
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from specdec.bench.show.report import print_report
 
-        print_report(measurement, console())
+        print_report(measurement, console(), details=args.details, explain=args.explain)
     finally:  # printed first: a disk that is full loses no measurement; but files are written even if nobody reads the report
         write_files(_writers(args, measurement))
     return 1 if measurement.diverged else 0

@@ -102,6 +102,11 @@ class Speculation:
                 steps += self._tries(batch, missing)
         return steps
 
+    def rounds(self, rows: int, needs: Needs) -> list[RunRound]:
+        """The rounds that a batch of so many rows may run, but for those among which a controller chooses (`make_ready`)."""
+        fixed = self.shapes if self.controller is None else ()
+        return [RunRound(rows, "plain", None, needs), *(RunRound(rows, "speculative", spec, needs) for spec in fixed)]
+
     def observe(
         self,
         step: RunRound,

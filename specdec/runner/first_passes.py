@@ -1,17 +1,17 @@
-"""Has the kernels of a decoder's first passes compiled side by side: those of the first chunk and of the round after it.
+"""Has the kernels of passes compiled side by side: a decoder's first ones, or any that somebody knows will come.
 
-This module knows which passes come first; how a pass is rehearsed is the matter of ops/compiling/rehearsal.py.
+This module knows which passes come first in a decoder; how a pass is rehearsed is the matter of ops/compiling/rehearsal.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from specdec.batch.state import BatchState
 from specdec.config import SpecConfig
 from specdec.ops.compiling.known import KnownKernels
-from specdec.ops.compiling.rehearsal import Rehearsals
+from specdec.ops.compiling.rehearsal import Rehearsals, compile_ahead
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
 from specdec.startup import STARTUP
@@ -77,3 +77,25 @@ class FirstPasses:
             self._rehearsals = Rehearsals(state.lens_B.device)
         self._expected[step] = self._rehearsals.rehearse(lambda: self._rounds.rehearse(state, step))
         return self._rehearsals
+
+
+def compile_steps(
+    prompts: PromptRunner,
+    rounds: RoundRunner,
+    steps: Sequence[RunChunk | RunRound],
+    state_of: Callable[[RunRound], BatchState],
+) -> None:
+    """Has the kernels of these steps compiled side by side: of a chunk its first pass and the padded one.  No step is run.
+
+    state_of: the batch of a round's rows.  No step may have a grammar: a rehearsal has no masks.
+    """
+
+    def passes() -> None:
+        for step in steps:
+            if isinstance(step, RunRound):
+                rounds.rehearse(state_of(step), step)
+            else:
+                prompts.rehearse(step)
+                prompts.rehearse(step, padded=True)
+
+    compile_ahead(passes, prompts.workers.state.lens_B.device)

@@ -22,6 +22,7 @@ from specdec.runner.workers import Workers
 from specdec.steps import Needs, RunChunk
 
 MOST_GRAPHS = 64  # each graph takes memory; chunks of further shapes run eagerly
+EAGER_USES = 2  # of a bucket, before it is captured
 LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
 
 
@@ -59,6 +60,11 @@ class PromptRunner:
         self._passes: Counter[Work] = Counter()  # eager passes; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
 
+    @property
+    def num_first_uses(self) -> int:
+        """How many chunks ran eagerly only because their shapes were new.  They are captured at their next use but one."""
+        return sum(min(passes, EAGER_USES) for passes in self._passes.values())
+
     def run(self, chunk: RunChunk) -> FirstTokens:
         """Runs the chunk."""
         exact = ChunkShape.of(chunk.parts)
@@ -69,7 +75,7 @@ class PromptRunner:
             return self._eager(chunk, exact)
         work = Work(bucket, chunk.needs, chunk.drafted)
         passes = self._passes[work]
-        if work in self.graphs or (passes >= 2 and chunk.may_capture and len(self.graphs) < MOST_GRAPHS):
+        if work in self.graphs or (passes >= EAGER_USES and chunk.may_capture and len(self.graphs) < MOST_GRAPHS):
             return self.replay(chunk, work)
         # The first pass is without padding, too: an fp8 cache takes its scales from what it stores first.
         first = self._eager(chunk, bucket if passes == 1 else exact)
@@ -79,9 +85,10 @@ class PromptRunner:
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
         return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
 
-    def rehearse(self, chunk: RunChunk) -> None:
-        """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does."""
-        self._eager(chunk, ChunkShape.of(chunk.parts))
+    def rehearse(self, chunk: RunChunk, padded: bool = False) -> None:
+        """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does.  padded: or its second one."""
+        exact = ChunkShape.of(chunk.parts)
+        self._eager(chunk, bucket_of(exact) if padded else exact)
 
     def replay(self, chunk: RunChunk, work: Work) -> FirstTokens:
         """Runs the chunk as the graph for that work, which is captured if there is none yet.  The chunk must fit its bucket."""

@@ -16,9 +16,10 @@ from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import FLOATS, INTS, RowSampling
 from specdec.batch.state import BatchState
 from specdec.config import GraphMode, SpecConfig
+from specdec.ops.compiling.known import num_loaded
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
-from specdec.runner.first_passes import FirstPasses
+from specdec.runner.first_passes import FirstPasses, compile_steps
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
@@ -95,6 +96,7 @@ class DeviceRunner:
         self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
         self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
+        self._rehearses = rehearses is not None
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
         self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
             EnterRows: self._enter,
@@ -113,6 +115,20 @@ class DeviceRunner:
     def num_graphs(self) -> int:
         """CUDA graphs captured so far."""
         return len(self.rounds.round_graphs) + len(self.rounds.phase_graphs) + len(self.prompts.graphs)
+
+    @property
+    def readiness(self) -> tuple[int, int, int]:
+        """Loaded kernels, captured graphs, first uses of chunks' shapes.  A step that changes none did nothing but its work."""
+        return num_loaded(self.device), self.num_graphs, self.prompts.num_first_uses
+
+    @torch.inference_mode()
+    def rehearse(self, steps: Sequence[RunChunk | RunRound]) -> None:
+        """Has the kernels of these steps compiled (see `compile_steps`) where passes may be rehearsed."""
+        if self._rehearses:
+            if any(step.needs.rules for step in steps):
+                self._need_tables()
+            with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
+                compile_steps(self.prompts, self.rounds, steps, lambda step: self._rows(step.rows, step.shared))
 
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
@@ -196,7 +212,7 @@ class DeviceRunner:
         if tried.needs.rules:
             self._need_tables()
         state = self._rows(tried.rows, tried.shared)
-        changed = [*state.written(tried.needs), *self.workers.need_drafter().changed(state)]
+        changed = [*state.written(tried.needs), *(drafter.changed(state) if (drafter := self.workers.drafter) else ())]
         saved = [tensor.clone() for tensor in changed]
         for _ in range(TRIES):  # the first of them captures
             begun = self.readback.mark()

@@ -45,7 +45,7 @@ def measured(*cells) -> Measurement:
 
 def shown(measurement: Measurement, width: int = 80) -> str:
     out = io.StringIO()
-    print_report(measurement, Console(file=out, width=width))
+    print_report(measurement, Console(file=out, width=width), details=True, explain=True)
     return out.getvalue()
 
 
@@ -63,16 +63,20 @@ def test_both_sides_do_the_same_work_in_alternating_order():
     assert session.asked == (PROMPTS, [GREEDY, GREEDY])
     assert len(cell.baseline.seconds) == len(cell.speculative.seconds) == 3
     assert session.is_timing is False
-    assert cell.outputs.passes == 5
+    assert cell.outputs.passes == 4
+    assert session.prepared == ["rehearsed", "captured"]
 
 
 def test_phases_that_get_graphs_of_their_own_are_captured_first():
     """Keeps out: the seconds of a capture in the milliseconds of a phase."""
     session = StubSession()
     session.settings.cuda_graphs = "round"
+    session.when_timing = lambda: session.prepared.append("timed")
     cell = bench(session)
+    assert session.prepared == ["rehearsed", "captured", "captured", "timed", "captured", "timed"]
+    session.when_timing = lambda: setattr(session, "readiness", (0, min(session.readiness[1] + 1, 3), 0))
+    cell = bench(session)  # a capture in each of the first three passes of the phases: of two, and of one
     assert session.calls[-4:] == [(False, True), (False, True), (True, True), (True, True)]
-    assert cell.outputs.passes == 8  # three warm-ups, three repeats, and the phases twice
     assert cell.speculative.phases.calls == {"prefill": 1, "draft": 1, "verify": 1, "extend": 1}
 
 
@@ -225,25 +229,22 @@ def test_forced_acceptance_is_marked_everywhere_and_compared_nowhere():
     assert (derived["outputs"], derived["outputs_equal"], derived["speed_up"]) == ("SYNTHETIC", None, 0.5)
 
 
-def test_it_warms_up_until_nothing_is_captured():
-    """Keeps out: a repeat that captures graphs, and so measures the capture."""
-    session, speculate = StubSession(), StubSession.generate
-
-    def generate(prompts, params, *, speculate_=speculate, speculate):
-        session.num_graphs = min(3, session.num_graphs + 1)  # the fourth pass brings none
-        return speculate_(session, prompts, params, speculate=speculate)
-
-    session.generate = generate
-    measure_cell(session, PROMPTS, GREEDY, repeats=1)
-    assert [asked for asked, timed in session.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
-
-
-def test_it_warms_up_until_prompts_are_captured():
-    """Keeps out: a first repeat that captures prompts, which are captured at their third use and not before."""
+def test_averages_over_tokens_and_over_requests_are_two_numbers():
+    """Keeps out: one accept length of which nobody knows whether long texts count more."""
     session = StubSession()
-    session.settings.cuda_graphs = "round"
-    measure_cell(session, PROMPTS, GREEDY, repeats=1)
-    assert [asked for asked, timed in session.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
+    outputs = session._output
+
+    def uneven(prompt, ids, speculate):
+        output = outputs(prompt, ids, speculate)
+        if speculate and prompt == PROMPTS[0]:
+            output.stats.count_round(3, 2, 0)
+            output.stats.truncated += 1
+        return output
+
+    session._output = uneven
+    side = bench(session).speculative
+    assert side.counters.accept_length == pytest.approx(13 / 5)
+    assert side.accept_length_by_request == pytest.approx((7 / 3 + 3) / 2)
 
 
 def test_looping_text_is_flagged():

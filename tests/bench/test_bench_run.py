@@ -94,7 +94,7 @@ def test_a_source_tree_without_metadata_reports_its_version(zoo: Zoo, monkeypatc
     measurement = run_bench(small(zoo, batch_sizes=(1,)))
     assert measurement.versions["specdec"] == __version__
     out = io.StringIO()
-    print_report(measurement, Console(file=out, width=80))
+    print_report(measurement, Console(file=out, width=80), details=True)
     assert f"specdec {__version__}, torch" in out.getvalue()
 
 

@@ -9,48 +9,21 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from toolkit.bench import StubSession, traced
+from toolkit.bench import GREEDY, PROMPTS, StubSession, cell_of, measured, traced
 
 from specdec.bench.cell import measure_cell
-from specdec.bench.measurement import Cell, Failure, Measurement, Phases
+from specdec.bench.measurement import Failure, Measurement, Phases
 from specdec.bench.show import plots
 from specdec.bench.show.legend import terms_of
 from specdec.bench.show.report import print_report
-from specdec.config import SamplingParams
 from specdec.generation import Stats
 
-PROMPTS = [[1, 2, 3], [4, 5]]
-GREEDY = SamplingParams(max_tokens=9)
 NUMBER = re.compile(r"\d[\d.,]*\d|\d")
-
-
-def cell_of(seconds: tuple[list[float], list[float]] = ([2.0, 2.5, 4.0], [1.0, 0.5, 0.8]), **stub: object) -> Cell:
-    """A cell of round numbers: 12 output tokens in each pass.  seconds: of the baseline's repeats and of specdec's."""
-    cell = measure_cell(StubSession(**stub), PROMPTS, GREEDY, 3)
-    plain = Phases(0.062, {"prefill": 0.012, "decode": 0.049}, {"prefill": 1, "decode": 5})
-    fast = Phases(0.035, {"prefill": 0.015, "draft": 0.004, "verify": 0.012, "extend": 0.003},
-                  {"prefill": 1, "draft": 2, "verify": 2, "extend": 2})  # fmt: skip
-    baseline = replace(cell.baseline, seconds=seconds[0], phases=plain)
-    return replace(cell, baseline=baseline, speculative=replace(cell.speculative, seconds=seconds[1], phases=fast))
-
-
-def measured(*cells: Cell, **changes: object) -> Measurement:
-    sampling = {name: getattr(GREEDY, name) for name in GREEDY.__dataclass_fields__}
-    settings = {
-        "target": "/folder/of/a/target/model", "draft": "/folder/of/its/draft/head", "device": "cpu", "dtype": "float32",
-        "attention": "torch", "attention_reason": "there is no GPU", "cuda_graphs": False, "page_size": 16, "max_seq_len": 64,
-        "repeats": 3, "sampling": sampling,
-    }  # fmt: skip
-    prompts = {
-        "source": "p.jsonl", "count": 17, "tokens": {"min": 2, "max": 3, "sum": 5}, "sha256": "0" * 64, "chat_template": False
-    }  # fmt: skip
-    machine = {"runs_on": "a CPU", "gpus": [], "driver": None, "load_average": 3.0, "cpus_usable": 2, "cpu_steal": 0.5}
-    return Measurement(machine, {"specdec": "0", "torch": "2"}, settings, prompts, list(cells), **changes)
 
 
 def shown(measurement: Measurement, width: int = 80) -> str:
     out = io.StringIO()
-    print_report(measurement, Console(file=out, width=width))
+    print_report(measurement, Console(file=out, width=width), details=True, explain=True)
     return out.getvalue()
 
 
@@ -167,7 +140,7 @@ def test_the_plot_shows_counts_and_spread() -> None:
     """Keeps out: bars from one lucky repeat that look like many, and a figure that doesn't say how much was measured."""
     cell = cell_of()
     figure = plots.draw(measured(cell, replace(cell, batch_size=1)))
-    title, (left, right) = " ".join(figure.get_suptitle().split()), figure.axes
+    title, (left, _, right) = " ".join(figure.get_suptitle().split()), figure.axes
     assert "17 prompts, at most 9 output tokens each, greedy; 3 timed repeats" in title and "whiskers" in title
     assert "36 output tokens timed a bar" in left.get_xlabel()
     spreads = [
@@ -180,6 +153,27 @@ def test_the_plot_shows_counts_and_spread() -> None:
     assert right.get_legend().get_texts()[0].get_text() == "2,2,4: accept length 3.00 over 12 rounds"
     bad = plots.draw(measured(cell_of(wrong=[5, 6, 1, 8, 5, 6]))).axes[0]
     assert [text.get_text() for text in bad.texts] == ["outputs\ndiffer"]
+
+
+def test_the_plot_says_which_baseline_is_noise_and_shows_phases() -> None:
+    """Keeps out: two grey bars for one thing, of which nobody knows why they differ; and a round that is one number."""
+    first, second = cell_of(), replace(cell_of(([3.0, 2.4, 2.0], [1.0, 0.5, 0.8])), spec=(1, 1, 2))
+    speed, phases, _ = plots.draw(measured(first, second)).axes
+    rates = [*first.baseline.rates, *second.baseline.rates]
+    (band,) = (each for each in speed.collections if each.get_label().startswith("noise: all passes of plain decoding"))
+    heights = [y for _, y in band.get_paths()[0].vertices]
+    assert (min(heights), max(heights)) == pytest.approx((min(rates), max(rates)))
+    labels = [text.get_text() for text in speed.get_legend().get_texts()]
+    assert "plain decoding, measured again for each shape" in labels and len(labels) == 4
+    assert [text.get_text() for text in phases.get_xticklabels()] == ["plain, batch 2", "2,2,4, batch 2", "1,1,2, batch 2"]
+    heights = [bar.get_height() for bar in phases.patches]
+    assert heights == pytest.approx([10.0, *[2.0, 6.0, 1.5, 0.5] * 2]), "a step, then draft, verify, extend and the rest"
+    assert [bar.get_y() for bar in phases.patches] == pytest.approx([0, *[0, 2.0, 8.0, 9.5] * 2]), "one on the other"
+    assert {text.get_text() for text in phases.get_legend().get_texts()} == {"plain step", "draft", "verify", "extend", "rest"}
+    alone = plots.draw(measured(replace(first, baseline=replace(first.baseline, seconds=[2.0], output_tokens=[12])))).axes[0]
+    assert not any("noise" in str(each.get_label()) for each in alone.collections), (
+        "one pass of plain decoding says nothing of noise"
+    )
 
 
 def test_one_repeat_has_no_spread() -> None:

@@ -297,11 +297,13 @@ def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(capsys, "bench", *TINY, "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png"))
     assert code == 0 and err.startswith("specdec: bench: loading (0 s)\n")
-    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80 and len(out.splitlines()) <= 40
     data = json.loads((tmp_path / "o.json").read_text())
+    assert set(data["bench_seconds"]) == {"loading", "cells"}
+    assert all({"decoder", "warm-up", "timed", "phases"} <= set(cell["bench_seconds"]) for cell in data["cells"])
     assert [cell["batch_size"] for cell in data["cells"]] == [1, 2]
     for cell in data["cells"]:
-        assert cell["outputs"] == {"prompts": 2, "passes": 3, "differing": [], "is_synthetic": False, "empty": []}
+        assert cell["outputs"] == {"prompts": 2, "passes": 2, "differing": [], "is_synthetic": False, "empty": []}
         assert cell["baseline"]["output_tokens"] == cell["speculative"]["output_tokens"]
         assert cell["derived"]["speed_up"] > 0 and cell["derived"]["ms_per_round_by_phase"]["verify"] > 0
     assert len(data["prompts"]["sha256"]) == 64 and data["versions"]["torch"] and data["machine"]["cpu"]
@@ -323,7 +325,7 @@ def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     for name in ("measure_cell", "read_bandwidth"):
         monkeypatch.setattr(bench_run, name, noted(getattr(bench_run, name), order))
     flags = ["--synthetic-acceptance", "1,0.5", "--seed", "5", "--max-tokens", "16"]
-    more, found = ["--profile", "--plot", str(tmp_path / "o.png")], []
+    more, found = ["--profile", "--details", "--explain", "--plot", str(tmp_path / "o.png")], []
     for name in ("a.json", "b.json"):
         code, out, err = run(capsys, "bench", *TINY, *flags, *(more if not found else ()), "--json", str(tmp_path / name))
         assert code == 0 and err.startswith("specdec: bench: loading")
@@ -372,8 +374,8 @@ def test_bench_fails_when_the_text_is_wrong(capsys, monkeypatch):
         return outputs
 
     monkeypatch.setattr(SpecDecoder, "generate", lying)
-    code, out, _ = run(capsys, "bench", *TINY)
-    assert code == 1
+    code, out, _ = run(capsys, "bench", *TINY, "--details")
+    assert code == 1 and out.startswith("OUTPUTS DIFFER")
     assert "speed-up not shown: outputs differ (1 of 2 equal)" in out and "DIVERGED at output token 3" in out
 
 

@@ -9,6 +9,8 @@ import pytest
 from toolkit.driver import Driver
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.bench.cell import measure_cell
+from specdec.bench.session import Session
 from specdec.loading import build
 from specdec.ops.compiling import rehearsal
 from specdec.shipped import draft_folder, target_folder
@@ -67,3 +69,17 @@ def test_rehearsal_changes_no_text(spec: SpecConfig, sampling: SamplingParams) -
     with patch.object(build, "can_rehearse", lambda *_: False), load(spec) as decoder:
         expected = decoder.generate([PROMPT] * 3, sampling)
     assert [out.token_ids for out in rehearsed] == [out.token_ids for out in expected]
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(5, 4, 16), SpecConfig(3, 1), SpecConfig("auto")])
+def test_a_benchmark_times_nothing_that_is_new(spec: SpecConfig) -> None:
+    """Keeps out: kernels compiled and graphs captured in timed passes, and a count of both that stays 0."""
+    prompts = [list(range(3, 3 + length)) for length in (7, 19, 40, 8, 23, 33)]
+    with load(spec, max_batch_size=2) as decoder:
+        session = Session(decoder)
+        cell = measure_cell(session, prompts, SamplingParams(max_tokens=24), repeats=2)
+        kernels, graphs, _ = before = session.readiness
+        session.generate(prompts, [SamplingParams(max_tokens=24)] * len(prompts), speculate=False)
+        assert session.readiness == before and kernels > 10 and graphs > 5
+    assert cell.baseline.cold_timed == cell.speculative.cold_timed == 0
+    assert cell.outputs.verdict in ("equal", "near-tie")

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
 from specdec.attention.kinds import FULL
 from specdec.bench.budget import Budget, RoundBytes
+from specdec.bench.cell import measure_cell
 from specdec.bench.kernels import Span, split
+from specdec.bench.measurement import Cell, Measurement, Phases
 from specdec.bench.session import Session
-from specdec.config import SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.engine.needs import RowChoice
 from specdec.generation import Generation, Stats
 from specdec.ops.products.numerics import FAST
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+GREEDY = SamplingParams(max_tokens=9)
 
 
 class StubModel(torch.nn.Module):
@@ -61,7 +67,7 @@ class StubSession(Session):
     """
 
     model = settings = head = as_stored = None
-    num_graphs, kv_pool_bytes = 0, 1536
+    readiness, kv_pool_bytes, rounds_run = (0, 0, 0), 1536, 0
     reasons: list[str] = []
 
     def __init__(
@@ -84,6 +90,10 @@ class StubSession(Session):
         self.reason = reason
         self.phases, self.is_timing = StubPhases(), False
         self.calls: list[tuple[bool, bool]] = []
+        self.prepared: list[str] = []
+
+    def when_timing(self) -> None:
+        """Called in each pass that times phases."""
 
     @property
     def writes_text(self) -> bool:
@@ -106,12 +116,20 @@ class StubSession(Session):
             self.is_timing = False
 
     def make_ready(self, sizes=()) -> None:
-        """Nothing is captured here."""
+        self.prepared.append("auto")
+
+    def rehearse(self, prompts, sampling) -> None:
+        self.prepared.append("rehearsed")
+
+    def capture_rounds(self, prompts, sampling) -> None:
+        self.prepared.append("captured")
 
     def generate(self, prompts, sampling, *, speculate):
         self.calls.append((speculate, self.is_timing))
         self.asked = prompts, sampling
+        self.rounds_run += 2 if speculate else 5
         if self.is_timing:
+            self.when_timing()
             for name in ("prefill", *(["draft", "verify", "extend"] if speculate else ["decode"] * 5)):
                 self.phases.seconds[name] += 0.001
                 self.phases.calls[name] += 1
@@ -135,3 +153,27 @@ def traced(**changes: object) -> Budget:
         "host_ms": 0.3, "phases_ms": {"draft": 1.2, "verify": 6.0, "extend": 0.4, "rest": 1.0}, "kernels": split(spans, 1),
     }  # fmt: skip
     return Budget(**{**fields, **changes})
+
+
+def cell_of(seconds: tuple[list[float], list[float]] = ([2.0, 2.5, 4.0], [1.0, 0.5, 0.8]), **stub: object) -> Cell:
+    """A cell of round numbers: 12 output tokens in each pass.  seconds: of the baseline's repeats and of specdec's."""
+    cell = measure_cell(StubSession(**stub), PROMPTS, GREEDY, 3)
+    plain = Phases(0.062, {"prefill": 0.012, "decode": 0.049}, {"prefill": 1, "decode": 5})
+    fast = Phases(0.035, {"prefill": 0.015, "draft": 0.004, "verify": 0.012, "extend": 0.003},
+                  {"prefill": 1, "draft": 2, "verify": 2, "extend": 2})  # fmt: skip
+    baseline = replace(cell.baseline, seconds=seconds[0], phases=plain)
+    return replace(cell, baseline=baseline, speculative=replace(cell.speculative, seconds=seconds[1], phases=fast))
+
+
+def measured(*cells: Cell, **changes: object) -> Measurement:
+    sampling = {name: getattr(GREEDY, name) for name in GREEDY.__dataclass_fields__}
+    settings = {
+        "target": "/folder/of/a/target/model", "draft": "/folder/of/its/draft/head", "device": "cpu", "dtype": "float32",
+        "attention": "torch", "attention_reason": "there is no GPU", "cuda_graphs": False, "page_size": 16, "max_seq_len": 64,
+        "repeats": 3, "sampling": sampling,
+    }  # fmt: skip
+    prompts = {
+        "source": "p.jsonl", "count": 17, "tokens": {"min": 2, "max": 3, "sum": 5}, "sha256": "0" * 64, "chat_template": False
+    }  # fmt: skip
+    machine = {"runs_on": "a CPU", "gpus": [], "driver": None, "load_average": 3.0, "cpus_usable": 2, "cpu_steal": 0.5}
+    return Measurement(machine, {"specdec": "0", "torch": "2"}, settings, prompts, list(cells), **changes)

@@ -11,17 +11,12 @@ from rich.text import Text
 from specdec.bench.budget import ATTENTION, GEMM, PHASES, Budget
 from specdec.bench.measurement import Measurement
 from specdec.bench.show.layout import Grid
+from specdec.bench.show.words import tag_of
 
-SYNTHETIC = "SYNTHETIC"
 LONGEST_SHOWN = 5
 NAME_SHOWN = 28  # characters of a kernel's name
 
 HOW = {"round": "one graph a round", "step": "one graph a phase", False: "no graphs"}
-
-
-def tag_of(measurement: Measurement) -> str:
-    """The mark before everything on which forced acceptance has an influence."""
-    return "" if measurement.synthetic_acceptance is None else f"{SYNTHETIC}: "
 
 
 def print_budgets(measurement: Measurement, console: Console) -> None:

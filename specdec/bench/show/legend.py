@@ -51,6 +51,10 @@ PHASE_TIMES = {
     "rest": "time that no phase took: Python at work",
     "all prefill": "reading all prompts, once for the whole pass",
 }
+AVERAGES = [
+    ("over tokens", "all tokens of rounds / all rounds: long texts count more"),
+    ("over requests", "the mean of each request's own accept length: all count alike"),
+]
 MEMORY = [
     ("KV pool", "memory for the keys and values of all tokens that run"),
     ("repeated", f"{REPEAT_N}-grams that occurred before; above {REPEAT_FLAG} acceptance is inflated"),
@@ -83,7 +87,7 @@ def terms_of(measurement: Measurement) -> list[tuple[str, str]]:
             found += PARTING
         shown = {"plain step", "whole round", *phases_shown(measurement), "all prefill"}
         found += [(term, meaning) for term, meaning in PHASE_TIMES.items() if term in shown]
-        found += MEMORY
+        found += AVERAGES + MEMORY
     if measurement.plain_cells:
         meanings = dict(SPEED) | PHASE_TIMES
         words = ("tok/s", "plain step", "all prefill")

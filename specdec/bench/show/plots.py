@@ -1,4 +1,4 @@
-"""One figure of a finished measurement: speed of both sides, and acceptance by depth.  Needs matplotlib."""
+"""One figure of a finished measurement: speed of both sides, phases of a round, acceptance by depth.  Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from statistics import median
 from typing import Any
 
 from specdec.bench.measurement import Cell, Measurement
+from specdec.bench.show.legend import phases_shown
+from specdec.bench.show.words import count_of, tag_of, what_ran
 
-BASELINE_COLOUR = "#999999"
+BASELINE_COLOUR, NOISE_COLOUR = "#999999", "#dddddd"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
+PHASE_COLOURS = ("#9AD0F3", "#0072B2", "#004165", "#E69F00", "#cccccc")
 MARKERS = "osD^vP"
-BAR_INCHES, ACCEPTANCE_INCHES, LEAST_INCHES, HEIGHT_INCHES = 0.42, 5.0, 10.5, 5.2
+SIDE_INCHES, BAR_INCHES, ACCEPTANCE_INCHES, HEIGHT_INCHES = 3.2, 0.4, 4.6, 5.4
 TITLE_CHARACTERS_PER_INCH = 11
 
 
@@ -34,75 +37,106 @@ def write_plot(measurement: Measurement, path: Path) -> None:
 
 
 def draw(measurement: Measurement) -> Any:
-    """The figure: bars of tok/s on the left, lines of acceptance on the right, counts in the title."""
+    """The figure: bars of tok/s, a round's milliseconds by phase, and acceptance by depth; what ran in the title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cells = measurement.cells
-    width = max(LEAST_INCHES, ACCEPTANCE_INCHES + 1 + BAR_INCHES * 2 * len(cells))
-    figure = Figure(figsize=(width, HEIGHT_INCHES), layout="constrained", dpi=150)
+    widths = SIDE_INCHES + BAR_INCHES * 2 * len(cells), SIDE_INCHES + BAR_INCHES * len(cells), ACCEPTANCE_INCHES
+    figure = Figure(figsize=(sum(widths), HEIGHT_INCHES), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
-    figure.suptitle(_title(measurement, int(width * TITLE_CHARACTERS_PER_INCH)), fontsize=10)
+    figure.suptitle(_title(measurement, int(sum(widths) * TITLE_CHARACTERS_PER_INCH)), fontsize=10)
     if cells:
-        left, right = figure.subplots(1, 2, width_ratios=(width - ACCEPTANCE_INCHES, ACCEPTANCE_INCHES))
-        tag = "" if measurement.synthetic_acceptance is None else "SYNTHETIC: "
-        _speed(left, cells, tag)
-        _acceptance(right, cells, tag)
+        speed, phases, acceptance = figure.subplots(1, 3, width_ratios=widths)
+        tag = tag_of(measurement)
+        _speed(speed, measurement, tag)
+        _phases(phases, measurement, tag)
+        _acceptance(acceptance, cells, tag)
     return figure
 
 
 def _title(measurement: Measurement, width: int) -> str:
     """What ran, where, and how much of it."""
-    settings, prompts, sampling = measurement.settings, measurement.prompts, measurement.settings["sampling"]
-    forced, repeats = measurement.synthetic_acceptance, settings["repeats"]
-    how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
-    lines = [
-        f"{_short(settings['target'])} with {_short(settings['draft'])}, {settings['dtype']}, "
-        f"{settings['attention']} attention, on {measurement.machine['runs_on']}",
-        f"{_count(prompts['count'], 'prompt')}, at most {sampling['max_tokens']} output tokens each, {how}; "
-        f"{_count(repeats, 'timed repeat')}" + (" (bars: median, whiskers: fastest and slowest)" if repeats > 1 else ""),
-    ]
+    forced, (models, amount) = measurement.synthetic_acceptance, what_ran(measurement)
+    many = measurement.settings["repeats"] > 1
+    lines = [models, amount + (" (bars: median, whiskers: fastest and slowest)" if many else "")]
     if forced is not None:
         lines.insert(0, f"SYNTHETIC: acceptance forced to {', '.join(f'{p:g}' for p in forced)} by depth")
     lines += [f"batch {failure.batch_size}, {failure.name}: FAILED" for failure in measurement.failures]
     return "\n".join(part for line in lines for part in textwrap.wrap(line, width))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+def _speed(axes: Any, measurement: Measurement, tag: str) -> None:
+    """Bars of tok/s, a group for each batch size.  Each shape stands beside its own baseline, with its speed-up above it.
 
-
-def _short(path: str) -> str:
-    return "/".join(Path(path).parts[-2:])
-
-
-def _speed(axes: Any, cells: list[Cell], tag: str) -> None:
-    """Bars of tok/s, a group for each batch size.  Each shape stands beside its own baseline, with its speed-up above it."""
+    A band through the group says how far the baselines, which do the same work, lie apart: that much is noise.
+    """
+    cells = measurement.cells
     sizes = list(dict.fromkeys(cell.batch_size for cell in cells))
     names = list(dict.fromkeys(cell.name for cell in cells))
     width, named = 0.84 / (2 * len(names)), set[str]()
+    for group, size in enumerate(sizes):
+        if len(rates := measurement.baselines(size)) > 1:
+            label = "noise: all passes of plain decoding lie in the band"
+            edges = [group - 0.46, group + 0.46]
+            axes.fill_between(edges, min(rates), max(rates), color=NOISE_COLOUR, lw=0, label="_" if group else label)
     for cell in cells:
         group, i = sizes.index(cell.batch_size), names.index(cell.name)
         x = group - 0.42 + width * (2 * i + 0.5)
         label = "" if cell.name in named else f"specdec, S,k,nd = {cell.name}"
-        _bar(axes, x, cell.baseline.rates, width, BASELINE_COLOUR, "" if named else "its own baseline")
+        again = ", measured again for each shape" if len(names) > 1 else ""
+        _bar(axes, x, cell.baseline.rates, width, BASELINE_COLOUR, "" if named else f"plain decoding{again}")
         _bar(axes, x + width, cell.speculative.rates, width, COLOURS[i % len(COLOURS)], label)
         named.add(cell.name)
         note = {"DIVERGED": "outputs\ndiffer", "EMPTY": "outputs\nempty"}.get(
             cell.outputs.verdict, f"{cell.speed_up or 0:.2f}x"
         )
-        top = max(cell.speculative.rates)
-        axes.annotate(note, (x + width, top), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8)
+        _note(axes, note, x + width, max(cell.speculative.rates))
     tokens = [sum(cell.speculative.output_tokens) for cell in cells]
     spread = f"{min(tokens):,}" if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set_xlabel(f"batch size  ({spread} output tokens timed a bar)")
     axes.set_ylabel("output tokens per second")
-    axes.set_title(f"{tag}Speed (the numbers: speed-up over the baseline beside it)", fontsize=10)
+    axes.set_title(f"{tag}Speed\n(the numbers: speed-up over the baseline beside it)", fontsize=10)
     axes.margins(y=0.12)
     axes.set_ylim(bottom=0)
     _clean(axes)
-    _legend_below(axes, 3)
+    _legend_below(axes, 2)
+
+
+def _phases(axes: Any, measurement: Measurement, tag: str) -> None:
+    """Stacked bars of milliseconds: for each batch size a plain step, and a round of each shape by its phases."""
+    names, places, seen, at = phases_shown(measurement), list[float](), set[int](), 0.0
+    labels = list[str]()
+    for cell in measurement.cells:
+        if cell.batch_size not in seen:
+            at += 0.6 if seen else 0.0
+            label = "_" if seen else "plain step"
+            axes.bar(at, cell.baseline.phases.ms_per_round, 0.8, color=BASELINE_COLOUR, label=label)
+            seen.add(cell.batch_size)
+            places.append(at)
+            labels.append(f"plain, batch {cell.batch_size}")
+            at += 1
+        bottom = 0.0
+        for name, colour in zip(names, PHASE_COLOURS, strict=False):
+            ms = max(0.0, cell.speculative.phases.ms(name))
+            axes.bar(at, ms, 0.8, bottom=bottom, color=colour, label=name if len(places) == 1 else "_")
+            bottom += ms
+        _note(axes, f"{cell.speculative.counters.accept_length:.2f}", at, bottom)
+        places.append(at)
+        labels.append(f"{cell.name}, batch {cell.batch_size}")
+        at += 1
+    axes.set_xticks(places, labels, rotation=50, ha="right", rotation_mode="anchor", fontsize=7)
+    axes.set_ylabel("milliseconds, each phase waited for")
+    axes.set_title(f"{tag}A step, and a round by phase\n(the numbers: tokens that a round gives a sequence)", fontsize=10)
+    axes.margins(y=0.25)  # room for the legend
+    _clean(axes)
+    axes.legend(frameon=False, fontsize=8, loc="upper center", ncols=3)
+
+
+def _note(axes: Any, text: str, x: float, top: float) -> None:
+    """A number above a bar."""
+    axes.annotate(text, (x, top), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8)
 
 
 def _bar(axes: Any, x: float, rates: list[float], width: float, colour: str, label: str) -> None:
@@ -118,7 +152,7 @@ def _acceptance(axes: Any, cells: list[Cell], tag: str) -> None:
     for i, cell in enumerate(cell for cell in cells if cell.batch_size == smallest):
         values = [math.nan if value is None else value for value in cell.acceptance_by_depth]  # NaN: no marker, no line
         counters = cell.speculative.counters
-        label = f"{cell.name}: accept length {counters.accept_length:.2f} over {_count(counters.rounds, 'round')}"
+        label = f"{cell.name}: accept length {counters.accept_length:.2f} over {count_of(counters.rounds, 'round')}"
         style = {"marker": MARKERS[i % len(MARKERS)], "color": COLOURS[i % len(COLOURS)]}
         axes.plot(range(1, len(values) + 1), values, label=label, **style)
     axes.set_ylim(0, 1.04)

@@ -1,277 +1,61 @@
-"""Shows a finished measurement to people, at any width of the terminal.  Knows no model and measures nothing."""
+"""The screen after a benchmark: a verdict, one table, what to try next; on demand every table and every word's meaning.
+
+Knows no model and measures nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from textwrap import wrap
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Measurement, PlainCell
-from specdec.bench.show.budget_report import SYNTHETIC, print_budgets, tag_of
-from specdec.bench.show.layout import Grid
-from specdec.bench.show.legend import phases_shown, print_legend
-from specdec.config import SamplingParams
-from specdec.lossless.verification import Divergence
+from specdec.bench.measurement import Measurement
+from specdec.bench.show.advice import advice
+from specdec.bench.show.budget_report import print_budgets
+from specdec.bench.show.details import plain_table, print_details, speed_table
+from specdec.bench.show.legend import print_legend
+from specdec.bench.show.verdict import verdict
+from specdec.bench.show.words import busy_with, what_ran
 
-DEPTHS_SHOWN = 10
-RARE = (  # options of sampling that are shown only where they are set
-    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens",
-    "stop", "stop_token_ids",
-)  # fmt: skip
-NOISY = 1.15  # a speed-up whose repeats lie further apart is said to be noisy
-STEAL = 0.03  # share of CPU time
-SHOWN_DIVERGENCES = 3  # a cell; the JSON holds all
+MOST_ADVICE = 4  # what is most worth trying comes first
 
 
-def print_report(measurement: Measurement, console: Console) -> None:
-    """Everything but the JSON."""
-    console.print(_facts(measurement))
-    for failure in measurement.failures:
-        console.print(Text(f"\nbatch {failure.batch_size}, {failure.name}: FAILED: {failure.message}", "bold red"))
-    if measurement.cells:
-        _print_cells(measurement, console)
-    if measurement.plain_cells:
-        _print(console, "Plain decoding: no draft was given, so there is one side", _plain_table(measurement.plain_cells))
-        for cell in measurement.plain_cells:
-            if cell.empty:
-                console.print(Text(f"batch {cell.batch_size}: {_empty(cell.empty, measurement.prompts['count'])}", "bold red"))
-    print_budgets(measurement, console)
-    print_legend(measurement, console)
-
-
-def _print_cells(measurement: Measurement, console: Console) -> None:
-    cells, tag = measurement.cells, tag_of(measurement)
-    _print(console, f"{tag}Speed", _speed_table(cells))
-    for line in _warnings(cells, _router_note(measurement.settings)):
+def print_report(measurement: Measurement, console: Console, *, details: bool = False, explain: bool = False) -> None:
+    """Everything but the JSON.  details: with every table.  explain: with what the words mean."""
+    for line in verdict(measurement):
         console.print(line)
-    for cell in cells:
-        for reason in cell.reasons:
-            console.print(Text(f"batch {cell.batch_size}, {cell.name} chose in the end for {reason}", "cyan"))
-    if any(cell.speed_up_factors for cell in cells):
-        _print(console, f"{tag}Why the speed-up is not the predicted one: predicted x all three = measured", _why_table(cells))
-    phases = _phase_table(cells, phases_shown(measurement))
-    _print(console, f"{tag}Milliseconds by phase, from a separate pass that waits for each", phases)
-    depths = max(len(cell.acceptance_by_depth) for cell in cells)
-    more = f"; the first {DEPTHS_SHOWN} of {depths}, all in --json" if depths > DEPTHS_SHOWN else ""
-    title = f"{tag}Acceptance by depth in the tree (accepted / reached{more})"
-    _print(console, title, _depth_table(cells, min(depths, DEPTHS_SHOWN)))
-    _print(console, f"Memory (peak: {cells[0].memory.peak_of}), and text that repeats itself", _memory_table(cells))
-
-
-def _print(console: Console, title: str, grid: Grid) -> None:
-    console.print(Text("\n" + title, "bold"))
-    grid.print(console)
-
-
-def _facts(m: Measurement) -> Table:
-    s, prompts, tokens = m.settings, m.prompts, m.prompts["tokens"]
-    torch_version = m.versions["torch"] + (f", driver {m.machine['driver']}" if m.machine["gpus"] else "")
-    without = "off" if s["device"].startswith("cuda") else "off (no GPU)"
-    graphs = f"one a {s['cuda_graphs']}" if s["cuda_graphs"] else without
-    kept = "" if s.get("kv_cache_dtype", "auto") == "auto" else f", KV {s['kv_cache_dtype']}"
-    kept += ", int8 queries" if s.get("int8_queries", False) else ""
-    sampling = s["sampling"]
-    how = ("greedy" if sampling["temperature"] == 0 else _sampled(sampling)) + _with_rules(sampling)
-    rows = [
-        ("machine", m.machine["runs_on"]),
-        ("versions", f"specdec {m.versions['specdec']}, torch {torch_version}"),
-        ("target", s["target"]),
-        *([("", f"by {s['backend']}: {s['backend_reason']}")] if s.get("backend", "native") != "native" else []),
-        ("draft", s["draft"] or "none: plain decoding alone is measured"),
-        ("runs in", f"{s['dtype']}{kept}, CUDA graphs {graphs}, page size {s['page_size']}, max_seq_len {s['max_seq_len']}"),
-        ("attention", f"{s['attention']} ({s['attention_reason']})"),
-        ("prompts", f"{prompts['count']} of {tokens['min']} to {tokens['max']} tokens from {prompts['source']}"),
-        ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
-        ("output", f"at most {sampling['max_tokens']} tokens, {how}" + (", EOS ignored" if sampling["ignore_eos"] else "")),
+    console.print()
+    if details:
+        print_details(measurement, console)
+    else:
+        _print_table(measurement, console)
+    print_budgets(measurement, console)
+    if tips := advice(measurement)[:MOST_ADVICE]:
+        console.print(Text("\nWhat to try next", "bold"))
+        for tip in tips:
+            lines = wrap(f"{tip.what}: {tip.why}", console.width, initial_indent="  ", subsequent_indent="    ")
+            text = Text("\n".join(lines))
+            text.stylize("cyan", 0, 2 + len(tip.what))
+            console.print(text)
+    if explain:
+        print_legend(measurement, console)
+    more = [
+        *(() if details else ("--details: phases, acceptance by depth, memory",)),
+        *(() if explain else ("--explain: what the words mean",)),
+        "--json FILE: all counters",
     ]
-    sides = [side.counters for cell in m.cells for side in (cell.baseline, cell.speculative)]
-    sides += [cell.baseline.counters for cell in m.plain_cells]
-    if s.get("prefix_caching") and sides:  # the warm-up passes left the prompts there
-        found = sum(stats.cached_tokens for stats in sides) / sum(stats.prefill_tokens for stats in sides)
-        rows.append(("prefixes", f"cached: {found:.0f} of a prompt's {tokens['sum'] / prompts['count']:.0f} tokens were found"))
-    if m.synthetic_acceptance is not None:
-        forced = ", ".join(f"{p:g}" for p in m.synthetic_acceptance)
-        said = (
-            f"a chain's acceptance by depth is forced to {forced}. In a tree a round also ends where the head's own scores "
-            "have pruned the path, so a tree accepts less than that: shapes can't be compared by it. The speculative text is "
-            "not the target's, so outputs are not compared"
-        )
-        rows.append((SYNTHETIC, f"{said} and near-ties not looked for: a plan, no measurement of this head"))
-    if busy := _busy(m.machine):
-        rows.append(("BUSY", f"{busy}: these timings suffer from it"))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value, "bold yellow" if name in ("BUSY", SYNTHETIC) else ""))
-    return table
+    console.print(Text("\n" + "; ".join(more), "dim"))
 
 
-def _busy(machine: dict[str, Any]) -> str:
-    """What else the machine did: another program shows as load, and another virtual machine as stolen CPU time."""
-    said = []
-    if (machine["load_average"] or 0) > machine["cpus_usable"]:
-        said.append(f"load {machine['load_average']:.1f} on {machine['cpus_usable']} CPUs before the start")
-    if machine["cpu_steal"] > STEAL:
-        said.append(f"{machine['cpu_steal']:.0%} of the CPU time went to other virtual machines")
-    return ", ".join(said)
-
-
-def _sampled(sampling: dict[str, object]) -> str:
-    parts = [f"{name} {sampling[name]}" for name in ("temperature", "top_p", "top_k", "seed")]
-    return "sampled with " + ", ".join(parts) + " (+ prompt number)"
-
-
-def _with_rules(sampling: dict[str, object]) -> str:
-    """The options that are not as usual, of those that most runs leave alone; empty if there are none."""
-    default = vars(SamplingParams())
-    changed = [name for name in RARE if sampling.get(name, default[name]) != default[name]]
-    return "".join(f", {name} {sampling[name]}" for name in changed)
-
-
-def _grid(cells: list[Cell], *columns: str, marked: bool = True) -> Grid:
-    """A grid whose first two columns name the cell.  marked: rows are tagged where acceptance was forced."""
-    is_synthetic = marked and any(cell.outputs.is_synthetic for cell in cells)
-    return Grid(("batch", "S,k,nd"), *columns, tag=SYNTHETIC if is_synthetic else "")
-
-
-def _speed_table(cells: list[Cell]) -> Grid:
-    columns = ("accept\nlength", "baseline\ntok/s", "specdec\ntok/s", "speed-up", "predicted", "outputs")
-    grid = _grid(cells, *columns, marked=False)  # the last column says it
-    for cell in cells:
-        grid.add(
-            str(cell.batch_size),
-            cell.name,
-            f"{cell.speculative.counters.accept_length:.2f}",
-            _number(cell.baseline.tokens_per_second),
-            _number(cell.speculative.tokens_per_second),
-            _speed_up(cell.speed_up),
-            "-" if cell.predicted_speed_up is None else f"{cell.predicted_speed_up:.2f}x",
-            _outputs(cell),
-        )
-    return grid
-
-
-def _plain_table(cells: list[PlainCell]) -> Grid:
-    times = ("tok/s", "plain\nstep", "all\nprefill")
-    grid = Grid(("batch",), *times, "weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams")
-    for cell in cells:
-        memory, phases = cell.memory, cell.baseline.phases
-        sizes = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)]
-        ms = [f"{phases.ms_per_round:.2f} ms", f"{phases.prefill_ms:.2f} ms"]
-        grid.add(str(cell.batch_size), _number(cell.baseline.tokens_per_second), *ms, *sizes, f"{cell.repeat_ratio:.2f}")
-    return grid
-
-
-def _speed_up(value: float | None) -> Text:
-    if value is None:
-        return Text("not shown", "bold red")
-    return Text(f"{value:.2f}x", "bold red" if value < 1 else "bold green")
-
-
-def _outputs(cell: Cell) -> Text:
-    verdict = cell.outputs.verdict
-    styles = {"equal": "green", "near-tie": "yellow", "DIVERGED": "bold red", "EMPTY": "bold red", SYNTHETIC: "yellow"}
-    return Text(verdict, styles[verdict])
-
-
-def _why_table(cells: list[Cell]) -> Grid:
-    grid = _grid(cells, "predicted", "uneven\nends", "prefill", "other", "measured")
-    for cell in cells:
-        factors = cell.speed_up_factors
-        if factors is not None:
-            values = [f"x {factor:.2f}" for factor in factors]
-            grid.add(str(cell.batch_size), cell.name, f"{cell.predicted_speed_up:.2f}x", *values, f"{cell.speed_up:.2f}x")
-    return grid
-
-
-def _router_note(settings: dict[str, Any]) -> str:
-    """Another cause of differing outputs, which only a mixture of experts has; empty for other targets, and in float32."""
-    if not settings.get("mixture_of_experts") or settings["dtype"] not in ("bfloat16", "float16"):
-        return ""
-    return f"mixture of experts: in {settings['dtype']} a router flip between passes can cause this; --dtype float32 decides"
-
-
-def _warnings(cells: list[Cell], router_note: str) -> list[Text]:
-    """What must not be overlooked.  router_note: said where outputs diverged, unless empty."""
-    lines = []
-    for cell in cells:
-        is_synthetic = cell.outputs.is_synthetic
-        name = f"{SYNTHETIC} " * is_synthetic + f"batch {cell.batch_size}, {cell.name}: "
-        if cell.speed_up is not None and cell.speed_up < 1:
-            lines.append(Text(f"{name}SLOWER THAN BASELINE ({cell.speed_up:.2f}x)", "bold red"))
-        equal = f"{cell.outputs.num_equal} of {cell.outputs.prompts} equal"
-        if cell.outputs.verdict == "DIVERGED":
-            lines.append(Text(f"{name}speed-up not shown: outputs differ ({equal})", "bold red"))
-            lines += [Text("  " + router_note, "yellow")] if router_note else []
-        if cell.outputs.empty:
-            said = _empty(cell.outputs.empty, cell.outputs.prompts)
-            lines.append(Text(f"{name}speed-up not shown: {said}", "bold red"))
-        if cell.outputs.verdict == "near-tie":
-            lines.append(Text(f"{name}outputs part at near-ties only ({equal})", "yellow"))
-        shown = sorted(cell.outputs.differing, key=lambda part: part.verdict != "DIVERGED")[:SHOWN_DIVERGENCES]
-        lines += [Text("  " + _divergence(part), "red" if part.verdict == "DIVERGED" else "yellow") for part in shown]
-        if more := len(cell.outputs.differing) - len(shown):
-            lines.append(Text(f"  and {more} more, see --json", "yellow"))
-        if cell.speed_up is not None and max(cell.speed_ups) > NOISY * min(cell.speed_ups):
-            low, high = min(cell.speed_ups), max(cell.speed_ups)
-            lines.append(Text(f"{name}noisy machine: single repeats gave {low:.2f}x to {high:.2f}x", "yellow"))
-        if cell.repeat_ratio > REPEAT_FLAG and not is_synthetic:  # the text accepts nothing then
-            share = f"{cell.repeat_ratio:.0%} of {REPEAT_N}-grams occurred before"
-            lines.append(Text(f"{name}repetitive outputs ({share}), which inflates acceptance", "bold yellow"))
-    return lines
-
-
-def _empty(empty: list[int], count: int) -> str:
-    """What to do about outputs that hold nothing.  empty: numbers of their prompts, of `count`."""
-    which = ", ".join(str(i + 1) for i in empty[:SHOWN_DIVERGENCES]) + (", ..." if len(empty) > SHOWN_DIVERGENCES else "")
-    return (
-        f"{len(empty)} of {count} outputs are empty (prompt {which}); expected text. Look at the model's "
-        "weights, or if it ends at once by right: --ignore-eos"
-    )
-
-
-def _divergence(part: Divergence) -> str:
-    where = f"prompt {part.prompt + 1}: {part.verdict} at output token {part.index}"
-    if part.token_baseline is None or part.token_speculative is None:
-        return where + ", where one output ends and the other goes on"
-    tokens = f"{part.token_baseline} (rank {part.rank_baseline}) or {part.token_speculative} (rank {part.rank_speculative})"
-    margin = "not comparable" if part.margin is None else f"{part.margin:.3g}"
-    return f"{where}: {tokens}, the worse {margin} below the best, bound {part.bound:.3g}"
-
-
-def _phase_table(cells: list[Cell], names: list[str]) -> Grid:
-    grid = _grid(cells, "plain\nstep", "whole\nround", *names, "all\nprefill")
-    for cell in cells:
-        phases = cell.speculative.phases
-        parts = [phases.ms(name) for name in names]
-        numbers = [cell.baseline.phases.ms_per_round, phases.ms_per_round, *parts, phases.prefill_ms]
-        grid.add(str(cell.batch_size), cell.name, *(f"{number:.2f}" for number in numbers))
-    return grid
-
-
-def _depth_table(cells: list[Cell], depths: int) -> Grid:
-    grid = _grid(cells, *(str(i + 1) for i in range(depths)))
-    for cell in cells:
-        values = ["-" if value is None else f"{value:.2f}" for value in cell.acceptance_by_depth[:depths]]
-        grid.add(str(cell.batch_size), cell.name, *values, *[""] * (depths - len(values)))
-    return grid
-
-
-def _memory_table(cells: list[Cell]) -> Grid:
-    grid = _grid(cells, "weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams", marked=False)
-    for cell in cells:
-        memory = cell.memory
-        sizes = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)]
-        grid.add(str(cell.batch_size), cell.name, *sizes, f"{cell.repeat_ratio:.2f}")
-    return grid
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _bytes(value: int) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+def _print_table(measurement: Measurement, console: Console) -> None:
+    """What ran, and how fast."""
+    if measurement.cells:
+        speed_table(measurement.cells, predicted=False).print(console)
+    if measurement.plain_cells:
+        plain_table(measurement.plain_cells, with_memory=False).print(console)
+    console.print()
+    for line in what_ran(measurement):
+        console.print(Text(line, "dim"))
+    if busy := busy_with(measurement.machine):
+        console.print(Text(f"BUSY: {busy}: these timings suffer from it", "bold yellow"))

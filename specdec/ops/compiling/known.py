@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.ops.launch import has_triton
+
 MOST = 256  # kernels in one file; those that were launched last stay
 MOST_FILES = 64  # in the folder, one for each purpose; those that were written last stay
 ENDINGS = "_triton", "_hopper"  # of modules with kernels
@@ -101,6 +103,18 @@ class KnownKernels:
             merged = {key: entry for key, entry in self._entries.items() if key not in found} | found
             self._entries = dict(list(merged.items())[-MOST:])
             _write(self._path, pickle.dumps((_sources(_kernel_modules()), self._entries)))
+
+
+def num_loaded(device: torch.device) -> int:
+    """How many compiled kernels of specdec this process holds for the device: a launch that needs another one waits for it."""
+    if device.type != "cuda" or not has_triton():
+        return 0
+    from triton.runtime.jit import JITFunction
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    held = {id(each): each for name in _kernel_modules() for each in vars(sys.modules[name]).values()}
+    kernels = [each for each in held.values() if isinstance(each, JITFunction)]
+    return sum(len(kernel.device_caches[index][0]) for kernel in kernels if index in kernel.device_caches)
 
 
 def _entry(function: Any, key: str, kernel: Any) -> Entry | None:

@@ -90,6 +90,14 @@ class Hooks:
         with patch.object(victim, name, raising):
             yield
 
+    def pad_rows(self) -> None:
+        """From now on rounds compute a power of two of rows, as they do where graphs are captured."""
+        self._scheduler.pads_rows = True
+
+    def may_rehearse(self) -> None:
+        """From now on passes may be rehearsed, as on a GPU."""
+        self._runner._rehearses = True
+
     def expect_round(self, rehearsals: Rehearsals) -> None:
         """From now on the decoder has rehearsed for a round that is to come."""
         first = self._runner._first = FirstPasses(self._runner.prompts, self._runner.rounds, None)
