@@ -135,20 +135,21 @@ def release_of(raw: dict[str, Any], kind: str, where: str) -> Release:
     if release.newest < first or release.oldest > last:
         began = f"began with speculators 0.{first}" if release.newest < first else f"ended with speculators 0.{last}"
         raise ValueError(f"{where}: {MARK} {kind!r} {began}, got {VERSION} {release.text!r}")
+    saved_again = False
     for name, value in raw.items():
         if (key := keys.get(name)) is None:
             continue
         if key.only and not any(value is one for one in key.only):
             raise ValueError(f"{where}: {name} must be {' or '.join(map(_json, key.only))}, got {value!r}")
         if release.newest < key.first and value is key.absent:
-            release = release._replace(newest=NEWEST)  # a later release saved the file again
+            saved_again = True
         elif release.newest < key.first or release.oldest > key.last:
             also = "" if key.absent is ... or release.oldest > key.last else f", where only {_json(key.absent)} says the same"
             raise ValueError(
                 f"{where}: {name} is a key of speculators {_span(key)}, got {VERSION} {release.text!r}, which does not have "
                 f"it{also}"
             )
-    return release
+    return release._replace(newest=NEWEST) if saved_again else release
 
 
 def refuse_kind(raw: dict[str, Any], where: str) -> None:

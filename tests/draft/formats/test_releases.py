@@ -160,6 +160,9 @@ def test_keys_of_another_release_are_named(tmp_path: Path) -> None:
         until = rf"{key} is a key of speculators 0.\d( to 0.{last})?, got speculators_version '{name[:3]}.0'"
         with pytest.raises(ValueError, match=until):
             reading(tmp_path, name, **{key: value})
+    for keys in ({"norm_output": False, "fc_norm": True}, {"fc_norm": True, "norm_output": False}):  # in any order
+        with pytest.raises(ValueError, match="fc_norm is a key of speculators 0.7 and later"):
+            reading(tmp_path, "0.6 eagle3-llama", **keys)
     with pytest.raises(ValueError, match="unknown config keys block_size"):  # of another kind
         reading(tmp_path, "0.6 peagle-window", block_size=4)
     for key, value in (("base_model_ep_plan", {"a": "b"}), ("has_no_defaults_at_init", True)):
