@@ -172,11 +172,15 @@ def _named(raw: dict[str, Any], where: str) -> Release:
     name = text(raw, VERSION, where)
     if name is None:
         raise ValueError(f"{where} lacks {VERSION}, by which its keys are read; expected 0.1 to 0.{NEWEST}")
-    match = re.fullmatch(r"0\.(\d{1,4})(?:\.\d+)*(\.?(?:dev|rc|a|b)\d*)?(?:[.+].*)?", name)
+    match = re.fullmatch(r"0\.(\d{1,4})((?:\.\d+)*)(\.?(?:dev|post|rc|a|b)\d*)?(?:[.+].*)?", name)
     if match is None or not (minor := int(match[1])):
         raise ValueError(f"{where}: {VERSION} must be 0.1 to 0.{NEWEST}, got {name!r}; its layout may be another one")
-    minor = min(minor, NEWEST)  # a later release is read as the newest one that is known, with its keys
-    return Release(max(minor - 1, 1) if match[2] else minor, minor, name)
+    oldest = newest = minor
+    if match[3]:  # 0.4.1.dev3 and 0.4.0.post1 were made after a release, 0.4.0.dev3 before one
+        is_after = bool(match[2].strip(".0")) or "post" in match[3]
+        oldest, newest = (minor, minor + 1) if is_after else (minor - 1, minor)
+    # A later release is read as the newest one that is known, with its keys.
+    return Release(min(max(oldest, 1), NEWEST), min(newest, NEWEST), name)
 
 
 def _span(key: Key) -> str:

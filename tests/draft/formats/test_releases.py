@@ -213,6 +213,12 @@ def test_versions(tmp_path: Path) -> None:
         "0.11.0: as release 0.9"
         in reading(tmp_path, "0.9 eagle3-qwen3", speculators_version="0.11.0").meanings["speculators_version"]
     )
+    for version, between in (("0.6.0.dev3", "0.5 to 0.6"), ("0.5.0rc1", "0.4 to 0.5"), ("0.5.1.dev3+g1a2b3c", "0.5 to 0.6")):
+        said = reading(tmp_path, "0.5 eagle3-norm-before-fc", speculators_version=version).meanings["speculators_version"]
+        assert f"a head of releases {between}" in said
+    for version in ("0.5.0.2", "0.5.3"):
+        said = reading(tmp_path, "0.5 eagle3-norm-before-fc", speculators_version=version).meanings["speculators_version"]
+        assert "as release 0.5" in said
     for name, version, said in (
         ("0.9 dspark-vanilla", "0.6.0", "'dspark' began with speculators 0.7"),
         ("0.7 dflash", "0.4.0", "'dflash' began with speculators 0.5"),
