@@ -20,7 +20,7 @@ def fill_peagle(head: PEagleHead, names: Names, checkpoint: Checkpoint) -> None:
 
 
 def fill_dflash(head: DFlashHead, names: Names, checkpoint: Checkpoint) -> None:
-    fill_linear(head.fc, checkpoint, "fc")
+    fill_linear(head.fc, checkpoint, names.fc)
     fill_norm(head.hidden_norm, checkpoint, "hidden_norm")
     for layer, name in zip(head.layers, (names.first, *names.layers), strict=True):
         fill_layer(layer, checkpoint, name)

@@ -12,7 +12,7 @@ from specdec.models.layers import RMSNorm
 def fill_eagle1(head: Eagle1Head, names: Names, checkpoint: Checkpoint) -> None:
     for layer, name in zip(head.layers, (names.first, *names.layers), strict=True):
         fill_layer(layer, checkpoint, name)
-    fill_linear(head.fc, checkpoint, "fc")
+    fill_linear(head.fc, checkpoint, names.fc)
 
 
 def fill_eagle3(head: Eagle3Head, names: Names, checkpoint: Checkpoint) -> None:
@@ -26,4 +26,4 @@ def fill_eagle3(head: Eagle3Head, names: Names, checkpoint: Checkpoint) -> None:
     for layer, name in zip(head.layers, names.layers, strict=True):
         fill_layer(layer, checkpoint, name, input_norm=names.input_norm)
     fill_norm(head.norm, checkpoint, "norm")
-    fill_linear(head.fc, checkpoint, "fc")
+    fill_linear(head.fc, checkpoint, names.fc)

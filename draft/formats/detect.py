@@ -13,6 +13,7 @@ from specdec.draft.block.formats import specforge as specforge_peagle
 from specdec.draft.block.formats import speculators as speculators_blocks
 from specdec.draft.eagle.formats import modelopt, safeailab, specforge, speculators
 from specdec.draft.formats.reading import Format, HeadFiles, Reading
+from specdec.draft.formats.releases import MARK, refuse_kind
 from specdec.models.checkpoints.config_values import mapping
 from specdec.models.config import ModelConfig
 
@@ -20,8 +21,11 @@ BLOCK_MARKS = ("hidden_norm.weight", "mask_hidden")  # tensors of heads of one p
 
 
 def _read_speculators(files: HeadFiles, target: ModelConfig | None) -> Reading:
-    is_block = files.raw.get(speculators.MARK) in speculators_blocks.KINDS
-    return (speculators_blocks if is_block else speculators).read(files, target)
+    refuse_kind(files.raw, files.where)
+    kind = files.raw[MARK]
+    if kind == "eagle":
+        return speculators.read_eagle1(files, target)
+    return (speculators if kind == "eagle3" else speculators_blocks).read(files, target)
 
 
 def _read_specforge(files: HeadFiles, target: ModelConfig | None) -> Reading:
@@ -42,7 +46,9 @@ def is_block(files: HeadFiles) -> bool:
 FORMATS: dict[str, Format] = {
     "safeailab": safeailab.FORMAT,
     "specforge": Format("specforge", "SpecForge", "EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DSpark", _read_specforge),
-    "speculators": Format("speculators", "speculators (Red Hat, vLLM)", "EAGLE-3, P-EAGLE, DFlash, DSpark", _read_speculators),
+    "speculators": Format(
+        "speculators", "speculators (Red Hat, vLLM)", "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark", _read_speculators
+    ),
     "modelopt": Format("modelopt", "NVIDIA ModelOpt", "EAGLE-3, DFlash, DSpark", _read_modelopt),
     "z-lab": zlab.FORMAT,
     "deepspec": deepspec.FORMAT,
@@ -74,8 +80,10 @@ OTHER_LAYOUTS = {
 def detect(files: HeadFiles) -> Format:
     """The layout.  ValueError for heads that can't be run, and where two layouts' marks clash."""
     raw, names = files.raw, files.checkpoint.names()
+    if raw.get(MARK) is not None:
+        refuse_kind(raw, files.where)
     _refuse_others(files)
-    if raw.get(speculators.MARK) is not None:
+    if raw.get(MARK) is not None:
         return FORMATS["speculators"]
     if is_block(files):
         return FORMATS[_block_layout(raw, files.where)]

@@ -31,6 +31,7 @@ class Names:
     """How a layout calls the parts of a head.
 
     first: the first layer.  layers: the layers after it.  input_norm: of the layers after the first one.
+    fc: the matrix that fuses what the head reads.
     feature_norms: the norms before `fc`.
     markov: what stands before the names of a Markov head's parts.
     confidence: the matrix that estimates acceptance.
@@ -39,6 +40,7 @@ class Names:
     first: str
     layers: tuple[str, ...] = ()
     input_norm: str = "input_layernorm"
+    fc: str = "fc"
     feature_norms: tuple[str, ...] = ()
     markov: str = "markov_head."
     confidence: str = "confidence_head.proj"
@@ -74,19 +76,19 @@ def wanted_tensors(spec: HeadSpec, names: Names) -> Shapes:
     H, Ht = spec.model.hidden_size, spec.target_hidden_size
     shapes: Shapes = {}
     if spec.kind == "eagle1":
-        shapes["fc.weight"] = (H, H + Ht)
-        shapes |= {"fc.bias": (H,)} if spec.fc_bias else {}
+        shapes[f"{names.fc}.weight"] = (H, H + Ht)
+        shapes |= {f"{names.fc}.bias": (H,)} if spec.fc_bias else {}
         shapes |= _layer(names.first, spec.model, H)
         del shapes[f"{names.first}.input_layernorm.weight"]
     elif spec.kind in ("eagle3", "p-eagle"):
-        shapes["fc.weight"] = (H, spec.feature_size)
+        shapes[f"{names.fc}.weight"] = (H, spec.feature_size)
         if spec.feature_norm != "none":
             shapes |= {f"{name}.weight": (spec.feature_size // len(names.feature_norms),) for name in names.feature_norms}
         shapes |= _layer(names.first, spec.model, 2 * H) | {f"{names.first}.hidden_norm.weight": (H,)}
         shapes["norm.weight"] = (H,)
         shapes |= {"mask_hidden": (1, 1, spec.feature_size)} if spec.kind == "p-eagle" else {}
     else:
-        shapes["fc.weight"] = (H, spec.feature_size)
+        shapes[f"{names.fc}.weight"] = (H, spec.feature_size)
         shapes |= {f"{norm}.weight": (H,) for norm in ("hidden_norm", "norm")}
         shapes |= _layer(names.first, spec.model, H) | _correction(spec, names)
     for name in names.layers:

@@ -93,8 +93,9 @@ class HeadSpec:
 
     @property
     def feature_size(self) -> int:
-        """F: the width of one token's features as the target returns them."""
-        return max(1, len(self.aux_layers)) * self.target_hidden_size
+        """F: the width of one token's features as the target returns them.  Which layers' they are need not be known."""
+        unnamed = {"eagle1": 1, "eagle3": 3, "p-eagle": 3}.get(self.kind, self.model.num_layers)  # the defaults of files
+        return (len(self.aux_layers) or unnamed) * self.target_hidden_size
 
     @property
     def description(self) -> str:

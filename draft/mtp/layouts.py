@@ -30,8 +30,9 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
     path = config_path(folder)
     family, where = FAMILIES.get(target.family), str(path)
     if family is None:
+        lacks = f", of whose layers it lacks {LACKS[target.family]}" if target.family in LACKS else ""
         raise ValueError(
-            f"draft='mtp' runs the MTP layers of {', '.join(FAMILIES)} targets, got a {target.family} target ({where}); "
+            f"draft='mtp' runs the MTP layers of {', '.join(FAMILIES)} targets, got a {target.family} target{lacks} ({where}); "
             "nearest setting that works: draft='ngram', or the folder of a draft head"
         )
     if target.mtp_layers == 0:
@@ -103,6 +104,11 @@ _MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_lay
 # transformers' MTP path is the reference of DeepSeek and GLM.  It has none for MiMo: there vLLM and SGLang agree, whose code
 # came from the publisher.
 _BY_TRANSFORMERS = MtpRules(hidden_first=False, zeroes_first=False)
+LACKS = {  # targets that load without their layers: what running these takes
+    "glm4_moe_lite": "latent attention beside a target through transformers' code",
+    "ernie4_5_moe": "a head without a final norm, and names of its own",
+    "hy_v3": "experts under names of its own",
+}
 FAMILIES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _Family(_EH, _BY_TRANSFORMERS, _deepseek)),
     "glm4_moe": _Family(_EH, _BY_TRANSFORMERS, _glm4),

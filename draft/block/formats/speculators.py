@@ -1,4 +1,4 @@
-"""P-EAGLE, DFlash and DSpark heads of `speculators` (Red Hat, vLLM): a config whose layer sizes are nested.
+"""P-EAGLE, DFlash and DSpark heads of `speculators` (Red Hat, vLLM), by release: a config whose layer sizes are nested.
 
 Ids of the target's layers count the states of a forward pass, so id x is the output of layer x - 1.  In a DFlash or DSpark head
 full layers read their block in both directions always; layers with a window are causal unless `sliding_window_non_causal`, and
@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.draft.block.formats.common import (
-    MARKOV_KEYS,
     Correction,
     block_meanings,
     block_reading,
@@ -23,20 +22,16 @@ from specdec.draft.block.formats.common import (
     mask_id,
 )
 from specdec.draft.eagle.formats.safeailab import vocabulary_tensors
-from specdec.draft.eagle.formats.speculators import MARK, NAME, OWN_KEYS, check_top, inner_model, proposals_of, read_eagle3
+from specdec.draft.eagle.formats.speculators import NAME, check_proposals, inner_model, obeyed, proposals_of, read_eagle3
 from specdec.draft.formats.reading import HeadFiles, Reading
+from specdec.draft.formats.releases import MARK, VERSION, Release, passed_over, release_of
 from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, mapping, whole
 from specdec.models.config import ModelConfig
 
-KINDS = ("peagle", "dflash", "dspark")
 AUX = "aux_hidden_state_layer_ids"
-BLOCK_KEYS = frozenset(
-    (MARK, "speculators_config", "speculators_version", "transformer_layer_config", "draft_vocab_size", "target_hidden_size")
-    + ("architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", AUX, "block_size", "mask_token_id")
-    + ("sliding_window_non_causal", "sample_from_anchor")
-)
+COPIES_END = 8  # the release from which on files have no copies of what is the target's
 
 
 def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
@@ -44,23 +39,35 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
 
 
 def _read_peagle(files: HeadFiles, target: ModelConfig | None) -> Reading:
-    reading = read_eagle3(files, target, "peagle", OWN_KEYS | {"mask_token_id"})
-    model = reading.spec.model
-    depths = {whole(each, "speculative_tokens", files.where) for each in proposals_of(files.raw, files.where)}
-    block = BlockSpec(max(depths, default=0), mask_id(files.raw, model, files.where), (True,) * model.num_layers)
+    raw, where = files.raw, files.where
+    reading = read_eagle3(files, target, "peagle")
+    model, release = reading.spec.model, release_of(raw, "peagle", where)
+    if reading.spec.feature_norm == "joint" and release.oldest < 7:
+        raise ValueError(
+            f"{where}: norm_before_fc must be false: speculators 0.6 has that norm in a P-EAGLE head and never applies it, "
+            f"later releases do, got {VERSION} {release.text!r}"
+        )
     meanings = {key: value for key, value in reading.meanings.items() if key != "norm_output"}  # nothing is recycled
+    depths = {whole(each, "speculative_tokens", where) for each in proposals_of(raw, where)}
+    if raw.get("num_depths") is not None:  # what the head was trained for; proposals may ask for fewer
+        depths = {whole(raw, "num_depths", where)}
+        meanings["num_depths"] = f"{raw['num_depths']}: tokens that a pass was trained to draft"
+    block = BlockSpec(max(depths, default=0), mask_id(raw, model, where), (True,) * model.num_layers)
+    check_windows(model, block.size, where)  # in training each pair reads all pairs of its block, whatever the window
     spec = replace(reading.spec, kind="p-eagle", block=block, recycles_normed=False)
     return replace(reading, spec=spec, meanings={**meanings, **block_meanings(model, block)})
 
 
 def _read_block(files: HeadFiles, target: ModelConfig | None) -> Reading:
     raw, where, is_dspark = files.raw, files.where, files.raw[MARK] == "dspark"
-    check_top(raw, where, "dspark" if is_dspark else "dflash", BLOCK_KEYS | (MARKOV_KEYS if is_dspark else set()))
-    for key in ("sample_from_anchor", "sliding_window_non_causal"):
-        if raw.get(key) is None:
+    release = release_of(raw, "dspark" if is_dspark else "dflash", where)
+    check_proposals(raw, where)
+    for key, first in (("sample_from_anchor", 7), ("sliding_window_non_causal", 6)):
+        if raw.get(key) is None and release.oldest >= first:
             raise ValueError(f"{where} lacks {key}; expected true or false: runtimes take different defaults")
-    model = inner_model(raw, target, where)
+    model = inner_model(raw, target, where, absent="qwen3")
     check_switch(mapping(raw, "transformer_layer_config", where), model, where)
+    model, meanings = obeyed(model, release, 6, where)
     size, windowed = block_size(raw, where), [kind.window is not None for kind in model.layer_kinds]
     check_windows(model, size, where)
     kinds = [replace(kind, window=kind.window + size) if kind.window else kind for kind in model.layer_kinds]
@@ -77,12 +84,24 @@ def _read_block(files: HeadFiles, target: ModelConfig | None) -> Reading:
     own: dict[str, Any] = {
         "draft_vocab_size": draft_size,
         "draft_ids": read_draft_ids(files, draft_size, model.vocab_size, t2d="must", full="must not"),
-        "own_lm_head": draft_size != model.vocab_size,
+        "own_embeddings": _is_kept(files, "embed_tokens.weight", release),
+        "own_lm_head": draft_size != model.vocab_size or _is_kept(files, "lm_head.weight", release),
     }
     features = features_of(raw, AUX, target, model.num_layers, where, one_based=True)
+    absent = "" if "sample_from_anchor" in raw else ", as heads of this release, which has no such key, were trained"
     meanings = {
+        VERSION: release.said,
         AUX: f"{raw[AUX]}: states of a forward pass, so outputs of layers {list(features)}",
-        "sample_from_anchor": f"{not skips}",
+        "sample_from_anchor": f"{not skips}{absent}",
+        **meanings,
+        **passed_over(raw),
     }
     reading = block_reading(files, model, block, features, target, NAME, meanings, **own)
     return replace(reading, beside=vocabulary_tensors(files))
+
+
+def _is_kept(files: HeadFiles, name: str, release: Release) -> bool:
+    """Whether the files have a copy of what is the target's."""
+    if release.oldest < COPIES_END <= release.newest:
+        return name in files.checkpoint
+    return release.newest < COPIES_END

@@ -1,7 +1,7 @@
-"""EAGLE-3 heads of `speculators` (Red Hat, vLLM): `layers.*`, one or more, and a config whose layer sizes are nested.
+"""EAGLE heads of `speculators` (Red Hat, vLLM), by release: a config whose layer sizes are nested.
 
-Its ids of the target's layers count the states of a forward pass, in which state 0 is the embeddings', so id x is the output of
-layer x - 1.
+EAGLE-3 has `layers.*`, one or more.  Its ids of the target's layers count the states of a forward pass, in which state 0 is the
+embeddings', so id x is the output of layer x - 1.  EAGLE-1, which the releases 0.1 to 0.6 have, is one layer, `transformer.*`.
 """
 
 from __future__ import annotations
@@ -9,82 +9,123 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specdec.draft.eagle.formats.safeailab import vocabulary_tensors
+from specdec.attention.kinds import FULL
+from specdec.draft.eagle.formats.safeailab import own_lm_head, vocabulary_tensors
 from specdec.draft.formats.body import (
     aux_layers_of,
     check_features,
-    only_keys,
     parse_body,
     parse_head_rope,
+    width_of_features,
     windows_by_type,
 )
 from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.releases import AUX, VERSION, Release, passed_over, release_of
 from specdec.draft.formats.spec import FeatureNorm, HeadSpec
 from specdec.draft.formats.vocabulary import read_draft_ids
-from specdec.models.checkpoints.config_values import flag, mapping, text, whole
+from specdec.models.checkpoints.config_values import flag, mapping, whole
 from specdec.models.config import ModelConfig
 
-NAME, MARK, AUX = "speculators", "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
+NAME = "speculators"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-OWN_KEYS = frozenset(
-    (MARK, "speculators_config", "speculators_version", "transformer_layer_config", "draft_vocab_size", "target_hidden_size")
-    + (AUX, "embed_requires_grad", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", *FLAGS)
-)
-INNER_TYPES = ("llama", "qwen3")
+DECODERS = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}  # the layers of a head, by their config's model_type
+CONVERTED = ["Eagle3Speculator"]  # the class that the library's converters save; its trainers have another one
+FIRST_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
 def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
-    return read_eagle3(files, target, "eagle3", OWN_KEYS)
+    return read_eagle3(files, target, "eagle3")
 
 
-def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str, keys: frozenset[str]) -> Reading:
-    """The EAGLE-3 head in the files, of which that kind of the layout has those keys."""
+def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> Reading:
+    """The EAGLE-3 head in the files, or what a P-EAGLE head has of one."""
     raw, where, checkpoint = files.raw, files.where, files.checkpoint
     check_features(target, where)
-    check_top(raw, where, kind, keys)
+    release = release_of(raw, kind, where)
+    check_proposals(raw, where)
     if raw.get("norm_before_residual") is None:
         raise ValueError(f"{where} lacks norm_before_residual; expected true or false: runtimes take different defaults")
-    flag(raw, "embed_requires_grad", where)
-    model = inner_model(raw, target, where)
+    is_converted = raw.get("architectures") == CONVERTED
+    model, meanings = _eagle3_layers(files, target, release)
     flags = {key: flag(raw, key, where) for key in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise ValueError(f"{where}: norm_before_fc and fc_norm must not both be true")
     ids = raw.get(AUX)
     aux_layers = aux_layers_of(ids, target, where, one_based=True)
-    if raw.get("target_hidden_size") is not None and whole(raw, "target_hidden_size", where) != model.hidden_size:
-        raise ValueError(f"{where}: target_hidden_size must be null or the head's {model.hidden_size}")
+    if release.newest < 7 and ids is not None and len(ids) != 3:
+        raise ValueError(f"{where}: {AUX} must name 3 layers, as all heads before speculators 0.7 read, got {ids}")
+    width = width_of_features(raw, model.hidden_size, target, where)
+    if width != model.hidden_size and not is_converted:
+        raise ValueError(f"{where}: target_hidden_size must be null or the head's {model.hidden_size}, got {width}")
+    if is_converted and release.oldest <= 4 and release.newest >= 2:
+        _refuse_lost_layer(files, model.hidden_size, release)
     draft_size = whole(raw, "draft_vocab_size", where, most=model.vocab_size)
+    is_trained = flag(raw, "embed_requires_grad", where)
     norm: FeatureNorm = "joint" if flags["norm_before_fc"] else "each" if flags["fc_norm"] else "none"
     spec = HeadSpec(
         model,
         "eagle3",
         aux_layers,
-        model.hidden_size,
+        width,
         draft_size,
         feature_norm=norm,
         norm_before_residual=flags["norm_before_residual"],
         recycles_normed=flags["norm_output"],
-        own_embeddings=True,
-        own_lm_head=True,
-        draft_ids=read_draft_ids(files, draft_size, model.vocab_size, t2d="must", full="must not"),
+        own_embeddings=is_trained or release.newest < 2 or "embed_tokens.weight" in checkpoint,
+        own_lm_head=own_lm_head(files, draft_size, model.vocab_size),
+        draft_ids=read_draft_ids(
+            files, draft_size, model.vocab_size, t2d="must", full="may" if release.oldest < 5 else "must not"
+        ),
         format=NAME,
     )
     count = len(aux_layers) or sum(name.startswith("fc_norm.") for name in checkpoint.names())
     norms = {"none": (), "joint": ("input_norm",), "each": tuple(f"fc_norm.{index}" for index in range(count))}[norm]
     names = Names("layers.0", tuple(f"layers.{index}" for index in range(1, model.num_layers)), feature_norms=norms)
-    return Reading(spec, names, vocabulary_tensors(files), _meanings(ids, aux_layers, flags))
+    if not spec.own_embeddings:
+        meanings["embed_tokens"] = "absent: the target's"
+    if not spec.own_lm_head:
+        meanings["lm_head"] = "absent: the target's"
+    said = {VERSION: release.said, **_meanings(ids, aux_layers, flags), **meanings, **passed_over(raw)}
+    return Reading(spec, names, vocabulary_tensors(files), said)
 
 
-def check_top(raw: dict[str, Any], where: str, kind: str, keys: frozenset[str]) -> None:
-    """ValueError unless the keys that stand outside of the layers' config are those of that kind of head."""
-    if raw.get(MARK) != kind:
-        raise ValueError(f"{where}: {MARK} must be {kind!r}, got {raw.get(MARK)!r}")
-    only_keys(raw, keys, where)
-    version = text(raw, "speculators_version", where)
-    if version is not None and version.partition(".")[0] != "0":
-        raise ValueError(f"{where}: speculators_version must be 0.x, got {version!r}; its layout may have changed")
-    proposals = proposals_of(raw, where)
-    if bad := [each for each in proposals if not isinstance(each, dict) or each.get("proposal_type") != "greedy"]:
+def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> Reading:
+    """One layer, whatever num_hidden_layers says.  Its rotary embedding is its target's, whatever the config says."""
+    raw, where = files.raw, files.where
+    release = release_of(raw, "eagle", where)
+    check_proposals(raw, where)
+    if flag(raw, "layernorms", where):
+        raise ValueError(
+            f"{where}: layernorms must be false: what such a head feeds back to itself, the state before its last norm or "
+            "after it, no release of speculators says; nearest thing that works: an EAGLE-3 head"
+        )
+    has_bias = flag(raw, "fusion_bias", where)
+    inner = mapping(raw, "transformer_layer_config", where)
+    model = replace(inner_model(raw, target, where), num_layers=1, layer_kinds=(FULL,), kv_source=(0,))
+    wanted = DECODERS[inner["model_type"]]
+    if raw.get("transformer_layer_architecture") not in (wanted, "auto"):
+        got = raw.get("transformer_layer_architecture")
+        raise ValueError(f"{where}: transformer_layer_architecture must be {wanted}, by its config's model_type, got {got!r}")
+    own_rope = model.rope
+    model = model if target is None else replace(model, rope=target.rope)
+    spec = HeadSpec(model, "eagle1", (), model.hidden_size, model.vocab_size, fc_bias=has_bias, own_lm_head=False, format=NAME)
+    rope = "the target's, as this layout's own code takes it" if target else "as written; with a target, the target's"
+    other = f"; the config says another one, {own_rope}" if target is not None and own_rope != model.rope else ""
+    meanings = {
+        VERSION: release.said,
+        "fusion_bias": f"{has_bias}: fc has {'a' if has_bias else 'no'} bias",
+        "layernorms": "False: no norm before fc, none at the layer's start, none at the end",
+        "num_hidden_layers": f"{inner.get('num_hidden_layers')}: the head has one layer, always",
+        "rope": rope + other,
+    }
+    return Reading(spec, Names("transformer", fc="fusion_fc"), {}, {**meanings, **passed_over(raw)})
+
+
+def check_proposals(raw: dict[str, Any], where: str) -> None:
+    """ValueError for a way to propose tokens that asks for other heads."""
+    if bad := [
+        each for each in proposals_of(raw, where) if not isinstance(each, dict) or each.get("proposal_type") != "greedy"
+    ]:
         raise ValueError(f"{where}: speculators_config.proposal_methods must be of proposal_type greedy, got {bad[0]!r}")
 
 
@@ -93,19 +134,66 @@ def proposals_of(raw: dict[str, Any], where: str) -> list[Any]:
     return proposals if isinstance(proposals, list) else [proposals]
 
 
-def inner_model(raw: dict[str, Any], target: ModelConfig | None, where: str) -> ModelConfig:
-    """The layers, by the config inside of the config."""
-    inner, where = mapping(raw, "transformer_layer_config", where), f"{where}: transformer_layer_config"
-    family = inner.get("model_type")
-    if family not in INNER_TYPES:
-        raise ValueError(f"{where}: model_type must be one of {', '.join(INNER_TYPES)}, got {family!r}")
+def inner_model(
+    raw: dict[str, Any], target: ModelConfig | None, where: str, absent: str | None = None, drops: tuple[str, ...] = ()
+) -> ModelConfig:
+    """The layers, by the config inside of the config, with windows where that says so.
+
+    absent: the model_type where there is none.  drops: keys of it that this head's code never read.
+    """
+    said, where = mapping(raw, "transformer_layer_config", where), f"{where}: transformer_layer_config"
+    inner = {key: value for key, value in said.items() if key not in drops}
+    family = absent if inner.get("model_type") is None else inner["model_type"]
+    if not isinstance(family, str) or family not in DECODERS:
+        raise ValueError(f"{where}: model_type must be one of {', '.join(DECODERS)}, got {family!r}")
     if flag(inner, "tie_word_embeddings", where):
         raise ValueError(f"{where}: tie_word_embeddings must be false: a head has a language-model head of its own")
-    model = parse_body(inner, (), target, where, family=str(family))
-    if target is not None and model.hidden_size != target.hidden_size:
+    model = parse_body(inner, (), target, where, family=family)
+    if target is not None and raw.get("target_hidden_size") is None and model.hidden_size != target.hidden_size:
         raise ValueError(f"{where}: hidden_size must be the target's {target.hidden_size}, got {model.hidden_size}")
     rope = parse_head_rope(inner, target, where, silent=False)
     return replace(model, rope=rope, layer_kinds=windows_by_type(inner, model.num_layers, where))
+
+
+def obeyed(model: ModelConfig, release: Release, first: int, where: str) -> tuple[ModelConfig, dict[str, str]]:
+    """The layers as they were trained, and what is to be said: releases before the `first` one trained all layers full."""
+    if not any(kind.window for kind in model.layer_kinds) or release.since(first, "what layer_types mean", where):
+        return model, {}
+    said = {"layer_types": f"all layers are full: speculators obeys windows of such heads from 0.{first} on"}
+    return replace(model, layer_kinds=(FULL,) * model.num_layers), said
+
+
+def _eagle3_layers(files: HeadFiles, target: ModelConfig | None, release: Release) -> tuple[ModelConfig, dict[str, str]]:
+    """The layers, as the release has them, and what is to be said of it."""
+    raw, where = files.raw, files.where
+    inner, absent = mapping(raw, "transformer_layer_config", where), None
+    if inner.get("model_type") is None:
+        absent = "qwen3" if release.since(7, "an absent transformer_layer_config.model_type", where) else "llama"
+    model = inner_model(raw, target, where, absent, drops=("head_dim",) if release.newest < 2 else ())
+    model, meanings = obeyed(model, release, 7, where)
+    if any(kind.window for kind in model.layer_kinds):
+        meanings["windows"] = "counted back from each pair; in training, from the pair that a draft began at"
+    if absent:
+        meanings["model_type"] = f"absent: {absent}, as in this release"
+    if release.newest < 3:  # the class of these releases makes one, whatever the number says
+        meanings["num_hidden_layers"] = f"{model.num_layers}: the head has one layer, always, in this release"
+        model = replace(model, num_layers=1, layer_kinds=model.layer_kinds[:1], kv_source=(0,))
+    if raw.get("architectures") == CONVERTED and release.newest < 7:
+        meanings["rope"] = "as written; converters of this release left a scaling out"
+    return model, meanings
+
+
+def _refuse_lost_layer(files: HeadFiles, size: int, release: Release) -> None:
+    """ValueError for a head whose layer a converter of 0.2 to 0.4 has lost: its norms are still as they were made, all 1."""
+    names = [f"layers.0.{norm}.weight" for norm in FIRST_NORMS]
+    if not all(name in files.checkpoint for name in names):
+        return  # which is told as missing tensors
+    if all(bool((files.checkpoint.take(name, (size,)) == 1).all()) for name in names):
+        raise ValueError(
+            f"{files.folder}: all three norms of layers.0 are exactly 1, so that its weights are no trained ones: the "
+            f"converters of speculators 0.2 to 0.4 left out tensors called midlayer.*, got {VERSION} {release.text!r}; "
+            "nearest thing that works: the head as it was before, which is read too, or one that 0.5 or later converted"
+        )
 
 
 def _meanings(ids: Any, aux_layers: tuple[int, ...], flags: dict[str, bool]) -> dict[str, str]:

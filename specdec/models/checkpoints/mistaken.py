@@ -14,7 +14,7 @@ from typing import Any
 from specdec.checks import nearest_name
 
 _HEAD_KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "speculators_model_type")
-_HEAD_TENSORS = ("fc.weight", "d2t")  # no target has them at its top
+_HEAD_TENSORS = ("fc.weight", "fusion_fc.weight", "d2t")  # no target has them at its top
 _MTP = (".hnorm.", ".mtp_layers.")  # in the names of MTP layers
 _TARGET_PREFIXES = ("model.embed_tokens.", "model.layers.", "transformer.", "gpt_neox.")
 _OWN_TARGET = "nearest thing that works: the model that this head drafts for as target, and this folder as its draft"

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from specdec.models.config import ModelConfig
 
-_OWN_PREFIXES = {"mimo": "model.mtp_layers."}  # elsewhere they are numbered on from the target's last layer
-
-
-def mtp_prefix(config: ModelConfig, index: int) -> str:
-    """How the names of all tensors of MTP layer number `index` begin.  config: the target's."""
-    own = _OWN_PREFIXES.get(config.family)
-    return f"{own}{index}." if own else f"model.layers.{config.num_layers + index}."
+_ERNIE = tuple(f"model.mtp_{part}." for part in ("emb_norm", "hidden_norm", "linear_proj", "block"))
+_OWN_PREFIXES = {  # up to the layer's number; elsewhere layers are numbered on from the target's last one
+    "mimo": ("model.mtp_layers.",),
+    "ernie4_5_moe": _ERNIE,
+}
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """The same for all of them; none if the target has no such layers."""
-    return tuple(mtp_prefix(config, index) for index in range(config.mtp_layers))
+    """How the names of all tensors of its MTP layers begin, layer after layer; none if it has no such layers."""
+    own = _OWN_PREFIXES.get(config.family)
+    numbers = range(config.mtp_layers)
+    if own is None:
+        return tuple(f"model.layers.{config.num_layers + index}." for index in numbers)
+    return tuple(f"{prefix}{index}." for index in numbers for prefix in own)

@@ -32,9 +32,10 @@ _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases o
 _OWN_HARMLESS_KEYS = {
     "gemma3n_text": frozenset({"altup_lr_multiplier", "query_pre_attn_scalar"}),  # of training; its attention has no scale
     "gemma4_text": frozenset({"global_head_dim", "num_global_key_value_heads"}),
+    **dict.fromkeys(("glm4_moe_lite", "ernie4_5_moe", "hy_v3"), frozenset({MTP_COUNT})),
 }
-# Whose layers of multi-token prediction are numbered on from the last layer: no part of the model, and no stray tensors.
-_WITH_MTP = ("glm4_moe", "deepseek_v3")
+# Whose checkpoints may have layers of multi-token prediction: no part of the model, and no stray tensors.
+_WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "hy_v3")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's own keys: read under another name, or by nobody
     "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "

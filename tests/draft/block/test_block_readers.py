@@ -33,7 +33,7 @@ PRUNED = dict(draft_vocab=26, own_lm_head=True)
 COPIES = dict(own_embeddings=True, own_lm_head=True)
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("speculators", dict(PEAGLE, layers=3, feature_norm="joint", before_residual=True)),
-    ("speculators", dict(PEAGLE, layers=1, feature_norm="each", windows=(3,), qk_norm=True)),
+    ("speculators", dict(PEAGLE, layers=1, feature_norm="each", windows=(5,), qk_norm=True)),
     ("specforge", dict(PEAGLE, layers=2, bias=True)),
     ("z-lab", {}),
     ("z-lab", dict(windows=(6, None), more={"is_causal": False}, bias=True)),

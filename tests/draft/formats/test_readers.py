@@ -169,3 +169,6 @@ def test_without_a_target(tmp_path: Path) -> None:
     for name, write in writers.WRITERS.items():
         opened = open_head(writers.save(tmp_path / name, write(random_parts(Options(own_embeddings=True)))), None)
         assert (opened.format.name, opened.reading.spec.aux_layers) == (name, (0, 1, 2))
+    config, tensors = writers.safeailab(random_parts(Options(own_embeddings=True)))
+    del config["eagle_config"]  # as most published ones: which layers it reads, the target decides
+    assert open_head(writers.save(tmp_path / "silent", (config, tensors)), None).reading.spec.aux_layers == ()

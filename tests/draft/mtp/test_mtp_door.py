@@ -65,6 +65,17 @@ def test_doctor_names_the_kind() -> None:
     assert "deepseek_v3" in dict(drafter_rows())["mtp"] and "glm4_moe" in dict(drafter_rows())["mtp"]
 
 
+LOADED_ALONE: dict[str, dict[str, Any]] = {  # targets that transformers' code runs, and whose layers nobody here does
+    "glm4_moe_lite": dict(
+        moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, kv_lora_rank=16, q_lora_rank=24,
+        qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, num_key_value_heads=4,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    "hy_v3": dict(head_dim=8, num_experts=8, num_experts_per_tok=3, num_shared_experts=1, moe_intermediate_size=24),
+    "ernie4_5_moe": dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=24, moe_num_shared_experts=1),
+}  # fmt: skip
+
+
 def changed(folder: Path, to: Path, **keys: Any) -> Path:
     """The same model with other keys in its config; None leaves one out."""
     to.mkdir()
@@ -164,6 +175,33 @@ def test_a_target_through_transformers_leaves_its_layers_out(
     assert texts[0] == texts[1] and "LOAD REPORT" not in caplog.text
     with pytest.raises(ValueError, match="got a target through transformers' code; nearest .* backend='native'"):
         SpecDecoder.from_pretrained(folder, "mtp", SpecConfig(2, 1, 3), backend="transformers", **options)
+
+
+@pytest.mark.parametrize("family", LOADED_ALONE)
+def test_targets_whose_layers_are_left_out_load(tmp_path: Path, family: str) -> None:
+    """Keeps out: published GLM-4.7-Flash, Hy3 and ERNIE 4.5 refused for the key that counts their MTP layers, or for their
+    tensors; another text than without both; a draft that stays silent about what it can't run."""
+    folder = save_family(tmp_path / "plain", family, 5, num_hidden_layers=3, **LOADED_ALONE[family])
+    own = load_file(folder / "model.safetensors")
+    count, H = changed(folder, tmp_path / "counted", **{COUNT: 1}), own["model.norm.weight"].shape[0]
+    if family == "ernie4_5_moe":
+        layer = {f"model.mtp_{part}.0.weight": torch.ones(H) for part in ("emb_norm", "hidden_norm", "linear_proj")}
+        layer["model.mtp_block.0.mlp.up_proj.weight"] = torch.ones(4, H)
+    else:
+        layer = {name.replace("layers.2.", "layers.3."): x.clone() for name, x in own.items() if ".layers.2." in name}
+        layer |= {"model.layers.3.enorm.weight": torch.ones(H), "model.layers.3.eh_proj.weight": torch.ones(H, 2 * H)}
+    (count / "model.safetensors").unlink()
+    save_file(own | layer, count / "model.safetensors", metadata={"format": "pt"})
+    options: dict[str, Any] = dict(device="cpu", dtype="float32", max_seq_len=64)
+    texts = []
+    for place in (folder, count):
+        with SpecDecoder.from_pretrained(place, **options) as decoder:
+            texts.append(decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].token_ids)
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match=f"got a {family} target, of whose layers it lacks .*; nearest .* draft='ngram'"):
+        SpecDecoder.from_pretrained(count, "mtp", SpecConfig(2, 1, 3), **options)
+    plans = [plan_memory(place, None, SpecConfig(2, 1, 3), EngineOptions(dtype="float32"), 10**9) for place in (folder, count)]
+    assert plans[0].parts == plans[1].parts
 
 
 @pytest.mark.parametrize("target", ["v32", "mimo"])
