@@ -388,9 +388,8 @@ def _fault(value: Any, name: str) -> str:
 
 
 def _is_ids(value: list[Any] | tuple[Any, ...]) -> bool:
-    return all(
-        is_number(kind, Integral) for kind in set(map(type, value))
-    )  # each type is asked about once, because prompts can be long
+    kinds = set(map(type, value))  # each is asked about once, because prompts can be long
+    return all(is_number(kind, Integral) for kind in kinds)
 
 
 def _check_unicode(text: str, name: str) -> None:

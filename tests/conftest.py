@@ -23,7 +23,7 @@ from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
 
-from specdec.cli import waiting
+from specdec.cli.terminal import waiting
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()

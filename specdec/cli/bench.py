@@ -22,8 +22,8 @@ from specdec.cli.flags import (
     sampling_of,
     tree_shape,
 )
-from specdec.cli.output import check_files, console, say_plain, write_files
-from specdec.cli.waiting import over
+from specdec.cli.terminal.output import check_files, console, say_plain, write_files
+from specdec.cli.terminal.waiting import over
 from specdec.config import SpecConfig
 
 if TYPE_CHECKING:

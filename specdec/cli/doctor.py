@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from specdec.cli.output import console
+from specdec.cli.terminal.output import console
 
 HELP = "what this machine runs, and what to do next"
 

@@ -18,8 +18,8 @@ from specdec import __version__
 from specdec.cli import bench, doctor, generate, interrupted, plan, serve, tune, verify
 from specdec.cli.flags import Parser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
-from specdec.cli.output import complain
-from specdec.cli.waiting import told_if_slow
+from specdec.cli.terminal.output import complain
+from specdec.cli.terminal.waiting import told_if_slow
 
 EPILOG = """exit codes:
   0    done

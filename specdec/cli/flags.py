@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from specdec.checks import nearest_name
-from specdec.cli.output import complain
+from specdec.cli.terminal.output import complain
 from specdec.config import NOT_GREEDY, GrammarKind, SamplingParams, SpecConfig, idle_options
 from specdec.options import EngineOptions, setting_of
 

@@ -1,6 +1,6 @@
 """`specdec generate`: writes texts to stdout, a single one while it is generated, and nothing else there.
 
-A terminal gets more, which `screen.py` shows: the prompt, colours, and a line of numbers on stderr.
+A terminal gets more, which `terminal/screen.py` shows: the prompt, colours, and a line of numbers on stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.generation import Generation, Stats
 from specdec.startup import STARTUP
 
 if TYPE_CHECKING:
-    from specdec.cli.screen import Screen
+    from specdec.cli.terminal.screen import Screen
     from specdec.decoder import SpecDecoder
 
 HELP = "stream a text"
@@ -136,7 +136,7 @@ def _read_prompt(argument: str | None) -> str:
 
 def _screen(decoder: SpecDecoder, prompt: str, asked: Any, sampling: SamplingParams) -> Screen:
     """What shows the texts that follow the prompt on a terminal."""
-    from specdec.cli.screen import Screen
+    from specdec.cli.terminal.screen import Screen
 
     goes_on = isinstance(asked, str) and decoder.model.config.encoder is None
     prompt_ids = decoder.new_request(asked, sampling.of_choice(0)).prompt_ids

@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, pair_of, tree_shape
-from specdec.cli.output import console
-from specdec.cli.waiting import over
+from specdec.cli.terminal.output import console
+from specdec.cli.terminal.waiting import over
 from specdec.options import EngineOptions, setting_of
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from specdec.cli.flags import (
     pair_of,
     tree_shape,
 )
-from specdec.cli.output import say_plain
-from specdec.cli.waiting import over
+from specdec.cli.terminal.output import say_plain
+from specdec.cli.terminal.waiting import over
 from specdec.serve.options import KEY_VARIABLE, ServeOptions, key_of_environment
 from specdec.serve.process.descriptors import most_connections, raised_limit
 from specdec.serve.process.output import output_that_never_waits

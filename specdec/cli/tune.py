@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from specdec.cli.flags import not_empty
-from specdec.cli.output import console
+from specdec.cli.terminal.output import console
 
 if TYPE_CHECKING:
     from pathlib import Path

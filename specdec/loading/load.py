@@ -9,7 +9,9 @@ build.py makes an engine of the models.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,10 +86,10 @@ def check_pair(
     return pair._replace(settings=settings.with_drafter(drafter.model))
 
 
-def warn_of_slow_weights(pair: CheckedPair, capability: tuple[int, int] | None, dtype: torch.dtype) -> None:
+def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Callable[[], tuple[int, int] | None]) -> None:
     """Warns of weights in 8 or 4 bits that make rounds slower, the target's and the draft head's.
 
-    capability: of the GPU on which they are to run; None: a CPU.
+    capability: says that of the GPU on which they are to run, None for a CPU; asked only where there are such weights.
     """
     head = pair.drafter.files.files.checkpoint if pair.drafter and isinstance(pair.drafter.files, OpenHead) else None
     for whose, checkpoint in (("target", pair.checkpoint), ("draft head", head)):
@@ -95,7 +97,7 @@ def warn_of_slow_weights(pair: CheckedPair, capability: tuple[int, int] | None, 
             continue
         coded = coded_matrices(checkpoint, tuple(checkpoint.names()))
         outlines = [format.outline(checkpoint, name) for name, format in coded.items() if EXPERTS not in name]
-        why, helps = slowness(outlines, capability, dtype)
+        why, helps = slowness(outlines, capability(), dtype)
         if coded and why:
             warnings.warn(f"the {whose}'s {slow_warning(why, helps, checkpoint.quantization)}", stacklevel=2)
 
@@ -125,7 +127,7 @@ def load_pair(
     STARTUP.begin("checking the files")
     pair = check_pair(target, draft, spec, options, warns=group.size == 1)  # several have warned before they were started
     if group.size == 1:
-        warn_of_slow_weights(pair, architecture_of(pair.settings.device), pair.settings.dtype)
+        warn_of_slow_weights(pair, pair.settings.dtype, partial(architecture_of, pair.settings.device))
     folder, settings, drafter = pair.folder, pair.settings, pair.drafter
     device, dtype, graphs = settings.device, settings.dtype, bool(settings.cuda_graphs)
     max_positions = settings.max_seq_len + settings.lookahead

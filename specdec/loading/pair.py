@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class WantedPair(NamedTuple):
     def check(self, size: int) -> None:
         require_spec(self.spec)
         pair = check_pair(self.target, self.draft, self.spec, replace(self.options, tensor_parallel_size=size))
-        warn_of_slow_weights(pair, architecture_of(pair.settings.device), pair.settings.dtype)
+        warn_of_slow_weights(pair, pair.settings.dtype, partial(architecture_of, pair.settings.device))
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         try:

@@ -113,7 +113,9 @@ def plan_memories(
     config, settings = pair.chosen.config, pair.settings
     if options.dtype == "auto":  # on a GPU
         settings = replace(settings, dtype=DTYPES.get(config.dtype or "", torch.bfloat16))
-    warn_of_slow_weights(pair, torch.cuda.get_device_capability() if torch.cuda.is_available() else FIRST, settings.dtype)
+    warn_of_slow_weights(
+        pair, settings.dtype, lambda: torch.cuda.get_device_capability() if torch.cuda.is_available() else FIRST
+    )
     settings = settings.with_options(pack_weights=options.pack_weights)
     if options.pack_weights:
         check_packing(settings)

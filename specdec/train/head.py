@@ -40,7 +40,7 @@ from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
 from specdec.train.heads.fresh import new_head
-from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
+from specdec.train.loop import Checkpoint, Progress, fit, make_optimizer, schedule_of
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
 from specdec.train.states import Seen, States
@@ -100,8 +100,7 @@ def train_head(
     rows = _rows(decoder, corpus.train, run, made_of, folder / "self_text.pt", resume).to(decoder.settings.device)
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
     head = new_head(model, layers, draft_ids_V, run)
-    schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
-    begun = {**vars(run), **made_of, "aux_layers": layers}
+    schedule, begun = schedule_of(run), {**vars(run), **made_of, "aux_layers": layers}
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not

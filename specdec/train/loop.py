@@ -18,6 +18,7 @@ import torch
 
 from specdec.progress import show_progress
 from specdec.train.folder import check_same
+from specdec.train.settings import HeadRun, TargetRun
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Progress:
     best_loss: float = math.inf
     best_step: int = 0
     history: list[tuple[int, float, float]] = field(default_factory=list)
+
+
+def schedule_of(run: HeadRun | TargetRun) -> Schedule:
+    return Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:

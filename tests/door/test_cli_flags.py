@@ -156,7 +156,7 @@ def test_bad_words_may_be_texts() -> None:
 def test_every_option_is_in_doctors_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a doctor that knows fewer settings than the engine, and one that does not say what auto takes."""
     monkeypatch.setenv("COLUMNS", "300")
-    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor", "--details"]) == 0
     table = capsys.readouterr().out.partition("Engine settings")[2]
     for item in OPTIONS:
         (line,) = (line for line in table.splitlines() if line.split()[:1] == [item.name])
@@ -226,7 +226,7 @@ def test_a_target_without_a_draft_is_measured_alone(capsys: pytest.CaptureFixtur
     flags = "--num-prompts 2 --batch-sizes 1,2 --max-tokens 6 --repeats 2 --device cpu --temperature 1 --seed 3"
     assert cli.main(["bench", "--target", target, *flags.split(), "--json", str(out)]) == 0
     said, data = capsys.readouterr().out, json.loads(out.read_text())
-    assert "no draft was given, so there is one side" in said and "speed-up" not in said and "none: plain decoding" in said
+    assert "No draft was given" in " ".join(said.split()) and "speed-up" not in said
     assert (data["cells"], data["settings"]["draft"]) == ([], None)
     assert [cell["batch_size"] for cell in data["plain_cells"]] == [1, 2]
     for cell in data["plain_cells"]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from specdec import cli, shipped
-from specdec.cli.output import check_files, write_files
+from specdec.cli.terminal.output import check_files, write_files
 from specdec.decoder import SpecDecoder
 
 TINY = "--num-prompts 1 --batch-sizes 1 --spec 2,2,4 --max-tokens 4 --repeats 1 --device cpu".split()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import add_option_flags, add_prompt_flags, not_empty, tree_shape
-from specdec.cli.output import check_files, console, write_files
-from specdec.cli.waiting import over
+from specdec.cli.terminal.output import check_files, console, write_files
+from specdec.cli.terminal.waiting import over
 from specdec.config import SamplingParams, SpecConfig
 from specdec.options import EngineOptions
 

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from specdec.cli.flags import add_option_flags, not_empty
-from specdec.cli.output import console
-from specdec.cli.waiting import over
+from specdec.cli.terminal.output import console
+from specdec.cli.terminal.waiting import over
 from specdec.options import EngineOptions
 
 HELP = "what the folder of a target or of a draft head holds, and how it is read; loads no weights"

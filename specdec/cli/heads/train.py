@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from specdec.cli.waiting import over
+from specdec.cli.terminal.waiting import over
 from specdec.train.__main__ import add_head_flags, run_head
 
 HELP = "train a draft head for a target, on text that the target writes itself"

@@ -12,7 +12,7 @@ import pytest
 from toolkit.paths import ROOT
 
 from specdec import SpecDecoder, cli, shipped
-from specdec.cli import waiting
+from specdec.cli.terminal import waiting
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.startup import STARTUP, Startup
 

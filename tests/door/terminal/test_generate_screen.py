@@ -26,7 +26,7 @@ from toolkit.models import save_eagle3, save_target
 from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
-from specdec.cli.screen import CONTROLS, DRAFTED, OWN, PROMPT, Pieces, harmless
+from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Pieces, harmless
 from specdec.generation import Generation
 
 PAINTED = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.S)
@@ -265,7 +265,7 @@ def test_what_a_text_must_be_and_where_it_stops(run: Run, pair: SpecDecoder) -> 
 
 def test_a_long_prompt_is_shown_by_its_end(run: Run, pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a document from stdin that fills the screen before the first word of the answer."""
-    monkeypatch.setattr("specdec.cli.screen.LONGEST_PROMPT", 20)
+    monkeypatch.setattr("specdec.cli.terminal.screen.LONGEST_PROMPT", 20)
     prompt = "The cat sat. " * 3
     assert run(pair, prompt, "--max-tokens", "2").painted(PROMPT) == f"[19 characters] ...{prompt[-20:]}"
     assert run(pair, prompt[:20], "--max-tokens", "2").painted(PROMPT) == prompt[:20]

@@ -5,7 +5,7 @@ import pickle
 import random
 
 import pytest
-from toolkit.inside.simulated import A_TOKEN, Busy, Machine, Text, best_on_h200, best_rate, cost, on_cpu, on_h200, plain_cost
+from toolkit.inside.simulated import A_TOKEN, Machine, Text, best_on_h200, best_rate, cost, on_h200, plain_cost
 
 from specdec import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
@@ -46,48 +46,6 @@ def test_within_two_percent_of_plain_if_drafts_are_never_right(rows: int) -> Non
     rate = made.run(rows, 800, Text(0.0))
     assert rate > 0.98 * rows / (1.01 * plain_cost(rows))
     assert set(made.shapes[-800:]) != {None}, "the drafter is looked at now and then"
-
-
-@pytest.mark.parametrize("rows", [1, 4, 16])
-def test_a_useless_head_costs_little_from_the_first_round_on(rows: int) -> None:
-    """On a CPU, where no shape can be tried on the side and rounds of trees take twice and more of a plain round's time.
-    Keeps out: a long chain and the widest tree run to be measured, though a short chain has shown
-    that drafts are never right."""
-    made = Busy(Speculation(SHAPES, is_auto=True), cost=on_cpu)
-    made.run(rows, 300, Text(0.0))
-    start = made.calm
-    made.run(rows, 900, Text(0.0))
-    assert start < 1.02 * 300 * on_cpu(rows, None)
-    assert made.calm - start < 1.01 * 900 * on_cpu(rows, None)
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("text, least", [(Text(0.0), 0.97), (Text.of(1.3), 0.96), (Text.of(2), 0.94)])
-def test_a_busy_machine_rules_no_shape_out(rows: int, text: Text, least: float) -> None:
-    """Other programs make rounds up to four times as slow for a while; what counts is what the chosen shapes would take on a
-    quiet machine.  Keeps out: a shape that was measured in a bad moment and is never tried again, and a slow moment of the
-    shape that runs, after which all others look fast."""
-    best = max(rows * text.accept_length(shape) / on_cpu(rows, shape) for shape in (None, *SHAPES))
-    shares = []
-    for seed in range(6):
-        made = Busy(Speculation(SHAPES, is_auto=True), seed, cost=on_cpu, busy=0.3)
-        made.run(rows, 300, text)
-        tokens, calm = made.tokens, made.calm
-        made.run(rows, 300, text)
-        shares.append((made.tokens - tokens) / (made.calm - calm) / best)
-    assert sum(shares) / len(shares) > least, shares
-
-
-def test_less_work_costs_no_more() -> None:
-    """Keeps out: a plain round that was measured while the machine was busy, and is taken to cost twice a chain's for good."""
-    costs, (chain, longer) = Costs(first_counts=True), (SpecConfig(1, 1), SpecConfig(4, 1))
-    for shape, seconds, rounds in ((None, 0.040, 3), (chain, 0.020, 30), (longer, 0.010, 3)):
-        for _ in range(rounds):
-            costs.observe(shape, seconds)
-    assert [costs.of(shape) for shape in (None, chain, longer)] == pytest.approx([0.020] * 3)
-    for _ in range(40):
-        costs.observe(None, 0.021)
-    assert costs.of(None) == pytest.approx(0.021, rel=0.01), "what has run more often is believed"
 
 
 @pytest.mark.parametrize("rows", [1, 16])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli.waiting import over
+from specdec.cli.terminal.waiting import over
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import cast
 
-from specdec.cli.output import console
+from specdec.cli.terminal.output import console
 from specdec.engine.detokenize import Decode, Detokenizer
 from specdec.generation import Chunk, Generation
 
