@@ -86,6 +86,17 @@ class Place(NamedTuple):
         return max(shape.max_steps for shape in self.shapes)
 
 
+class Impression(NamedTuple):
+    """What a look at a drafter along a text showed.
+
+    complaint: what seems to be wrong with it; empty: nothing.
+    first: the share of places in which the target would accept the first token of a chain; None: nobody looked.
+    """
+
+    complaint: str = ""
+    first: float | None = None
+
+
 class DraftModel(nn.Module, ABC):
     """A loaded drafter of any kind."""
 
@@ -137,9 +148,9 @@ class DraftModel(nn.Module, ABC):
         """The most tokens of a text that it was trained on; None: that means nothing for it."""
         return None
 
-    def smoke(self, target: Target, ids_T: Tensor) -> str:
-        """What seems to be wrong with it, by a look at a text (int64); empty if nothing does."""
-        return ""
+    def smoke(self, target: Target, ids_T: Tensor) -> Impression:
+        """What a look at it along a text (int64) shows."""
+        return Impression()
 
     def slots(self, spec: SpecConfig) -> int:
         """How many slots a round's draft and extend write after the tokens that are committed before the round."""

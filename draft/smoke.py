@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.eager.dense import DenseAttention
+from specdec.draft.drafter import Impression
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.draft.step_head import StepHead
@@ -49,7 +50,7 @@ LEAST_PAIRS = 24  # with fewer, chance decides
 class Finding(NamedTuple):
     """What was seen.
 
-    accepted: the share of the drafts that the target would accept, of the head as it was read.
+    accepted: the share of the drafts that the target would accept, of the head as it was read; first: of first drafts alone.
     better: the reading with the largest share, if that is clearly larger, and the share; None: there is none.
     broken: what is wrong with the files at sight, of a doubtful head without a better reading; empty: nothing is known.
     """
@@ -57,6 +58,7 @@ class Finding(NamedTuple):
     accepted: float
     better: tuple[str, float] | None = None
     broken: str = ""
+    first: float = 0.0
 
     @property
     def is_fine(self) -> bool:
@@ -111,18 +113,19 @@ class Look(ABC):
         """What is wrong with a doubtful head's files at sight; empty: nothing is known.  is_useless: whether it can't pay."""
         return ""
 
-    def accepted(self, seen: Seen, head: Any, layers: tuple[int, ...], least: float = 0.0) -> float:
-        """The share of all chains' drafts that the target would accept.  Where it can't reach `least`, it is not found out, and
-        any number below is returned.
+    def accepted(self, seen: Seen, head: Any, layers: tuple[int, ...], least: float = 0.0) -> tuple[float, float]:
+        """The share of all chains' drafts that the target would accept, and of their first drafts.
+
+        Where the former can't reach `least`, it is not found out, and any number below is returned.
         """
-        drafts, total, alive_C = self.drafts(head), 0, None
+        drafts, total, first, alive_C = self.drafts(head), 0, 0, None
         for done, right_C in enumerate(self.rights(seen, head, layers), 1):
             alive_C = right_C if alive_C is None else alive_C & right_C
             alive, of = int(alive_C.sum()), drafts * len(alive_C)
-            total += alive
+            total, first = total + alive, first if done > 1 else alive
             if total + alive * (drafts - done) < least * of:
                 break
-        return total / of
+        return total / of, first * drafts / of
 
     @torch.inference_mode()
     def find(self, head: AnyHead, target: Target, ids_T: Tensor, seen: Seen | None = None) -> Finding | None:
@@ -130,24 +133,24 @@ class Look(ABC):
         if len(ids_T) < LEAST_PAIRS + 2:
             return None
         seen = Seen(head, target, ids_T) if seen is None else seen
-        as_read, better = self.accepted(seen, head, layers_of(head)), None
+        (as_read, first), better = self.accepted(seen, head, layers_of(head)), None
         least = max(LEAST_RATIO * as_read, as_read + LEAST_GAIN)
         for name, other, layers in self._readings(head, target, seen, as_read) if least <= 1.0 else ():
-            accepted = self.accepted(seen, other, layers, least)
+            accepted, _ = self.accepted(seen, other, layers, least)
             if accepted >= least:
                 better, least = (name, accepted), accepted
         is_doubtful = as_read < DOUBTFUL and better is None
-        return Finding(as_read, better, self.fault(head, as_read < LEAST_ACCEPTED) if is_doubtful else "")
+        return Finding(as_read, better, self.fault(head, as_read < LEAST_ACCEPTED) if is_doubtful else "", first)
 
     def _readings(self, head: Any, target: Target, seen: Seen, as_read: float) -> Iterator[Misreading]:
         yield from self.misreadings(head, target)
         if as_read < DOUBTFUL:
             yield from self.repairs(head, target, seen)
 
-    def complaint(self, head: AnyHead, target: Target, ids_T: Tensor) -> str:
-        """What was found, for users; empty if the head is fine, or nothing can be said."""
+    def impression(self, head: AnyHead, target: Target, ids_T: Tensor) -> Impression:
+        """What was found, for users and for whoever chooses shapes."""
         found = self.find(head, target, ids_T)
-        return "" if found is None else self.describe(head, found)
+        return Impression() if found is None else Impression(self.describe(head, found), found.first)
 
     def describe(self, head: AnyHead, found: Finding) -> str:
         """A finding, for users; empty if the head is fine."""

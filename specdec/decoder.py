@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -116,7 +117,7 @@ class SpecDecoder:
             STARTUP.lap("tokenizer")
             STARTUP.begin("comparing the head with the target on a short text")
             with using_threads(resolved.threads):
-                smoke_check(model, head, tokenizer, resolved)
+                resolved = replace(resolved, first_accepted=smoke_check(model, head, tokenizer, resolved))
             STARTUP.lap("look at the draft")
             STARTUP.begin("making room for keys and values")
             decoder = cls(model, head, resolved, tokenizer, ranks)

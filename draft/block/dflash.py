@@ -22,7 +22,7 @@ from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerC
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
 from specdec.draft.block.markov import Markov
-from specdec.draft.drafter import Drafter, Place
+from specdec.draft.drafter import Drafter, Impression, Place
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.limits import MAX_PAUSE
@@ -112,10 +112,10 @@ class DFlashHead(DraftHead):
     def slots(self, spec: SpecConfig) -> int:
         return self.block.slots(spec)
 
-    def smoke(self, target: Target, ids_T: Tensor) -> str:
+    def smoke(self, target: Target, ids_T: Tensor) -> Impression:
         from specdec.draft.block.smoke import BlockLook  # which knows heads, too
 
-        return BlockLook().complaint(self, target, ids_T)
+        return BlockLook().impression(self, target, ids_T)
 
     def passes(self, spec: SpecConfig) -> int:
         return 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
-from specdec.draft.drafter import Drafter, Place
+from specdec.draft.drafter import Drafter, Impression, Place
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.limits import MAX_PAUSE, MAX_STEPS
@@ -86,10 +86,10 @@ class PEagleHead(Eagle3Head):
 
         return BlockWorker(self, place)
 
-    def smoke(self, target: Target, ids_T: Tensor) -> str:
+    def smoke(self, target: Target, ids_T: Tensor) -> Impression:
         from specdec.draft.block.smoke import BlockLook  # which knows heads, too
 
-        return BlockLook().complaint(self, target, ids_T)
+        return BlockLook().impression(self, target, ids_T)
 
     def passes(self, spec: SpecConfig) -> int:
         return 1

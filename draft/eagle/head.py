@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import Place
+from specdec.draft.drafter import Impression, Place
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
@@ -37,10 +37,10 @@ class EagleHead(StepHead, DraftHead):
     def worker(self, place: Place) -> DraftWorker:
         return DraftWorker(self, place)
 
-    def smoke(self, target: Target, ids_T: Tensor) -> str:
+    def smoke(self, target: Target, ids_T: Tensor) -> Impression:
         from specdec.draft.eagle.smoke import EagleLook  # which knows heads, too
 
-        return EagleLook().complaint(self, target, ids_T)
+        return EagleLook().impression(self, target, ids_T)
 
 
 class Eagle3Head(EagleHead):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import DraftNeeds, Place
+from specdec.draft.drafter import DraftNeeds, Impression, Place
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.step_head import StepHead
@@ -115,10 +115,10 @@ class MtpHead(StepHead):
     def description(self) -> str:
         return self.spec.description
 
-    def smoke(self, target: Target, ids_T: Tensor) -> str:
+    def smoke(self, target: Target, ids_T: Tensor) -> Impression:
         from specdec.draft.mtp.smoke import MtpLook, first_layer  # which knows heads, too
 
-        return MtpLook().complaint(first_layer(self), target, ids_T)
+        return MtpLook().impression(first_layer(self), target, ids_T)
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return features_TF

@@ -34,6 +34,7 @@ class Speculation:
     shapes: those that a round's tree may have; none: there is no drafter; several: the controller chooses.
     ready_seconds: how long it takes to capture a shape's round; 0: nothing is captured, so that any shape may run at any time.
     most_tokens: of a text, beyond which nothing is drafted; None: there is no such length.
+    first_accepted: see Controller.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
@@ -44,9 +45,10 @@ class Speculation:
         ready_seconds: float = 0.0,
         most_tokens: int | None = None,
         is_auto: bool = False,
+        first_accepted: float | None = None,
     ) -> None:
         self.shapes, self.most_tokens = tuple(shapes), most_tokens
-        self.controller = Controller(shapes, ready_seconds > 0, ready_seconds) if is_auto else None
+        self.controller = Controller(shapes, ready_seconds > 0, ready_seconds, first_accepted) if is_auto else None
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried
         self._ready: dict[Batch, tuple[Shape, ...]] = {}  # what has been captured, where anything is

@@ -85,7 +85,7 @@ def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculatio
     spec = settings.spec
     assert spec is not None
     seconds = CAPTURE_SECONDS if settings.cuda_graphs else 0.0
-    return Speculation(head.shapes(spec), seconds, _most_drafted(head, settings), spec.is_auto)
+    return Speculation(head.shapes(spec), seconds, _most_drafted(head, settings), spec.is_auto, settings.first_accepted)
 
 
 def _most_drafted(head: DraftModel | None, settings: EngineSettings) -> int | None:

@@ -51,22 +51,24 @@ def beyond_line(head: DraftModel, settings: EngineSettings) -> str:
     return f"{texts}: {does} (beyond_trained={policy!r})"
 
 
-def smoke_check(model: Target, head: DraftModel | None, tokenizer: Tokenizer, settings: EngineSettings) -> None:
+def smoke_check(model: Target, head: DraftModel | None, tokenizer: Tokenizer, settings: EngineSettings) -> float | None:
     """Warns of a drafter that does not fit its target as it was read, or that may go on beyond its trained length.
 
-    Whether it fits can't be told without a tokenizer, for an encoder-decoder, or where ranks hold shares of the models.
+    Returns the share of its first drafts that the target would accept.  None, and no warning that it does not fit, without a
+    tokenizer, for an encoder-decoder, and where ranks hold shares of the models: there that can't be told.
     """
     if head is None or not settings.options.smoke:
-        return
+        return None
     if settings.options.beyond_trained == "draft" and (beyond := beyond_line(head, settings)):
         warnings.warn(f"{beyond}; see beyond_trained (--beyond-trained) for window and stop", stacklevel=3)
     if not tokenizer.is_present or model.config.encoder is not None or model.group.size > 1:
-        return
+        return None
     ids = [token for token in tokenizer.encode(TEXT) if token < model.config.vocab_size]
     ids_T = torch.tensor(ids[: min(MOST_TOKENS, settings.max_seq_len)], dtype=torch.int64, device=settings.device)
     with launching(settings.device), on_device(settings.device):
         if can_rehearse(model, settings):
             compile_ahead(lambda: head.smoke(model, ids_T), settings.device)
-        problem = head.smoke(model, ids_T)
-    if problem:
-        warnings.warn(f"{problem}; smoke=False (--no-smoke) leaves this check out", stacklevel=3)
+        seen = head.smoke(model, ids_T)
+    if seen.complaint:
+        warnings.warn(f"{seen.complaint}; smoke=False (--no-smoke) leaves this check out", stacklevel=3)
+    return seen.first

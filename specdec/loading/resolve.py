@@ -46,6 +46,7 @@ class EngineSettings:
     target_backend_reason: why that one was chosen.
     draft_slots: how many slots after the tokens that are committed before a round the drafter writes in it.
     threads: of a CPU, for each thing that is computed; None on a GPU, and before the target is loaded.
+    first_accepted: the share of the drafter's first drafts that the target accepted when both were looked at; None: not known.
     """
 
     options: EngineOptions
@@ -59,6 +60,7 @@ class EngineSettings:
     target_backend_reason: str
     draft_slots: int = 0
     threads: int | None = None
+    first_accepted: float | None = None
 
     @property
     def lookahead(self) -> int:

@@ -21,7 +21,8 @@ MEMORY, MEMORY_ROUNDS = 300.0, 6.0
 # are more than so many standard deviations from what older rounds promise, and there are so many observations of both at least,
 # the text has changed, and what is older than these blocks is forgotten.
 BLOCK, WINDOWS, CHANGED, FEWEST = 8, (1, 2, 3, 4, 6, 8, 12), 3.2, 8
-FIRST_GUESS, FIRST_WEIGHT = 0.7, 0.1  # what the first level is assumed to accept, and how many observations that is worth
+# What the first level is assumed to accept where nobody has looked at the drafter, and how many observations that is worth.
+FIRST_GUESS, FIRST_WEIGHT = 0.7, 0.1
 # Another level is assumed to accept as those above it, which is worth so many observations; and how many all levels above are
 # worth against the level itself, in the assumption for the next one.
 GUESS_WEIGHT, NEIGHBOUR_WEIGHT = 3.0, 12.0
@@ -76,9 +77,11 @@ class Acceptance:
     reached, accepted: fading counts of rows whose drafts reached a level, and of those accepted there, as a chain's would have
         been.
     branching: of all trees; and of each shape, where it has run.
+    first_guess: what the first level is assumed to accept; None: nobody has looked at the drafter.
     """
 
-    def __init__(self, levels: int) -> None:
+    def __init__(self, levels: int, first_guess: float | None = None) -> None:
+        self.first_guess = FIRST_GUESS if first_guess is None else first_guess
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
         self._sums = Sums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
         self._marks = deque([self._copied()], maxlen=WINDOWS[-1] + 1)  # these, at the ends of the last blocks
@@ -93,7 +96,7 @@ class Acceptance:
 
         known: levels below this one are taken as high as they may well be; None: no level is.
         """
-        found, guess = list[float](), FIRST_GUESS
+        found, guess = list[float](), self.first_guess
         for level, (reached, accepted) in enumerate(zip(self.reached[:levels], self.accepted[:levels], strict=True)):
             weight = reached + (GUESS_WEIGHT if level else FIRST_WEIGHT)
             own = (accepted + (weight - reached) * guess) / weight

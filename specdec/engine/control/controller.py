@@ -82,13 +82,21 @@ class Controller:
     shapes: all but that of no levels.
     tries: whether shapes are tried on the side before they run, as where a graph must be captured first.
     ready_seconds: how long it takes to make a shape ready, where shapes are tried.
+    first_accepted: the share of a chain's first drafts that are taken to be accepted before a round was verified; None: nobody
+        knows.
     """
 
-    def __init__(self, shapes: Sequence[SpecConfig], tries: bool = False, ready_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[SpecConfig],
+        tries: bool = False,
+        ready_seconds: float = 0.0,
+        first_accepted: float | None = None,
+    ) -> None:
         assert shapes, "a drafter can grow some shape"
         self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
         self.all: tuple[Shape, ...] = (None, *self.shapes)
-        self.acceptance = Acceptance(max(shape.max_steps for shape in shapes))
+        self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted)
         self.books: dict[Size, Book] = {}
         # The last rounds, if they had one shape and as many rows: the shape, accepted, best (see observe), how many rounds.
         self._alike: tuple[SpecConfig, list[int], list[tuple[int, int]] | None, int] | None = None
@@ -203,6 +211,8 @@ class Controller:
         rates = self.rates(size, share, [shape for shape in (None, *self.shapes) if shape != book.best])
         second = max(rates, key=lambda shape: rates[shape])
         levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
+        if not self.acceptance.reached[0]:
+            levels += ", by the look at the drafter: no round has drafted yet"
         return (
             f"{size}: {self._line(size, book.best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"
@@ -249,7 +259,7 @@ class Controller:
             return [] if book.knows_enough() else [shape for shape in book.first if shape in usable]
         small = book.smallest()
         unmeasured = [shape for shape in (None, small) if book.costs.runs(shape) < FIRST_RUNS]
-        if unmeasured == [small] and book.costs.runs(small):
+        if unmeasured == [small]:
             self._learn()
             worth = self._tokens(small, share) * book.costs.of(None) / book.costs.of(small)
             return unmeasured if worth >= 1 + GAIN else []

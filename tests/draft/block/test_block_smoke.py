@@ -45,7 +45,7 @@ def test_a_trained_head_and_its_misreading(tmp_path: Path) -> None:
     broken = replace(sound, tensors={**sound.tensors, "embed_tokens.weight": table})
     for each, said in ((sound, ""), (broken, "embed_tokens")):
         folder = save(tmp_path / f"{said}head", speculators(each))
-        problem = load_head(folder, target, 512, CPU, torch.float32).smoke(target, ids_T)
+        problem = load_head(folder, target, 512, CPU, torch.float32).smoke(target, ids_T).complaint
         assert said in problem and bool(problem) == bool(said)
 
 

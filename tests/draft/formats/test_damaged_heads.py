@@ -106,14 +106,14 @@ def test_the_number_that_is_printed_ranks() -> None:
         return found
 
     low = [1] * 4 + [0] * 16  # 4 of 100 drafts
-    assert find(low) == Finding(0.04)
-    assert find(low, a=[1] * 8 + [0] * 12) == Finding(0.04)  # twice, but by 4 points
-    assert find(low, a=[5, 4] + [0] * 18) == Finding(0.04, ("a", 0.09))
-    assert find(low, a=[3] * 5 + [0] * 15, b=[2] * 10 + [0] * 10, c=[3] * 6 + [0] * 14) == Finding(0.04, ("b", 0.2))
-    assert find([1] * 10 + [0] * 10, a=[1] * 19 + [0]) == Finding(0.1)  # by 9 points, but not twice
+    assert find(low) == Finding(0.04, first=0.2)
+    assert find(low, a=[1] * 8 + [0] * 12) == Finding(0.04, first=0.2)  # twice, but by 4 points
+    assert find(low, a=[5, 4] + [0] * 18) == Finding(0.04, ("a", 0.09), first=0.2)
+    assert find(low, a=[3] * 5 + [0] * 15, b=[2] * 10 + [0] * 10, c=[3] * 6 + [0] * 14) == Finding(0.04, ("b", 0.2), first=0.2)
+    assert find([1] * 10 + [0] * 10, a=[1] * 19 + [0]) == Finding(0.1, first=0.5)  # by 9 points, but not twice
     look = Told([3] * 20, {"a": [5] * 20})
-    assert look.find(head, None, ids_T, seen) == Finding(0.6) and look.passes["a"] == 0  # type: ignore[arg-type]
+    assert look.find(head, None, ids_T, seen) == Finding(0.6, first=1.0) and look.passes["a"] == 0  # type: ignore[arg-type]
     look = Told([1] * 20, {"a": [5] * 7 + [0] * 13})
-    assert look.find(head, None, ids_T, seen) == Finding(0.2) and look.passes["a"] == 1  # type: ignore[arg-type]
+    assert look.find(head, None, ids_T, seen) == Finding(0.2, first=1.0) and look.passes["a"] == 1  # type: ignore[arg-type]
     said = Told(low, {"a": [5, 4] + [0] * 18}).describe(head, Finding(0.04, ("a", 0.09)))  # type: ignore[arg-type]
     assert "accept 4.0% of what" in said and "with a it would be 9.0%" in said and "too few" not in said

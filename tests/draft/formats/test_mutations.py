@@ -138,7 +138,7 @@ def test_no_broken_head_loads_quietly(
     sound = save(tmp_path / "sound", files)
     opened = open_head(sound, target.config)
     head = build_head(opened, target, 512, CPU, torch.float32)
-    assert not head.smoke(target, text)
+    assert not head.smoke(target, text).complaint
     weights = head.state_dict()
     (broken := tmp_path / "broken").mkdir()
     count: Counter[str] = Counter()
@@ -171,7 +171,7 @@ def end_of(folder: Path, sound: Reading, weights: Tensors, target: Target, text:
     is_same = computed(opened.reading.spec) == computed(sound.spec)
     if is_same and all(torch.equal(tensor, weights[name]) for name, tensor in head.state_dict().items()):
         return "no change"
-    return "warning" if head.smoke(target, text) else "quiet"
+    return "warning" if head.smoke(target, text).complaint else "quiet"
 
 
 def computed(spec: HeadSpec) -> HeadSpec:
