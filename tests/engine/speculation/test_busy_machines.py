@@ -7,6 +7,7 @@ from specdec import SpecConfig, SpecDecoder, shipped
 from specdec.engine.control.acceptance import FIRST_GUESS
 from specdec.engine.control.costs import Costs
 from specdec.engine.speculation import Speculation
+from specdec.loading.build import speculation
 
 SHAPES = SpecConfig("auto", 4, 16).shapes
 
@@ -56,16 +57,16 @@ def test_less_work_costs_no_more() -> None:
 def test_a_drafter_that_seems_useless_starts_plain_and_says_why() -> None:
     """Keeps out: rounds with drafts that a look at the head has shown to be worth nothing; and a drafter that is never asked
     again, though the look was along another kind of text."""
-    speculation = Speculation(SHAPES, is_auto=True, first_accepted=0.0)
-    made = Busy(speculation, cost=on_cpu)
+    useless = Speculation(SHAPES, is_auto=True, first_accepted=0.0)
+    made = Busy(useless, cost=on_cpu)
     made.run(1, 32, Text(0.0))
     assert set(made.shapes) == {None}
-    (reason,) = speculation.reasons()
+    (reason,) = useless.reasons()
     assert reason.startswith("1 row: no levels with 1.00 tokens in ") and "by the look at the drafter" in reason
     made.run(1, 300, Text(0.0))
     assert set(made.shapes) != {None}
     assert made.calm < 1.01 * 332 * on_cpu(1, None)
-    assert "by the look" not in speculation.reasons()[0], "a round has drafted"
+    assert "by the look" not in useless.reasons()[0], "a round has drafted"
     made.run(1, 500, Text.of(3))
     assert None not in made.shapes[-50:]
 
@@ -75,7 +76,7 @@ def test_what_the_look_saw_is_the_first_guess(looks: bool) -> None:
     """Keeps out: a look whose number is lost between the loader and the controller."""
     pair = shipped.target_folder(), shipped.draft_folder()
     with SpecDecoder.from_pretrained(*pair, SpecConfig("auto", 4, 16), device="cpu", smoke=looks) as decoder:
-        seen, controller = decoder.settings.first_accepted, decoder.engine.scheduler.speculation.controller
+        seen, controller = decoder.settings.first_accepted, speculation(decoder.head, decoder.settings).controller
         assert controller is not None
         assert (seen is not None) == looks and (seen is None or 0.5 < seen < 0.9)
         assert controller.acceptance.first_guess == (FIRST_GUESS if seen is None else seen)
