@@ -28,7 +28,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import pack_matrices
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
-from specdec.models.schemes.size import EXPERTS, coded_matrices
+from specdec.models.schemes.size import EXPERTS, coded_matrices, group_of
 from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
@@ -96,8 +96,8 @@ def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Call
         if checkpoint is None or checkpoint.quantization is None:
             continue
         coded = coded_matrices(checkpoint, tuple(checkpoint.names()))
-        outlines = [format.outline(checkpoint, name) for name, format in coded.items() if EXPERTS not in name]
-        why, helps = slowness(outlines, capability(), dtype)
+        groups = {group_of(checkpoint, name, format) for name, format in coded.items() if EXPERTS not in name}
+        why, helps = slowness(groups, capability(), dtype)
         if coded and why:
             warnings.warn(f"the {whose}'s {slow_warning(why, helps, checkpoint.quantization)}", stacklevel=2)
 

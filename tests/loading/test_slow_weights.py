@@ -13,7 +13,6 @@ from toolkit.oracles.quantised import SCHEMES, save_quantised
 from specdec import SpecConfig, SpecDecoder, shipped
 from specdec.loading.plan import plan_memory
 from specdec.models.schemes.slow import GROUPS, slowness
-from specdec.models.schemes.source import Outline
 from specdec.ops.products.gpus import H200, Match
 from specdec.ops.quantised import linear
 from specdec.ops.quantised.codes import Kind, quantise
@@ -85,7 +84,7 @@ def test_the_rule_is_that_of_the_products(
     monkeypatch.setattr(linear, "match_of", lambda _: Match(H200, "", capability == (9, 0)))
     weight = quantise(torch.randn(256, 512), kind, group)
     has_kernel = linear._tiles(torch.zeros(1, 512, dtype=dtype), weight, False) is not None
-    why, helps = slowness([Outline(kind, 256, 512, group, 4)], capability, dtype)
+    why, helps = slowness({group}, capability, dtype)
     assert has_kernel == ("anew" not in why)
-    assert not helps or slowness([Outline(kind, 256, 512, 0, 4)], capability, torch.bfloat16) == ("", "")
+    assert not helps or slowness({0}, capability, torch.bfloat16) == ("", "")
     assert (why == GROUPS) == (has_kernel and group == 32)

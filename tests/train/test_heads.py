@@ -116,7 +116,8 @@ def test_a_saved_config_says_every_number_of_the_head(
     head.config = replace(head.config, model=model, block=block)
     save(head, tmp_path, layout, target_folder())
     read = open_head(tmp_path, pair.model.config).reading.spec
-    own = replace(model, dtype=read.model.dtype, eos_ids=read.model.eos_ids, family=read.model.family)  # not of a head
+    not_of_heads = {name: getattr(read.model, name) for name in ("dtype", "eos_ids", "ends_by_file", "family")}
+    own = replace(model, **not_of_heads)
     owns = kind == "p-eagle" or (kind, layout) == ("eagle3", "speculators")  # whose layout has embeddings in any case
     ids = tuple(range(0, 900, 3))
     assert read == replace(head.config, model=own, own_embeddings=owns, draft_ids=ids, format=layout)

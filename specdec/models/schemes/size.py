@@ -37,6 +37,12 @@ def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize
     return MatrixSize(rows * (steps * step_bytes(kind) + (steps * POWERS if form == "powers" else scaled)), numbers, not form)
 
 
+def group_of(checkpoint: Checkpoint, name: str, format: Format) -> int:
+    """Columns of a scale in a matrix; 0: all of a row.  Asks for no scale, since a matrix may be stored as numbers after all."""
+    weight = f"{name}.weight"
+    return format.group_of(checkpoint.shape(weight)[-1] if weight in checkpoint else 0)
+
+
 def coded_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
     """The matrices that are stored as codes, and how.  names: of tensors."""
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}

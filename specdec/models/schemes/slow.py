@@ -6,12 +6,11 @@ numbers are computed anew in every pass (ops/quantised/linear.py).  Knows no che
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
 from specdec.models.schemes.rules import Quantization
-from specdec.models.schemes.source import Outline
 
 FIRST = (9, 0)  # the first compute capability with kernels for codes
 NARROW = 32  # a threshold in columns of a scale: so narrow groups have no kernel for Hopper, and the general one was slower
@@ -25,11 +24,11 @@ GROUPS = (
 )
 
 
-def slowness(outlines: Iterable[Outline], capability: tuple[int, int] | None, dtype: torch.dtype) -> tuple[str, str]:
+def slowness(groups: Collection[int], capability: tuple[int, int] | None, dtype: torch.dtype) -> tuple[str, str]:
     """Why such weights decode slower than ordinary numbers, and which other setting helps besides giving them up.
 
     Both are empty where they don't, and the latter where there is none.
-    outlines: of the matrices but experts', which have kernels of their own.  capability: of the GPU; None: a CPU.
+    groups: columns of a scale, in any of the matrices but experts', which have kernels of their own.  capability: of the GPU; None: a CPU.
     """
     if capability is None:
         return CPU, ""
@@ -39,7 +38,7 @@ def slowness(outlines: Iterable[Outline], capability: tuple[int, int] | None, dt
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         return f"in {name}, in which every pass computes their numbers anew", "dtype='bfloat16'"
-    if any(0 < outline.group <= NARROW for outline in outlines):
+    if any(0 < group <= NARROW for group in groups):
         return GROUPS, ""
     return "", ""
 
