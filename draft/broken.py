@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specdec.draft.head import DraftHead
 from specdec.draft.smoke import Misreading, variant
+from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 
@@ -43,20 +44,24 @@ def replaced_parts(head: Any, target: Target, chosen_P: Tensor) -> Iterator[Misr
         yield f"d2t{state} made anew by the likeness of lm_head's rows to the target's", other, layers
 
 
-def fault_of(head: DraftHead, is_useless: bool) -> str:
-    """What is wrong at sight; empty: nothing is known.  is_useless: whether the head hardly drafts.
+def map_of_zeros(head: DraftHead) -> str:
+    """What a `d2t` of zeros means; empty: it has others.  It may be meant, where the first ids are the most frequent tokens."""
+    if head.config.draft_ids is None or head.d2t_V is not None:
+        return ""
+    return f"its d2t is all zeros, so it drafts the first {head.config.draft_vocab_size} ids of the vocabulary alone"
 
-    A `d2t` of zeros may be meant: it is where the first ids are the most frequent tokens.
-    """
-    if is_useless and head.config.draft_ids is not None and head.d2t_V is None:
-        return f"its d2t is all zeros, so it drafts the first {head.config.draft_vocab_size} ids of the vocabulary alone"
+
+def zeros_in(head: DraftHead) -> str:
+    """Which weights are all zeros; empty: none is."""
     zeros = list(_zeros(head))
     return f"nothing but zeros stands in {', '.join(zeros[:3])}{' and others' if len(zeros) > 3 else ''}" if zeros else ""
 
 
 def _zeros(head: DraftHead) -> Iterator[str]:
-    """The names of matrices that are all zeros."""
+    """The names of matrices and norms that are all zeros."""
     for name, module in head.named_modules():
+        if isinstance(module, RMSNorm) and not bool(module.weight.any()):
+            yield name
         if not isinstance(module, Linear) or module.weight is None:
             continue
         for part, rows in module.parts.rows.items():

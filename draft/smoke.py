@@ -109,8 +109,12 @@ class Look(ABC):
         """The head with parts of its files replaced, which may be broken."""
         yield from ()
 
-    def fault(self, head: Any, is_useless: bool) -> str:
-        """What is wrong with a doubtful head's files at sight; empty: nothing is known.  is_useless: whether it can't pay."""
+    def empty(self, head: Any) -> str:
+        """Which weights of a doubtful head are certainly broken, at sight; empty: none is."""
+        return ""
+
+    def doubt(self, head: Any) -> str:
+        """What in the files of a head that can't pay is likely to be the cause; empty: nothing is known."""
         return ""
 
     def accepted(self, seen: Seen, head: Any, layers: tuple[int, ...], least: float = 0.0) -> tuple[float, float]:
@@ -134,13 +138,15 @@ class Look(ABC):
             return None
         seen = Seen(head, target, ids_T) if seen is None else seen
         (as_read, first), better = self.accepted(seen, head, layers_of(head)), None
+        if as_read < DOUBTFUL and (broken := self.empty(head)):
+            return Finding(as_read, None, broken, first)
         least = max(LEAST_RATIO * as_read, as_read + LEAST_GAIN)
         for name, other, layers in self._readings(head, target, seen, as_read) if least <= 1.0 else ():
             accepted, _ = self.accepted(seen, other, layers, least)
             if accepted >= least:
                 better, least = (name, accepted), accepted
-        is_doubtful = as_read < DOUBTFUL and better is None
-        return Finding(as_read, better, self.fault(head, as_read < LEAST_ACCEPTED) if is_doubtful else "", first)
+        cant_pay = as_read < LEAST_ACCEPTED and better is None
+        return Finding(as_read, better, self.doubt(head) if cant_pay else "", first)
 
     def _readings(self, head: Any, target: Target, seen: Seen, as_read: float) -> Iterator[Misreading]:
         yield from self.misreadings(head, target)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
-from specdec.draft.broken import fault_of, replaced_parts
+from specdec.draft.broken import map_of_zeros, replaced_parts, zeros_in
 from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.smoke import (
     DRAFTS,
@@ -71,8 +71,11 @@ class BlockLook(Look):
     def repairs(self, head: PEagleHead | DFlashHead, target: Target, seen: Seen) -> Iterator[Misreading]:
         return replaced_parts(head, target, seen.chosen_P)
 
-    def fault(self, head: PEagleHead | DFlashHead, is_useless: bool) -> str:
-        return fault_of(head, is_useless)
+    def empty(self, head: PEagleHead | DFlashHead) -> str:
+        return zeros_in(head)
+
+    def doubt(self, head: PEagleHead | DFlashHead) -> str:
+        return map_of_zeros(head)
 
 
 def logits_of(head: PEagleHead | DFlashHead, hidden_ASH: Tensor, before_AS: Tensor) -> Tensor:

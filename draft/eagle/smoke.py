@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
-from specdec.draft.broken import fault_of, replaced_parts
+from specdec.draft.broken import map_of_zeros, replaced_parts, zeros_in
 from specdec.draft.eagle.head import Eagle3Head, EagleHead
 from specdec.draft.smoke import (
     Look,
@@ -74,5 +74,8 @@ class EagleLook(StepLook):
     def repairs(self, head: EagleHead, target: Target, seen: Seen) -> Iterator[Misreading]:
         return replaced_parts(head, target, seen.chosen_P)
 
-    def fault(self, head: EagleHead, is_useless: bool) -> str:
-        return fault_of(head, is_useless)
+    def empty(self, head: EagleHead) -> str:
+        return zeros_in(head)
+
+    def doubt(self, head: EagleHead) -> str:
+        return map_of_zeros(head)

@@ -50,9 +50,10 @@ def read_draft_ids(
     if "t2d" in checkpoint:
         marks_V = checkpoint.take_integers("t2d", (vocab_size,)).bool()
         if int(marks_V.sum()) != draft_size or not bool(marks_V[ids_W].all()):
+            zeros = "d2t is all zeros, and " if not bool(offsets_W.any()) else ""
             raise ValueError(
-                f"{checkpoint.file('t2d')}: t2d does not mark the {draft_size} target ids that d2t maps to; "
-                f"it marks {int(marks_V.sum())}"
+                f"{checkpoint.file('t2d')}: {zeros}t2d does not mark the {draft_size} target ids that d2t maps to; "
+                f"it marks {int(marks_V.sum())}, of which d2t maps to {int(marks_V[ids_W.unique()].sum())}"
             )
     return None if is_full else tuple(ids_W.tolist())
 

@@ -135,7 +135,7 @@ def _what_fits(plan: MemoryPlan) -> str:
         return f"not one request of {plan.context:,} tokens fits; what does: {longest} (--context {plan.longest})"
     if plan.widest:
         return f"what fits: {widest}"
-    return "weights and what CUDA takes leave no room: take a smaller dtype, or several GPUs (this plans a single one)"
+    return "weights and what CUDA takes leave no room: take a larger GPU, fewer bits, or several GPUs (this plans a single one)"
 
 
 def _gpu_memory() -> int | None:

@@ -246,6 +246,9 @@ def _report(decoder: SpecDecoder, folder: Path, prompts: list[list[int]], run: H
         sampling = [SamplingParams(max_tokens=run.width - len(prompt) - lookahead) for prompt in prompts]
         stats = Stats.total([output.stats for output in pair.generate(prompts, sampling, progress=True)])
         name = f"S={spec.num_steps} k={spec.topk} nd={spec.num_draft_tokens}"
+        if not stats.rounds:
+            print(f"held-out accept length at {name}: not measured, as rows of --width {run.width} leave no round", flush=True)
+            continue
         by_depth = " ".join(f"{share:.3f}" for share in stats.acceptance_by_depth)
         print(f"held-out accept length at {name}: {stats.accept_length:.3f} (by depth {by_depth})", flush=True)
         found[name] = {"accept_length": stats.accept_length, "acceptance_by_depth": stats.acceptance_by_depth}

@@ -58,7 +58,7 @@ def _speeds(measurement: Measurement) -> list[Text]:
     lines = [_speed(measurement, cell, tag) for cell in list(best.values())[:MOST_LINES]]
     if len(best) > MOST_LINES:
         lines.append(Text(f"and {len(best) - MOST_LINES} more batch sizes below", "dim"))
-    if slower := [cell for cell in right if _speed_up(cell) < 1 <= _speed_up(best[cell.batch_size])]:
+    if slower := [cell for cell in right if _speed_up(cell) < 1 <= _speed_up(best[cell.batch_size]) and not _is_even(cell)]:
         shown = "; ".join(f"batch {cell.batch_size} with {cell.name} ({_speed_up(cell):.2f}x)" for cell in slower[:MOST_LINES])
         more = f" and {len(slower) - MOST_LINES} more below" if len(slower) > MOST_LINES else ""
         lines.append(Text(f"{tag}{SLOWER}: {shown}{more}", RED))
@@ -68,6 +68,8 @@ def _speeds(measurement: Measurement) -> list[Text]:
 def _speed(measurement: Measurement, cell: Cell, tag: str) -> Text:
     """About the best shape of a batch size."""
     ratio, shapes = _speed_up(cell), len({each.name for each in measurement.cells})
+    if _is_even(cell):
+        return Text(f"{tag}As fast as plain decoding at batch {cell.batch_size} with {cell.name}", YELLOW)
     if ratio < 1:
         best = f", the best of {shapes} shapes" if shapes > 1 else ""
         return Text(f"{tag}{SLOWER} at batch {cell.batch_size}: {ratio:.2f}x with {cell.name}{best}", RED)
@@ -94,6 +96,11 @@ def _plain(measurement: Measurement) -> list[Text]:
 def _speed_up(cell: Cell) -> float:
     assert cell.speed_up is not None
     return cell.speed_up
+
+
+def _is_even(cell: Cell) -> bool:
+    """Whether the table shows no difference."""
+    return f"{_speed_up(cell):.2f}" == "1.00"
 
 
 def _places(cells: Sequence[Cell]) -> str:

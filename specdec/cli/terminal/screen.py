@@ -100,7 +100,7 @@ class Screen:
         done = f"{_counted(tokens, 'token', 'tokens')} in {_counted(passes, 'pass', 'passes')} of the target"
         each_pass = f"{tokens / passes:.1f} tokens a pass"
         if len(generations) > 1:  # which run together, so that the target's passes are fewer than those of all texts
-            done, each_pass = f"{tokens:,} tokens in {len(generations)} texts", f"{tokens / passes:.1f} tokens of a text a pass"
+            return f"{tokens:,} tokens in {len(generations)} texts, {speed}{' (plain decoding)' if self._is_plain else ''}"
         return f"{done}, {each_pass}, {speed}{' (plain decoding)' if self._is_plain else ''}"
 
     def _begin(self) -> None:

@@ -181,18 +181,17 @@ class Controller:
         if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
             self._learn()
             book.judged, book.rates = (share, usable), self.rates(size, share, usable, book.best)
-            if (best := self._better(book)) != book.best:
+            if (best := self._better(book.best, book.rates)) != book.best:
                 book.best, book.share = best, LOOKING[0]
         book.rounds += 1
         return self._look(book, share, pause)
 
-    def _better(self, book: Book) -> Shape:
+    def _better(self, now: Shape, rates: dict[Shape, float]) -> Shape:
         """The shape to go on with: another one if it promises more by a margin, none if the present one is worth no more."""
-        best, most = max(book.rates.items(), key=lambda item: item[1])
-        if book.best not in book.rates or most >= (1 + GAIN) * book.rates[book.best]:
+        best, most = max(rates.items(), key=lambda item: item[1])
+        if now not in rates or most >= (1 + GAIN) * rates[now]:
             return best
-        is_worth_it = book.rates[book.best] >= (1 + GAIN / 2) * book.rates.get(None, 0.0)
-        return book.best if is_worth_it else None
+        return now if rates[now] >= (1 + GAIN / 2) * rates.get(None, 0.0) else None
 
     def rates(self, size: Size, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
         """Tokens a second and row: as expected, or where a shape runs, what others may well reach of which less is known."""
@@ -208,13 +207,14 @@ class Controller:
         book = self.books.get(size)
         if book is None or not book.rounds or not book.costs.is_known(book.best):
             return f"{size}: none yet; {self._measured_so_far(size, share)}"
-        rates = self.rates(size, share, [shape for shape in (None, *self.shapes) if shape != book.best])
+        best = self._better(book.best, self.rates(size, share, self.all, book.best))  # which runs next
+        rates = self.rates(size, share, [shape for shape in self.all if shape != best])
         second = max(rates, key=lambda shape: rates[shape])
         levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
         if not self.acceptance.reached[0]:
             levels += ", by the look at the drafter: no round has drafted yet"
         return (
-            f"{size}: {self._line(size, book.best, share)}; next best {self._line(size, second, share)}; "
+            f"{size}: {self._line(size, best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"
         )
 
@@ -229,7 +229,7 @@ class Controller:
         found = (
             f"measured so far: {', '.join(known)}" if known else "the first round of a shape is not timed, as it may compile"
         )
-        return f"{found}; to be measured: {missing}"
+        return f"{found}; to be measured: {missing}" if missing else found
 
     def _line(self, size: Size, shape: Shape, share: float) -> str:
         tokens, cost = self._tokens(shape, share), self._book(size).costs.of(shape)

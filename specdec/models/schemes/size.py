@@ -38,7 +38,7 @@ def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize
 
 
 def group_of(checkpoint: Checkpoint, name: str, format: Format) -> int:
-    """Columns of a scale in a matrix; 0: all of a row.  Asks for no scale, since a matrix may be stored as numbers after all."""
+    """Columns of a scale in a matrix; 0: all of a row.  Asks for no scale: a matrix may be stored as numbers after all."""
     weight = f"{name}.weight"
     return format.group_of(checkpoint.shape(weight)[-1] if weight in checkpoint else 0)
 

@@ -28,7 +28,8 @@ def slowness(groups: Collection[int], capability: tuple[int, int] | None, dtype:
     """Why such weights decode slower than ordinary numbers, and which other setting helps besides giving them up.
 
     Both are empty where they don't, and the latter where there is none.
-    groups: columns of a scale, in any of the matrices but experts', which have kernels of their own.  capability: of the GPU; None: a CPU.
+    groups: columns of a scale, in any of the matrices but experts', which have kernels of their own.  capability: of the GPU;
+        None: a CPU.
     """
     if capability is None:
         return CPU, ""
