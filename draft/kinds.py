@@ -14,7 +14,7 @@ from specdec.draft.drafter import DraftModel
 from specdec.draft.formats.open import HowToRead, OpenHead, open_head
 from specdec.draft.load import build_head, empty_head
 from specdec.draft.mtp.layouts import FAMILIES
-from specdec.draft.mtp.load import OpenMtp, build_mtp, empty_mtp, open_mtp
+from specdec.draft.mtp.load import OpenMtp, build_mtp, empty_mtp, open_mtp, refusal
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.mistaken import refuse_itself
@@ -96,7 +96,7 @@ def open_drafter(
     if is_name(found):
         make = WITHOUT_CHECKPOINT[str(found)]
         return OpenDrafter(make(target.vocab_size), lambda model, *_: make(model.config.vocab_size))
-    refuse_itself(Path(found), target_folder, bool(target.mtp_layers))
+    refuse_itself(Path(found), target_folder, lambda: not refusal(target_folder, target))
     head = open_head(Path(found), target, how_to_read(options))
     return OpenDrafter(empty_head(head.reading.spec), partial(build_head, head), head)
 

@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
+
+MAX_FILE = 256 << 20  # bytes of a file that people write
 
 
 class PromptTooLong(ValueError):
@@ -97,6 +100,15 @@ def store(settings: object, **values: Any) -> None:
     """Puts checked values into a frozen dataclass while it is being made: only there may its fields be set."""
     for name, value in values.items():
         object.__setattr__(settings, name, value)
+
+
+def read_some(path: Path) -> bytes:
+    """A file, or what comes through a pipe.  ValueError if that is more than people write: /dev/zero has no end."""
+    with path.open("rb") as file:
+        read = file.read(MAX_FILE + 1)
+    if len(read) > MAX_FILE:
+        raise ValueError(f"{path} holds more than {MAX_FILE >> 20} MiB")
+    return read
 
 
 def is_array(value: Any) -> bool:

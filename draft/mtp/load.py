@@ -35,6 +35,17 @@ class OpenMtp(NamedTuple):
     spec: MtpSpec
 
 
+def refusal(folder: Path, target: ModelConfig) -> str:
+    """Why a target's own layers can't draft; empty: they can."""
+    if not target.mtp_layers:
+        return "the checkpoint has no such layers"
+    try:
+        open_mtp(folder, target)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def open_mtp(folder: Path, target: ModelConfig) -> OpenMtp:
     """Reads config and headers.  ValueError names what is missing, unknown, or not computed here."""
     spec = read_mtp(folder, target)

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specdec.checks import require_int
+from specdec.checks import read_some, require_int
 from specdec.prompts import chat_fault
 
 FilePrompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or a chat
@@ -47,7 +47,7 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[FilePrompt]
 def _lines(path: Path) -> list[str]:
     """All lines, without the byte order mark that some editors write at a file's beginning."""
     lines = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, line in enumerate(read_some(path).split(b"\n"), 1):
         try:
             lines.append(line.removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:

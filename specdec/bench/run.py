@@ -36,6 +36,7 @@ from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
+from specdec.loading.threads import using_threads
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
@@ -191,6 +192,7 @@ def check_profile(max_tokens: int, spec: SpecConfig) -> None:
         )
 
 
+@using_threads(None)
 def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) -> Measurement:
     """Every batch size with every tree shape."""
     laps = Laps()
@@ -214,11 +216,11 @@ def _run_cells(
 ) -> Measurement:
     """All cells, on one pair.  laps: of the whole benchmark."""
     model, head, settings = _load(options, max(map(len, prompts)), ranks)
-    smoke_check(model, head, tokenizer, settings)
+    settings = replace(settings, first_accepted=smoke_check(model, head, tokenizer, settings))
     laps.lap("loading")
     forced, rehearsed, explained = options.synthetic_acceptance, set[Any](), Explained()
     result = Measurement(
-        machine_facts(settings.device),
+        machine_facts(settings.device, settings.threads),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
         _settings(options, settings, model.config) | {"drafter": drafter_line(head, settings) if head else None},
         prompt_facts(prompts, options.prompts, options.prompts_source, chat=options.chat),

@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from specdec.checks import nearest_name
+from specdec.checks import nearest_name, read_some
 from specdec.cli.terminal.output import complain
 from specdec.config import NOT_GREEDY, GrammarKind, SamplingParams, SpecConfig, idle_options
 from specdec.options import EngineOptions, setting_of
@@ -293,7 +293,7 @@ def _rules(text: str) -> str:
 
 def _read(name: str, expected: str) -> str:
     try:
-        return Path(not_empty(name)).read_text(encoding="utf-8")
+        return read_some(Path(not_empty(name))).decode()
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"expected {expected} that can be read, got {name[:200]!r}: {error}") from None
 

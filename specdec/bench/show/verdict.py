@@ -68,14 +68,16 @@ def _speeds(measurement: Measurement) -> list[Text]:
 def _speed(measurement: Measurement, cell: Cell, tag: str) -> Text:
     """About the best shape of a batch size."""
     ratio, shapes = _speed_up(cell), len({each.name for each in measurement.cells})
-    if _is_even(cell):
-        return Text(f"{tag}As fast as plain decoding at batch {cell.batch_size} with {cell.name}", YELLOW)
-    if ratio < 1:
+    if ratio < 1 and not _is_even(cell):
         best = f", the best of {shapes} shapes" if shapes > 1 else ""
         return Text(f"{tag}{SLOWER} at batch {cell.batch_size}: {ratio:.2f}x with {cell.name}{best}", RED)
     at, noise = f"plain decoding at batch {cell.batch_size} with {cell.name}", measurement.noise(cell)
     if noise is not None and noise[0] <= 1:
         return Text(f"{tag}No faster than {at}: {ratio:.2f}x, within the noise of {noise[0]:.2f}x to {noise[1]:.2f}x", YELLOW)
+    if _is_even(cell):
+        return Text(f"{tag}As fast as {at}", YELLOW)
+    if cell.speculative.counters.accepted == 0:
+        return Text(f"{tag}No faster than {at}: no draft was accepted, so {ratio:.2f}x is noise", YELLOW)
     forced = ", if acceptance were as it was forced to be" if tag else ""
     return Text(f"{tag}{ratio:.2f}x faster than {at}{forced}", YELLOW if tag else GREEN)
 

@@ -15,7 +15,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import cast
 
-from specdec.cli.terminal.output import console
 from specdec.engine.detokenize import Decode, Detokenizer
 from specdec.generation import Chunk, Generation
 
@@ -136,7 +135,9 @@ class Screen:
 
 def has_colours() -> bool:
     """Whether the terminal has colours and the user wants them: NO_COLOR and TERM=dumb say no."""
-    shown = console()
+    from rich.console import Console  # not `console`, with which the wait for the first token would be over
+
+    shown = Console()
     return shown.color_system is not None and not shown.no_color
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from specdec.startup import STARTUP
 
@@ -32,7 +32,7 @@ def told_if_slow(name: str) -> Iterator[None]:
         yield
     finally:
         over()
-        watch.join()
+        watch.join(1.0)  # it may wait for whoever reads stderr
 
 
 def over() -> None:
@@ -46,7 +46,8 @@ def _tell(name: str, ended: threading.Event) -> None:
     from specdec.progress import PlainLines  # a bar would fight with the hub's own, and with warnings
 
     show = PlainLines(name, PARTS, sys.stderr)  # which counts seconds from here on
-    if ended.wait(QUIET_SECONDS) or sys.stderr.closed:
-        return
-    while not ended.wait(TICK) and STARTUP.doing[0]:
-        show(*STARTUP.doing)
+    with suppress(OSError, ValueError):  # stderr was closed, or its disk is full
+        if ended.wait(QUIET_SECONDS) or sys.stderr.closed:
+            return
+        while not ended.wait(TICK) and STARTUP.doing[0]:
+            show(*STARTUP.doing)

@@ -37,6 +37,7 @@ def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> d
     config = None if target is None else choose_target(resolve_target(target, "--target")).config
     opened = open_head(folder, config, how)
     stored = UNKNOWN if config is None else stored_as(config)
+    rope = opened.reading.meanings.get("rope", "as written")
     return {
         "folder": str(folder),
         "kind": "head",
@@ -44,7 +45,7 @@ def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> d
         "format": opened.format.name,
         "format_named": how.format != "auto",
         "published_by": opened.format.title,
-        "head": spec_facts(opened.reading.spec, config, is_rope_told="rope" not in opened.reading.meanings),
+        "head": spec_facts(opened.reading.spec, config, is_rope_told=rope.startswith("as written")),
         "meanings": dict(opened.reading.meanings),
         "tensors": _tensors(opened),
         "beside": dict(opened.reading.beside),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdec.draft.mtp.load import open_mtp
+from specdec.draft.mtp.load import refusal
 from specdec.loading.build import unnamed_turn
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
@@ -34,10 +34,9 @@ EXPERTS = {
     "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "size of one": ("moe_intermediate_size", "moe_ffn_hidden_size"),
 }
-# What a config of the Llama family means by not saying it.
+# What a config of the Llama families means by not saying it.
 UNSAID = {
     "num_key_value_heads": "as many as num_attention_heads",
-    "head_dim": "hidden_size / num_attention_heads",
     "tie_word_embeddings": "false: the output layer is a matrix of its own",
     "max_position_embeddings": "2048",
     "rms_norm_eps": "1e-6",
@@ -56,7 +55,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
     place = resolve_target(target, "MODEL")
     chosen = choose_target(place)
     checkpoint, raw, config = check_chosen(chosen, place), target_json(place), chosen.config
-    tokenizer, layers = Tokenizer(place), _mtp_layers(place, config)
+    tokenizer, layers = Tokenizer(place), refusal(place, config)
     return {
         "folder": str(place),
         "kind": "target",
@@ -68,7 +67,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
         "weights": _weights(checkpoint, config, place),
         "text": _text(tokenizer, config, raw, place),
         "drafters": _drafters(chosen, layers),
-        "meanings": _meanings(chosen, raw),
+        "meanings": _meanings(chosen, raw, layers),
     }
 
 
@@ -165,7 +164,7 @@ def _text(tokenizer: Tokenizer, config: ModelConfig, raw: dict[str, Any], place:
         by = [file for file, ids in named.items() if token in ids] + (["the chat template"] if token == turn else [])
         piece = f"{tokenizer.piece(token)!r}, " if tokenizer.is_present else ""
         ends.append(f"{token} ({piece}by {' and '.join(by)})")
-    passed = sorted({token for ids in named.values() for token in ids} - {*config.eos_ids})
+    passed = sorted({token for ids in named.values() for token in ids} - {*config.eos_ids, turn})
     return {
         "tokenizer": "present" if tokenizer.is_present else "none: prompts must be token ids",
         "chat template": "present" if tokenizer.has_chat_template else "none: chats can't be prompts",
@@ -176,17 +175,6 @@ def _text(tokenizer: Tokenizer, config: ModelConfig, raw: dict[str, Any], place:
 
 def _ids(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value or ())
-
-
-def _mtp_layers(place: Path, config: ModelConfig) -> str:
-    """Whether the target's own layers can draft, in words: "" if they can."""
-    if not config.mtp_layers:
-        return "the checkpoint has no such layers"
-    try:
-        open_mtp(place, config)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _drafters(chosen: TargetChoice, no_mtp: str) -> dict[str, str]:
@@ -200,14 +188,16 @@ def _drafters(chosen: TargetChoice, no_mtp: str) -> dict[str, str]:
     }
 
 
-def _meanings(chosen: TargetChoice, raw: dict[str, Any]) -> dict[str, str]:
-    """What keys that are absent were taken to mean; transformers' own classes know theirs."""
+def _meanings(chosen: TargetChoice, raw: dict[str, Any], no_mtp: str) -> dict[str, str]:
+    """What keys that are absent were taken to mean; transformers' own classes know theirs.  no_mtp: see `_drafters`."""
     config = chosen.config
     found = {}
     if chosen.backend == "native" and not isinstance(config, DeepseekConfig):
-        found = {key: f"absent: {meaning}" for key, meaning in UNSAID.items() if raw.get(key) is None}
+        unsaid = {**UNSAID, "head_dim": str(config.head_dim)}
+        found = {key: f"absent: {meaning}" for key, meaning in unsaid.items() if raw.get(key) is None}
     if config.dtype is None:
         found["dtype"] = "absent: bfloat16 on a GPU, float32 on a CPU"
     if config.mtp_layers:
-        found["num_nextn_predict_layers"] = f"{config.mtp_layers}: not part of the target, which draft='mtp' runs"
+        runs = "" if no_mtp else ", which draft='mtp' runs"
+        found["num_nextn_predict_layers"] = f"{config.mtp_layers}: not part of the target{runs}"
     return found

@@ -46,8 +46,8 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
-    """CPU, memory and GPUs; with a device, `runs_on` names it."""
+def machine_facts(device: torch.device | None = None, threads: int | None = None) -> dict[str, Any]:
+    """CPU, memory and GPUs; with a device, `runs_on` names it.  threads: of what runs on the CPU; None: as many as may."""
     import torch
 
     from specdec.loading.threads import allowed_threads
@@ -57,7 +57,7 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpus_usable": usable_cpus(),
-        "torch_threads": allowed_threads(),
+        "torch_threads": threads or allowed_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
         "gpus": gpus,

@@ -80,6 +80,8 @@ def _shards(index: Path) -> list[Path]:
 def _safetensors(file: Path) -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
+    if file.exists() and not file.is_file() and not file.is_dir():  # opening a pipe would wait for whoever writes into it
+        raise ValueError(f"{file}: expected a safetensors file, got a pipe or a device")
     try:
         handle = safe_open(file, framework="pt")
         names = list(handle.keys())
