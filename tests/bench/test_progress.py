@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 
 import pytest
@@ -73,3 +74,17 @@ def test_progress_asks_the_stream_what_it_is(is_terminal: bool, monkeypatch: pyt
         report("warm-up", 3, 10)
     plain = [line for line in out.getvalue().splitlines() if line.startswith("specdec: bench:")]
     assert bool(plain) == (not is_terminal) == ("\x1b" not in out.getvalue())
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_is_printed_goes_where_stdout_goes(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: results on the terminal, and not in the file that stdout was sent to, while a bar is shown; and a bar that
+    tears what is printed where both are on one terminal."""
+    bar, out = io.StringIO(), io.StringIO()
+    bar.isatty = lambda: True
+    out.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", out)
+    with show_progress("bench", "passes", bar):
+        print("the result")
+    assert ("the result" in bar.getvalue()) == is_terminal
+    assert out.getvalue() == ("" if is_terminal else "the result\n")

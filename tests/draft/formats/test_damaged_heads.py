@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.heads.looks import looks, target_and_text
+from toolkit.heads.looks import CPU, POSITIONS, looks, target_and_text
 from toolkit.paths import PAIR
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from specdec.draft.broken import replaced_parts
+from specdec.draft.formats.open import open_head
+from specdec.draft.load import build_head
 from specdec.draft.smoke import DOUBTFUL, LEAST_ACCEPTED, LEAST_GAIN, LEAST_RATIO, Finding, Look, Misreading, Seen
 
 STORIES = "stories260K"
@@ -120,3 +124,20 @@ def test_the_number_that_is_printed_ranks() -> None:
     assert look.find(head, None, ids_T, seen) == Finding(0.2, first=1.0) and look.passes["a"] == 1  # type: ignore[arg-type]
     said = Told(low, {"a": [5, 4] + [0] * 18}).describe(head, Finding(0.04, ("a", 0.09)))  # type: ignore[arg-type]
     assert "accept 4.0% of what" in said and "with a it would be 9.0%" in said and "too few" not in said
+
+
+def test_a_map_made_anew_takes_the_likest_token() -> None:
+    """Keeps out: of two tokens that are most like one draft id's row, the one that is less like it, or that comes later."""
+    target, _ = target_and_text(PAIR / "target", 40)
+    head = build_head(open_head(PAIR / "draft", target.config), target, POSITIONS, CPU, torch.float32)
+    ids_R = torch.arange(target.config.vocab_size)
+    (other,) = (other for name, other, _ in replaced_parts(head, target, ids_R) if name.startswith("d2t"))
+    places_V = torch.arange(head.config.draft_vocab_size)
+    own_VH, rows_RH = (normalize(x.double(), dim=-1) for x in (head.lm_head.rows(places_V), target.lm_head.rows(ids_R)))
+    likeness_RV = rows_RH @ own_VH.T
+    at_R, shared = likeness_RV.argmax(-1), 0
+    for place, token in enumerate((other.d2t_V + places_V).tolist()):
+        rivals = (at_R == place).nonzero().flatten()
+        assert token == (int(rivals[likeness_RV[rivals, place].argmax()]) if len(rivals) else -1)
+        shared += len(rivals) > 1
+    assert shared > 100

@@ -205,7 +205,8 @@ def test_what_between_two_releases_is_open(target: Target, tmp_path: Path) -> No
 
 
 def test_versions(tmp_path: Path) -> None:
-    """Keeps out: keys read by no release or by an unknown one, and kinds of heads before they began or after they ended."""
+    """Keeps out: keys read by no release or by an unknown one, a release's own correction (post1) read as what came before it,
+    and kinds of heads before they began or after they ended."""
     for version in ("absent", "1.0.0", "0.0.1", "nine"):
         with pytest.raises(ValueError, match="speculators_version"):
             reading(tmp_path, "0.9 eagle3-qwen3", speculators_version=version)
@@ -213,7 +214,12 @@ def test_versions(tmp_path: Path) -> None:
         "0.11.0: as release 0.9"
         in reading(tmp_path, "0.9 eagle3-qwen3", speculators_version="0.11.0").meanings["speculators_version"]
     )
-    for version, between in (("0.6.0.dev3", "0.5 to 0.6"), ("0.5.0rc1", "0.4 to 0.5"), ("0.5.1.dev3+g1a2b3c", "0.5 to 0.6")):
+    for version, between in (
+        ("0.6.0.dev3", "0.5 to 0.6"),
+        ("0.5.0rc1", "0.4 to 0.5"),
+        ("0.5.1.dev3+g1a2b3c", "0.5 to 0.6"),
+        ("0.5.0.post1", "0.5 to 0.6"),
+    ):
         said = reading(tmp_path, "0.5 eagle3-norm-before-fc", speculators_version=version).meanings["speculators_version"]
         assert f"a head of releases {between}" in said
     for version in ("0.5.0.2", "0.5.3"):
@@ -243,6 +249,24 @@ def test_a_layer_that_a_converter_lost(target: Target, tmp_path: Path) -> None:
                 open_head(tmp_path, target.config)
         else:
             open_head(tmp_path, target.config)
+
+
+@pytest.mark.parametrize("version, is_lost", [("0.2.0", True), ("0.4.0", True), ("0.4.2", True), ("0.5.0", False)])
+def test_which_converters_lost_a_layer(target: Target, tmp_path: Path, version: str, is_lost: bool) -> None:
+    """Keeps out: a random layer that the last of these converters left, a later release's head refused for norms of 1, and a
+    trained head refused because some of its norms are 1."""
+    config, tensors = written("0.3 eagle3-converted")
+    leaked = ("base_model_ep_plan", "has_no_defaults_at_init")  # which not all of these releases wrote
+    config = {key: value for key, value in config.items() if key not in leaked} | {"speculators_version": version}
+    norms = [f"layers.0.{norm}.weight" for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm")]
+    for kept in norms:  # is trained
+        open_head(save(tmp_path, (config, tensors | {key: torch.ones(32) for key in norms if key != kept})), target.config)
+    save(tmp_path, (config, tensors | {key: torch.ones(32) for key in norms}))
+    if is_lost:
+        with pytest.raises(ValueError, match="all three norms of layers.0 are exactly 1"):
+            open_head(tmp_path, target.config)
+    else:
+        open_head(tmp_path, target.config)
 
 
 def test_sizes_that_a_release_did_not_read(target: Target, tmp_path: Path) -> None:

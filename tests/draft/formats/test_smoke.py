@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toolkit.heads.parts import Parts, random_parts, shipped_parts
 from toolkit.heads.writers import safeailab, save, speculators
 
@@ -49,6 +50,21 @@ def test_a_misreading_is_named(name: str, change: Any, better: str, tmp_path: Pa
     (said,) = load(folder)
     assert better in said and "its files seem misread or broken" in said and "(--no-smoke)" in said
     assert not load(folder, smoke=False)
+
+
+@pytest.mark.parametrize("draft_vocab", [512, 256])
+def test_a_map_of_zeros_may_be_meant(draft_vocab: int, tmp_path: Path) -> None:
+    """Keeps out: a head that drafts the first ids of the vocabulary, as it was trained to, and is called broken for it: one
+    that drafts well, and one that drafts little and yet enough to pay."""
+    parts, table = shipped_parts(), load_file(shipped.target_folder() / "model.safetensors")
+    assert parts.draft_ids is not None
+    rows = table["model.embed_tokens.weight"].double()
+    rows[parts.draft_ids] = parts.tensors["lm_head.weight"]
+    parts = with_tensor(parts, "lm_head.weight", rows[:draft_vocab].clone())
+    options = replace(parts.options, draft_vocab=draft_vocab)
+    folder = save(tmp_path, speculators(replace(parts, options=options, draft_ids=torch.arange(draft_vocab))))
+    assert not load_file(folder / "model.safetensors")["d2t"].any()
+    assert not load(folder)
 
 
 def test_a_sound_head_is_loaded_quietly_and_a_foreign_one_is_not(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """SpecConfig("auto") in simulated time on a CPU: nothing is tried on the side, and other programs may run beside it."""
 
+import re
+
 import pytest
-from toolkit.inside.simulated import Busy, Text, on_cpu
+from toolkit.inside.simulated import Busy, Machine, Text, on_cpu
+from toolkit.paths import ROOT
 
 from specdec import SpecConfig, SpecDecoder, shipped
 from specdec.engine.control.acceptance import FIRST_GUESS
@@ -52,6 +55,37 @@ def test_less_work_costs_no_more() -> None:
     for _ in range(40):
         costs.observe(None, 0.021)
     assert costs.of(None) == pytest.approx(0.021, rel=0.01), "what has run more often is believed"
+
+
+@pytest.mark.parametrize("shapes", [(SpecConfig(1, 1),), (SpecConfig(1, 1), SpecConfig(5, 1))])
+def test_what_is_worth_no_more_than_plain_decoding_ends(shapes: tuple[SpecConfig, ...]) -> None:
+    """Rounds of all shapes take as long, so a chain of which nothing is accepted emits just what plain decoding does.
+    Keeps out: a chain that goes on because nothing else promises more, with a drafter's memory and power spent for nothing."""
+    made = Machine(Speculation(shapes, is_auto=True), cost=lambda rows, shape: 0.02, uneven=0.0)
+    made.run(4, 60, Text.of(3))
+    assert None not in made.shapes[-30:]
+    made.run(4, 300, Text(0.0))
+    assert made.shapes[-100:].count(None) >= 97, "but for looks"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_looks_lose_no_more_than_the_page_says(rows: int) -> None:
+    """Keeps out: looks that lose a larger share than docs/SETTINGS.md promises, from the change to plain decoding on, when
+    they may lose the most, or later."""
+    page = " ".join((ROOT / "docs/SETTINGS.md").read_text().split())
+    found = re.search(r"looks lose at most ([\d.]+) % of the time, and half of that the longer they find nothing", page)
+    assert found, "the page has other words"
+    promised = float(found[1]) / 100
+    made = Machine(Speculation(SHAPES, is_auto=True), cost=on_cpu)
+    made.run(rows, 100, Text(1.0))
+    while made.round(rows, Text(0.0)) is not None:
+        pass
+    start, lost, looks = made.seconds, 0.0, 0
+    for _ in range(3000):
+        if (shape := made.round(rows, Text(0.0))) is not None:
+            lost, looks = lost + on_cpu(rows, shape) - on_cpu(rows, None), looks + 1
+            assert lost <= promised * (made.seconds - start)
+    assert looks >= 3 and lost <= 0.55 * promised * (made.seconds - start)
 
 
 def test_a_drafter_that_seems_useless_starts_plain_and_says_why() -> None:

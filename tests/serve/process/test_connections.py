@@ -113,6 +113,18 @@ def test_a_connection_without_a_request_makes_room(pair: SpecDecoder, monkeypatc
         assert served.door.counts.cut_connections["full"] == 0
 
 
+def test_a_fresh_connection_has_a_moment_for_its_request(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a connection closed before its request could come, because another one wants its place."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 60.0)
+    with Served(pair, max_connections=2) as served, served.connect() as one, served.connect() as other:
+        wait_until(lambda: served.door.counts.connections == 2, "both are open")
+        assert error_of(served.post(PATH, GOOD), 503)["code"] == "too_many_connections"
+        for fresh in (one, other):
+            fresh.sendall(request(GOOD))
+            assert fresh.recv(100).startswith(b"HTTP/1.1 200")
+        assert served.door.counts.cut_connections["idle"] == 0
+
+
 def test_many_that_come_and_go_leave_nothing(pair: SpecDecoder) -> None:
     """Keeps out: a count of connections that drifts until nobody is let in, and one that ends before it has begun, which
     ended the server."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from toolkit.serving.command import Pipe
@@ -99,6 +102,74 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
     assert out.dropped == 6
     out.close()
     os.close(descriptor)
+
+
+class Disk:
+    """What a pipe stands for here: a disk with so many free bytes, which takes the beginning of what does not fit."""
+
+    def __init__(self, pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self._descriptor, self._write = 0, pipe.writer, os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        if descriptor != self._descriptor:
+            return self._write(descriptor, data)
+        if not self.free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self._write(descriptor, data[: self.free])
+        self.free -= taken
+        return taken
+
+
+def test_a_line_that_was_half_written_stays_alone(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a line joined to the beginning of one that the disk had no room for, so that no reader of JSON takes it."""
+    disk, out = Disk(pipe, monkeypatch), Outlet(pipe.writer)
+    disk.free = 5
+    for _ in range(2):  # nothing of the second is taken, and the first stays half written
+        out.write("first line\n")
+        out.drain(PATIENCE)
+    disk.free = 1 << 16
+    out.write("third\n")
+    out.drain(PATIENCE)
+    torn, said, whole = pipe.read().splitlines()
+    assert (torn, whole) == ("first", "third") and json.loads(said)["message"].startswith("2 lines were dropped")
+    out.close()
+
+
+def test_losses_of_an_unwritten_note_are_said_later(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a note that was lost itself, together with the losses that it was to tell of."""
+    disk, out = Disk(pipe, monkeypatch), Outlet(pipe.writer)
+    for _ in range(3):  # each after the first one with a note, which is not written either
+        out.write("lost\n")
+        out.drain(PATIENCE)
+    disk.free = 1 << 16
+    out.write("written\n")
+    out.drain(PATIENCE)
+    said, written = pipe.read().splitlines()
+    assert json.loads(said)["message"].startswith("3 lines were dropped") and written == "written" and out.dropped == 3
+    out.close()
+
+
+def test_a_handler_may_write_while_its_thread_does(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a signal's handler that writes while the thread that it interrupts holds the lock, and waits for ever."""
+    handlers = ["handled\n"]
+
+    class Interrupted(SimpleQueue):  # type: ignore[type-arg]
+        """A queue at which a thread that holds the lock is interrupted, once."""
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            if handlers:
+                out.write(handlers.pop())
+            super().put(item)
+
+    monkeypatch.setattr(output, "SimpleQueue", Interrupted)
+    out = Outlet(pipe.writer)
+    writer = threading.Thread(target=out.write, args=("written\n",), daemon=True)
+    writer.start()
+    writer.join(timeout=5)
+    assert not writer.is_alive(), "the handler waits for its own thread"
+    out.close()
+    assert pipe.read() == "handled\nwritten\n"
 
 
 def test_a_pipe_that_does_not_wait_loses_nothing(pipe: Pipe) -> None:
