@@ -254,3 +254,18 @@ def test_nothing_is_predicted_of_what_is_not_known() -> None:
     cell = faster(1.5)  # its counters know two levels, and its shape five
     assert better_levels(cell) is None
     assert better_levels(replace(cell, spec=("auto", 2, 6))) is None
+
+
+def test_what_the_table_shows_as_equal_is_no_verdict() -> None:
+    """Keeps out: "SLOWER THAN BASELINE: 1.00x" over a row of two equal speeds, and "faster" where no draft was accepted."""
+    (line, *_) = verdict(measured(faster(0.998)))
+    assert line.plain.startswith("No faster than plain decoding at batch 1 with 5,4,16: 1.00x")
+    cell = faster(1)
+    once = {side: replace(getattr(cell, side), seconds=[2.0], output_tokens=[12]) for side in ("baseline", "speculative")}
+    (line, *_) = verdict(measured(replace(cell, **once)))
+    assert line.plain == "As fast as plain decoding at batch 1 with 5,4,16"
+    cell = faster(1.08)
+    none = replace(cell.speculative.counters, accepted=0)
+    cell = replace(cell, speculative=replace(cell.speculative, counters=none))
+    (line, *_) = verdict(measured(cell))
+    assert line.plain == "No faster than plain decoding at batch 1 with 5,4,16: no draft was accepted, so 1.08x is noise"

@@ -109,6 +109,12 @@ def test_ends_say_which_file_names_them(tmp_path: Path, capsys: pytest.CaptureFi
     assert [end.split(" ")[0] for end in text["texts end at"]] == ["7", "383"]
     assert text["texts end at"][0].endswith("by config.json and generation_config.json)")
     assert text["named as ends, and not taken"] == [3] and text["chat template"] == "present"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 383}))  # the template's own end, in vain there
+    text = facts_of(capsys, folder)["text"]
+    assert (
+        text["texts end at"][1].endswith("by config.json and the chat template)") and "named as ends, and not taken" not in text
+    )
     assert target_facts(save_target(tmp_path / "bare", "llama"))["text"]["texts end at"].startswith("no token")
 
 

@@ -13,6 +13,7 @@ from toolkit.paths import ROOT
 
 from specdec import SpecDecoder, cli, shipped
 from specdec.cli.terminal import waiting
+from specdec.cli.terminal.screen import Screen
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.startup import STARTUP, Startup
 
@@ -129,3 +130,10 @@ def test_parts_are_counted_within_a_stage() -> None:
         assert STARTUP.doing == ("waiting for the first token", 0, 1)
         next(decoder.stream([5, 6]))
         assert not STARTUP.doing[0], "lines about the start would cut through the text"
+
+
+def test_a_screen_does_not_end_the_wait() -> None:
+    """Keeps out: a terminal's first text, whose kernels are yet to be compiled, that is waited for without a word."""
+    with waiting.told_if_slow("generate"):
+        Screen("hi", True, str, [1], False)
+        assert not waiting._over.is_set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from toolkit.models import Zoo
 from toolkit.mtp_layers.targets import save_mtp_target
 
-from specdec import SpecDecoder, shipped
+from specdec import SpecDecoder, cli, shipped
 
 TARGET, DRAFT = Path(shipped.target_folder()), Path(shipped.draft_folder())
 ARE_GONE = ("swapped",)  # a hint that can't help, since the target was found to be one before its draft was looked at
@@ -149,3 +150,26 @@ def test_a_path_may_be_the_slip(tmp_path: Path) -> None:
     """Keeps out: Path("mtp"), for which a folder was asked without a word of the kind of that name."""
     with pytest.raises(ValueError, match="nearest setting that works: draft='mtp'"):
         SpecDecoder.from_pretrained(TARGET, Path("mtp"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "flags", [["generate", "hi", "--json-schema"], ["generate", "hi", "--grammar"], ["verify", "--prompts"]]
+)
+def test_a_file_without_an_end_is_refused(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keeps out: a command that reads /dev/zero until there is no memory left."""
+    monkeypatch.setattr("specdec.checks.MAX_FILE", 1 << 20)
+    try:
+        assert cli.main([*flags, "/dev/zero"]) == 2
+    except SystemExit as end:  # argparse ends so
+        assert end.code == 2
+    assert "/dev/zero holds more than 1 MiB" in " ".join(capsys.readouterr().err.split())
+
+
+def test_weights_that_are_a_pipe_are_refused(tmp_path: Path) -> None:
+    """Keeps out: a load that waits for whoever may write into a pipe."""
+    (tmp_path / "config.json").write_bytes((shipped.target_folder() / "config.json").read_bytes())
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="expected a safetensors file, got a pipe or a device"):
+        SpecDecoder.from_pretrained(tmp_path, device="cpu")

@@ -200,6 +200,8 @@ def test_targets_whose_layers_are_left_out_load(tmp_path: Path, family: str) -> 
     assert texts[0] == texts[1]
     with pytest.raises(ValueError, match=f"got a {family} target, of whose layers it lacks .*; nearest .* draft='ngram'"):
         SpecDecoder.from_pretrained(count, "mtp", SpecConfig(2, 1, 3), **options)
+    with pytest.raises(ValueError, match="is the target itself, .* nearest thing that works: draft='ngram'"):
+        SpecDecoder.from_pretrained(count, count, SpecConfig(2, 1, 3), **options)
     plans = [plan_memory(place, None, SpecConfig(2, 1, 3), EngineOptions(dtype="float32"), 10**9) for place in (folder, count)]
     assert plans[0].parts == plans[1].parts
 

@@ -114,3 +114,16 @@ def test_what_the_look_saw_is_the_first_guess(looks: bool) -> None:
         assert controller is not None
         assert (seen is not None) == looks and (seen is None or 0.5 < seen < 0.9)
         assert controller.acceptance.first_guess == (FIRST_GUESS if seen is None else seen)
+
+
+def test_the_reason_is_that_of_the_next_round() -> None:
+    """Keeps out: a "next best" shape that is faster than the one that runs, and a list of what is to be measured without an
+    entry, after everything was."""
+    for rounds in (9, 10, 11, 60, 100, 200):
+        speculation = Speculation(SHAPES, is_auto=True)
+        Busy(speculation, 1, cost=on_cpu, busy=0.5).run(2, rounds, Text.of(2.5))
+        (reason,) = speculation.reasons()
+        assert not reason.endswith(": "), reason
+        if "next best" in reason:
+            speeds = [float(tokens) / float(ms) for tokens, ms in re.findall(r"with ([\d.]+) tokens in ([\d.]+) ms", reason)]
+            assert speeds[1] < 1.1 * speeds[0], reason
