@@ -23,6 +23,7 @@ from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import NAMES
 from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
+from specdec.loading.about.pairs import pairs
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
@@ -50,18 +51,18 @@ def print_details(make_console: Callable[[], Console]) -> None:
         *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
     ]
     console = make_console()
-    _print_pairs(console, "Machine", rows)
+    console.print(pairs("Machine", rows), "")
     found = versions()
     absent = [name for name in PACKAGES if name not in found]
-    _print_pairs(console, "Versions", [*found.items(), ("not installed", ", ".join(absent) or "nothing")])
+    console.print(pairs("Versions", [*found.items(), ("not installed", ", ".join(absent) or "nothing")]), "")
     console.print(_backend_table())
     console.print()
     console.print(_settings_table())
     console.print()
-    _print_pairs(console, "Drafters", drafter_rows())
-    _print_pairs(console, "Weights of 8 and 4 bits", scheme_rows())
+    console.print(pairs("Drafters", drafter_rows()), "")
+    console.print(pairs("Weights of 8 and 4 bits", scheme_rows()), "")
     pair = "complete" if shipped.is_complete() else "incomplete: bench and generate need --target and --draft"
-    _print_pairs(console, "Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)])
+    console.print(pairs("Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)]), "")
 
 
 def tiles_line(device: torch.device) -> str:
@@ -140,16 +141,6 @@ def _backend_table() -> Table:
 def print_capabilities() -> None:
     """What each attention backend can do on any machine, as docs/SETTINGS.md has it."""
     print(table_as_markdown())
-
-
-def _print_pairs(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2), show_header=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(table)
-    console.print()
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:

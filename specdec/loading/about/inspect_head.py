@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from specdec.draft.formats.open import HowToRead, OpenHead, open_head
@@ -20,6 +19,7 @@ from specdec.draft.kinds import is_name
 from specdec.draft.mtp.load import open_mtp
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.loading.about.inspect_target import stored_as
+from specdec.loading.about.pairs import pairs
 from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
 from specdec.models.config import MTP_COUNT, ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -160,10 +160,10 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
     for title, rows in (("Head", facts["head"]), ("Taken to mean", facts["meanings"]), ("Beside weights", facts["beside"])):
         if rows:
             console.print()
-            console.print(_table(title, {key: _shown(value) for key, value in rows.items()}))
+            console.print(pairs(title, ((key, _shown(value)) for key, value in rows.items())))
     console.print()
     shapes = {name: " x ".join(map(str, shape)) for name, shape in facts["tensors"].items()}
-    console.print(_table(f"Weights ({len(shapes)})", shapes))
+    console.print(pairs(f"Weights ({len(shapes)})", shapes.items()))
 
 
 def _print_target(facts: dict[str, Any], console: Console) -> None:
@@ -180,7 +180,7 @@ def _print_target(facts: dict[str, Any], console: Console) -> None:
     for title, rows in tables.items():
         if rows:
             console.print()
-            console.print(_table(title, {key: _shown(value) for key, value in rows.items()}))
+            console.print(pairs(title, ((key, _shown(value)) for key, value in rows.items())))
 
 
 def _shown(value: Any) -> str:
@@ -189,12 +189,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, str) or value is None:
         return value or "not said"
     return json.dumps(value).strip("[]{}").replace('"', "")
-
-
-def _table(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2), show_header=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
-    return table

@@ -6,18 +6,18 @@ Gathers the facts that `verdict.py` judges.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from specdec import shipped
 from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.attention.needs import AttentionNeeds, architecture_of, installed
 from specdec.loading.about.machine import machine_facts, threads_of, versions
+from specdec.loading.about.pairs import pairs
 from specdec.loading.about.verdict import Gpu, Machine, Verdict, optional_rows, verdict
 from specdec.loading.resolve import resolve_device
 from specdec.ops.launch import has_pdl
@@ -32,8 +32,8 @@ def print_screen(make_console: Callable[[], Console]) -> None:
     facts = machine_facts()
     machine, console = machine_of(facts, versions()), make_console()
     print_verdict(verdict(machine), console)
-    _print_table(console, "Here", here_rows(facts, machine))
-    _print_table(console, "What for", optional_rows(machine))
+    console.print(pairs("Here", here_rows(facts, machine)), "")
+    console.print(pairs("What for", optional_rows(machine)), "")
     console.print(Text(MORE, "dim"))
 
 
@@ -89,13 +89,3 @@ def here_rows(facts: dict[str, Any], m: Machine) -> list[tuple[str, str]]:
         ("attention", f"{m.attention}: {m.why}"),
         ("shipped pair", "complete" if m.has_pair else f"incomplete, in {shipped.FOLDER}"),
     ]
-
-
-def _print_table(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2), show_header=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(table)
-    console.print()
