@@ -112,6 +112,10 @@ class DraftModel(nn.Module, ABC):
         """Why trees of a shape that `check` lets pass can hardly be worth it; empty if nothing speaks against them."""
         return ""
 
+    def default_shape(self) -> SpecConfig:
+        """The shape of trees where nobody names one."""
+        return SpecConfig()
+
     def shapes(self, spec: SpecConfig, warns: bool = False) -> tuple[SpecConfig, ...]:
         """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
 

@@ -97,7 +97,7 @@ class SpecDecoder:
         target, draft: folders or hub ids; the target also a GGUF file.  draft may also be "mtp", the target's own layers of
         multi-token prediction, or "ngram", a drafter without a checkpoint that repeats what followed the last tokens earlier in
         the text; None: plain autoregressive decoding.
-        spec: the draft tree's shape; None: SpecConfig().
+        spec: the draft tree's shape; None: SpecConfig(), with fewer levels where the head drafts fewer tokens.
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
 
@@ -110,7 +110,7 @@ class SpecDecoder:
         if spec is not None and draft is None:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
         with start_ranks(chosen) as ranks:
-            wanted = WantedPair(target, draft, SpecConfig() if spec is None else spec, chosen)
+            wanted = WantedPair(target, draft, spec, chosen)
             model, head, resolved, folder = ranks.load(wanted)
             STARTUP.begin("reading the tokenizer")
             tokenizer = Tokenizer(folder)

@@ -100,6 +100,9 @@ class DFlashHead(DraftHead):
         first = int(self.block.skips_anchor)
         return hidden[:, :, first : first + steps]
 
+    def default_shape(self) -> SpecConfig:
+        return self.block.default_shape()
+
     def check(self, spec: SpecConfig) -> None:
         super().check(spec)
         most = self.block.most_steps

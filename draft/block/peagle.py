@@ -91,5 +91,8 @@ class PEagleHead(Eagle3Head):
 
         return BlockLook().impression(self, target, ids_T)
 
+    def default_shape(self) -> SpecConfig:
+        return self.block.default_shape()
+
     def passes(self, spec: SpecConfig) -> int:
         return 1

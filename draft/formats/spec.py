@@ -48,6 +48,11 @@ class BlockSpec:
         """The most tokens that a pass drafts; None: any number."""
         return self.size - self.skips_anchor if self.size else None
 
+    def default_shape(self) -> SpecConfig:
+        """The usual one, with no more levels than a pass was made to draft tokens."""
+        usual, most = SpecConfig(), self.most_steps
+        return usual if most is None or usual.max_steps <= most else SpecConfig(most, usual.topk)
+
     def slots(self, spec: SpecConfig) -> int:
         """How many slots a round writes: the tokens that were emitted, or that a pause kept, and then a block."""
         columns = MAX_PAUSE if spec.is_auto else 0

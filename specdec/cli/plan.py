@@ -49,7 +49,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from specdec.config import SpecConfig
     from specdec.loading.plan import plan_memories
 
     target, draft = pair_of(args, ["--spec"] if args.spec else [])
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         setting_of(item).check(flag, value, item.default)
     used = {name: getattr(args, name) for name in USED}
     options = EngineOptions(max_seq_len=args.context, max_batch_size=args.batch, **used)
-    spec = None if draft is None else args.spec or SpecConfig()
+    spec = None if draft is None else args.spec
     known = args.gpu_memory or _gpu_memory()
     gpus = {"the GPU": known} if known else USUAL
     try:

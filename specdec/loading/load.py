@@ -64,15 +64,16 @@ def check_pair(
 ) -> CheckedPair:
     """TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
 
-    target, draft: as of `load_pair`.  spec: not used without a drafter.  warns: of a shape that the drafter was not made for.
+    target, draft: as of `load_pair`.  spec: None is the drafter's default; not used without a drafter.
+    warns: of a shape that the drafter was not made for.
     """
-    if draft is not None or spec is not None:
-        require_spec(spec)
+    require_spec(spec)
     folder = resolve_target(target, "target")
     found = find_drafter(draft, options)
     chosen = choose_target(folder, options.backend, options.quantize)
     refuse_ranks(chosen, options.tensor_parallel_size)
-    settings = resolve_settings(options, None if found is None else spec, chosen.config, chosen.backend, chosen.reason)
+    shape = None if found is None else spec or SpecConfig()
+    settings = resolve_settings(options, shape, chosen.config, chosen.backend, chosen.reason)
     checkpoint = check_chosen(chosen, folder)
     drafter = open_drafter(found, options, chosen.config, folder)
     pair = CheckedPair(folder, chosen, checkpoint, settings, drafter)
@@ -80,6 +81,8 @@ def check_pair(
         share_of(config, Shard(0, options.tensor_parallel_size), "draft head" if index else "target")
     if drafter is None:
         return pair
+    if spec is None:
+        settings = replace(settings, spec=drafter.model.default_shape())
     assert settings.spec is not None
     drafter.model.shapes(settings.spec, warns)
     settings = replace(settings, attention_backend=choose_attention(settings, *pair.configs))
@@ -103,8 +106,8 @@ def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Call
 
 
 def require_spec(spec: SpecConfig | None) -> None:
-    """TypeError for anything else."""
-    if not isinstance(spec, SpecConfig):
+    """TypeError for anything else; None is the drafter's default."""
+    if spec is not None and not isinstance(spec, SpecConfig):
         raise TypeError(
             f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}; nearest setting that works: "
             f"spec=SpecConfig({', '.join(map(repr, astuple(SpecConfig())))})"
@@ -112,12 +115,12 @@ def require_spec(spec: SpecConfig | None) -> None:
 
 
 def load_pair(
-    target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions, group: Group = ALONE
+    target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions, group: Group = ALONE
 ) -> tuple[Target, DraftModel | None, EngineSettings, Path]:
     """Both models on their device, the settings that they run with, and the target's folder (for its tokenizer).
 
     target, draft: folders or hub ids, or the name of a drafter without a checkpoint; draft None: no drafter is loaded, and
-        spec is not used.
+        spec is not used.  spec: None is the drafter's default.
     group: the ranks of which each loads a share of both.
 
     TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.

@@ -36,7 +36,7 @@ class WantedPair(NamedTuple):
 
     target: str | Path
     draft: str | Path | None
-    spec: SpecConfig
+    spec: SpecConfig | None
     options: EngineOptions
 
     def check(self, size: int) -> None:

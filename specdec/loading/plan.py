@@ -105,7 +105,7 @@ def plan_memories(
 ) -> list[MemoryPlan]:
     """What this pair takes with these options, and what of it fits on GPUs of so many bytes each.
 
-    spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
+    spec: None is the drafter's default.  options: max_seq_len and max_batch_size are context and batch; dtype "auto" is the
     checkpoint's own.  ValueError as when the pair is loaded.
     """
     here = replace(options, device="cpu", attention="auto", prefix_caching=False, pack_weights=False)

@@ -129,6 +129,17 @@ def test_texts_are_the_target_s_own(zoo: Zoo, tmp_path: Path, name: str) -> None
     assert fast.token_ids == plain.token_ids and fast.stats.rounds
 
 
+@pytest.mark.parametrize("name", ["0.5 dflash-window", "0.7 dspark-gated", "0.6 peagle-window"])
+def test_nobody_has_to_know_how_long_a_block_is(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    """Keeps out: "num_steps must be at most 3, got 5" where nobody gave a shape, for every head of small blocks."""
+    options = dict(device="cpu", dtype="float32", max_seq_len=64)
+    with SpecDecoder.from_pretrained(zoo.target(TARGET), save(tmp_path, written(name)), **options) as decoder:
+        spec, block = decoder.settings.spec, getattr(decoder.head, "block", None)
+        assert spec is not None and block is not None
+        assert spec == SpecConfig(min(5, block.most_steps or 5), 4), "as many levels as a pass drafts"
+        assert decoder.generate([[3, 4, 5]], SamplingParams(max_tokens=6))[0].stats.rounds
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_kinds_are_refused_by_name(tmp_path: Path, name: str) -> None:
     """Keeps out: an error about the first key or tensor that another kind has."""
