@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 import warnings
@@ -122,6 +123,6 @@ def _options(args: argparse.Namespace) -> ServeOptions:
 
 def name_of(target: str) -> str:
     """What requests call the model where nobody says: the last part of the target, with - for what a name can't hold."""
-    path = Path(target).resolve()
+    path = Path(os.path.abspath(target))  # a link has a name of its own
     name = path.stem if path.suffix == ".gguf" else path.name
     return "-".join("".join(c if "!" <= c <= "~" else " " for c in name).split()) or "specdec"

@@ -8,6 +8,7 @@ import sys
 import warnings
 from contextlib import nullcontext, suppress
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,7 +194,10 @@ def test_sigterm_while_models_load_is_one_line(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_folder_with_spaces_has_a_name() -> None:
+def test_a_folder_with_spaces_has_a_name(tmp_path: Path) -> None:
     """Keeps out: a complaint about a --model-name that nobody gave."""
     assert name_of("/models/Model.Q4_1.gguf") == "Model.Q4_1"
+    (tmp_path / "Real.Q4_1.gguf").touch()
+    (tmp_path / "mine.gguf").symlink_to(tmp_path / "Real.Q4_1.gguf")
+    assert name_of(str(tmp_path / "mine.gguf")) == "mine", "a link has a name of its own"
     assert name_of("/models/my ä model/") == "my-model" and name_of("org/name") == "name" and name_of("/models/ä") == "specdec"

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
+from specdec.checks import nearest_name
 from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import MTP_COUNT, NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
 from specdec.models.keys.ends import GENERATION, of_texts
@@ -115,9 +116,9 @@ def load_hf_config(folder: Path) -> Any:
         if name is None:
             raise ValueError(f"{where} lacks model_type; expected the name of a family, such as 'llama'")
         why = "its code is its own (auto_map), and a model folder's code is not run" if "auto_map" in raw else "it is unknown"
-        raise ValueError(
-            f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: a newer transformers"
-        )
+        alike = nearest_name(str(name), CONFIG_MAPPING)
+        nearest = f"{alike!r}, or a newer transformers" if alike else "a newer transformers"
+        raise ValueError(f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: {nearest}")
     refuse_values(raw, where)
     if (folder / SIDECAR).is_file():
         raise ValueError(

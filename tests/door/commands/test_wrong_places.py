@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -172,4 +173,12 @@ def test_weights_that_are_a_pipe_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((shipped.target_folder() / "config.json").read_bytes())
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="expected a safetensors file, got a pipe or a device"):
+        SpecDecoder.from_pretrained(tmp_path, device="cpu")
+
+
+def test_a_family_in_other_letters_is_named(tmp_path: Path) -> None:
+    """Keeps out: "a newer transformers" as the one thing that works for model_type "Llama"."""
+    config = json.loads((TARGET / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "Llama"}))
+    with pytest.raises(ValueError, match="got 'Llama': it is unknown; nearest: 'llama', or a newer transformers"):
         SpecDecoder.from_pretrained(tmp_path, device="cpu")
