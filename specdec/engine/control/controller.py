@@ -178,13 +178,18 @@ class Controller:
         book = self._book(size)
         if unmeasured := self._unmeasured(book, usable, share):
             return unmeasured[0]
-        if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
+        if self._is_due(book) or book.judged != (share, usable):
             self._learn()
             book.judged, book.rates = (share, usable), self.rates(size, share, usable, book.best)
             if (best := self._better(book.best, book.rates)) != book.best:
                 book.best, book.share = best, LOOKING[0]
         book.rounds += 1
         return self._look(book, share, pause)
+
+    def _is_due(self, book: Book) -> bool:
+        """Whether all shapes are to be judged now: seldom where no levels run and nothing was told of drafts since."""
+        tells = book.best is not None or self._alike is not None
+        return book.rounds % (JUDGE_EVERY if tells else MAX_PAUSE) == 0
 
     def _better(self, now: Shape, rates: dict[Shape, float]) -> Shape:
         """The shape to go on with: another one if it promises more by a margin, none if the present one is worth no more."""
@@ -260,6 +265,8 @@ class Controller:
         small = book.smallest()
         unmeasured = [shape for shape in (None, small) if book.costs.runs(shape) < FIRST_RUNS]
         if unmeasured == [small]:
+            if not self._is_due(book):
+                return []
             self._learn()
             worth = self._tokens(small, share) * book.costs.of(None) / book.costs.of(small)
             return unmeasured if worth >= 1 + GAIN else []
