@@ -62,6 +62,7 @@ _BLOCK = {
     "sliding_window_non_causal": Key(6, absent=False),
     "sample_from_anchor": Key(7, absent=False),
 }
+_EAGLE1 = dict.fromkeys(("transformer_layer_architecture", "layernorms", "fusion_bias"), Key(1))
 _PEAGLE = dict.fromkeys(("num_depths", "down_sample_ratio", "down_sample_ratio_min"), Key(6, 6))
 _MARKOV = dict.fromkeys(
     ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
@@ -69,7 +70,7 @@ _MARKOV = dict.fromkeys(
 )
 
 
-class Kind(NamedTuple):
+class KindKeys(NamedTuple):
     """The releases that have a kind of head, and its keys; none: no reader here has the kind."""
 
     first: int
@@ -78,14 +79,14 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "eagle": Kind(1, 6, {**_EVERY, **dict.fromkeys(("transformer_layer_architecture", "layernorms", "fusion_bias"), Key(1))}),
-    "eagle3": Kind(1, NEWEST, _EAGLE3),
-    "peagle": Kind(6, NEWEST, {**_EAGLE3, "mask_token_id": Key(6), **_PEAGLE}),
-    "dflash": Kind(5, NEWEST, {**_BLOCK, "max_anchors": Key(5, 6)}),
-    "dspark": Kind(7, NEWEST, {**_BLOCK, **_MARKOV}),
-    "mtp": Kind(6, NEWEST, {}),
-    "dflash2": Kind(8, NEWEST, {}),
-    "xpress": Kind(9, NEWEST, {}),
+    "eagle": KindKeys(1, 6, {**_EVERY, **_EAGLE1}),
+    "eagle3": KindKeys(1, NEWEST, _EAGLE3),
+    "peagle": KindKeys(6, NEWEST, {**_EAGLE3, "mask_token_id": Key(6), **_PEAGLE}),
+    "dflash": KindKeys(5, NEWEST, {**_BLOCK, "max_anchors": Key(5, 6)}),
+    "dspark": KindKeys(7, NEWEST, {**_BLOCK, **_MARKOV}),
+    "mtp": KindKeys(6, NEWEST, {}),
+    "dflash2": KindKeys(8, NEWEST, {}),
+    "xpress": KindKeys(9, NEWEST, {}),
 }
 INSTEAD = {  # what can't be run of the layout, and what to do
     "mtp": "an MTP layer in a folder of its own; nearest thing that works: draft='mtp', with the layer put into its target's "

@@ -96,6 +96,7 @@ class Controller:
         assert shapes, "a drafter can grow some shape"
         self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
         self.all: tuple[Shape, ...] = (None, *self.shapes)
+        self.has_looked = first_accepted is not None
         self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted)
         self.books: dict[Size, Book] = {}
         # The last rounds, if they had one shape and as many rows: the shape, accepted, best (see observe), how many rounds.
@@ -217,7 +218,8 @@ class Controller:
         second = max(rates, key=lambda shape: rates[shape])
         levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
         if not self.acceptance.reached[0]:
-            levels += ", by the look at the drafter: no round has drafted yet"
+            source = "by the look at the drafter" if self.has_looked else "as is assumed"
+            levels += f", {source}: no round has drafted yet"
         return (
             f"{size}: {self._line(size, best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"

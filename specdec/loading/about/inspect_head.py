@@ -1,6 +1,7 @@
 """What a draft head's folder holds, in specdec's own terms: the facts of `specdec inspect`.
 
-Reads the config and the headers of weight files, and of the tensors the vocabulary map alone.  No GPU is used.
+Reads the config and the headers of weight files; of the tensors the vocabulary map alone, and the norms of heads whose
+converter may have lost a layer.  No GPU is used.
 """
 
 from __future__ import annotations

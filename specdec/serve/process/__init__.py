@@ -1,2 +1,1 @@
-"""The server's own process: what it writes, its files and its connections.  An application that embeds the
-door uses none of it."""
+"""The server's own process: what it writes, its files, its connections.  Applications that embed the door use none of it."""
