@@ -1,6 +1,6 @@
 """Private names (`_x`) of one file of the product that another file imports, or reaches into.
 
-An attribute counts as another file's if that file defines it and this one doesn't, so that `a._x` between objects of one file is
+An attribute counts as another file's if that file defines it and this one doesn't.  So `a._x` between objects of one file is
 free, and so are `_replace` of a named tuple, and private names of torch and Triton.
 """
 
