@@ -9,7 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from specdec.checks import PromptTooLong, is_array, is_number
+from specdec.checks import PromptTooLong, about, is_array, is_number
 from specdec.config import SamplingParams
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from specdec.models.gguf.file import is_gguf
@@ -305,10 +305,16 @@ def check_tokens(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
     ValueError if an option names an id outside the vocabulary, needs a tokenizer that is missing, or names too many words.
     """
     for name, ids in (("stop_token_ids", sampling.stop_token_ids or ()), ("logit_bias", sampling.logit_bias or ())):
-        _check_ids(name, ids, vocab_size)
-    if sampling.stop_strings and not tokenizer.is_present:
-        raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
-    words = _bad_word_ids(sampling.bad_words or (), tokenizer)
+        with about(name):
+            _check_ids(name, ids, vocab_size)
+    with about("stop"):
+        if sampling.stop_strings and not tokenizer.is_present:
+            raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+    with about("bad_words"):
+        return _checked_words(_bad_word_ids(sampling.bad_words or (), tokenizer), vocab_size)
+
+
+def _checked_words(words: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
     for word in words:
         _check_ids("bad_words", word, vocab_size)
         if len(word) > MAX_BAD_WORD_TOKENS:
