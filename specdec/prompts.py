@@ -313,9 +313,7 @@ def check_tokens(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
         return _bad_word_ids(sampling.bad_words or (), tokenizer, vocab_size)
 
 
-def _bad_word_ids(
-    words: Sequence[str] | Sequence[Sequence[int]], tokenizer: Tokenizer, vocab_size: int
-) -> tuple[tuple[int, ...], ...]:
+def _bad_word_ids(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The distinct words as ids: a text as it stands at the beginning of a text, and as it stands after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -338,9 +336,8 @@ def _bad_word_ids(
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     with about(name):
-        for token in ids:
-            if token >= vocab_size:
-                raise ValueError(f"{name} holds {token}; expected ids in [0, {vocab_size - 1}]")
+        if beyond := [token for token in ids if token >= vocab_size]:
+            raise ValueError(f"{name} holds {beyond[0]}; expected ids in [0, {vocab_size - 1}]")
 
 
 def is_chat(value: Any) -> bool:
