@@ -70,8 +70,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         dict(hidden_size=48, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=2),
     ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=24, tie_word_embeddings=False)),
-    # not families of their own: a window below the depth of trees, a vocabulary small enough for statistics, and large ones that have a tokenizer
-    "narrow": (MistralConfig, MistralForCausalLM, dict(head_dim=16, num_key_value_heads=1, sliding_window=2)),
+    # not families of their own: a vocabulary small enough for statistics, and large ones that have a tokenizer
     "tiny-vocab": (LlamaConfig, LlamaForCausalLM, dict(vocab_size=12, num_hidden_layers=3, hidden_size=16)),
     "words": (LlamaConfig, LlamaForCausalLM, dict(vocab_size=512)),
     "bytes": (LlamaConfig, LlamaForCausalLM, dict(vocab_size=384)),
@@ -86,6 +85,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             rope_parameters=LLAMA3_ROPE,
         ),
     ),
+    # a window below the depth of trees
+    "narrow": (MistralConfig, MistralForCausalLM, dict(head_dim=16, num_key_value_heads=1, sliding_window=2)),
 }  # fmt: skip
 TARGETS = list(FAMILIES)[:7]
 SEEDS = {"qwen3": 100}  # where the position in FAMILIES gives near-ties
