@@ -244,13 +244,6 @@ def test_generate_streams_the_text_and_nothing_else(capsys):
     assert same == out and ", target by transformers; plain decoding\n" in err
 
 
-def test_a_closed_stdin_is_a_missing_prompt():
-    """Keeps out: a traceback from a service or a cron job that closes it."""
-    line = f"{sys.executable} -P -m specdec.cli generate --max-tokens 3 <&-"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    assert done.returncode == 2 and "PROMPT is missing" in done.stderr
-
-
 @needs_pair
 def test_generate_with_every_option(capsys):
     """Keeps out: a flag that is read and not handed on; log-probabilities and the line between texts where text goes."""
