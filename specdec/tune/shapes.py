@@ -20,7 +20,7 @@ from specdec.draft.mtp.load import empty_mtp, open_mtp
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, empty_target
-from specdec.ops.tuned.table import Product
+from specdec.ops.products.tuned.table import Product
 
 
 class Sizes(NamedTuple):
