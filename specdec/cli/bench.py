@@ -116,7 +116,7 @@ def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Ca
 def _measure(options: BenchOptions) -> Measurement:
     """Runs the benchmark, and says on stderr how far it is."""
     from specdec.bench.run import run_bench
-    from specdec.progress import show_progress
+    from specdec.screen.progress import show_progress
 
     over()
     with show_progress("bench", "passes") as progress:

@@ -38,7 +38,7 @@ from specdec.models.target import Target
 from specdec.ops.compiling.rehearsal import compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
@@ -58,13 +58,16 @@ LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
 
 
-def build_engine(model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
+def build_engine(
+    model: Target, head: DraftModel | None, settings: EngineSettings, grammars: Grammars | None = None
+) -> Engine[DeviceRunner]:
     """Makes the KV pool, caches, workers, runner and scheduler around loaded models.
 
-    head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
+    head: None for plain decoding only.  grammars: compiles what rows ask for.  ValueError if the memory holds no KV pages, or
+    topk is above the draft vocabulary.
     """
     plan = plan_pool(model, head, settings)
-    runner = build_runner(model, head, settings, plan)
+    runner = build_runner(model, head, settings, plan, grammars)
     device, graphs = settings.device.type, settings.cuda_graphs
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
@@ -102,7 +105,9 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
     return pool_plan([model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_bytes)
 
 
-def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
+def build_runner(
+    model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan, grammars: Grammars | None = None
+) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     use_numerics(model, settings.numerics)
     model.group.use_one_order(settings.numerics.is_invariant)
@@ -120,7 +125,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     spec = shapes[0] if len(shapes) == 1 else None
     needed = head.needs.models if head else ()
     purpose = repr((model.config, type(head).__name__, needed, settings)) if can_rehearse(model, settings) else None
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, purpose, spec)
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, purpose, spec, grammars)
 
 
 def can_rehearse(model: Target, settings: EngineSettings) -> bool:

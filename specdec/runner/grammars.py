@@ -64,12 +64,11 @@ class Unread(NamedTuple):
 class GrammarRows:
     """The rows with a grammar, by row of the batch.  vocab_size: the target's.  group: the ranks of the model.
 
-    grammars: compiles what rows ask for; None as long as nobody may ask, and on ranks after the first.
+    grammars: compiles what rows ask for; None where nobody may ask, and on ranks after the first.
     """
 
-    def __init__(self, readback: Readback, vocab_size: int, group: Group = ALONE) -> None:
-        self._readback, self._vocab_size, self._group = readback, vocab_size, group
-        self.grammars: Grammars | None = None
+    def __init__(self, readback: Readback, vocab_size: int, group: Group = ALONE, grammars: Grammars | None = None) -> None:
+        self._readback, self._vocab_size, self._group, self._grammars = readback, vocab_size, group, grammars
         self._rows: dict[int, GrammarRow] = {}
         self._unread: deque[Unread] = deque()
         self._follows = True  # whether texts go on along what rounds emit
@@ -85,8 +84,8 @@ class GrammarRows:
     def _matcher(self, grammar: Grammar) -> Matcher | None:
         if self._group.rank != 0:
             return None
-        assert self.grammars is not None, "whoever checks grammars hands the runner what compiles them"
-        return self.grammars.matcher(grammar)
+        assert self._grammars is not None, "whoever checks grammars hands the runner what compiles them"
+        return self._grammars.matcher(grammar)
 
     def leave(self, step: LeaveRows) -> None:
         """Rows move and end."""

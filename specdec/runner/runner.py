@@ -16,6 +16,7 @@ from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import FLOATS, INTS, RowSampling
 from specdec.batch.state import BatchState
 from specdec.config import GraphMode, SpecConfig
+from specdec.grammar.library import Grammars
 from specdec.ops.compiling.known import num_loaded
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
@@ -66,8 +67,7 @@ class Followers(OtherRanks, Protocol):
 class DeviceRunner:
     """Executes steps.
 
-    workers: both models and the batch.
-    graphs: see RoundRunner.
+    workers: both models and the batch.  graphs: see RoundRunner.  grammars: see GrammarRows.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
     shared: buffers for the pages that rows read together; None where rows never do.
     rehearses: the purpose for which the first passes are rehearsed (see FirstPasses), so that their kernels are compiled side
@@ -83,6 +83,7 @@ class DeviceRunner:
         shared: SharedPrefix | None = None,
         rehearses: str | None = None,
         spec: SpecConfig | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.workers, self.shared = workers, shared
         self._followers: Followers | None = None
@@ -93,7 +94,7 @@ class DeviceRunner:
         self.readback = Readback(self.device)
         self._last_round: Any = None  # the mark after the last step, if that was a round
         vocabulary = workers.verifier.model.vocabulary
-        self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
+        self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group, grammars)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
         self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
         self._rehearses = rehearses is not None

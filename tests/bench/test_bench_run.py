@@ -16,9 +16,9 @@ from toolkit.paths import ROOT
 from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli
 from specdec.bench import run as bench_run
 from specdec.bench.run import BenchOptions, run_bench
-from specdec.bench.session import Session
 from specdec.bench.show.report import print_report
 from specdec.loading.about import machine
+from specdec.session import Session
 
 SPEC = SpecConfig(2, 2, 4)
 

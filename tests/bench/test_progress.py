@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from specdec import progress
-from specdec.progress import FIRST_SECONDS, PlainLines, show_progress
+from specdec.screen.progress import FIRST_SECONDS, PlainLines, show_progress
 
 
 def test_progress_has_plain_lines_where_nobody_watches_a_bar() -> None:

@@ -293,7 +293,7 @@ def test_generate_reads_stdin_and_stops(capsys, monkeypatch):
 @needs_pair
 def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
     """Keeps out: a report that needs a terminal, a JSON nobody can recompute, a plot that is no picture."""
-    monkeypatch.setattr("specdec.progress.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("specdec.screen.progress.FIRST_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(capsys, "bench", *TINY, "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png"))
     assert code == 0 and err.startswith("specdec: bench: loading (0 s)\n")
@@ -317,7 +317,7 @@ def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     from specdec.bench import byte_limit
     from specdec.bench import run as bench_run
 
-    monkeypatch.setattr("specdec.progress.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("specdec.screen.progress.FIRST_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setitem(byte_limit.READ_BYTES, "cpu", 4 << 20)
     monkeypatch.setattr(bench_run, "profile_work", partial(bench_run.profile_work, rounds=5))

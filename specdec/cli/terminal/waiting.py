@@ -43,7 +43,7 @@ def over() -> None:
 
 
 def _tell(name: str, ended: threading.Event) -> None:
-    from specdec.progress import PlainLines  # a bar would fight with the hub's own, and with warnings
+    from specdec.screen.progress import PlainLines  # a bar would fight with the hub's own, and with warnings
 
     show = PlainLines(name, PARTS, sys.stderr)  # which counts seconds from here on
     with suppress(OSError, ValueError):  # stderr was closed, or its disk is full

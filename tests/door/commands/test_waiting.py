@@ -69,7 +69,7 @@ def test_a_long_load_says_how_far_it_is(command: str, monkeypatch: pytest.Monkey
     err = Lines(slow.seen)
     monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(waiting, "TICK", 0.005)
-    monkeypatch.setattr("specdec.progress.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("specdec.screen.progress.LEAST_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", err)
     assert cli.main([command, *COMMANDS[command]]) == 0
     said = rf"^specdec: {command}: reading the target's weights \(\d+ s, 2[0-9] of 254 tensors done\)$"
@@ -90,7 +90,7 @@ def test_nothing_is_said_after_the_first_output(monkeypatch: pytest.MonkeyPatch,
     """Keeps out: lines about the start in the middle of a text, and of a command that failed."""
     monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(waiting, "TICK", 0.001)
-    monkeypatch.setattr("specdec.progress.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("specdec.screen.progress.LEAST_SECONDS", 0.0)
     with waiting.told_if_slow("test"):
         waiting.over()
         capsys.readouterr()

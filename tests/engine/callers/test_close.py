@@ -228,7 +228,7 @@ def test_progress_counts_requests_and_tokens(
     make: Callable[[], SpecDecoder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keeps out: a bar on stdout, and a call that waits differently because somebody watches."""
-    monkeypatch.setattr("specdec.progress.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("specdec.screen.progress.FIRST_SECONDS", 0.0)
     decoder = make()
     plain = [out.token_ids for out in decoder.generate([[3, 4], [5]], GREEDY)]
     assert [out.token_ids for out in decoder.generate([[3, 4], [5]], GREEDY, progress=True)] == plain
