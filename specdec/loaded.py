@@ -62,13 +62,14 @@ class LoadedDecoder:
     ) -> None:
         self.settings = settings = settings.with_drafter(head)
         self.tokenizer, self._ranks, self._owns_ranks = tokenizer, ranks, owns_ranks
-        self.eos_ids = frozenset(ends_of(tokenizer, model.config))
-        self.grammars = grammars_of(tokenizer, model.config, sorted(self.eos_ids))
         build = build_engine if ranks is None else ranks.build_engine
-        self._parts: Parts | None = Parts(model, head, build(model, head, settings, self.grammars))
+        self._parts: Parts | None = Parts(model, head, build(model, head, settings))
         self.owner = EngineOwner(self._parts.engine, partial(use_threads, settings.threads))
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
+        self.eos_ids = frozenset(ends_of(tokenizer, model.config))
+        self.grammars = grammars_of(tokenizer, model.config, sorted(self.eos_ids))
+        self._parts.engine.runner.use_grammars(self.grammars)
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
 
     # ---- what it is made of ----

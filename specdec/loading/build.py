@@ -58,16 +58,13 @@ LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
 
 
-def build_engine(
-    model: Target, head: DraftModel | None, settings: EngineSettings, grammars: Grammars | None = None
-) -> Engine[DeviceRunner]:
+def build_engine(model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
     """Makes the KV pool, caches, workers, runner and scheduler around loaded models.
 
-    head: None for plain decoding only.  grammars: compiles what rows ask for.  ValueError if the memory holds no KV pages, or
-    topk is above the draft vocabulary.
+    head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
     """
     plan = plan_pool(model, head, settings)
-    runner = build_runner(model, head, settings, plan, grammars)
+    runner = build_runner(model, head, settings, plan)
     device, graphs = settings.device.type, settings.cuda_graphs
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
@@ -105,9 +102,7 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
     return pool_plan([model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_bytes)
 
 
-def build_runner(
-    model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan, grammars: Grammars | None = None
-) -> DeviceRunner:
+def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     use_numerics(model, settings.numerics)
     model.group.use_one_order(settings.numerics.is_invariant)
@@ -125,7 +120,7 @@ def build_runner(
     spec = shapes[0] if len(shapes) == 1 else None
     needed = head.needs.models if head else ()
     purpose = repr((model.config, type(head).__name__, needed, settings)) if can_rehearse(model, settings) else None
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, purpose, spec, grammars)
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, purpose, spec)
 
 
 def can_rehearse(model: Target, settings: EngineSettings) -> bool:

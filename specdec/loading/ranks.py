@@ -16,7 +16,6 @@ import torch
 
 from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
-from specdec.grammar.library import Grammars
 from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
 from specdec.loading.pair import Loaded
 from specdec.loading.resolve import EngineSettings, resolve_device
@@ -91,16 +90,14 @@ class Ranks:
         followers.wait("loaded")
         return loaded
 
-    def build_engine(
-        self, model: Target, head: DraftModel | None, settings: EngineSettings, grammars: Grammars
-    ) -> Engine[DeviceRunner]:
+    def build_engine(self, model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
         """See build.py.  All ranks make a runner, in place of the last one, and from now on run every step of this rank's."""
         followers = self._followers
         if followers is None:
-            return build_engine(model, head, settings, grammars)
+            return build_engine(model, head, settings)
         followers.send(Build(settings, head is not None))
         with _explained(followers):
-            engine = build_engine(model, head, settings, grammars)
+            engine = build_engine(model, head, settings)
         engine.runner.lead(followers)
         return engine
 
