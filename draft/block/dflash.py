@@ -30,8 +30,8 @@ from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
+from specdec.ops.products.terms import Terms
 from specdec.ops.rope import HeadPrep, Rotation
-from specdec.ops.terms import Terms
 
 
 class DFlashHead(DraftHead):

@@ -23,8 +23,8 @@ from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
+from specdec.ops.products.terms import added_up
 from specdec.ops.rows import select_rows
-from specdec.ops.terms import added_up
 
 
 class EagleHead(StepHead, DraftHead):

@@ -86,6 +86,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             rope_parameters=LLAMA3_ROPE,
         ),
     ),
+    # a window below the depth of trees
+    "narrow": (MistralConfig, MistralForCausalLM, dict(head_dim=16, num_key_value_heads=1, sliding_window=2)),
 }  # fmt: skip
 TARGETS = list(FAMILIES)[:7]
 SEEDS = {"qwen3": 100}  # where the position in FAMILIES gives near-ties
