@@ -27,7 +27,7 @@ OPTIONAL = (
     "prometheus_client",
     "ray",
 )
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER, MAX_RESULTS, MAX_PATCHES = 400, 60, 150, 12, 24, 364
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER, MAX_RESULTS, MAX_PATCHES = 400, 60, 150, 12, 24, 310
 MAX_BORROWED = 29  # private names of kernels; may only fall
 DRIVER = "tests/toolkit/driver.py"
 INTERNALS = {"engine", "owner", "_request", "_start"}  # of a decoder
