@@ -140,10 +140,12 @@ class AsyncSpecDecoder:
 
     async def run(self, request: Request) -> Generation:
         """Runs a request to its end.  ValueError if it has run before, RuntimeError if it fails."""
-        ended = asyncio.Event()
-        self.submit(request, ended)  # if it is refused, it may be somebody else's, and is not cancelled
+        news = asyncio.Event()
+        mailbox = self.submit(request, news)  # if it is refused, it may be somebody else's, and is not cancelled
         try:
-            await ended.wait()
+            while not mailbox.is_done:  # news of a request that streams are chunks, too, which nobody takes here
+                await news.wait()
+                news.clear()
         finally:
             self.decoder.owner.cancel(request)
         return request.result()
