@@ -158,12 +158,16 @@ class LoadedDecoder:
             ids = self.encode(prompt, name)
             for number in range(params.n):
                 requests.append(self.new_request(ids, params.of_choice(number), name, speculate=speculate))
+        with show_progress("generate", "requests") if progress else nullcontext() as show:
+            return self.run(requests, show)
+
+    def run(self, requests: Sequence[Request], show: Progress | None = None) -> list[Generation]:
+        """Runs requests of `new_request` to their ends, as `generate` does.  show: gets the numbers now and then."""
         # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
         ended: SimpleQueue[None] = SimpleQueue()
         try:
-            with show_progress("generate", "requests") if progress else nullcontext() as show:
-                self.owner.submit(requests, lambda: ended.put(None))
-                _wait(requests, ended, show)
+            self.owner.submit(requests, lambda: ended.put(None))
+            _wait(requests, ended, show)
         finally:
             for request in requests:
                 self.owner.cancel(request)
@@ -229,7 +233,7 @@ class LoadedDecoder:
         return request
 
 
-def _wait(requests: list[Request], ended: SimpleQueue[None], show: Progress | None) -> None:
+def _wait(requests: Sequence[Request], ended: SimpleQueue[None], show: Progress | None) -> None:
     """Waits until all requests have ended.  ended: gets an item from each that has.  show: gets the numbers now and then."""
     start = time.perf_counter()
 
