@@ -1,6 +1,6 @@
 """A decoder as measurements drive it: prompts go in, rounds run one by one, and times and sizes come out.
 
-The benchmark and the lossless check touch the engine inside a decoder through this file, and the benchmark through it alone.  It knows neither of them.
+The benchmark touches the engine inside a decoder through this file alone, which knows no cell, budget or report.
 """
 
 from __future__ import annotations
