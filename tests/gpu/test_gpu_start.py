@@ -10,9 +10,9 @@ from toolkit.driver import Driver
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.cell import measure_cell
-from specdec.bench.session import Session
 from specdec.loading import build
 from specdec.ops.compiling import rehearsal
+from specdec.session import Session
 from specdec.shipped import draft_folder, target_folder
 from specdec.steps import Needs
 

@@ -1,6 +1,6 @@
-"""A decoder as the benchmark drives it: prompts go in, rounds run one by one, and times and sizes come out.
+"""A decoder as measurements drive it: prompts go in, rounds run one by one, and times and sizes come out.
 
-This is the only file of bench/ that touches the engine inside a decoder.  It knows nothing of cells, budgets or reports.
+The benchmark touches the engine inside a decoder through this file alone, which knows no cell, budget or report.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
-from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.engine.chunks import Left
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
 from specdec.generation import Generation
+from specdec.loaded import LoadedDecoder
 from specdec.loading.resolve import EngineSettings
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
@@ -87,7 +87,7 @@ class Session:
     Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
     """
 
-    def __init__(self, decoder: SpecDecoder, rehearsed: set[RunChunk | RunRound] | None = None) -> None:
+    def __init__(self, decoder: LoadedDecoder, rehearsed: set[RunChunk | RunRound] | None = None) -> None:
         """rehearsed: steps of earlier sessions over the same models, whose kernels this process has; gets those of this one."""
         self.decoder, self._rehearsed = decoder, set() if rehearsed is None else rehearsed
         self._submitted: list[Request] = []
@@ -147,7 +147,7 @@ class Session:
 
     def choice(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> RowChoice:
         """How a row with this prompt chooses its tokens."""
-        return self.decoder.new_request(list(prompt_ids), sampling).choice
+        return self.decoder.new_request(prompt_ids, sampling).choice
 
     def masks(self, choice: RowChoice, token_ids: Sequence[int]) -> Tensor | None:
         """int32 [places of the output, words of a mask]: what the row's grammar allows; None: the row has none."""
@@ -161,7 +161,7 @@ class Session:
         return masks_IX
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         """Inside, the engine is the caller's, and what runs on a CPU takes as many threads as on the engine's own thread."""
         use_threads(self.decoder.settings.threads)
         with self.decoder.owner.turn:
@@ -173,7 +173,7 @@ class Session:
         """Compiles side by side what rounds of any number of rows need, and the shortest and the longest chunk of prompts."""
         steps: list[RunChunk | RunRound] = [*self.rounds_to_come(prompts, sampling), *self.chunks_to_come(prompts, sampling)]
         if new := [step for step in steps if step not in self._rehearsed]:
-            with self._turn():
+            with self.turn():
                 self.decoder.engine.runner.rehearse(new)
             self._rehearsed.update(new)
 
@@ -183,7 +183,7 @@ class Session:
         To be called while nothing runs, and after the first prompt: an 8-bit cache takes its scales from that one.
         """
         if self.settings.cuda_graphs:
-            with self._turn():
+            with self.turn():
                 for step in self.rounds_to_come(prompts, sampling):
                     tried = self.decoder.engine.runner.run(Try(step))
                     assert tried is not None
@@ -223,7 +223,7 @@ class Session:
 
     def make_ready(self, sizes: Sequence[int] = ()) -> None:
         """Captures whatever "auto" may run later, for options that have occurred.  sizes: numbers of rows; none: all."""
-        with self._turn():
+        with self.turn():
             self.decoder.engine.make_ready(sizes)
 
     @property
@@ -262,10 +262,10 @@ class Session:
     def submit(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool) -> list[Submitted]:
         """Queues prompts; the next steps prefill them."""
         requests = [
-            self.decoder.new_request(prompt, params, speculate=speculate)
+            self.decoder.new_request(self.decoder.encode(prompt), params, speculate=speculate)
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
-        with self._turn():
+        with self.turn():
             self.decoder.engine.submit(requests)
         self._submitted += requests
         return [Submitted(request) for request in requests]
@@ -282,7 +282,7 @@ class Session:
 
     def step(self) -> None:
         """Runs one chunk of prompts, or one round."""
-        with self._turn():
+        with self.turn():
             self.decoder.engine.step()
 
     def timed_step(self) -> StepTime:
@@ -293,7 +293,7 @@ class Session:
 
     def cancel(self) -> None:
         """Ends everything that was submitted and is not finished, and frees its place."""
-        with self._turn():
+        with self.turn():
             for request in self._submitted:
                 self.decoder.engine.cancel(request)
         self._submitted.clear()
