@@ -13,8 +13,9 @@ from specdec.checks import nearest_name
 from specdec.draft.drafter import DraftModel
 from specdec.draft.formats.open import HowToRead, OpenHead, open_head
 from specdec.draft.load import build_head, empty_head
+from specdec.draft.mtp.fill import empty_mtp
 from specdec.draft.mtp.layouts import FAMILIES
-from specdec.draft.mtp.load import OpenMtp, build_mtp, empty_mtp, open_mtp, refusal
+from specdec.draft.mtp.load import OpenMtp, build_mtp, open_mtp, refusal
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.mistaken import refuse_itself

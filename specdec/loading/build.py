@@ -32,7 +32,7 @@ from specdec.limits import MAX_PAUSE
 from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
 from specdec.loading.resolve import CHUNK_COST, EngineSettings
 from specdec.models.config import ModelConfig
-from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
+from specdec.models.kv import cache_layout, make_cache
 from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.compiling.rehearsal import compiles_ahead
@@ -111,9 +111,9 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  Where
     # ranks divide sequences, each row reads its own.
     divided = settings.options.decode_context_parallel_size > 1
-    may_share = most_read(model.config) is None and not settings.numerics.is_invariant and not divided
+    may_share = model.config.most_read is None and not settings.numerics.is_invariant and not divided
     reads_together = settings.options.prefix_caching and may_share
-    shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
+    shared = shared_room(workers.state, MOST_PACKED, model.config.heads_a_key) if reads_together else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
     shapes = head.shapes(settings.spec) if head and settings.spec else ()
@@ -201,7 +201,7 @@ def doubling_context(config: ModelConfig) -> float:
     H, heads_D = config.hidden_size, config.num_heads * config.head_dim
     kv_D = config.num_kv_heads * config.head_dim
     products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
-    growing = key_operations(config)
+    growing = config.key_operations
     return math.inf if not growing else ATTENTION_EFFICIENCY * products / growing
 
 
@@ -272,7 +272,7 @@ def most_captured_cost(model: Target, head: DraftModel | None) -> int:
     most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, CHUNK_COST["cuda"][2])
     # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.
-    return min(most, EXPAND_ABOVE) if keeps_latents(model.config) else most
+    return min(most, EXPAND_ABOVE) if model.config.keeps_latents else most
 
 
 def _cache(

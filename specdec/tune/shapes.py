@@ -16,7 +16,8 @@ from specdec.checks import nearest_name
 from specdec.draft.formats.open import open_head
 from specdec.draft.kinds import MTP, head_folder, is_name
 from specdec.draft.load import empty_head
-from specdec.draft.mtp.load import empty_mtp, open_mtp
+from specdec.draft.mtp.fill import empty_mtp
+from specdec.draft.mtp.load import open_mtp
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, empty_target

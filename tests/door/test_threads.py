@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from toolkit.checkpoints.load import read_target_config
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, shipped
@@ -21,7 +22,6 @@ from specdec.loading.threads import (
     use_threads,
     using_threads,
 )
-from specdec.models.checkpoints.loader import read_target_config
 
 
 @pytest.fixture(autouse=True)

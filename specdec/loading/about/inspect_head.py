@@ -22,8 +22,8 @@ from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
 from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
-from specdec.models.config import MTP_COUNT, ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.config import ModelConfig
+from specdec.models.keys.shared import MTP_COUNT
 from specdec.models.registry import choose_target
 
 UNKNOWN = "not known without --target"
@@ -60,8 +60,7 @@ def mtp_facts(target: str | Path | None) -> dict[str, Any]:
     folder = resolve_target(target, "--target")
     config = choose_target(folder).config
     checkpoint, spec = open_mtp(folder, config)
-    model, experts, rules = spec.model, spec.experts, spec.rules
-    latent = model.rank if isinstance(model, DeepseekConfig) else None
+    model, experts, rules = spec.model, spec.model.experts, spec.rules
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
     return {
         "folder": str(folder),
@@ -76,7 +75,7 @@ def mtp_facts(target: str | Path | None) -> dict[str, Any]:
             "weights": how_stored(checkpoint, spec),
             "levels beyond the layers": "drafted by the last layer again",
             "hidden_size": model.hidden_size,
-            "attention": f"latent, rank {latent}" if latent else "heads",
+            "attention": f"latent, rank {model.latent_rank}" if model.keeps_latents else "heads",
             "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
             "mlp": "dense"
             if experts is None

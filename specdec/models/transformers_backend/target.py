@@ -23,7 +23,6 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.gpt_oss.config import GPT_OSS
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
 from specdec.models.making import making
@@ -190,13 +189,6 @@ def check_headers(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
     Which tensors are missing or left over, transformers says as it loads them: it renames some, and fuses others.
     """
-    coded = [name for name in checkpoint.names() if name.endswith("_proj_blocks")]
-    if config.family in GPT_OSS and coded:
-        raise ValueError(
-            f"{checkpoint.folder}: {len(coded)} tensors hold experts in mxfp4 ({coded[0]}, ...), but config.json does not say "
-            'so; nearest setting that works: "quantization_config": {"quant_method": "mxfp4"} in config.json, which gpt-oss\'s '
-            "own checkpoints have"
-        )
     expect_sizes(checkpoint, load_hf_config(checkpoint.folder))
 
 
