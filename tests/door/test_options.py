@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toolkit.checkpoints.load import read_target_config
 from toolkit.models import Zoo
 
 from specdec import EngineOptions, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KV_DTYPES
 from specdec.draft.formats.detect import FORMATS
-from specdec.loading.resolve import resolve_settings
+from specdec.loading.resolve import check_threads
 from specdec.models import registry
-from specdec.models.checkpoints.loader import DTYPES
+from specdec.models.checkpoints import loader
 from specdec.options import setting_of, usable_cpus
 
 OPTIONS = fields(EngineOptions)
@@ -46,7 +45,7 @@ def test_every_option_is_in_the_signature_and_the_help(item: Any) -> None:
 def test_choices_are_what_the_code_knows() -> None:
     """Keeps out: a choice that no code knows, and one that the code knows and no user can make."""
     choices = {name: setting_of(item).choices for name, item in BY_NAME.items()}
-    assert set(choices["dtype"]) == {"auto", *DTYPES}
+    assert set(choices["dtype"]) == {"auto", *loader.DTYPES}
     assert choices["backend"] == registry.BACKENDS
     assert choices["attention"] == ("auto", *BACKENDS)
     assert choices["kv_cache_dtype"] == KV_DTYPES
@@ -133,9 +132,7 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 
 
-def test_threads_of_a_decoder_on_a_gpu_are_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a setting that is taken and ignored.  The GPU is a stand-in."""
-    monkeypatch.setattr("specdec.loading.resolve.resolve_device", lambda device: torch.device("cuda", 0))
-    config = read_target_config(zoo.target("llama"))
+def test_threads_of_a_decoder_on_a_gpu_are_refused() -> None:
+    """Keeps out: a setting that is taken and ignored."""
     with pytest.raises(ValueError, match="threads=1 is for a decoder on a CPU, .* on cuda:0; nearest .* threads='auto'"):
-        resolve_settings(replace(EngineOptions(), threads=1), None, config)
+        check_threads(replace(EngineOptions(), threads=1), torch.device("cuda", 0))
