@@ -1,7 +1,4 @@
-"""Builds an engine from loaded models and resolved settings: makes the KV pool, caches and workers, sets budgets.
-
-The numbers that depend on the kind of device are here, so that neither the scheduler nor the runner has to know the device.
-"""
+"""Builds an engine from loaded models and resolved settings: makes the KV pool, caches and workers, sets budgets."""
 
 from __future__ import annotations
 
@@ -29,8 +26,18 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
+from specdec.loading.devices import (
+    ATTENTION_EFFICIENCY,
+    CAPTURE_SECONDS,
+    CHUNK_COST,
+    DEPTH,
+    LAUNCH_SECONDS_A_LAYER,
+    LEAST_SAVED,
+    MOST_PACKED,
+    PRODUCTS_A_SECOND,
+)
 from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
-from specdec.loading.resolve import CHUNK_COST, EngineSettings
+from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, make_cache
 from specdec.models.linear import use_numerics
@@ -43,19 +50,6 @@ from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
-
-DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead
-CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow host, warm-up included
-# A threshold for the keys that a round need not read again if rows read common pages together, (rows - 1) * tokens.  Below it
-# rows read alone, because reading together costs one or two more launches in each layer.  Measured:
-# benchmarks/caches/README.md, "Shared prefixes".  On a CPU reading together gains nothing, because one dense product over all
-# rows' keys serves all rows.
-LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
-MOST_PACKED = 64  # a threshold for queries x heads of a row that read each key; above it reading together gains nothing
-# Both decide whether a chunk is captured: the seconds that a slow host needs to launch a layer, and how many products of two
-# numbers a GPU computes in a second.
-LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
-ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
 
 
 def build_engine(model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:

@@ -17,16 +17,13 @@ from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.loading.context import check_context
+from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
 from specdec.runner.prompts import LARGEST_STEP
-
-# The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
-# benchmarks/rounds/README.md, "Prompts in chunks".
-CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ def check_chosen(choice: TargetChoice, folder: Path) -> Checkpoint:
     """The target's tensors, none of them taken.  ValueError for what headers alone show to be wrong."""
     checkpoint = open_target(folder, choice.config)
     if choice.backend == "transformers":
-        from specdec.models.transformers_backend.target import check_headers
+        from specdec.models.transformers_backend.load import check_headers
 
         with _refused_natively(choice):
             check_headers(checkpoint, choice.config)
@@ -216,7 +216,7 @@ def load_chosen(
     checkpoint = checked or check_chosen(choice, folder)
     if choice.backend == "transformers":
         refuse_ranks(choice, group.size)
-        from specdec.models.transformers_backend.target import load_transformers_target
+        from specdec.models.transformers_backend.load import load_transformers_target
 
         with _refused_natively(choice):
             return load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)

@@ -57,7 +57,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
         "why": chosen.reason,
         "target": _sizes(config, raw),
         "weights": _weights(checkpoint, config, place),
-        "text": _text(tokenizer, config, raw, place),
+        "text": _text(tokenizer, config),
         "drafters": drafters,
         "meanings": _meanings(chosen, raw, drafters["mtp"]),
     }
@@ -143,12 +143,9 @@ def _file_bytes(checkpoint: Checkpoint, place: Path) -> int:
     return sum(math.prod(checkpoint.shape(name)) * checkpoint.itemsize(name) for name in checkpoint.names())
 
 
-def _text(tokenizer: Tokenizer, config: ModelConfig, raw: dict[str, Any], place: Path) -> dict[str, Any]:
+def _text(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
     """The tokenizer, and which tokens end a text, with the files that say so."""
-    beside = place.parent / "no" if is_gguf(place) else place / "generation_config.json"
-    generation = read_json(beside) if beside.is_file() else {}
-    said = {"GGUF keys" if is_gguf(place) else "config.json": raw, "generation_config.json": generation}
-    named = {file: _ids(each.get("eos_token_id")) for file, each in said.items()}
+    named = dict(reversed(config.ends_by_file)) or {"GGUF keys": config.eos_ids}
     turn = unnamed_turn(tokenizer, config)
     ends = []
     for token in (*config.eos_ids, *([] if turn is None else [turn])):
@@ -162,10 +159,6 @@ def _text(tokenizer: Tokenizer, config: ModelConfig, raw: dict[str, Any], place:
         "texts end at": ends or "no token: max_tokens alone ends them",
         **({"named as ends, and not taken": passed} if passed else {}),
     }
-
-
-def _ids(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value or ())
 
 
 def _drafters(place: Path, config: ModelConfig) -> dict[str, str]:
