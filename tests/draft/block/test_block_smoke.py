@@ -22,7 +22,7 @@ from specdec.draft.block.smoke import BlockLook, logits_of, of_block
 from specdec.draft.load import load_head
 from specdec.draft.smoke import LEAST_RATIO, Seen, variant
 from specdec.loading.drafters import TEXT
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.load import build_head
 from specdec.loading.drafters import TEXT
 from specdec.models.target import Target
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 Change = tuple[str, dict[str, Any] | None, Tensors | None]  # a name; another config; other tensors

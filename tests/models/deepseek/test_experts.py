@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.models.config import ExpertsConfig
 from specdec.models.experts import Router, gathered_experts, grouped_experts, masked_experts
-from specdec.ops.experts.coded import PLAIN, Form, Gate
+from specdec.ops.products.experts import PLAIN, Form, Gate
 
 
 def router_of(weight_EH: Tensor, config: ExpertsConfig, correction_E: Tensor | None = None) -> Router:

@@ -15,7 +15,7 @@ from specdec.cli import main
 from specdec.loading.pair import weights_bytes
 from specdec.models.registry import check_chosen, choose_target
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 
 @pytest.fixture
