@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow.  What is quick is marked so.
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow.  What is quick is marked.
 
     Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
     with nothing to do.
