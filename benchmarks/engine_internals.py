@@ -44,7 +44,7 @@ def grammar_rows(decoder: SpecDecoder) -> GrammarRows:
     """The rows that obey a grammar, which compile it by the decoder's own library from now on."""
     runner: Any = decoder.engine.runner
     rows: GrammarRows = runner.grammars
-    rows.grammars = decoder.grammars
+    runner.use_grammars(decoder.grammars)
     return rows
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
@@ -18,6 +19,21 @@ class PromptTooLong(ValueError):
 
 class NoTokenLeft(ValueError):
     """What a request asks for leaves no token at some position of its output."""
+
+
+@contextmanager
+def about(field: str) -> Iterator[None]:
+    """Marks what is raised inside as an error about this option, for doors that name the field; see `field_of`."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        vars(error).setdefault("field", field)
+        raise
+
+
+def field_of(error: BaseException) -> str:
+    """The option that an error is about; empty where none is known."""
+    return str(vars(error).get("field", ""))
 
 
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:

@@ -78,7 +78,7 @@ class SpecDecoder:
         self._closing = threading.RLock()
         self.eos_ids = frozenset(ends_of(tokenizer, model.config))
         self.grammars = grammars_of(tokenizer, model.config, sorted(self.eos_ids))
-        self._parts.engine.runner.grammars.grammars = self.grammars
+        self._parts.engine.runner.use_grammars(self.grammars)
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
 
     @classmethod
@@ -304,10 +304,10 @@ class SpecDecoder:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
+        decode, left_after = self.tokenizer.decode, self.grammars.left_after
         request = Request.new(
-            ids, sampling, seed, self.eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
+            ids, sampling, seed, self.eos_ids, decode, streaming, speculates, source_ids, bad_words, left_after
         )
-        request.left_after = self.grammars.left_after
         self.engine.check(request)
         return request
 

@@ -11,16 +11,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-FIRST_SECONDS = 5.0  # before the first plain line
-LEAST_SECONDS, MOST_SECONDS = 10.0, 60.0  # between two plain lines: as many as the call has taken, within these
-LEAST_WAIT = 0.1  # of the thread
 Progress = Callable[[str, int, int], None]  # what runs now, how many of its parts are done, how many there are
 
 
+class Pace(NamedTuple):
+    """When plain lines are printed, in seconds.
+
+    quiet: how long a command may start without a line.  tick: between two looks at what its start does.  first: before a
+    call's first line.  least, most: between two lines, which are as far apart as the call has taken, within these.  wait: the
+    shortest sleep of the thread.
+    """
+
+    quiet: float = 5.0
+    tick: float = 0.2
+    first: float = 5.0
+    least: float = 10.0
+    most: float = 60.0
+    wait: float = 0.1
+
+
+PACE = Pace()
+
+
 @contextmanager
-def show_progress(name: str, parts: str, stream: TextIO | None = None) -> Iterator[Progress]:
+def show_progress(name: str, parts: str, stream: TextIO | None = None, pace: Pace = PACE) -> Iterator[Progress]:
     """Gives the function to call with the present state.
 
     name: of the call, and what its parts are called, for plain lines.  stream: stderr if None.
@@ -30,7 +46,7 @@ def show_progress(name: str, parts: str, stream: TextIO | None = None) -> Iterat
         yield lambda what, done, of: None
         return
     if not stream.isatty():
-        with PlainLines(name, parts, stream).kept_up() as lines:
+        with PlainLines(name, parts, stream, pace=pace).kept_up() as lines:
             yield lines
         return
     from rich.console import Console
@@ -45,11 +61,13 @@ def show_progress(name: str, parts: str, stream: TextIO | None = None) -> Iterat
 
 
 class PlainLines:
-    """Prints what runs now: first after FIRST_SECONDS, then ever more rarely."""
+    """Prints what runs now: first after `pace.first` seconds, then ever more rarely."""
 
-    def __init__(self, name: str, parts: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._parts, self._stream, self._clock = name, parts, stream, clock
-        self._start, self._due = clock(), FIRST_SECONDS
+    def __init__(
+        self, name: str, parts: str, stream: TextIO, clock: Callable[[], float] = time.monotonic, pace: Pace = PACE
+    ) -> None:
+        self._name, self._parts, self._stream, self._clock, self._pace = name, parts, stream, clock, pace
+        self._start, self._due = clock(), pace.first
         self._what, self._done, self._of = "", 0, 1
         self._begun = (self._start, 0)  # when the present work was first told of, and how much of it was done then
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -67,9 +85,9 @@ class PlainLines:
             now = self._clock()
             elapsed = now - self._start
             if self._what and elapsed >= self._due and not self._ended.is_set():
-                self._due = elapsed + min(MOST_SECONDS, max(LEAST_SECONDS, elapsed))
+                self._due = elapsed + min(self._pace.most, max(self._pace.least, elapsed))
                 print(self._line(now), file=self._stream, flush=True)
-            return max(LEAST_WAIT, self._due - elapsed)
+            return max(self._pace.wait, self._due - elapsed)
 
     @contextmanager
     def kept_up(self) -> Iterator[PlainLines]:

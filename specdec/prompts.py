@@ -9,7 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from specdec.checks import PromptTooLong, is_array, is_number
+from specdec.checks import PromptTooLong, about, is_array, is_number
 from specdec.config import SamplingParams
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from specdec.models.gguf.file import is_gguf
@@ -306,39 +306,38 @@ def check_tokens(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
     """
     for name, ids in (("stop_token_ids", sampling.stop_token_ids or ()), ("logit_bias", sampling.logit_bias or ())):
         _check_ids(name, ids, vocab_size)
-    if sampling.stop_strings and not tokenizer.is_present:
-        raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
-    words = _bad_word_ids(sampling.bad_words or (), tokenizer)
+    with about("stop"):
+        if sampling.stop_strings and not tokenizer.is_present:
+            raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+    with about("bad_words"):
+        return _bad_word_ids(sampling.bad_words or (), tokenizer, vocab_size)
+
+
+def _bad_word_ids(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The distinct words as ids: a text as it stands at the beginning of a text, and as it stands after a space."""
+    found: dict[tuple[int, ...], None] = {}
     for word in words:
-        _check_ids("bad_words", word, vocab_size)
-        if len(word) > MAX_BAD_WORD_TOKENS:
+        texts = tokenizer.encode_word(word) if isinstance(word, str) else [word]
+        found.update(dict.fromkeys(tuple(ids) for ids in texts))
+    for ids in found:
+        _check_ids("bad_words", ids, vocab_size)
+        if len(ids) > MAX_BAD_WORD_TOKENS:
             raise ValueError(
-                f"bad_words holds a word of {len(word)} tokens, {list(word)}; expected at most {MAX_BAD_WORD_TOKENS}; "
+                f"bad_words holds a word of {len(ids)} tokens, {list(ids)}; expected at most {MAX_BAD_WORD_TOKENS}; "
                 f"nearest setting that works: its last {MAX_BAD_WORD_TOKENS} tokens"
             )
-    if len(phrases := [word for word in words if len(word) > 1]) > MAX_BAD_WORDS:
+    if len(phrases := [ids for ids in found if len(ids) > 1]) > MAX_BAD_WORDS:
         raise ValueError(
             f"bad_words must hold at most {MAX_BAD_WORDS} words of several tokens, got {len(phrases)} (a text counts twice "
             "where a space before it changes its tokens); nearest: fewer words"
         )
-    return words
-
-
-def _bad_word_ids(words: Sequence[str] | Sequence[Sequence[int]], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The distinct words as ids: a text as it stands at the beginning of a text, and as it stands after a space."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        if isinstance(word, str):
-            found.update(dict.fromkeys(tuple(ids) for ids in tokenizer.encode_word(word)))
-        else:
-            found[tuple(word)] = None
     return tuple(found)
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if token >= vocab_size:
-            raise ValueError(f"{name} holds {token}; expected ids in [0, {vocab_size - 1}]")
+    with about(name):
+        if beyond := [token for token in ids if token >= vocab_size]:
+            raise ValueError(f"{name} holds {beyond[0]}; expected ids in [0, {vocab_size - 1}]")
 
 
 def is_chat(value: Any) -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from toolkit.paths import ROOT
+from toolkit.rules.patches import patches
+from toolkit.rules.private_names import borrowed_names
 
 ROOMS = ("attention", "draft", "verify")
 LEAVES = {"checks", "config", "generation", "grammar", "limits", "ops", "options", "parallel", "shipped", "startup", "steps"}
@@ -39,7 +41,8 @@ OPTIONAL = (
     "prometheus_client",
     "ray",
 )
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER, MAX_RESULTS = 400, 60, 150, 12, 24
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER, MAX_RESULTS, MAX_PATCHES = 400, 60, 150, 12, 24, 310
+MAX_BORROWED = 29  # private names of kernels; may only fall
 DRIVER = "tests/toolkit/driver.py"
 INTERNALS = {"engine", "owner", "_request", "_start"}  # of a decoder
 
@@ -224,6 +227,36 @@ def test_an_import_against_the_order_is_seen(tmp_path, name, line):
 def test_an_import_along_the_order_is_allowed(tmp_path, name, line):
     """Keeps out: a rule so broad that the door could not see the rooms."""
     assert wrong_imports(plant(tmp_path, {name: line})) == []
+
+
+def test_private_names_stay_at_home():
+    """Keeps out: a helper that cannot be changed without reading every file, because others use it without being meant to."""
+    found = borrowed_names(package_files(ROOT), ROOT)
+    assert len(found) <= MAX_BORROWED, found
+
+
+def test_a_borrowed_private_name_is_seen(tmp_path):
+    """Keeps out: a rule blind to modules' names, to parents' and to names in strings, or that forbids a named tuple's own."""
+    owner = "def _f(): ...\nclass A:\n    def __init__(self): self._x = 0\n    def like(self, other): return other._x\n"
+    taker = (
+        "from specdec.a import A, _f\nimport specdec.a as a\na._f()\nA()._replace()\nself._x\ngetattr(a, '_f')\ntorch._C._f()"
+    )
+    plant(tmp_path, {"specdec/a.py": owner, "draft/b.py": taker, "verify/c.py": "def _f(): ...\nfrom specdec.a import A\n_f()"})
+    assert borrowed_names(package_files(tmp_path), tmp_path) == ["draft/b.py takes _f", "draft/b.py takes _x"]
+
+
+def test_few_tests_patch():
+    """Keeps out: tests that hold how a function is written, where an argument would say what the test means."""
+    found = patches(sorted((ROOT / "tests").rglob("*.py")))
+    assert sum(found.values()) <= MAX_PATCHES, found
+
+
+def test_every_way_to_patch_is_counted(tmp_path):
+    """Keeps out: patches that only change their spelling."""
+    ways = "m.setattr(a, 'b', 1)\nsetattr(a, 'b', 1)\nmock.patch('a.b')\nwith patch.object(a, 'b'): ...\npatch.dict(a)\n"
+    free = "m.setenv('A', 'b')\nobject.__setattr__(a, 'b', 1)\nclient.patch\n"
+    plant(tmp_path, {"tests/test_a.py": ways + "m.setitem(a, 'b', 1)\n" + free, "tests/test_b.py": free})
+    assert patches([*tmp_path.rglob("*.py")]) == {tmp_path / "tests/test_a.py": 6}
 
 
 def test_the_wheel_holds_every_package():

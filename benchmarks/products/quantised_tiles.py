@@ -36,11 +36,11 @@ from specdec.ops.packed.tiles import packed_tiles
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.linear import silu_mul
 from specdec.ops.products.linear_triton import ARRIVALS
+from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
 from specdec.ops.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 from specdec.ops.quantised.tiles import ALONE, HopperTiles, hopper_tiles
-from specdec.ops.terms import Terms, added_up
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))

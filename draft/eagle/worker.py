@@ -25,7 +25,7 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.drafter import Drafter, Place
+from specdec.draft.drafter import Drafter, DrafterContext
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.shared_noise import noise_of
 from specdec.draft.step_head import StepHead
@@ -49,19 +49,19 @@ class DraftWorker(Drafter):
     shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
     """
 
-    def __init__(self, head: StepHead, place: Place, shares_noise: bool = True) -> None:
-        self.head, self.backend = head, place.backend
-        self.topk = place.most_topk  # of the first level that rows keep
+    def __init__(self, head: StepHead, context: DrafterContext, shares_noise: bool = True) -> None:
+        self.head, self.backend = head, context.backend
+        self.topk = context.most_topk  # of the first level that rows keep
         self.shares_noise = shares_noise
-        (self.cache,) = self.caches = place.caches
+        (self.cache,) = self.caches = context.caches
         self.rows: EagleRows = EagleRows.empty(
-            place.rows,
+            context.rows,
             self.topk,
             head.hidden_size,
-            max_pause=place.max_pause,
+            max_pause=context.max_pause,
             features=head.feature_size,
-            device=place.device,
-            dtype=place.dtype,
+            device=context.device,
+            dtype=context.dtype,
         )
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
@@ -86,7 +86,7 @@ class DraftWorker(Drafter):
                 segment = causal_segment(group.pages, own.ends_PB[step], 1, "queries")
                 plan = AttentionPlan(split_shared(segment, group.shared), positions_B)
                 tables.append(PassTables(plan, own.slots[step]))
-            hidden_BH, logits_BV = self.head.level(tokens_B, hidden_BH, positions_B, self._attention(tables))
+            hidden_BH, logits_BV = self.head.level(tokens_B, hidden_BH, positions_B, self.attention_of(tables))
             tokens_B = self.head.vocabulary.greedy(logits_BV, self.head.d2t_V, noise=noise and noise.at(step + 2))
             drawn.append(tokens_B)
         return DraftTree.chain(torch.stack(drawn, dim=1))
@@ -112,7 +112,7 @@ class DraftWorker(Drafter):
                 for prefix, own in zip(prefixes, rows, strict=True)
             ]
             tokens_R = beam.tokens_BK.flatten()
-            hidden, logits_RV = self.head.level(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self._attention(tables))
+            hidden, logits_RV = self.head.level(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self.attention_of(tables))
             beam = expand(candidates, level, beam, logits_RV, self.head.d2t_V, self.head.vocabulary, noise and noise.at(level))
             ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
@@ -171,7 +171,7 @@ class DraftWorker(Drafter):
         self, rows: EagleRows, tables: list[PassTables], tokens_BE: Tensor, features_TH: Tensor, last_B: Tensor
     ) -> None:
         """Runs the head over emitted tokens and keeps each row's hidden state at column last_B.  features_TH: fused."""
-        (B, E), positions_T, attn = tokens_BE.shape, tables[0].plan.positions_T, self._attention(tables)
+        (B, E), positions_T, attn = tokens_BE.shape, tables[0].plan.positions_T, self.attention_of(tables)
         assert positions_T is not None
         inputs = tokens_BE.flatten(), features_TH, positions_T, attn
         if tables[0].rows_plan is None:
@@ -182,7 +182,7 @@ class DraftWorker(Drafter):
 
     def _read_prompts(self, prompts: PackedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
         """Runs the head over parts of prompts: the hidden state [B, H] of each part's last token.  features_TH: fused."""
-        attn = self._attention(prompts.tables_of(self.cache.group_numbers))
+        attn = self.attention_of(prompts.tables_of(self.cache.group_numbers))
         return self.head.begin(next_ids_T, features_TH, prompts.positions_T, attn, prompts.last_B)
 
     def _rows(self, state: BatchState) -> EagleRows:
@@ -193,7 +193,7 @@ class DraftWorker(Drafter):
         """The batch as each group of the head's layers sees it."""
         return [state.of_group(group) for group in self.cache.group_numbers]
 
-    def _attention(self, tables: Sequence[PassTables]) -> PagedAttention:
+    def attention_of(self, tables: Sequence[PassTables]) -> PagedAttention:
         return PagedAttention(self.backend, self.cache, *tables)
 
     def _extend_tables(self, state: BatchState, base_lens_B: Tensor, count: int, last_rows: bool) -> PassTables:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import DraftNeeds, Impression, Place
+from specdec.draft.drafter import DrafterContext, DraftNeeds, Impression
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.step_head import StepHead
@@ -101,15 +101,14 @@ class MtpHead(StepHead):
 
     @property
     def needs(self) -> DraftNeeds:
-        state_bytes = self.hidden_size * self.embed_tokens.weight.element_size()
-        return DraftNeeds((), (self.spec.model,), page_bytes=state_bytes if self.spec.keeps_states else 0)
+        return DraftNeeds((), (self.spec.model,), page_values=self.hidden_size if self.spec.keeps_states else 0)
 
-    def worker(self, place: Place) -> DraftWorker:
+    def worker(self, context: DrafterContext) -> DraftWorker:
         if not self.spec.keeps_states:
-            return DraftWorker(self, place)
+            return DraftWorker(self, context)
         from specdec.draft.mtp.worker import MtpWorker  # which knows heads, too
 
-        return MtpWorker(self, place)
+        return MtpWorker(self, context)
 
     @property
     def description(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.attention.attend import PassTables
 from specdec.batch.packed import PackedPrompts
-from specdec.draft.drafter import Place
+from specdec.draft.drafter import DrafterContext
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.mtp.head import Before, MtpHead
@@ -51,10 +51,12 @@ class PageEnds:
 class MtpWorker(DraftWorker):
     """Runs several layers over the running batch.  A row's level1_hidden_BH is the state of its last token."""
 
-    def __init__(self, head: MtpHead, place: Place, shares_noise: bool = True) -> None:
-        super().__init__(head, place, shares_noise)
+    def __init__(self, head: MtpHead, context: DrafterContext, shares_noise: bool = True) -> None:
+        super().__init__(head, context, shares_noise)
         self.layers = head
-        self.ends = PageEnds(place.slots // place.page_size, place.page_size, head.hidden_size, place.device, place.dtype)
+        self.ends = PageEnds(
+            context.slots // context.page_size, context.page_size, head.hidden_size, context.device, context.dtype
+        )
         self.caches = (self.cache, self.ends)
 
     def _read_round(
@@ -66,7 +68,7 @@ class MtpWorker(DraftWorker):
         index_BE = B + arange(B * E, device).view(B, E) - 1
         index_BE = torch.where(arange(E, device) == 0, arange(B, device)[:, None], index_BE)
         asked_R = None if own.rows_plan is None else last_B + arange(B, device, E)
-        before, attn = Before(rows.level1_hidden_BH, index_BE.flatten()), self._attention(tables)
+        before, attn = Before(rows.level1_hidden_BH, index_BE.flatten()), self.attention_of(tables)
         states_TX = self.layers.read(tokens_BE.flatten(), features_TH, own.plan.positions_T, attn, before, asked_R)
         self.ends.write(own.slots_T, states_TX)
         take_rows(states_TX.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
@@ -77,7 +79,7 @@ class MtpWorker(DraftWorker):
         index_T = B + arange(part_T.shape[0], part_T.device) - 1
         is_first_T = (part_T != part_T.roll(1)) | (arange(part_T.shape[0], part_T.device) == 0)
         before = Before(self._before(prompts), torch.where(is_first_T, part_T.clamp(min=0), index_T))
-        attn = self._attention(tables)
+        attn = self.attention_of(tables)
         states_TX = self.layers.read(next_ids_T, features_TH, prompts.positions_T, attn, before, prompts.last_B)
         self.ends.write(own.slots_T, states_TX)
         return states_TX.index_select(0, prompts.last_B)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.sampling import RowSampling
+from specdec.batch.sending import sent
 from specdec.batch.tree import DraftTree
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from specdec.parallel.vocabulary import Vocabulary
@@ -86,23 +87,18 @@ class TokenTables:
     def enter(self, row: int, rules: TokenRules, first: int) -> None:
         """Writes a neutral row's rules.  first: the lowest id of this rank's run."""
         device, width = self.tail_BM.device, self.bias_BW.shape[1] - 1
-
-        def send(values: list[int] | list[float] | list[list[int]], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda", device="cpu").to(
-                device, non_blocking=True
-            )
-
         if own := [(token - first, added) for token, added in rules.bias if 0 <= token - first < width]:
-            self.bias_BW[row].index_copy_(0, send([each[0] for each in own]), send([each[1] for each in own], torch.float32))
+            columns, added = zip(*own, strict=True)
+            self.bias_BW[row].index_copy_(0, sent(columns, device), sent(added, device, torch.float32))
         for table_BW, ids in ((self.in_prompt_BW, set(rules.prompt_ids)), (self.ends_BW, rules.ends)):
             if local := [token - first for token in ids if 0 <= token - first < width]:
-                table_BW[row].index_fill_(0, send(local), True)
+                table_BW[row].index_fill_(0, sent(local, device), True)
         if rules.bad_words:
             before = [[ANY] * (MOST_BEFORE + 1 - len(word)) + list(word[:-1]) for word in rules.bad_words]
-            self.words_BKM[row, : len(before)] = send(before)
-            self.word_ends_BK[row, : len(before)] = send([word[-1] for word in rules.bad_words])
+            self.words_BKM[row, : len(before)] = sent(before, device)
+            self.word_ends_BK[row, : len(before)] = sent([word[-1] for word in rules.bad_words], device)
         if tail := list(rules.prompt_ids[-MOST_BEFORE:]):
-            self.tail_BM[row, -len(tail) :] = send(tail)
+            self.tail_BM[row, -len(tail) :] = sent(tail, device)
 
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int) -> None:
         """Adds the first counts_B tokens of each row to what its text holds."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.masks import BitMasks
+from specdec.batch.sending import sent
 from specdec.ops.noise.floor import Filters
 from specdec.steps import RowOptions
 
@@ -45,9 +46,7 @@ class RowSampling(NamedTuple):
         """The table of these rows."""
         floats = [[getattr(row, name) for name in FLOATS] for row in rows]
         ints = [[getattr(row, name) for name in INTS] for row in rows]
-        return cls(
-            torch.tensor(floats, dtype=torch.float32, device=device), torch.tensor(ints, dtype=torch.int64, device=device)
-        )
+        return cls(sent(floats, device, torch.float32), sent(ints, device))
 
     @property
     def temperature_R(self) -> Tensor:

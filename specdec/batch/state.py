@@ -173,25 +173,24 @@ class BatchState:
         """The same rows, which read common pages together.  shared: of at least as many rows."""
         return replace(self, shared=shared.narrow(self.rows))
 
-    def enter_rows(
-        self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor, source_R2: Tensor | None = None
-    ) -> None:
-        """Gives rows their pages and their options, and no rules for tokens.
+    def enter_rows(self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor) -> None:
+        """Gives rows (int64) their pages and their options, and no rules for tokens.
 
-        rows_R: int64.  pages_RGw: integers of any type, each row's first w pages of each group.  sampling, speculates_R:
-        tensors [R] of any types.  source_R2: integers, each row's source_page_B and source_lens_B; None: there is no encoder.
+        pages_RGw: of any integers, each row's first w pages of each group.  speculates_R: of any type.
         """
         # After its own pages, a row must not name an earlier request's.
         self.prompt_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)
         self.prompt_table_BGW[..., : pages_RGw.shape[2]].index_copy_(0, rows_R, pages_RGw.int())
-        own = self.option_floats_BF, self.option_ints_BI, self.speculates_B
-        options = list(zip(own, (sampling.floats_RF, sampling.ints_RI, speculates_R), strict=True))
-        if source_R2 is not None:
-            options += zip((self.source_page_B, self.source_lens_B), source_R2.unbind(1), strict=True)
-        for tensor, values_R in options:
-            tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))
+        self.option_floats_BF.index_copy_(0, rows_R, sampling.floats_RF)
+        self.option_ints_BI.index_copy_(0, rows_R, sampling.ints_RI)
+        self.speculates_B.index_copy_(0, rows_R, speculates_R.int())
         if self.tables is not None:
             self.tables.clear_rows(rows_R)
+
+    def enter_sources(self, rows_R: Tensor, source_R2: Tensor) -> None:
+        """Gives rows (int64) the texts that they read of an encoder.  source_R2: int32, source_page_B and source_lens_B."""
+        for tensor, values_R in zip((self.source_page_B, self.source_lens_B), source_R2.unbind(1), strict=True):
+            tensor.index_copy_(0, rows_R, values_R)
 
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int, rows_B: Tensor | None = None) -> None:
         """Adds the first counts_B tokens of each row to what the tables know of its text.

@@ -9,7 +9,7 @@ The engine knows steps and requests.  The scheduler decides what runs next, and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -55,6 +55,10 @@ class Engine(Generic[R]):
     def totals(self) -> Totals:
         """What the engine has done since its start and what it holds now.  Any thread may ask."""
         return self.scheduler.totals_now()
+
+    def on_end(self, tell: Callable[[Request], None]) -> None:
+        """From now on `tell` is called with every request that has ended, within a step or a cancellation."""
+        self.scheduler.on_end = tell
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests: all of them, or none and an error.  PromptTooLong if the KV pool could never hold one."""

@@ -54,7 +54,7 @@ class EngineOwner:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._mailboxes: dict[Request, Mailbox] = {}
         self._ended: deque[Request] = deque()
-        engine.scheduler.on_end = self._note_end
+        engine.on_end(self._note_end)
         self._unclean = 0
         self._thread: threading.Thread | None = None
         self._is_served = threading.Lock()  # held by the thread that serves the engine

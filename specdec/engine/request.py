@@ -62,15 +62,16 @@ class Request:
         speculate: bool = True,
         source_ids: list[int] | None = None,
         bad_words: Sequence[Sequence[int]] = (),
+        left_after: LeftAfter | None = None,
     ) -> Request:
         """A request that has no output yet.
 
         seed: the seed that sampling uses, which was drawn at random if the caller gave none.  eos_ids, decode, streaming: see
-        Trimmer.  bad_words: those of `sampling` as ids.
+        Trimmer.  bad_words: those of `sampling` as ids.  left_after: see the class.
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
-        return cls(prompt_ids, sampling, choice, output, speculate, source_ids=source_ids)
+        return cls(prompt_ids, sampling, choice, output, speculate, source_ids=source_ids, left_after=left_after)
 
     @property
     def given_ids(self) -> list[int]:

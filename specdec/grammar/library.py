@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.checks import about
 from specdec.config import GrammarKind
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
@@ -39,14 +40,15 @@ class Grammars:
 
     def check(self, kind: GrammarKind, text: str) -> None:
         """ValueError if no text of the model can be held to the grammar, with the library's reason."""
-        if importlib.util.find_spec("llguidance") is None:
-            raise ValueError(
-                f"{kind} needs the library llguidance, which is not installed; nearest thing that works: "
-                "pip install 'specdec-runtime[grammar]'"
-            )
-        if not self._eos_ids:
-            raise ValueError(f"{kind} needs a target whose config names an eos_token_id, with which the text can end")
-        self._compile(kind, text)
+        with about(kind):
+            if importlib.util.find_spec("llguidance") is None:
+                raise ValueError(
+                    f"{kind} needs the library llguidance, which is not installed; nearest thing that works: "
+                    "pip install 'specdec-runtime[grammar]'"
+                )
+            if not self._eos_ids:
+                raise ValueError(f"{kind} needs a target whose config names an eos_token_id, with which the text can end")
+            self._compile(kind, text)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of a text.  grammar: one that passed `check`."""

@@ -21,7 +21,7 @@ from specdec.attention.context.ownership import Ownership
 from specdec.attention.kinds import FULL
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.batch.state import BatchState
-from specdec.draft.drafter import DraftModel, Place
+from specdec.draft.drafter import DrafterContext, DraftModel
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.sharing import RowSharing
@@ -99,7 +99,9 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
     if head is None:
         return pool_plan([model.config], settings, memory)
     needs = head.needs
-    return pool_plan([model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_bytes)
+    return pool_plan(
+        [model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_values * settings.dtype.itemsize
+    )
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
@@ -142,7 +144,7 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     rows = settings.options.max_batch_size + 1  # the last row is always padding
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
-    drafter = head.worker(_place(head, draft_backend, settings, plan, rows)) if head else None
+    drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
     state = BatchState.empty(
         rows,
         settings.pages_per_sequence,
@@ -154,12 +156,12 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     return Workers(verifier, drafter, state)
 
 
-def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> Place:
+def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> DrafterContext:
     spec = settings.spec
     assert spec is not None
     # A round may begin a round's tokens later than the host knows.
     assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
-    return Place(
+    return DrafterContext(
         spec=spec,
         shapes=head.shapes(spec),
         backend=backend,

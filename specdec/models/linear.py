@@ -26,9 +26,9 @@ from specdec.ops.packed.linear import packed_gated_linear, packed_linear, packed
 from specdec.ops.packed.packing import EIGHT, pack_weight
 from specdec.ops.products.linear import gated_linear, linear, linear_terms
 from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.terms import Terms
 from specdec.ops.quantised.codes import dequantise
 from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear, quantised_linear_terms
-from specdec.ops.terms import Terms
 from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]

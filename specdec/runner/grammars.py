@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.masks import BitMasks
+from specdec.batch.sending import host_memory, sent
 from specdec.batch.tree import DraftTree
 from specdec.grammar.completion import Completion, look_ahead
 from specdec.grammar.library import Grammars
@@ -64,12 +65,12 @@ class Unread(NamedTuple):
 class GrammarRows:
     """The rows with a grammar, by row of the batch.  vocab_size: the target's.  group: the ranks of the model.
 
-    grammars: compiles what rows ask for; None as long as nobody may ask, and on ranks after the first.
+    library: compiles what rows ask for; None as long as nobody may ask, and on ranks after the first.
     """
 
     def __init__(self, readback: Readback, vocab_size: int, group: Group = ALONE) -> None:
         self._readback, self._vocab_size, self._group = readback, vocab_size, group
-        self.grammars: Grammars | None = None
+        self.library: Grammars | None = None
         self._rows: dict[int, GrammarRow] = {}
         self._unread: deque[Unread] = deque()
         self._follows = True  # whether texts go on along what rounds emit
@@ -85,8 +86,8 @@ class GrammarRows:
     def _matcher(self, grammar: Grammar) -> Matcher | None:
         if self._group.rank != 0:
             return None
-        assert self.grammars is not None, "whoever checks grammars hands the runner what compiles them"
-        return self.grammars.matcher(grammar)
+        assert self.library is not None, "whoever checks grammars hands the runner what compiles them"
+        return self.library.matcher(grammar)
 
     def leave(self, step: LeaveRows) -> None:
         """Rows move and end."""
@@ -188,8 +189,7 @@ class GrammarRows:
         return trees
 
     def _host(self, like: Tensor) -> Tensor:
-        """New memory on the host, for a copy to the device: copies out of older memory may be under way."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._readback.device.type == "cuda", device="cpu")
+        return host_memory(like.shape, like.dtype, self._readback.device)
 
     def of_round(self, rows: int, nodes: int, trees: HostTrees) -> BitMasks:
         """The masks of a round's nodes.  trees: what `complete` gave."""
@@ -211,9 +211,7 @@ class GrammarRows:
         if not ended and self._group.size == 1:
             return None
         # Whole words, since ranks on GPUs exchange no smaller ones through each other's memory.
-        host_B = torch.zeros(rows, dtype=torch.int32, pin_memory=self._readback.device.type == "cuda", device="cpu")
-        host_B[ended] = 1
-        ended_B = host_B.to(self._readback.device, non_blocking=True)
+        ended_B = sent([int(place in ended) for place in range(rows)], self._readback.device, torch.int32)
         self._share(ended_B)
         return ended_B > 0
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from specdec.attention.shared import SharedPrefix
-from specdec.batch.sampling import FLOATS, INTS, RowSampling
+from specdec.batch.sampling import RowSampling
+from specdec.batch.sending import sent
 from specdec.batch.state import BatchState
 from specdec.config import GraphMode, SpecConfig
+from specdec.grammar.library import Grammars
+from specdec.limits import DUMMY_PAGE
 from specdec.ops.compiling.known import num_loaded
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
@@ -151,6 +153,10 @@ class DeviceRunner:
         if self._first is not None:
             self._first.close()
 
+    def use_grammars(self, grammars: Grammars) -> None:
+        """From now on rows' grammars are compiled by this library, which has checked them."""
+        self.grammars.library = grammars
+
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
         if self._followers is None:
@@ -229,28 +235,18 @@ class DeviceRunner:
     # ---- what changes rows ----
 
     def _enter(self, step: EnterRows) -> None:
-        """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
+        """Writes the entries into the batch."""
         if any(entry.rules is not None for entry in step.entries):
             self._need_tables()
-        groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
-        options = 4 + len(INTS)  # where a row's options begin that are floats
-        first = options + len(FLOATS)
-        shape = len(step.entries), first + groups * most
-        numbers_RX = torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda", device="cpu")
-        ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
-        for row, entry in enumerate(step.entries):
-            ints[row, :2] = entry.row, entry.speculates
-            if entry.source is not None:
-                ints[row, 2:4] = entry.source.page, len(entry.source.token_ids)
-            ints[row, 4:options] = [getattr(entry.options, name) for name in INTS]
-            floats[row, options:first] = [getattr(entry.options, name) for name in FLOATS]
-            for group, pages in enumerate(entry.pages):
-                ints[row, first + group * most : first + group * most + len(pages)] = pages
-        numbers_RX = numbers_RX.to(self.device, non_blocking=True)
-        sampling = RowSampling(numbers_RX.view(torch.float64)[:, options:first], numbers_RX[:, 4:options])
-        pages_RGw, state = numbers_RX[:, first:].unflatten(1, (groups, most)), self.workers.state
-        source_R2 = numbers_RX[:, 2:4] if state.source_size else None
-        state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 1], source_R2)
+        state, entries, device = self.workers.state, step.entries, self.device
+        most = max(len(entry.pages[0]) for entry in entries)
+        padded = [[[*pages, *[DUMMY_PAGE] * (most - len(pages))] for pages in entry.pages] for entry in entries]
+        rows_R, speculates_R = sent([(entry.row, int(entry.speculates)) for entry in entries], device).unbind(1)
+        sampling = RowSampling.of([entry.options for entry in entries], device)
+        state.enter_rows(rows_R, sent(padded, device, torch.int32), sampling, speculates_R)
+        if state.source_size:
+            sources = [(entry.source.page, len(entry.source.token_ids)) if entry.source else (0, 0) for entry in entries]
+            state.enter_sources(rows_R, sent(sources, device, torch.int32))
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None
@@ -264,7 +260,7 @@ class DeviceRunner:
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
-        ids_S = self._sent(source.token_ids)
+        ids_S = sent(source.token_ids, self.device)
         first = source.page * self.workers.state.source_size
         slots_S = torch.arange(first, first + len(source.token_ids), dtype=torch.int64, device=self.device)
         self.workers.verifier.read_source(slots_S, ids_S)
@@ -279,25 +275,19 @@ class DeviceRunner:
     def _leave(self, step: LeaveRows) -> None:
         moves = len(step.moves)
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
-        rows_R = self._sent(rows)
+        rows_R = sent(rows, self.device)
         self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
         self.workers.clear_rows(rows_R[2 * moves :])
         self.grammars.leave(step)
 
     def _stop_drafting(self, step: StopDrafting) -> None:
-        rows_R = self._sent(step.rows)
-        self.workers.stop_drafting(rows_R)
+        self.workers.stop_drafting(sent(step.rows, self.device))
         self.grammars.stop_drafting(step.rows)
 
     def _copy(self, step: CopyPages) -> None:
-        sources_N, targets_N = self._sent([step.sources, step.targets])
+        sources_N, targets_N = sent([step.sources, step.targets], self.device)
         for cache in self.workers.caches:
             cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
-
-    def _sent(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """int64, on the device, from pinned memory, so that nobody waits."""
-        pinned = self.device.type == "cuda"
-        return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned, device="cpu").to(self.device, non_blocking=True)
 
     # ---- what is measured ----
 

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import KV_DTYPES, choose_backend
 from specdec.attention.needs import AttentionNeeds
-from specdec.draft.kinds import head_folder
+from specdec.draft.find import head_folder
 from specdec.loading.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import read_target_config

@@ -29,7 +29,7 @@ def test_rows_that_do_not_speculate_have_no_tree_walked() -> None:
     tokenizer = byte_tokenizer(300)
     (a,) = tokenizer.encode("a", add_special_tokens=False)
     rows = GrammarRows(Readback(torch.device("cpu")), V)
-    rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+    rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
     for row, (speculates, rule) in enumerate([(True, RULE), (False, RULE), (True, None), (True, RULE)]):
         rows.enter(Entry(row, [[1]], RowOptions(), speculates, grammar=rule))
     rows.follow_chunk(torch.full((4,), a), [PromptPart(row, [1], 0, -1) for row in range(4)])
@@ -56,7 +56,7 @@ def test_each_end_of_drafts_is_reported_once() -> None:
     """Keeps out: a scheduler that never hears of it, or hears of the row that the text has left, or of no row's next text."""
     tokenizer = byte_tokenizer(300)
     rows = GrammarRows(Readback(torch.device("cpu")), V)
-    rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+    rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
     for row in range(3):
         rows.enter(Entry(row, [[1]], RowOptions(), True, grammar=RULE))
     rows.follow_chunk(torch.zeros(3, dtype=torch.int64), [PromptPart(row, [1], 0, -1) for row in range(3)])
@@ -76,7 +76,7 @@ def test_nobody_looks_ahead_while_the_device_waits(monkeypatch: pytest.MonkeyPat
     made, looked = [], list[int]()
     for most in (4, 1, 0):
         rows = GrammarRows(Readback(torch.device("cpu")), V)
-        rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+        rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
         for row in range(4):
             rows.enter(Entry(row, [[1]], RowOptions(), True, grammar=RULE))
         rows.follow_chunk(torch.full((4,), a), [PromptPart(row, [1], 0, -1) for row in range(4)])
@@ -110,7 +110,7 @@ def test_the_first_rank_keeps_what_it_has_made() -> None:
     made: list[tuple[list[list[int]], list[Any], bool]] = []
     for group in (ALONE, Broken()):
         rows = GrammarRows(Readback(torch.device("cpu")), V, group)
-        rows.grammars = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
+        rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
         rows.enter(Entry(0, [[1]], RowOptions(), True, grammar=RULE))
         rows.follow_chunk(torch.full((1,), a), [PromptPart(0, [1], 0, -1)])
         tree = DraftTree.chain(torch.full((1, NODES), a))

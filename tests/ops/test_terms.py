@@ -19,8 +19,8 @@ from specdec.ops.norm_triton import launch_add_rms_norm
 from specdec.ops.products.gpus import H200, Match
 from specdec.ops.products.linear import linear, linear_terms
 from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.terms import Terms
 from specdec.ops.rope import Rotation
-from specdec.ops.terms import Terms
 
 EPS = 1e-5
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)

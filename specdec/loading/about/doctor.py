@@ -21,7 +21,7 @@ from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, prob
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
-from specdec.draft.kinds import NAMES
+from specdec.draft.kinds import all_kinds
 from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
 from specdec.loading.about.pairs import pairs
 from specdec.loading.resolve import resolve_device, resolve_dtype
@@ -78,7 +78,7 @@ def tiles_line(device: torch.device) -> str:
 def drafter_rows() -> list[tuple[str, str]]:
     """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
-    return [*layouts, *NAMES.items()]
+    return [*layouts, *((kind.name, kind.meaning()) for kind in all_kinds())]
 
 
 def scheme_rows() -> list[tuple[str, str]]:

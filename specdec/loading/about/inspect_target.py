@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdec.draft.mtp.load import refusal
+from specdec.draft.kinds import all_kinds
 from specdec.loading.build import unnamed_turn
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
@@ -55,7 +55,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
     place = resolve_target(target, "MODEL")
     chosen = choose_target(place)
     checkpoint, raw, config = check_chosen(chosen, place), target_json(place), chosen.config
-    tokenizer, layers = Tokenizer(place), refusal(place, config)
+    tokenizer, drafters = Tokenizer(place), _drafters(place, config)
     return {
         "folder": str(place),
         "kind": "target",
@@ -66,8 +66,8 @@ def target_facts(target: str | Path) -> dict[str, Any]:
         "target": _sizes(config, raw),
         "weights": _weights(checkpoint, config, place),
         "text": _text(tokenizer, config, raw, place),
-        "drafters": _drafters(chosen, layers),
-        "meanings": _meanings(chosen, raw, layers),
+        "drafters": drafters,
+        "meanings": _meanings(chosen, raw, drafters["mtp"]),
     }
 
 
@@ -177,19 +177,18 @@ def _ids(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value or ())
 
 
-def _drafters(chosen: TargetChoice, no_mtp: str) -> dict[str, str]:
+def _drafters(place: Path, config: ModelConfig) -> dict[str, str]:
     """What can draft for the target, by how it is named."""
-    config = chosen.config
     sizes = f"made for hidden_size {config.hidden_size}, {config.num_layers} layers and {config.vocab_size} tokens"
-    return {
-        "a head's folder": f"no: {config.features_refusal}" if config.features_refusal else f"one {sizes}",
-        "mtp": f"no: {no_mtp}" if no_mtp else f"yes, {config.mtp_layers} of its own layers",
-        "ngram": "yes",
-    }
+    found = {"a head's folder": f"no: {config.features_refusal}" if config.features_refusal else f"one {sizes}"}
+    for kind in all_kinds():
+        why = kind.refusal(place, config)
+        found[kind.name] = f"no: {why}" if why else kind.offer(config)
+    return found
 
 
-def _meanings(chosen: TargetChoice, raw: dict[str, Any], no_mtp: str) -> dict[str, str]:
-    """What keys that are absent were taken to mean; transformers' own classes know theirs.  no_mtp: see `_drafters`."""
+def _meanings(chosen: TargetChoice, raw: dict[str, Any], mtp: str) -> dict[str, str]:
+    """What keys that are absent were taken to mean; transformers' own classes know theirs.  mtp: see `_drafters`."""
     config = chosen.config
     found = {}
     if chosen.backend == "native" and not isinstance(config, DeepseekConfig):
@@ -198,6 +197,6 @@ def _meanings(chosen: TargetChoice, raw: dict[str, Any], no_mtp: str) -> dict[st
     if config.dtype is None:
         found["dtype"] = "absent: bfloat16 on a GPU, float32 on a CPU"
     if config.mtp_layers:
-        runs = "" if no_mtp else ", which draft='mtp' runs"
+        runs = ", which draft='mtp' runs" if mtp.startswith("yes") else ""
         found["num_nextn_predict_layers"] = f"{config.mtp_layers}: not part of the target{runs}"
     return found

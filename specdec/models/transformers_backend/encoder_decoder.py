@@ -49,11 +49,11 @@ class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
             q_SQD, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
             return attend_texts(backend, q_SQD, k_SKD, v_SKD, segments[reach], Scoring(call.scaling, call.softcap))[None]
 
-        token = self._captured.set({})  # no layer's output of this pass is anybody's feature
+        token = self.captured.set({})  # no layer's output of this pass is anybody's feature
         try:
             return self.parts.read_text(ids_S, attend)
         finally:
-            self._captured.reset(token)
+            self.captured.reset(token)
 
     def _attend(self, call: AttentionCall, attn: AttentionFn, keys: dict[int, Tensor], cut: Cut | None) -> Tensor:
         assert isinstance(self.parts, EncoderDecoderParts)

@@ -56,7 +56,7 @@ class TransformersTarget(Target):
             self.embed_tokens = Embedding(table.shape[0], table.shape[1])
         self.embed_tokens.weight, self.lm_head = table, Linear.of(head.weight, head.bias)
         self.vocabulary = Vocabulary.of(head.out_features, ALONE)
-        self._captured: ContextVar[dict[int, Tensor]] = ContextVar("captured")
+        self.captured: ContextVar[dict[int, Tensor]] = ContextVar("captured")
         self.parts.on_layers(self._see)
         self._prep, self._query_prep = HeadPrep(None, config.num_kv_heads), HeadPrep(None, 0)
         self._last_rows = LastRows(self.parts.layers, config.first_sharing_layer)
@@ -78,13 +78,13 @@ class TransformersTarget(Target):
         more = {"past_key_values": _CountedTokens(positions_T)} if self._counts_from_cache else {}
         wanted = dict.fromkeys(aux_layers)
         cut = None if rows_R is None else self._cut(len(ids_T), aux_layers, rows_R)
-        token = self._captured.set(wanted)  # type: ignore[arg-type]  # filled by the layers
+        token = self.captured.set(wanted)  # type: ignore[arg-type]  # filled by the layers
         keys: dict[int, Tensor] = {}
         try:
             with answering(lambda call: self._attend(call, attn, keys, cut)), self._last_rows.cutting(cut):
                 hidden_TH = self.parts.hidden(ids_T, positions_T, **more)
         finally:
-            self._captured.reset(token)
+            self.captured.reset(token)
         aux = [state[0] for state in wanted.values() if state is not None]
         if rows_R is not None and cut is None:
             hidden_TH = select_rows(hidden_TH, rows_R)
@@ -95,7 +95,7 @@ class TransformersTarget(Target):
         return self.parts.logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
 
     def _see(self, layer: int, state_1TH: Tensor) -> None:
-        wanted = self._captured.get()
+        wanted = self.captured.get()
         if layer in wanted:
             wanted[layer] = state_1TH
 

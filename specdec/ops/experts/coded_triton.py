@@ -30,7 +30,7 @@ from specdec.ops.experts.codes import scales_form
 from specdec.ops.experts.convert_triton import LARGE, convert_4, convert_8, enlarged
 from specdec.ops.experts.tiles import MOST_READ
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_triton import _prefetch
+from specdec.ops.products.linear_triton import prefetch
 from specdec.ops.products.stacked_triton import rows_of_expert
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def coded_experts_kernel(
     codes_O = codes + row_O * J
     if READS_EARLY:
         ahead = tl.arange(0, AHEAD // 128) * 64
-        _prefetch(codes_O[:, None] + ahead[None, :], ((r >= 0) & works)[:, None] & (ahead < J)[None, :])
+        prefetch(codes_O[:, None] + ahead[None, :], ((r >= 0) & works)[:, None] & (ahead < J)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if works:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec.ops.quantised.linear_triton import _convert_4, _convert_8, _number_8
+from specdec.ops.quantised.linear_triton import value_of_8_bits, values_of_4_bits, values_of_8_bits
 
 LARGE = tl.constexpr(2.0**64)
 # Programs of the GPU for two words of codes in a register.  e4m3: the number * 2^-120.
@@ -42,7 +42,7 @@ def convert_4(c_OJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
             c_OJ, d_OJ = _number(word_OJ << 6, DTYPE), _number(fourth_OJ, DTYPE)
     else:
         none_O = tl.zeros([c_OJ.shape[0]], tl.float32)
-        a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, none_O, none_O, KIND, False, ASM, DTYPE)
+        a_OJ, b_OJ, c_OJ, d_OJ = values_of_4_bits(c_OJ, none_O, none_O, KIND, False, ASM, DTYPE)
     return a_OJ, b_OJ, c_OJ, d_OJ
 
 
@@ -54,9 +54,9 @@ def convert_8(c_OJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
             E4M3_ASM, "=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     elif KIND == "e4m3":
-        a_OJ, b_OJ = _number_8(c_OJ, KIND, DTYPE), _number_8(c_OJ >> 8, KIND, DTYPE)
+        a_OJ, b_OJ = value_of_8_bits(c_OJ, KIND, DTYPE), value_of_8_bits(c_OJ >> 8, KIND, DTYPE)
     else:
-        a_OJ, b_OJ = _convert_8(c_OJ, tl.zeros([c_OJ.shape[0]], tl.float32), KIND, False, ASM, DTYPE)
+        a_OJ, b_OJ = values_of_8_bits(c_OJ, tl.zeros([c_OJ.shape[0]], tl.float32), KIND, False, ASM, DTYPE)
     return a_OJ, b_OJ
 
 

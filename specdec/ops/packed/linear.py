@@ -17,8 +17,8 @@ from specdec.ops.packed.tiles import packed_tiles
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.linear import gated_linear, linear, linear_terms, tma_reads
 from specdec.ops.products.numerics import Numerics
+from specdec.ops.products.terms import Terms
 from specdec.ops.quantised.tiles import HopperTiles
-from specdec.ops.terms import Terms
 
 
 def packed_linear(x_TI: Tensor, weight_OI: Tensor, packed: Packed, bias_O: Tensor | None, numerics: Numerics) -> Tensor:

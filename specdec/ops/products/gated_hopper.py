@@ -16,7 +16,6 @@ Shapes: T rows, I in, O out; the weight has 2 * O rows: gate rows first, then up
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import triton
@@ -32,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specdec.ops.products.linear_hopper import _barrier, _fetch
+from specdec.ops.hopper import barrier, tma_layout, tma_load, tma_store
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
 GROUP = 64  # rows of x that one group of four warps multiplies, of which there are two
 TOGETHER = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
 REGISTERS, FETCHER_REGISTERS = 240, 24  # of a thread of a group that multiplies, and of the group that asks for tiles
-
-# Gluon renamed this function between Triton 3.6 and 3.9.
-_put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -77,8 +73,8 @@ def _load(
         for k in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(full.index(slot), BYTES)
-            _fetch(w_tiles, [0, o * OUTS, k * BLOCK_I], full.index(slot), w_smem.index(slot))
-            _fetch(x_tiles, [t * ROWS, k * BLOCK_I], full.index(slot), x_smem.index(slot))
+            tma_load(w_tiles, [0, o * OUTS, k * BLOCK_I], full.index(slot), w_smem.index(slot))
+            tma_load(x_tiles, [t * ROWS, k * BLOCK_I], full.index(slot), x_smem.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -121,11 +117,11 @@ def _multiply(
             up += gl.load(bias + O + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
         out = (gate / (1 + gl.exp(-gate)) * up).to(dtype)
         tma.store_wait(0)
-        _barrier()  # the copy engine has read the tile before
+        barrier()  # the copy engine has read the tile before
         mine.store(out)
         fence_async_shared()
-        _barrier()
-        _put(y_tiles, [(t * 2 + WHICH) * GROUP, o * OUTS], mine)
+        barrier()
+        tma_store(y_tiles, [(t * 2 + WHICH) * GROUP, o * OUTS], mine)
     tma.store_wait(0)
 
 
@@ -180,17 +176,11 @@ def launch_gated_hopper(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, 
     y_TO = x_TI.new_empty(T, O)
     number = triton.cdiv(T, tiles.block_t) * triton.cdiv(O, outs)
     gated_linear_kernel[(min(programs, number),)](
-        TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], _layout(2)),
-        TensorDescriptor(weight_OI, [2, O, I], [O * I, I, 1], [2, outs, tiles.block_i], _layout(3)),
-        TensorDescriptor(y_TO, [T, O], [O, 1], [GROUP, outs], _layout(2)),
+        TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], tma_layout(2)),
+        TensorDescriptor(weight_OI, [2, O, I], [O * I, I, 1], [2, outs, tiles.block_i], tma_layout(3)),
+        TensorDescriptor(y_TO, [T, O], [O, 1], [GROUP, outs], tma_layout(2)),
         weight_OI if bias_O is None else bias_O, T, O, I,
         GROUP=GROUP, OUTS=outs, BLOCK_I=tiles.block_i, STAGES=tiles.stages, TOGETHER=TOGETHER,
         REGISTERS=REGISTERS, FETCHER=FETCHER_REGISTERS, HAS_BIAS=bias_O is not None, num_warps=tiles.warps,
     )  # fmt: skip
     return y_TO
-
-
-@cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """How tiles lie in shared memory: rows of 128 bytes, as the tensor cores read them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)

@@ -22,8 +22,8 @@ from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.operator import define, is_traced, use_operator
 from specdec.ops.products.gpus import H100, match_of
 from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.terms import Terms
 from specdec.ops.products.tiles import FEW, ProductTiles
-from specdec.ops.terms import Terms
 from specdec.ops.tuned.here import tuned_table
 
 

@@ -15,7 +15,6 @@ Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F ro
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +22,10 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_layout, tma_load
 from specdec.ops.launch import chained
 from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
 from specdec.ops.products.tiles import two_parts
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 TOGETHER = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
 EIGHT = 8  # rows of the gate that alternate with as many of up
-
-# Gluon renamed these functions between Triton 3.6 and 3.9.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
@@ -88,15 +84,15 @@ def hopper_linear_kernel(
     for s in gl.static_range(STAGES):
         at = (low + s) * BLOCK_I
         mbarrier.expect(full.index(s), BYTES, pred=s < steps)
-        _fetch(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(s), w_smem.index(s), pred=s < steps)
+        tma_load(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(s), w_smem.index(s), pred=s < steps)
     if PDL:
-        _wait_for_the_kernel_in_front()
-        _let_the_next_kernel_start()
+        gdc_wait()
+        gdc_launch_dependents()
     for s in gl.static_range(STAGES):
         at = (low + s) * BLOCK_I
-        _fetch(x_low, [first_t, at], full.index(s), low_smem.index(s), pred=s < steps)
+        tma_load(x_low, [first_t, at], full.index(s), low_smem.index(s), pred=s < steps)
         if HIGH > 0:
-            _fetch(x_high, [first_t + LOW, at], full.index(s), high_smem.index(s), pred=s < steps)
+            tma_load(x_high, [first_t + LOW, at], full.index(s), high_smem.index(s), pred=s < steps)
 
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     low_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, LOW, 16])
@@ -116,17 +112,17 @@ def hopper_linear_kernel(
             acc = warpgroup_mma_wait(2 * LAG, deps=(acc,))
         else:
             acc = warpgroup_mma_wait(LAG, deps=(acc,))
-        _barrier()  # all warps have read the stage that is filled again
+        barrier()  # all warps have read the stage that is filled again
         free = slot - LAG
         if free < 0:
             free += STAGES
         more = (k >= LAG) & (k - LAG + STAGES < steps)
         at = (low + k - LAG + STAGES) * BLOCK_I
         mbarrier.expect(full.index(free), BYTES, pred=more)
-        _fetch(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(free), w_smem.index(free), pred=more)
-        _fetch(x_low, [first_t, at], full.index(free), low_smem.index(free), pred=more)
+        tma_load(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(free), w_smem.index(free), pred=more)
+        tma_load(x_low, [first_t, at], full.index(free), low_smem.index(free), pred=more)
         if HIGH > 0:
-            _fetch(x_high, [first_t + LOW, at], full.index(free), high_smem.index(free), pred=more)
+            tma_load(x_high, [first_t + LOW, at], full.index(free), high_smem.index(free), pred=more)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -139,37 +135,27 @@ def hopper_linear_kernel(
     if LEAVES:
         y += split.to(gl.int64) * T * O
     if SPLITS == 1 or LEAVES:
-        _finish(acc, low_layout, bias, y, tile, first_t, T, O, split == 0, LOW, BLOCK_O, PARTS, HAS_BIAS)
+        store_product(acc, low_layout, bias, y, tile, first_t, T, O, split == 0, LOW, BLOCK_O, PARTS, HAS_BIAS)
         if HIGH > 0:
-            _finish(acc_high, high_layout, bias, y, tile, first_t + LOW, T, O, split == 0, HIGH, BLOCK_O, PARTS, HAS_BIAS)
+            store_product(acc_high, high_layout, bias, y, tile, first_t + LOW, T, O, split == 0, HIGH, BLOCK_O, PARTS, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: gl.constexpr = BLOCK_O * ROWS
         mine = partials + tile.to(gl.int64) * (SPLITS * SIZE)
-        gl.store(mine + split * SIZE + _cells(low_layout, 0, LOW, BLOCK_O, ROWS), acc)
+        gl.store(mine + split * SIZE + partial_cells(low_layout, 0, LOW, BLOCK_O, ROWS), acc)
         if HIGH > 0:
-            gl.store(mine + split * SIZE + _cells(high_layout, LOW, HIGH, BLOCK_O, ROWS), acc_high)
-        _barrier()  # all of this program's stores before its arrival
+            gl.store(mine + split * SIZE + partial_cells(high_layout, LOW, HIGH, BLOCK_O, ROWS), acc_high)
+        barrier()  # all of this program's stores before its arrival
         if gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrivals + tile, 0)
             acc = _summed(mine, low_layout, 0, LOW, ROWS, BLOCK_O, SPLITS)
-            _finish(acc, low_layout, bias, y, tile, 0, T, O, True, LOW, BLOCK_O, PARTS, HAS_BIAS)
+            store_product(acc, low_layout, bias, y, tile, 0, T, O, True, LOW, BLOCK_O, PARTS, HAS_BIAS)
             if HIGH > 0:
                 acc_high = _summed(mine, high_layout, LOW, HIGH, ROWS, BLOCK_O, SPLITS)
-                _finish(acc_high, high_layout, bias, y, tile, LOW, T, O, True, HIGH, BLOCK_O, PARTS, HAS_BIAS)
+                store_product(acc_high, high_layout, bias, y, tile, LOW, T, O, True, HIGH, BLOCK_O, PARTS, HAS_BIAS)
 
 
 @gluon.jit
-def _wait_for_the_kernel_in_front():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _let_the_next_kernel_start():
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _cells(layout: gl.constexpr, first_t: gl.constexpr, N: gl.constexpr, BLOCK_O: gl.constexpr, ROWS: gl.constexpr):
+def partial_cells(layout: gl.constexpr, first_t: gl.constexpr, N: gl.constexpr, BLOCK_O: gl.constexpr, ROWS: gl.constexpr):
     """Where N rows of a partial result lie."""
     r = gl.arange(0, BLOCK_O, gl.SliceLayout(1, layout))
     t = first_t + gl.arange(0, N, gl.SliceLayout(0, layout))
@@ -183,7 +169,7 @@ def _summed(
 ):  # fmt: skip
     """The sum over splits.  Loads come from L2 (.cg), since this SM's L1 may hold old data."""
     acc = gl.zeros([BLOCK_O, N], gl.float32, layout)
-    cell = _cells(layout, first_t, N, BLOCK_O, ROWS)
+    cell = partial_cells(layout, first_t, N, BLOCK_O, ROWS)
     if N <= 32:  # all loads at once
         for s in gl.static_range(SPLITS):
             acc += gl.load(mine + s * (BLOCK_O * ROWS) + cell, cache_modifier=".cg")
@@ -200,7 +186,7 @@ def _pair(value, N: gl.constexpr, BLOCK_O: gl.constexpr):
 
 
 @gluon.jit
-def _finish(
+def store_product(
     acc, layout: gl.constexpr, bias, y, tile, first_t, T, O, has_bias,
     N: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -257,7 +243,7 @@ def launch_hopper_linear(
 
 def _rows_of(x_TI: Tensor, rows: int, tiles: ProductTiles) -> TensorDescriptor:
     """The copy engine's descriptor of tiles of `rows` rows of x."""
-    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, tiles.block_i], _layout(2))
+    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, tiles.block_i], tma_layout(2))
 
 
 def _groups_of(weight_OI: Tensor, parts: int, tiles: ProductTiles) -> TensorDescriptor:
@@ -265,10 +251,4 @@ def _groups_of(weight_OI: Tensor, parts: int, tiles: ProductTiles) -> TensorDesc
     rows, I = weight_OI.shape
     O, groups = rows // parts, tiles.block_o // parts // EIGHT
     shape, strides = [O // EIGHT, parts, EIGHT, I], [EIGHT * I, O * I, I, 1]
-    return TensorDescriptor(weight_OI, shape, strides, [groups, parts, EIGHT, tiles.block_i], _layout(4))
-
-
-@cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """How tiles lie in shared memory: rows of 128 bytes, as the tensor cores read them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+    return TensorDescriptor(weight_OI, shape, strides, [groups, parts, EIGHT, tiles.block_i], tma_layout(4))

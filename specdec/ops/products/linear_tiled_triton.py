@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_wide_triton import _finish_pair
+from specdec.ops.products.linear_wide_triton import store_pair
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -63,7 +63,7 @@ def tiled_linear_kernel(
         b_sum += b_HT
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    _finish_pair(a_sum, b_sum, bias, y, a, first_t, T, O, BLOCK_T, HALF, GATED, HAS_BIAS)
+    store_pair(a_sum, b_sum, bias, y, a, first_t, T, O, BLOCK_T, HALF, GATED, HAS_BIAS)
 
 
 def launch_tiled_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:

@@ -63,7 +63,7 @@ def linear_kernel(
     if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
         ahead = low + tl.arange(0, AHEAD // LINE) * LINE
-        _prefetch(weight_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < high)[None, :])
+        prefetch(weight_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < high)[None, :])
         tl.extra.cuda.gdc_wait()
 
     t = tl.arange(0, BLOCK_T)
@@ -87,7 +87,7 @@ def linear_kernel(
         acc_OT = tl.dot(w_OI, tl.trans(x_TI), acc_OT, input_precision="ieee")
 
     if SPLITS == 1:
-        _finish(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+        store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: tl.constexpr = BLOCK_O * BLOCK_T
         cell_OT = r[:, None] * BLOCK_T + t[None, :]
@@ -101,11 +101,11 @@ def linear_kernel(
                 acc_OT += tl.load(
                     mine + s * SIZE + cell_OT, cache_modifier=".cg"
                 )  # .cg: from L2, since this SM's L1 may hold old data
-            _finish(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+            store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
 
 
 @triton.jit
-def _prefetch(at, ok):
+def prefetch(at, ok):
     """Asks L2 for the 128 bytes around each address, and returns at once."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
@@ -114,7 +114,7 @@ def _prefetch(at, ok):
 
 
 @triton.jit
-def _finish(
+def store_product(
     acc_OT, bias, y, T, O, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """Adds the bias, applies SiLU-mul if gated, rounds once and stores."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_triton import _prefetch
+from specdec.ops.products.linear_triton import prefetch
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -73,9 +73,9 @@ def wide_linear_kernel(
             a_high = tl.dot(a_HI, high_IT, a_high, input_precision="ieee")
             b_high = tl.dot(b_HI, high_IT, b_high, input_precision="ieee")
 
-    _finish_pair(a_low, b_low, bias, y, a, 0, T, O, LOW, HALF, GATED, HAS_BIAS)
+    store_pair(a_low, b_low, bias, y, a, 0, T, O, LOW, HALF, GATED, HAS_BIAS)
     if HIGH > 0:
-        _finish_pair(a_high, b_high, bias, y, a, LOW, T, O, HIGH, HALF, GATED, HAS_BIAS)
+        store_pair(a_high, b_high, bias, y, a, LOW, T, O, HIGH, HALF, GATED, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -104,9 +104,9 @@ def x_first_linear_kernel(
         low = tl.dot(x_low.load([0, k]), w_IR, low, input_precision="ieee")
         high = tl.dot(x_high.load([LOW, k]), w_IR, high, input_precision="ieee")
     a_low, b_low = tl.split(tl.permute(tl.reshape(low, [LOW, 2, HALF]), (2, 0, 1)))
-    _finish_pair(a_low, b_low, bias, y, a, 0, T, O, LOW, HALF, GATED, HAS_BIAS)
+    store_pair(a_low, b_low, bias, y, a, 0, T, O, LOW, HALF, GATED, HAS_BIAS)
     a_high, b_high = tl.split(tl.permute(tl.reshape(high, [HIGH, 2, HALF]), (2, 0, 1)))
-    _finish_pair(a_high, b_high, bias, y, a, LOW, T, O, HIGH, HALF, GATED, HAS_BIAS)
+    store_pair(a_high, b_high, bias, y, a, LOW, T, O, HIGH, HALF, GATED, HAS_BIAS)
 
 
 @triton.jit
@@ -116,12 +116,12 @@ def _ask_for_rows(weight, a, b, O, I, HALF: tl.constexpr, GATED: tl.constexpr, A
     row = a + tl.arange(0, HALF)
     ahead = tl.arange(0, AHEAD // LINE) * LINE
     at = weight + row.to(tl.int64)[:, None] * I + ahead[None, :]
-    _prefetch(at, (row < O)[:, None] & (ahead < I)[None, :])
-    _prefetch(at + (b - a).to(tl.int64) * I, (row + (0 if GATED else HALF) < O)[:, None] & (ahead < I)[None, :])
+    prefetch(at, (row < O)[:, None] & (ahead < I)[None, :])
+    prefetch(at + (b - a).to(tl.int64) * I, (row + (0 if GATED else HALF) < O)[:, None] & (ahead < I)[None, :])
 
 
 @triton.jit
-def _finish_pair(
+def store_pair(
     a_HT, b_HT, bias, y, first, first_t, T, O,
     ROWS: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.quantised.codes import TILE, codes_a_word
-from specdec.ops.quantised.linear_triton import _convert_4, _convert_8
+from specdec.ops.quantised.linear_triton import values_of_4_bits, values_of_8_bits
 
 if TYPE_CHECKING:
     from specdec.ops.quantised.codes import Codes
@@ -44,7 +44,7 @@ def dequantise_kernel(
     RUN: tl.constexpr = 64 if KIND == "int4" or KIND == "e2m1" else 32
     i_R = run_R * RUN
     if RUN == 64:
-        a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, none_O, none_O, KIND, False, False, tl.float32)
+        a_OJ, b_OJ, c_OJ, d_OJ = values_of_4_bits(c_OJ, none_O, none_O, KIND, False, False, tl.float32)
         a_ORw = _scaled(a_OJ, i_R, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         b_ORw = _scaled(b_OJ, i_R + 16, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         c_ORw = _scaled(c_OJ, i_R + 32, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
@@ -52,7 +52,7 @@ def dequantise_kernel(
         all_ORwlh = tl.join(tl.join(a_ORw, b_ORw), tl.join(c_ORw, d_ORw))
         w_OI = tl.reshape(tl.permute(all_ORwlh, (0, 1, 4, 3, 2)), [BLOCK_O, RUNS * RUN])
     else:
-        a_OJ, b_OJ = _convert_8(c_OJ, none_O, KIND, False, False, tl.float32)
+        a_OJ, b_OJ = values_of_8_bits(c_OJ, none_O, KIND, False, False, tl.float32)
         a_ORw = _scaled(a_OJ, i_R, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         b_ORw = _scaled(b_OJ, i_R + 16, scales_O, zeros_O, ok_O, I, GROUP, HAS_ZEROS, RUNS).to(dtype)
         w_OI = tl.reshape(tl.permute(tl.join(a_ORw, b_ORw), (0, 1, 3, 2)), [BLOCK_O, RUNS * RUN])

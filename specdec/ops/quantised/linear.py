@@ -17,10 +17,10 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.linear import silu_mul, tma_reads
+from specdec.ops.products.terms import Terms
 from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, dequantise
 from specdec.ops.quantised.tiles import HopperTiles, hopper_tiles, quantised_tiles
-from specdec.ops.terms import Terms
 
 
 def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor:

@@ -24,15 +24,14 @@ row of codes, G groups of a row.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from specdec.ops.hopper import tma_layout
 from specdec.ops.launch import chained
 from specdec.ops.packed.packing import WIDTH, Packed
 from specdec.ops.products.linear_hopper import EIGHT
@@ -131,7 +130,7 @@ def _launch_sliced(
     highs = _slices_of(of.high_OJ, 32, parts, tiles.block_o, slices) if of.kind == "packed" else codes
     shape, strides = [of.a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
     block = [of.a_word, slices, tiles.block_t, 64]
-    x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, _layout(64, 4))
+    x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, tma_layout(4))
     quantised_sliced_kernel[grid](
         x_TI, x_tiles, codes, highs, *others, SLICES=slices, num_warps=tiles.warps,
         STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0, **common,
@@ -163,7 +162,7 @@ def _launch_wide(
 
 def _columns_of(x_TI: Tensor, rows: int, block_i: int) -> TensorDescriptor:
     """The copy engine's descriptor of tiles of x."""
-    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, block_i], _layout(64, 2))
+    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, block_i], tma_layout(2))
 
 
 def _codes_of(words_OJ: Tensor, parts: int, block_o: int, block_j: int) -> TensorDescriptor:
@@ -171,7 +170,7 @@ def _codes_of(words_OJ: Tensor, parts: int, block_o: int, block_j: int) -> Tenso
     rows, J = words_OJ.shape
     O, groups = rows // parts, block_o // parts // EIGHT
     shape, strides = [O // EIGHT, parts, EIGHT, J], [EIGHT * J, O * J, J, 1]
-    return TensorDescriptor(words_OJ, shape, strides, [groups, parts, EIGHT, block_j], _layout(block_j, 4))
+    return TensorDescriptor(words_OJ, shape, strides, [groups, parts, EIGHT, block_j], tma_layout(4, block_j))
 
 
 def _slices_of(words_OJ: Tensor, width: int, parts: int, block_o: int, slices: int) -> TensorDescriptor:
@@ -179,10 +178,4 @@ def _slices_of(words_OJ: Tensor, width: int, parts: int, block_o: int, slices: i
     rows, J = words_OJ.shape
     O, groups = rows // parts, block_o // parts // EIGHT
     shape, strides = [J // width, O // EIGHT, parts, EIGHT, width], [width, EIGHT * J, O * J, J, 1]
-    return TensorDescriptor(words_OJ, shape, strides, [slices, groups, parts, EIGHT, width], _layout(width, 5))
-
-
-@cache
-def _layout(width: int, rank: int) -> gl.NVMMASharedLayout:
-    """How tiles of 16 bits lie in shared memory: rows of at most 128 bytes, swizzled so that 8 of them are read at once."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=rank)
+    return TensorDescriptor(words_OJ, shape, strides, [slices, groups, parts, EIGHT, width], tma_layout(5, width))

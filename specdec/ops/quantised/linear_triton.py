@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_triton import ARRIVALS, _finish, _prefetch, arrivals_of
+from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of, prefetch, store_product
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -96,7 +96,7 @@ def quantised_linear_kernel(
     codes_O = codes + row_O * J
     if PDL:
         ahead = low // TILES + tl.arange(0, AHEAD // 128) * 64
-        _prefetch(codes_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < tl.cdiv(high, TILES))[None, :])
+        prefetch(codes_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < tl.cdiv(high, TILES))[None, :])
         tl.extra.cuda.gdc_wait()
 
     first_t = tl.program_id(2) * BLOCK_T
@@ -135,11 +135,11 @@ def quantised_linear_kernel(
                 d_TJ = _columns(x_T, at_I + 48, ok_T, high, EVEN_I)
                 if HAS_ZEROS and GROUP > 0 and GROUP < RUN:
                     other_O = tl.load(zeros_O + tl.minimum(at + GROUP, high - 1) // GROUP).to(tl.float32)
-                    a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, zero_O, other_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
+                    a_OJ, b_OJ, c_OJ, d_OJ = values_of_4_bits(c_OJ, zero_O, other_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
                 else:
-                    a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, zero_O, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
+                    a_OJ, b_OJ, c_OJ, d_OJ = values_of_4_bits(c_OJ, zero_O, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
             else:
-                a_OJ, b_OJ = _convert_8(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
+                a_OJ, b_OJ = values_of_8_bits(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
             if GROUP == 0:
                 acc_OT = tl.dot(a_OJ, tl.trans(a_TJ), acc_OT, input_precision="ieee")
                 acc_OT = tl.dot(b_OJ, tl.trans(b_TJ), acc_OT, input_precision="ieee")
@@ -177,7 +177,7 @@ def quantised_linear_kernel(
     if GROUP == 0:
         acc_OT *= tl.load(scales_O).to(tl.float32)[:, None]
     if SPLITS == 1:
-        _finish(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+        store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: tl.constexpr = BLOCK_O * BLOCK_T
         cell_OT = r[:, None] * BLOCK_T + t[None, :]
@@ -189,7 +189,7 @@ def quantised_linear_kernel(
             acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
             for s in tl.static_range(SPLITS):
                 acc_OT += tl.load(mine + s * SIZE + cell_OT, cache_modifier=".cg")  # from L2, as linear_kernel does
-            _finish(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+            store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _scale(scales_O, column, high, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _convert_8(c_OJ, zero_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+def values_of_8_bits(c_OJ, zero_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
     """Words of two codes of 8 bits as two tiles of numbers.  ASM: to bfloat16, two words at a time."""
     if ASM:
         PROGRAM: tl.constexpr = E4M3_ASM if KIND == "e4m3" else INT8_ASM
@@ -214,14 +214,14 @@ def _convert_8(c_OJ, zero_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: t
             PROGRAM, "=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
-        a_OJ, b_OJ = _number_8(c_OJ, KIND, DTYPE), _number_8(c_OJ >> 8, KIND, DTYPE)
+        a_OJ, b_OJ = value_of_8_bits(c_OJ, KIND, DTYPE), value_of_8_bits(c_OJ >> 8, KIND, DTYPE)
     if HAS_ZEROS:
         a_OJ, b_OJ = a_OJ - zero_O.to(DTYPE)[:, None], b_OJ - zero_O.to(DTYPE)[:, None]
     return a_OJ, b_OJ
 
 
 @triton.jit
-def _number_8(word_OJ, KIND: tl.constexpr, DTYPE: tl.constexpr):
+def value_of_8_bits(word_OJ, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """The number of the code in the lowest 8 bits."""
     code_OJ = word_OJ.to(tl.int32)
     if KIND == "e4m3":
@@ -231,7 +231,9 @@ def _number_8(word_OJ, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _convert_4(c_OJ, zero_O, other_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+def values_of_4_bits(
+    c_OJ, zero_O, other_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr
+):
     """Words of four codes of 4 bits as four tiles of numbers.  ASM: to bfloat16, two words at a time.
 
     zero_O, other_O: the zeros of the first two tiles and of the last two.
@@ -250,13 +252,13 @@ def _convert_4(c_OJ, zero_O, other_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexp
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
             )  # fmt: skip
     else:
-        a_OJ, b_OJ = _number_4(c_OJ, zero_O, KIND, DTYPE), _number_4(c_OJ >> 4, zero_O, KIND, DTYPE)
-        c_OJ, d_OJ = _number_4(c_OJ >> 8, other_O, KIND, DTYPE), _number_4(c_OJ >> 12, other_O, KIND, DTYPE)
+        a_OJ, b_OJ = value_of_4_bits(c_OJ, zero_O, KIND, DTYPE), value_of_4_bits(c_OJ >> 4, zero_O, KIND, DTYPE)
+        c_OJ, d_OJ = value_of_4_bits(c_OJ >> 8, other_O, KIND, DTYPE), value_of_4_bits(c_OJ >> 12, other_O, KIND, DTYPE)
     return a_OJ, b_OJ, c_OJ, d_OJ
 
 
 @triton.jit
-def _number_4(word_OJ, zero_O, KIND: tl.constexpr, DTYPE: tl.constexpr):
+def value_of_4_bits(word_OJ, zero_O, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """The number of the code in the lowest 4 bits."""
     code_OJ = word_OJ.to(tl.int32)
     if KIND == "e2m1":

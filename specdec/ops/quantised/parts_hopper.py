@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from specdec.ops.products.linear_hopper import _barrier, _cells, _finish
+from specdec.ops.hopper import barrier
+from specdec.ops.products.linear_hopper import partial_cells, store_product
 from specdec.ops.quantised.linear_triton import E2M1_ASM, E4M3_ASM, INT4_ASM, INT8_ASM
 
 
@@ -28,7 +29,7 @@ def whole_row(x, smem, low, I, A_WORD: gl.constexpr, SLICES: gl.constexpr, num_w
         async_copy.async_copy_global_to_shared(smem.index(n), x + column, mask=column < I, cache_modifier=".cg")
     async_copy.commit_group()
     async_copy.wait_group(0)
-    _barrier()
+    barrier()
     return smem._reinterpret(
         gl.bfloat16, [TIMES * AT_ONCE // (64 * SLICES), SLICES, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
@@ -61,13 +62,13 @@ def complete(
     if LEAVES:
         y += split.to(gl.int64) * T * O
     if SPLITS == 1 or LEAVES:
-        _finish(acc, layout, bias, y, tile, first_t, T, O, split == 0, ROWS, BLOCK_O, PARTS, HAS_BIAS)
+        store_product(acc, layout, bias, y, tile, first_t, T, O, split == 0, ROWS, BLOCK_O, PARTS, HAS_BIAS)
     else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: gl.constexpr = BLOCK_O * ROWS
         mine = partials + counted.to(gl.int64) * (SPLITS * SIZE)
-        cell = _cells(layout, 0, ROWS, BLOCK_O, ROWS)
+        cell = partial_cells(layout, 0, ROWS, BLOCK_O, ROWS)
         gl.store(mine + split * SIZE + cell, acc)
-        _barrier()  # all of this program's stores before its arrival
+        barrier()  # all of this program's stores before its arrival
         if gl.atomic_add(arrivals + counted, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrivals + counted, 0)
             acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
@@ -77,7 +78,7 @@ def complete(
             else:  # all loads at once would need too many registers
                 for s in range(SPLITS):
                     acc += gl.load(mine + s * SIZE + cell, cache_modifier=".cg")
-            _finish(acc, layout, bias, y, tile, first_t, T, O, True, ROWS, BLOCK_O, PARTS, HAS_BIAS)
+            store_product(acc, layout, bias, y, tile, first_t, T, O, True, ROWS, BLOCK_O, PARTS, HAS_BIAS)
 
 
 @gluon.jit

@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_load
 from specdec.ops.packed.numbers_hopper import bases_of_rows, far_products, far_rows, numbers_of_packed
-from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 from specdec.ops.quantised.parts_hopper import (
     columns_of,
     complete,
@@ -82,7 +82,7 @@ def quantised_sliced_kernel(
         mbarrier.init(empty.index(s), count=1)
         if not ONE:
             mbarrier.init(full_x.index(s), count=1)
-    _barrier()
+    barrier()
     twos: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
     w_cubes = w_smem._reinterpret(gl.int32, [STAGES, SLICES, BLOCK_O, 32], twos)
     h_cubes = w_cubes
@@ -121,8 +121,8 @@ def load(
             _load_codes(code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + s, s, BLOCK_O, SLICES, PARTS, PACKED)
     if ROWS > 1:
         if PDL:
-            _wait_for_the_kernel_in_front()
-            _let_the_next_kernel_start()
+            gdc_wait()
+            gdc_launch_dependents()
         for s in gl.static_range(STAGES):
             if s < steps:
                 _load_columns(x_tiles, x_smem, full_x, low + s, s, A_WORD, ROWS, SLICES)
@@ -145,15 +145,15 @@ def _load_codes(
     PARTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(full_w.index(slot), SLICES * BLOCK_O * (192 if PACKED else 128))
-    _fetch(code_tiles, [step * SLICES, tile * (BLOCK_O // PARTS // 8), 0, 0, 0], full_w.index(slot), w_smem.index(slot))
+    tma_load(code_tiles, [step * SLICES, tile * (BLOCK_O // PARTS // 8), 0, 0, 0], full_w.index(slot), w_smem.index(slot))
     if PACKED:
-        _fetch(high_tiles, [step * SLICES, tile * (BLOCK_O // PARTS // 8), 0, 0, 0], full_w.index(slot), h_smem.index(slot))
+        tma_load(high_tiles, [step * SLICES, tile * (BLOCK_O // PARTS // 8), 0, 0, 0], full_w.index(slot), h_smem.index(slot))
 
 
 @gluon.jit
 def _load_columns(x_tiles, x_smem, full_x, step, slot, A_WORD: gl.constexpr, ROWS: gl.constexpr, SLICES: gl.constexpr):
     mbarrier.expect(full_x.index(slot), A_WORD * SLICES * ROWS * 128)
-    _fetch(x_tiles, [0, step * SLICES, 0, 0], full_x.index(slot), x_smem.index(slot))
+    tma_load(x_tiles, [0, step * SLICES, 0, 0], full_x.index(slot), x_smem.index(slot))
 
 
 @gluon.jit
@@ -193,12 +193,12 @@ def multiply(
     highs = h_cubes.index(0).load(pairs) if KIND == "packed" else 0
     if ONE:
         if PDL:
-            _wait_for_the_kernel_in_front()
-            _let_the_next_kernel_start()
+            gdc_wait()
+            gdc_launch_dependents()
         x_places = whole_row(x, x_smem, low, I, A_WORD, SLICES, WARPS)
     else:
         if PDL and KIND == "packed":
-            _wait_for_the_kernel_in_front()
+            gdc_wait()
         cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         x_places = x_smem._reinterpret(gl.bfloat16, [STAGES * A_WORD, SLICES, ROWS, 64], cube)
     if KIND == "packed":

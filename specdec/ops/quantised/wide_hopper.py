@@ -22,8 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_load
 from specdec.ops.packed.numbers_hopper import bases_of_rows, far_products, far_rows, numbers_of_packed
-from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 from specdec.ops.quantised.parts_hopper import complete, numbers_of, of_groups, rows_of_groups, scales_of_rows
 
 
@@ -89,7 +89,7 @@ def quantised_hopper_kernel(
     sums = summed
     if TURNS > 1:
         sums = gl.allocate_shared_memory(gl.float32, [BLOCK_O, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    _barrier()
+    barrier()
     flat: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128 if BLOCK_J >= 64 else 2 * BLOCK_J, element_bitwidth=16, rank=2
     )
@@ -151,8 +151,8 @@ def load(
                 code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + s, s, BLOCK_O, BLOCK_J, TILES, PARTS, PACKED
             )
     if PDL:
-        _wait_for_the_kernel_in_front()
-        _let_the_next_kernel_start()
+        gdc_wait()
+        gdc_launch_dependents()
     for s in gl.static_range(STAGES):
         if s < steps:
             _load_columns(x_tiles, more_tiles, columns, full_x, first_t, (low + s) * BLOCK_I, s, ROWS, MORE, BLOCK_I)
@@ -176,9 +176,9 @@ def _load_codes(
     mbarrier.expect(full_w.index(slot), TILES * BLOCK_O * BLOCK_J * (3 if PACKED else 2))
     for n in gl.static_range(TILES):
         row = (tile + n) * (BLOCK_O // PARTS // 8)
-        _fetch(code_tiles, [row, 0, 0, step * BLOCK_J], full_w.index(slot), w_smem.index(slot * TILES + n))
+        tma_load(code_tiles, [row, 0, 0, step * BLOCK_J], full_w.index(slot), w_smem.index(slot * TILES + n))
         if PACKED:
-            _fetch(high_tiles, [row, 0, 0, step * (BLOCK_J // 2)], full_w.index(slot), h_smem.index(slot * TILES + n))
+            tma_load(high_tiles, [row, 0, 0, step * (BLOCK_J // 2)], full_w.index(slot), h_smem.index(slot * TILES + n))
 
 
 @gluon.jit
@@ -186,9 +186,9 @@ def _load_columns(
     x_tiles, more_tiles, columns, full_x, first_t, i, slot, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCK_I: gl.constexpr
 ):  # fmt: skip
     mbarrier.expect(full_x.index(slot), (ROWS + MORE) * BLOCK_I * 2)
-    _fetch(x_tiles, [first_t, i], full_x.index(slot), columns[0].index(slot))
+    tma_load(x_tiles, [first_t, i], full_x.index(slot), columns[0].index(slot))
     if MORE > 0:
-        _fetch(more_tiles, [first_t + ROWS, i], full_x.index(slot), columns[1].index(slot))
+        tma_load(more_tiles, [first_t + ROWS, i], full_x.index(slot), columns[1].index(slot))
 
 
 @gluon.jit
@@ -231,7 +231,7 @@ def multiply(
     numbers = _half(w_tiles.index(at), h_tiles.index(at), 0, zero_low, base, KIND, HAS_ZEROS, HALF, A_WORD, layout)
     if KIND == "packed":
         if PDL:
-            _wait_for_the_kernel_in_front()
+            gdc_wait()
         acc = far_products(rows_of_far, x, stride_x, first_t, T, ROWS, layout)
     slot = FIRST
     phase = 0
@@ -266,7 +266,7 @@ def multiply(
 
     if FIRST > 0:
         sums.store(acc)
-        _barrier()
+        barrier()
         mbarrier.arrive(summed, count=1)
     else:
         if TURNS > 1:

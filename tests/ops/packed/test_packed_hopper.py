@@ -15,8 +15,8 @@ from specdec.ops.packed.packing import Packed, pack_weight
 from specdec.ops.packed.tiles import packed_tiles
 from specdec.ops.products.gpus import H100, H200, match_of
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
+from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.quantised.tiles import HopperTiles
-from specdec.ops.terms import Terms, added_up
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")]

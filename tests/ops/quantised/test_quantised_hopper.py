@@ -10,10 +10,10 @@ import torch
 from toolkit.codes import FORMATS, check_tiles, error, exact, random_weight
 from toolkit.kernels import DEVICE
 
+from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.quantised.codes import Kind, codes_a_word, pack
 from specdec.ops.quantised.linear import quantised_linear_terms
 from specdec.ops.quantised.tiles import FEW, MANY, MANY_PLAIN, SEEN, HopperTiles, hopper_tiles
-from specdec.ops.terms import Terms, added_up
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")

@@ -196,7 +196,8 @@ class Hooks:
 
     def use_grammars(self, grammars: Grammars) -> None:
         """Gives a decoder without a tokenizer grammars over one of their own."""
-        self.decoder.grammars = self._runner.grammars.grammars = grammars
+        self.decoder.grammars = grammars
+        self._runner.use_grammars(grammars)
 
     @contextmanager
     def watch_origins(self) -> Iterator[dict[Request, list[int]]]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec.ops.products import grouped
-from specdec.ops.products.grouped import has_grouped_product
+from specdec.ops.experts import grouped
+from specdec.ops.experts.grouped import has_grouped_product
 
 CASES = [  # dtype, (O, I), whether a CPU and whether a Hopper GPU runs it
     (torch.bfloat16, (24, 16), True, True),
