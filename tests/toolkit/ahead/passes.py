@@ -23,7 +23,7 @@ from specdec.attention.caches.int8_keys import Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
-from specdec.attention.caches.quant_cache import QuantLayout, QuantView
+from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, QuantLayout, QuantView
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout
 from specdec.attention.context.exchange import merged, packed
@@ -34,7 +34,7 @@ from specdec.attention.differential.subtract import Difference
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, SplitInputs
 from specdec.attention.invariant.backend import InvariantBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kinds import FULL, LayerKind, Scoring
+from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.latent.mla import store_latent
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.latent.upconvert_triton import launch_upconvert
@@ -109,6 +109,10 @@ def may_be_deterministic() -> bool:
     return torch.cuda.get_device_capability(here())[0] == 9
 
 
+def has_float8() -> bool:
+    return torch.cuda.get_device_capability(here()) >= FP8_LEAST_ARCHITECTURE
+
+
 # Products and norms.
 
 
@@ -137,7 +141,13 @@ def products() -> None:
 
 
 def quantised_products() -> None:
-    for kind, group, zeros in (("e4m3", 0, False), ("int8", 128, True), ("int4", 128, True), ("int4", 32, False), ("e2m1", 32, False)):
+    for kind, group, zeros in (
+        ("e4m3", 0, False),
+        ("int8", 128, True),
+        ("int4", 128, True),
+        ("int4", 32, False),
+        ("e2m1", 32, False),
+    ):
         for dtype in DTYPES[: 2 if kind == "int4" else 1]:
             for rows in (1, 6, 16, 60, 192, 2048):
                 for O, I, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True)):
@@ -205,7 +215,7 @@ def plans(kind: LayerKind, B: int) -> Iterator[tuple[AttentionPlan, int]]:
 
 
 def attend(
-    backend: Backend, layout: CacheLayout, kind: LayerKind, make: Callable[[int], LayerInputs], scoring: Scoring = Scoring()
+    backend: Backend, layout: CacheLayout, kind: LayerKind, make: Callable[[int], LayerInputs], scoring: Scoring = PLAIN
 ) -> None:
     """One layer in passes of every kind, for one sequence and for 32."""
     cache = KVCache(layout, (kind,), 1 << 16, device=here())
@@ -228,8 +238,9 @@ def heads_attention() -> None:
         plain, make = HeadsLayout(K, D, torch.bfloat16), heads(H, K, D)
         attend(triton, plain, FULL, make)
         attend(triton, plain, window, make, replace(capped, sinks_H=floats(H)))
-        attend(triton, QuantLayout("fp8", K, D, here()), FULL, make)
-        for rounds in (False, True):
+        if D >= 128 and has_float8():
+            attend(triton, QuantLayout("fp8", K, D, here()), FULL, make)
+        for rounds in (False, True) if D >= 128 else ():
             attend(triton, QuantLayout("int8", K, D, here(), int8_queries=rounds), FULL, make)
             attend(triton, Int8KeysLayout(K, D, torch.bfloat16, rounds), FULL, make)
         if may_be_deterministic():
@@ -267,24 +278,27 @@ class Latents(LayerInputs):
         raise NotImplementedError
 
 
+def latent_layouts() -> list[Any]:
+    """DeepSeek's."""
+    return [LatentLayout(512, 64, torch.bfloat16), *([Fp8LatentLayout(512, 64)] if has_float8() else [])]
+
+
 def latent_attention() -> None:
     """DeepSeek's latents with all heads and with a rank's, in 16 and in 8 bits."""
     scoring = Scoring(0.1)
     for heads in (128, 16):
-        for layout in (LatentLayout(512, 64, torch.bfloat16), Fp8LatentLayout(512, 64)):
+        for layout in latent_layouts():
             attend(TritonBackend(), layout, FULL, lambda T: Latents(T, heads), scoring)  # noqa: B023
         if may_be_deterministic():
             attend(InvariantBackend(), LatentLayout(512, 64, torch.bfloat16), FULL, lambda T: Latents(T, heads), scoring)  # noqa: B023
-    cache = KVCache(Fp8LatentLayout(512, 64), (FULL,), 1 << 16, device=here())
-    pages = PageTable(counts(2, 512), PAGE)
+    cache, pages = KVCache(latent_layouts()[-1], (FULL,), 1 << 16, device=here()), PageTable(counts(2, 512), PAGE)
     launch_upconvert(cache.view(0), pages, counts(2), counts(2), 4096, halves(8192, 576))  # type: ignore[arg-type]
 
 
 def sparse_attention() -> None:
     """DeepSeek-V3.2's indexer, and attention over the keys that it chose."""
     topk, J, I = 2048, 64, 128
-    latents = LatentLayout(512, 64, torch.bfloat16), Fp8LatentLayout(512, 64)
-    for latent in latents:
+    for latent in latent_layouts():
         view = KVCache(SparseLatentLayout(latent, I, torch.bfloat16), (FULL,), 1 << 16, device=here()).view(0)
         for plan, T in plans(FULL, 8):
             q_TJI, both, slots_T = halves(T, J, I), halves(T, I + J), ids(T)
@@ -311,7 +325,7 @@ def divided_attention() -> None:
 
 def caches_that_move() -> None:
     """What a commit does to a cache, and what rounds read of page tables."""
-    for layout in (HeadsLayout(8, 128, torch.bfloat16), QuantLayout("int8", 8, 128, here()), Fp8LatentLayout(512, 64)):
+    for layout in (HeadsLayout(8, 128, torch.bfloat16), QuantLayout("int8", 8, 128, here()), *latent_layouts()):
         cache = KVCache(layout, (FULL,) * 2, 1 << 16, device=here())
         cache.move(ids(8, 60), ids(8, 6))
         cache.move(ids(8, 60), ids(8, 6), targets_BE=ids(8, 6))
@@ -330,7 +344,7 @@ def flash_queries() -> None:
     """Queries of flash-attn 3 over a float8 cache."""
     from specdec.attention.flash.queries_triton import launch_float8_queries
 
-    for T, most in ((8, 1), (4096, 2048)):
+    for T, most in ((8, 1), (4096, 2048)) if has_float8() else ():
         launch_float8_queries(halves(T, 32, 128), counts(3), most, 8)
 
 
