@@ -3,6 +3,7 @@
 Run it in a process of its own, with the folder of tests on the path and without TRITON_INTERPRET:
 
     PYTHONPATH=tests python -P tests/toolkit/ahead/compile.py --gpus A10 "RTX 5090" --largest 1
+    PYTHONPATH=tests python -P tests/toolkit/ahead/compile.py --gpus H100 --kernels scan_kernel merge_kernel --hashes
 
 Prints a line of JSON for each compiled kernel: gpu, kernel, shared bytes, the GPU's limit, and a problem if there is one.
 `--hashes` prints each kernel's name and the digest of its PTX instead, sorted, without lines that only say where in a source
@@ -22,12 +23,13 @@ from toolkit.ahead.machine import GPUS, Gpu, Launch, code_hash, record
 from toolkit.ahead.passes import PASSES
 
 
-def launches_on(gpu: Gpu) -> dict[str, list[Launch]]:
-    """By kernel, the largest first."""
-    found: dict[str, dict[object, Launch]] = {}
+def launches_on(gpu: Gpu) -> dict[tuple[str, str], list[Launch]]:
+    """By kernel and the types of tensors that it reads, the largest first."""
+    found: dict[tuple[str, str], dict[object, Launch]] = {}
     for run in PASSES.values():
         for launch in record(gpu, run):
-            found.setdefault(launch.name, {}).setdefault(launch.key, launch)
+            types = " ".join(kind for kind in map(str, launch.signature.values()) if kind.startswith(("*", "tensordesc")))
+            found.setdefault((launch.name, types), {}).setdefault(launch.key, launch)
     return {name: sorted(each.values(), key=size, reverse=True) for name, each in sorted(found.items())}
 
 
@@ -56,18 +58,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=list(GPUS))
     parser.add_argument("--kernels", nargs="+", help="only these")
-    parser.add_argument("--largest", type=int, default=1000, help="of each kernel only so many, the largest ones")
+    parser.add_argument("--largest", type=int, default=1000, help="of each kernel and types only so many, the largest ones")
+    parser.add_argument("--once", action="store_true", help="each kernel for one set of types alone")
     parser.add_argument("--hashes", action="store_true")
     parser.add_argument("--names", action="store_true")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     knobs.compilation.disable_line_info = True
-    hashes = set()
+    hashes, seen = set(), set()
     for gpu in map(GPUS.__getitem__, asked.gpus):
-        for name, launches in launches_on(gpu).items():
+        for (name, _), launches in launches_on(gpu).items():
             if asked.names:
                 print(json.dumps({"gpu": gpu.name, "kernel": name, "module": launches[0].kernel.__module__}))
-            elif asked.kernels is None or name in asked.kernels:
+            elif (asked.kernels is None or name in asked.kernels) and not (asked.once and (gpu, name) in seen):
+                seen.add((gpu, name))
                 for launch in launches[: asked.largest]:
                     line = compiled(gpu, launch)
                     if not asked.hashes:
