@@ -25,7 +25,7 @@ from specdec.cli.flags import (
 from specdec.cli.terminal.output import check_files, console, say_plain, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SpecConfig
-from specdec.progress import Pace, show_progress
+from specdec.screen.progress import Pace, show_progress
 
 if TYPE_CHECKING:
     from specdec.bench.measurement import Measurement

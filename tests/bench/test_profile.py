@@ -20,8 +20,8 @@ from specdec.bench.byte_limit import READ_REPEATS, byte_limit, read_bandwidth
 from specdec.bench.kernels import MARKS, Span, kind_of, phases_of, short_name, split
 from specdec.bench.measurement import Measurement
 from specdec.bench.profile import Work, full_rounds, phases_ms, profile_work, rounds_in
-from specdec.bench.session import Session
 from specdec.bench.show.budget_report import print_budgets
+from specdec.session import Session
 
 SPEC = SpecConfig(3, 2, 6)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]

@@ -22,7 +22,7 @@ from specdec.loading.about.verdict import Gpu, Machine, Verdict, optional_rows, 
 from specdec.loading.resolve import resolve_device
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
-from specdec.ops.tuned.here import look
+from specdec.ops.products.tuned.here import look
 
 MORE = "more: specdec doctor --details (versions, settings, drafters, formats of weights), --table (what each backend can do)"
 
