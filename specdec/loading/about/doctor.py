@@ -74,7 +74,7 @@ def kernels_line(capability: tuple[int, int]) -> str:
     products = "products too" if capability >= PDL_FROM else "but for products, which cuBLAS computes below 9.0"
     kinds = [f"Triton's for any GPU, {products}"]
     if capability == (9, 0):
-        kinds.append("those for Hopper alone" if has_gluon() else "none of those for Hopper alone, which this Triton can't compile")
+        kinds.append("Hopper's own" if has_gluon() else "none of Hopper's own, because this Triton has no Gluon")
     at_least = ".".join(map(str, FP8_LEAST_ARCHITECTURE))
     kinds.append("float8" if capability >= FP8_LEAST_ARCHITECTURE else f"no float8, which takes {at_least}")
     return "; ".join(kinds)

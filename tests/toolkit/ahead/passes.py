@@ -57,18 +57,18 @@ from specdec.draft.tree.branches_triton import launch_fork
 from specdec.draft.tree.build_tree_triton import launch_best_nodes
 from specdec.draft.tree.expand import Beam, Candidates
 from specdec.draft.tree.expand_triton import launch_expand, launch_first_level
-from specdec.ops.experts.coded import CodedExperts, Form, Gate, coded_experts, runs_on_codes
-from specdec.ops.experts.codes import StackedCodes, step_bytes, steps_of
 from specdec.ops.noise.border import borders
 from specdec.ops.noise.floor import Filters
 from specdec.ops.noise.gumbel import Noise, gumbel_noise, perturb
 from specdec.ops.noise.sample import sampled_tokens
 from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
-from specdec.ops.products.linear import gated_linear, linear, linear_terms, silu_mul
+from specdec.ops.products.dense import gated_linear, linear, linear_terms, silu_mul
+from specdec.ops.products.experts import CodedExperts, Form, Gate, coded_experts, runs_on_codes
+from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps_of
+from specdec.ops.products.formats.quantised import Codes, row_bytes
 from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear, quantised_linear_terms
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
-from specdec.ops.quantised.codes import Codes, row_bytes
-from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear, quantised_linear_terms
 from specdec.ops.rope import HeadPrep, Rotation
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
 from specdec.ops.topk import greedy_tokens, top_tokens
