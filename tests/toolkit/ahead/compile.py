@@ -26,7 +26,7 @@ from toolkit.ahead.passes import PASSES
 def launches_on(gpu: Gpu) -> dict[tuple[str, str], list[Launch]]:
     """By kernel and the types of tensors that it reads, the largest first."""
     found: dict[tuple[str, str], dict[object, Launch]] = {}
-    for run in PASSES.values():
+    for run in PASSES:
         for launch in record(gpu, run):
             types = " ".join(kind for kind in map(str, launch.signature.values()) if kind.startswith(("*", "tensordesc")))
             found.setdefault((launch.name, types), {}).setdefault(launch.key, launch)
