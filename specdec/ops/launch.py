@@ -31,7 +31,7 @@ Rules for every chained kernel C.  Breaking one is a data race, which tests may 
   question arises one kernel further in front.
 - B never triggers, or is no chained kernel (cuBLAS, torch): C starts when B is complete, and may read everything.
 
-chains.py is the table of all kernels: when each triggers and why, and what it reads before its wait.
+compiling/chains.py is the table of all kernels: when each triggers and why, and what it reads before its wait.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from toolkit.chained import Found, kernels
+from toolkit.ahead.chained import Found, kernels
 
-from specdec.ops.chains import CHAINS
+from specdec.ops.compiling.chains import CHAINS
 
 
 @pytest.fixture(scope="module")
