@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit.options import NUMBERS, other_number
+from toolkit.serving.options import NUMBERS, other_number
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, cli, shipped
 from specdec.bench.prompt_file import KEYS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.driver import Driver
-from toolkit.options import NUMBERS, other_number
+from toolkit.serving.options import NUMBERS, other_number
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from toolkit.options import NUMBERS, other_number
+from toolkit.serving.options import NUMBERS, other_number
 from toolkit.serving.server import Served, error_of
 
 from specdec import SamplingParams

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit.options import other_number
+from toolkit.serving.options import other_number
 
 from specdec import SamplingParams, cli
 from specdec.config import NOT_GREEDY
