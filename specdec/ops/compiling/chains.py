@@ -1,6 +1,6 @@
 """Which kernel triggers when, and which of its arguments it reads before its wait: the rules are in launch.py.
 
-tests/ops/compiling/test_chains.py holds the table against the kernels' source.  It can't see what a read rests on: which kernels may
+tests/ops/compiling/test_chains.py holds the table against the source.  It can't see what a read rests on: which kernels may
 stand in front.  So a kernel that is added, that comes to stand elsewhere, or that reads something more before its wait has to
 be thought through here first.  Weights, tables of norms and rotations, and numbers that the host has set may always be read,
 because no kernel writes them.
