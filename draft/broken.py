@@ -18,10 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.draft.head import DraftHead
-from specdec.draft.smoke import Misreading, variant
+from specdec.draft.smoke import Look, Misreading, Seen, variant
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.target import Target
+
+
+class FilesLook(Look):
+    """Of heads with files of their own."""
+
+    def repairs(self, head: DraftHead, target: Target, seen: Seen) -> Iterator[Misreading]:
+        return replaced_parts(head, target, seen.chosen_P)
+
+    def empty(self, head: DraftHead) -> str:
+        return zeros_in(head)
+
+    def doubt(self, head: DraftHead) -> str:
+        return map_of_zeros(head)
 
 
 def replaced_parts(head: Any, target: Target, chosen_P: Tensor) -> Iterator[Misreading]:

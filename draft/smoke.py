@@ -25,12 +25,11 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.draft.drafter import Impression
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
-from specdec.draft.step_head import StepHead
+from specdec.draft.head import Head as AnyHead
 from specdec.models.layers import Rotary
 from specdec.models.target import Target
 
 Head = TypeVar("Head", bound=DraftHead)
-AnyHead = DraftHead | StepHead
 Misreading = tuple[str, Any, tuple[int, ...]]  # a name, the head read so, the layers that it reads
 
 # Drafts of a chain: as many as the default tree has levels.  A misreading may spare a chain's first draft (one of the state

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
-from specdec.draft.broken import map_of_zeros, replaced_parts, zeros_in
-from specdec.draft.eagle.head import Eagle3Head, EagleHead
+from specdec.draft.broken import FilesLook
+from specdec.draft.eagle.head import EagleHead
 from specdec.draft.smoke import (
     Look,
     Misreading,
@@ -47,12 +47,12 @@ class StepLook(Look):
             hidden_PH = torch.cat((hidden_PH[:1], hidden_PH[:-1]))
 
 
-class EagleLook(StepLook):
+class EagleLook(StepLook, FilesLook):
     """Of EAGLE heads."""
 
     def misreadings(self, head: EagleHead, target: Target) -> Iterator[Misreading]:
         spec, layers = head.config, head.config.aux_layers
-        if not isinstance(head, Eagle3Head):
+        if not layers:  # EAGLE-1, which reads the final hidden state
             if not target.config.features_refusal:
                 yield "the feature taken before the target's final norm", head, (target.config.num_layers - 1,)
             yield from misread_config(head, target)
@@ -70,12 +70,3 @@ class EagleLook(StepLook):
             layers,
         )
         yield from misread_config(head, target)
-
-    def repairs(self, head: EagleHead, target: Target, seen: Seen) -> Iterator[Misreading]:
-        return replaced_parts(head, target, seen.chosen_P)
-
-    def empty(self, head: EagleHead) -> str:
-        return zeros_in(head)
-
-    def doubt(self, head: EagleHead) -> str:
-        return map_of_zeros(head)

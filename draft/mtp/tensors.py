@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+
+from specdec.draft.formats.parts import tensors_of
+from specdec.draft.formats.reading import Shapes, may_be_read
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import build
 from specdec.models.checkpoints.stored import SAFE_DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import ExpertsConfig
+from specdec.models.layers import SelfAttention
 from specdec.models.schemes.source import Format
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def wanted_tensors(spec: MtpSpec) -> Shapes:
@@ -95,19 +99,9 @@ def _beside_codes(checkpoint: Checkpoint, spec: MtpSpec) -> set[str]:
     }
 
 
-def may_be_read(name: str) -> bool:
-    """Scales of fp8 keys and values, which the layer's loader takes; and buffers that follow from the config."""
-    return name.endswith(("_scale", "rotary_emb.inv_freq"))
-
-
 def _heads(model: ModelConfig) -> Shapes:
-    H, D = model.hidden_size, model.head_dim
-    outs = {"q": model.num_heads * D, "k": model.num_kv_heads * D, "v": model.num_kv_heads * D}
-    shapes: Shapes = {f"{letter}_proj.weight": (out, H) for letter, out in outs.items()}
-    shapes["o_proj.weight"] = (H, model.num_heads * D)
-    shapes |= {f"{letter}_proj.bias": (out,) for letter, out in outs.items()} if model.qkv_bias else {}
-    shapes |= {"o_proj.bias": (H,)} if model.o_bias else {}
-    return shapes | ({f"{letter}_norm.weight": (D,) for letter in "qk"} if model.qk_norm else {})
+    attention = build(lambda: SelfAttention(model, model.hidden_size), torch.device("meta"), torch.float32)
+    return {name.removeprefix("."): tuple(tensor.shape) for name, tensor in tensors_of([("", attention)]).items()}
 
 
 def _latent(model: DeepseekConfig) -> Shapes:

@@ -22,8 +22,7 @@ from torch import Tensor
 from specdec.checks import require_int
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.block.dflash import DFlashHead
-from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.block.head import BlockHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.body import default_aux_layers
 from specdec.draft.head import DraftHead
@@ -104,7 +103,9 @@ def train_head(
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
-        loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
+        with show_progress("train", "texts") as show:
+            states = States(model, rows, layers, run.keep_states << 20, show)
+        loss_at, evaluate = objective(states, _loss_of(model, head, draft_ids_V.to(rows.device), run), rows, run)
         layout = run.layout_of_head
         progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, layout, target))
     _report(decoder, folder, prompts, run, progress)
@@ -199,21 +200,21 @@ def _rows(
     return rows
 
 
-def _objective(
-    model: Target, head: DraftHead, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
-) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
-    """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
-    kept = min(256, max(1, len(rows) // 20))
-    train = len(rows) - kept
-    with show_progress("train", "texts") as show:
-        states = States(model, rows, head.config.aux_layers, run.keep_states << 20, show)
-    weight_VH = model.lm_head.rows(draft_ids_V)
+Loss = Callable[[Seen, torch.Generator], tuple[Tensor, Tensor]]  # of some rows: the loss, and how often the head is right
 
-    def loss_of(seen: Seen, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        if isinstance(head, PEagleHead | DFlashHead):
-            return block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, run.anchors, generator)
-        assert isinstance(head, Eagle3Head)
-        return head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
+
+def _loss_of(model: Target, head: DraftHead, draft_ids_V: Tensor, run: HeadRun) -> Loss:
+    weight_VH = model.lm_head.rows(draft_ids_V)
+    if isinstance(head, BlockHead):
+        anchors = run.anchors
+        return lambda seen, picks: block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, anchors, picks)
+    assert isinstance(head, Eagle3Head)
+    return lambda seen, _: head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
+
+
+def objective(states: States, loss_of: Loss, rows: Tensor, run: HeadRun) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
+    """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
+    train = len(rows) - min(256, max(1, len(rows) // 20))
 
     def loss_at(step: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(run.seed * 1_000_003 + step)

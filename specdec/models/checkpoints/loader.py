@@ -252,16 +252,10 @@ def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:
 LLAMA_PARTS: Parts = {SelfAttention: fill_attention, MLP: fill_mlp}  # the kinds of the Llama family, and of EAGLE heads
 
 
-def fill_layer(
-    layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS, input_norm: str = "input_layernorm"
-) -> None:
-    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor.
-
-    parts: how its attention and its MLP are filled.  input_norm: what the checkpoint calls that norm.
-    """
+def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS) -> None:
+    """A decoder layer.  parts: how its attention and its MLP are filled."""
     assert isinstance(layer, PreNormLayer)
-    if isinstance(layer.input_layernorm, RMSNorm):
-        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.{input_norm}")
+    fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
     fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
     for name, part in (("self_attn", layer.self_attn), ("mlp", layer.mlp)):
         fill = next(fill for kind, fill in parts.items() if isinstance(part, kind))
