@@ -24,7 +24,7 @@ from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
 
 from specdec.cli import entry
-from specdec.progress import Pace
+from specdec.screen.progress import Pace
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()

@@ -26,7 +26,6 @@ import triton
 from engine_internals import target_cache
 from rounds.round_8b import random_prompts
 
-from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.ngram.drafter import NgramModel
@@ -43,7 +42,8 @@ from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.session import Session
 
 LAYERS = 4
 PAGE = 64

@@ -33,7 +33,7 @@ from specdec.models.checkpoints.loader import build
 from specdec.models.config import parse_config
 from specdec.operators import DecodePass, export_decode
 from specdec.ops.norm import ADD_RMS_NORM, add_rms_norm
-from specdec.ops.products.linear import LINEAR, linear
+from specdec.ops.products.dense import LINEAR, linear
 from specdec.ops.rope import HeadPrep, Rotation
 
 SHAPE = dict(

@@ -31,7 +31,6 @@ from specdec.batch.tree import DraftTree
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
-from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
@@ -42,7 +41,8 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.session import Session
 from specdec.steps import Needs
 
 BAR = 1.08  # times the verify of the same tree, of a head of two layers at batch 1

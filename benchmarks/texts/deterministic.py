@@ -47,7 +47,7 @@ from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
 from specdec.models.experts import ExpertsConfig, Router
 from specdec.models.target import Target
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.steps import Needs
 

@@ -25,7 +25,7 @@ from specdec.cli.flags import (
 from specdec.cli.terminal.output import check_files, console, say_plain, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SpecConfig
-from specdec.progress import Pace, show_progress
+from specdec.screen.progress import Pace, show_progress
 
 if TYPE_CHECKING:
     from specdec.bench.measurement import Measurement
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         from specdec.bench.show import plots
 
         plots.require(Path(args.plot))
-    measurement = _measure(_options(args), args.pace)
+    measurement = _measure(options_of(args), args.pace)
     try:
         from specdec.bench.show.report import print_report
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if measurement.diverged else 0
 
 
-def _options(args: argparse.Namespace) -> BenchOptions:
+def options_of(args: argparse.Namespace) -> BenchOptions:
     from specdec import shipped
     from specdec.bench.prompt_file import read_prompts
 

@@ -20,7 +20,7 @@ from specdec.cli.flags import Parser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
 from specdec.cli.terminal.output import complain
 from specdec.cli.terminal.waiting import told_if_slow
-from specdec.progress import PACE, Pace
+from specdec.screen.progress import PACE, Pace
 
 EPILOG = """exit codes:
   0    done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, usual: Mapping[str, int] = USUAL) -> int:
     from specdec.loading.plan import plan_memories
 
     target, draft = pair_of(args, ["--spec"] if args.spec else [])
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions(max_seq_len=args.context, max_batch_size=args.batch, **used)
     spec = None if draft is None else args.spec
     known = args.gpu_memory or _gpu_memory()
-    gpus = {"the GPU": known} if known else USUAL
+    gpus = {"the GPU": known} if known else usual
     try:
         plans = dict(zip(gpus, plan_memories(target, draft, spec, options, tuple(gpus.values())), strict=True))
     except ValueError as error:  # which names options as `generate` calls them

@@ -38,7 +38,7 @@ from specdec.models.target import Target
 from specdec.ops.compiling.rehearsal import compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP

@@ -32,7 +32,7 @@ from specdec.models.schemes.size import EXPERTS, coded_matrices, group_of
 from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
-from specdec.ops.packed.packing import EIGHT, MOST_FAR, WIDTH
+from specdec.ops.products.formats.lossless import EIGHT, MOST_FAR, WIDTH
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard

@@ -28,7 +28,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.schemes.size import coded_matrices, matrix_size
 from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import Format
-from specdec.ops.packed.packing import EIGHT, WIDTH, packed_size
+from specdec.ops.products.formats.lossless import EIGHT, WIDTH, packed_size
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels

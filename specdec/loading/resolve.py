@@ -136,11 +136,7 @@ def resolve_settings(
     ValueError if an option does not fit the device or the target.
     """
     device = resolve_device(options.device)
-    if device.type != "cpu" and options.threads != "auto":
-        raise ValueError(
-            f"threads={options.threads} is for a decoder on a CPU, but this one runs on {device}; nearest setting that works: "
-            "threads='auto'"
-        )
+    check_threads(options, device)
     if target.encoder is not None and options.prefix_caching:
         raise ValueError(
             f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
@@ -159,16 +155,28 @@ def resolve_settings(
         target_backend_reason=target_backend_reason,
     )
     if options.deterministic:
-        check_deterministic(settings, target)
+        check_deterministic(settings, target, architecture_of(device))
     if options.pack_weights:
-        check_packing_here(device)
+        check_packing_here(device, architecture_of(device), has_gluon())
         check_packing(settings)
     return replace(settings, attention_backend=choose_attention(settings, target))
 
 
-def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
-    """ValueError if some part of the target can't be computed in one order of sums.  choose_attention checks the backend."""
-    options, architecture = settings.options, architecture_of(settings.device)
+def check_threads(options: EngineOptions, device: torch.device) -> None:
+    """ValueError if threads are asked for where none compute."""
+    if device.type != "cpu" and options.threads != "auto":
+        raise ValueError(
+            f"threads={options.threads} is for a decoder on a CPU, but this one runs on {device}; nearest setting that works: "
+            "threads='auto'"
+        )
+
+
+def check_deterministic(settings: EngineSettings, target: ModelConfig, architecture: tuple[int, int] | None) -> None:
+    """ValueError if some part of the target can't be computed in one order of sums.  choose_attention checks the backend.
+
+    architecture: of the device; None: a CPU.
+    """
+    options = settings.options
 
     def refuse(problem: str, nearest: str = "deterministic=False") -> None:
         raise ValueError(f"deterministic=True {problem}; nearest setting that works: {nearest}")
@@ -217,10 +225,9 @@ def check_packing(settings: EngineSettings) -> None:
         raise ValueError(f"pack_weights=True packs weights in bfloat16, got {got}; nearest setting that works: {nearest}")
 
 
-def check_packing_here(device: torch.device) -> None:
-    """ValueError on a device without the kernels that read packed weights."""
-    architecture = architecture_of(device)
-    if architecture == (9, 0) and has_gluon():
+def check_packing_here(device: torch.device, architecture: tuple[int, int] | None, gluon: bool) -> None:
+    """ValueError on a device without the kernels that read packed weights.  gluon: whether Triton has it."""
+    if architecture == (9, 0) and gluon:
         return
     got = device if architecture is None else f"{device} of {'.'.join(map(str, architecture))}"
     if architecture == (9, 0):

@@ -19,9 +19,9 @@ from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack, Multiplying
 from specdec.models.making import made_now, new_weight
-from specdec.ops.experts.coded import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
-from specdec.ops.experts.grouped import has_grouped_product
 from specdec.ops.operator import is_traced
+from specdec.ops.products.experts import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
+from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call

@@ -18,7 +18,7 @@ from specdec.draft.kinds import kind_of
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, empty_target
-from specdec.ops.tuned.table import Product
+from specdec.ops.products.tuned.table import Product
 from specdec.options import EngineOptions
 
 

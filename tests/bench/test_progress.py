@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from specdec.progress import PACE, Pace, PlainLines, show_progress
+from specdec.screen.progress import PACE, Pace, PlainLines, show_progress
 
 
 def test_progress_has_plain_lines_where_nobody_watches_a_bar() -> None:

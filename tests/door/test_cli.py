@@ -15,7 +15,7 @@ import pytest
 
 from specdec import SamplingParams, cli, shipped
 from specdec.cli import entry
-from specdec.progress import PACE, Pace
+from specdec.screen.progress import PACE, Pace
 
 needs_pair = pytest.mark.skipif(not shipped.is_complete(), reason="the shipped pair is not complete")
 TINY = "--num-prompts 2 --batch-sizes 1,2 --spec 2,2,4 --max-tokens 6 --repeats 1 --device cpu".split()

@@ -18,7 +18,7 @@ from specdec import cli, shipped
 from specdec.cli import entry
 from specdec.cli.terminal.output import check_files, write_files
 from specdec.decoder import SpecDecoder
-from specdec.progress import PACE
+from specdec.screen.progress import PACE
 
 TINY = "--num-prompts 1 --batch-sizes 1 --spec 2,2,4 --max-tokens 4 --repeats 1 --device cpu".split()
 

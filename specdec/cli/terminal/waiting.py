@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from specdec.progress import PACE, Pace, PlainLines
+from specdec.screen.progress import PACE, Pace, PlainLines
 from specdec.startup import STARTUP
 
 PARTS = "tensors"  # what the parts of a stage are, where it has some

@@ -30,7 +30,7 @@ from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
-from specdec.ops.tuned.here import look
+from specdec.ops.products.tuned.here import look
 from specdec.options import EngineOptions, setting_of
 from specdec.parallel import nccl
 from specdec.startup import STARTUP

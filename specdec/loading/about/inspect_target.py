@@ -25,7 +25,7 @@ from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
 from specdec.models.schemes.size import coded_matrices, matrix_size
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 # Keys of configs that say how experts are chosen, by what they say.
 EXPERTS = {

@@ -22,7 +22,7 @@ from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
-from specdec.ops.experts.coded import Gate
+from specdec.ops.products.experts import Gate
 
 GPT_OSS = ("gpt_oss",)
 METHOD = "mxfp4"  # the quant_method of its own checkpoints

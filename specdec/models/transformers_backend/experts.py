@@ -1,7 +1,7 @@
 """The experts function that this module registers with transformers, under the name "specdec".
 
 The mixture must not read device memory on the host, or it could not run inside CUDA graphs.  transformers has two such
-functions: a grouped matrix product, where torch has one (ops/experts/grouped.py), and batched products over copies of the
+functions: a grouped matrix product, where torch has one (ops/products/grouped.py), and batched products over copies of the
 chosen experts' weights, one copy for each pair of a token and an expert.  The registered function chooses between them.
 
 Shapes: T tokens, H hidden size, E experts chosen for a token.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward, grouped_mm_experts_forward
 
-from specdec.ops.experts.grouped import has_grouped_product
+from specdec.ops.products.grouped import has_grouped_product
 
 EXPERTS = "specdec"  # the experts function's name in transformers' registry
 COPIED_BYTES = 256 << 20  # bytes of experts' weights that one batched product may copy

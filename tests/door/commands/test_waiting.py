@@ -16,7 +16,7 @@ from specdec.cli import entry
 from specdec.cli.terminal import waiting
 from specdec.cli.terminal.screen import Screen
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.progress import Pace
+from specdec.screen.progress import Pace
 from specdec.startup import STARTUP, Startup
 
 READ = r"2[0-9] of 254 tensors done"

@@ -23,7 +23,7 @@ from specdec.draft.load import load_head
 from specdec.draft.smoke import LEAST_RATIO, Seen, variant
 from specdec.loading.drafters import TEXT
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from specdec.draft.load import build_head
 from specdec.loading.drafters import TEXT
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.target import Target
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 Change = tuple[str, dict[str, Any] | None, Tensors | None]  # a name; another config; other tensors

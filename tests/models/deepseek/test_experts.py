@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
-from specdec.ops.experts.coded import PLAIN, Form, Gate
+from specdec.ops.products.experts import PLAIN, Form, Gate
 
 
 def router_of(weight_EH: Tensor, config: ExpertsConfig, correction_E: Tensor | None = None) -> Router:

@@ -15,7 +15,7 @@ from specdec.loading.pair import weights_bytes
 from specdec.loading.plan import plan_memory
 from specdec.models.registry import check_chosen, choose_target
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from specdec.models.experts import ExpertsConfig, Router, masked_experts, ordere
 from specdec.ops.products import stacked
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.stacked import each_linear
-from specdec.ops.products.tiles import StackedTiles
+from specdec.ops.products.tiles.dense import StackedTiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 
