@@ -39,22 +39,21 @@ class FilesLook(Look):
 
 def replaced_parts(head: Any, target: Target, chosen_P: Tensor) -> Iterator[Misreading]:
     """The head with the target's rows in place of its own, and with another vocabulary map.  chosen_P: the target's tokens."""
-    spec, layers = head.config, head.config.aux_layers
+    spec = head.config
     if spec.model.hidden_size != target.config.hidden_size:
         return
     if spec.own_embeddings:
-        other = variant(head, spec, embed_tokens=target.embed_tokens)
-        yield "the target's embeddings in place of its own (embed_tokens)", other, layers
+        other = variant(head, embed_tokens=target.embed_tokens)
+        yield Misreading("the target's embeddings in place of its own (embed_tokens)", other)
     if spec.own_lm_head:
         rows_VH = target.lm_head.rows(_ids_of(head, target))
         rows = nn.Parameter(rows_VH.to(target.embed_tokens.weight.dtype), requires_grad=False)
-        other = variant(head, spec, lm_head=Linear.of(rows))
-        yield "the target's rows in place of its own lm_head", other, layers
+        yield Misreading("the target's rows in place of its own lm_head", variant(head, lm_head=Linear.of(rows)))
     if spec.draft_ids is not None and spec.own_lm_head:
         state = ", which is all zeros," if head.d2t_V is None else ""
-        other = variant(head, spec)
+        other = variant(head)
         other.d2t_V = _map_by_rows(head, target, chosen_P.unique())
-        yield f"d2t{state} made anew by the likeness of lm_head's rows to the target's", other, layers
+        yield Misreading(f"d2t{state} made anew by the likeness of lm_head's rows to the target's", other)
 
 
 def map_of_zeros(head: DraftHead) -> str:

@@ -31,7 +31,8 @@ class HeadDrafter(OpenDrafter):
 
     def __init__(self, folder: Path, target: ModelConfig, how: HowToRead) -> None:
         self.opened = open_head(folder, target, how)
-        self.model, self.checkpoint = empty_head(self.opened.reading.spec), self.opened.files.checkpoint
+        super().__init__(empty_head(self.opened.reading.spec))
+        self.checkpoint = self.opened.files.checkpoint
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
         return build_head(self.opened, target, max_positions, device, dtype)

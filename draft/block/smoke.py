@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specdec.draft.block.head import BlockHead
 from specdec.draft.broken import FilesLook
-from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.smoke import (
     DRAFTS,
     Misreading,
@@ -22,6 +21,7 @@ from specdec.draft.smoke import (
     misread_config,
     misread_layers,
     misread_residual,
+    respecified,
     variant,
 )
 from specdec.models.target import Target
@@ -43,29 +43,16 @@ class BlockLook(FilesLook):
         yield from is_right(head, logits_ASV, seen.chosen_P[after_AS - 1]).unbind(1)
 
     def misreadings(self, head: BlockHead, target: Target) -> Iterator[Misreading]:
-        layers = head.config.aux_layers
+        block = head.block
         yield from misread_layers(head, target)
         if head.config.reads_pairs:
             yield from misread_residual(head)
         else:
-            block = head.block
             if block.size > 1:
-                place = "after it" if block.skips_anchor else "of its own"
-                yield (
-                    f"rows that draft the token of the place {place} (sample_from_anchor)",
-                    of_block(head, replace(block, skips_anchor=not block.skips_anchor)),
-                    layers,
-                )
+                name = f"rows that draft the token of the place {'after it' if block.skips_anchor else 'of its own'}"
+                other = respecified(head, block=replace(block, skips_anchor=not block.skips_anchor))
+                yield Misreading(f"{name} (sample_from_anchor)", other)
             causal = tuple(not each for each in block.causal)
-            yield "causal layers and others exchanged", of_block(head, replace(block, causal=causal)), layers
-            yield (
-                "hidden_norm and norm exchanged",
-                variant(head, head.config, hidden_norm=head.norm, norm=head.hidden_norm),
-                layers,
-            )
+            yield Misreading("causal layers and others exchanged", respecified(head, block=replace(block, causal=causal)))
+            yield Misreading("hidden_norm and norm exchanged", variant(head, hidden_norm=head.norm, norm=head.hidden_norm))
         yield from misread_config(head, target)
-
-
-def of_block(head: BlockHead, block: BlockSpec) -> BlockHead:
-    """The head over another block."""
-    return variant(head, replace(head.config, block=block))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import DrafterContext, Impression
+from specdec.draft.drafter import Drafter, DrafterContext, Impression
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.formats.parts import Part, layer_parts
 from specdec.draft.formats.reading import Names
@@ -37,7 +37,7 @@ class EagleHead(StepHead, DraftHead):
         super().__init__(config, max_positions)
         self.hidden_size = config.model.hidden_size
 
-    def worker(self, context: DrafterContext) -> DraftWorker:
+    def worker(self, context: DrafterContext) -> Drafter:
         return DraftWorker(self, context)
 
     def smoke(self, target: Target, ids_T: Tensor) -> Impression:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import copy_, fill_attention, fill_linear, fill_mlp, fill_norm
+from specdec.models.checkpoints.loader import Parts, copy_, fill_attention, fill_linear, fill_mlp, fill_norm
 from specdec.models.layers import MLP, Embedding, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 
 Part = tuple[str, nn.Module | Tensor]  # a tensor: numbers beside all modules, which files hold as [1, 1, size]
+FILLERS: Parts = {Linear: fill_linear, SelfAttention: fill_attention, MLP: fill_mlp, RMSNorm: fill_norm}
 
 
 def layer_parts(layer: nn.Module, name: str, input_norm: str = "input_layernorm") -> Iterator[Part]:
@@ -48,7 +49,6 @@ def tensors_of(parts: Iterable[Part]) -> dict[str, Tensor]:
 
 def fill(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
     """Fills the parts from the tensors of a checkpoint."""
-    fillers = {Linear: fill_linear, SelfAttention: fill_attention, MLP: fill_mlp, RMSNorm: fill_norm}
     for name, part in parts:
         if isinstance(part, Tensor):
             with torch.no_grad():
@@ -57,4 +57,4 @@ def fill(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
         elif isinstance(part, Embedding):
             copy_(part.weight, checkpoint, f"{name}.weight")
         else:
-            fillers[type(part)](part, checkpoint, name)
+            FILLERS[type(part)](part, checkpoint, name)

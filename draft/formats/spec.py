@@ -23,7 +23,8 @@ class HeadKind(NamedTuple):
     title: for people.  reads_pairs: whether it reads pairs of a token and a feature (draft/step_head.py); else the features of
         the text are the context of its blocks.
     where: its class.
-    layers: how many of the target's layers a head reads whose files name none; None: as many as the head has layers.
+    layers: how many of the target's layers a head reads whose files name none; None: as many as it has layers itself; 0: heads
+        of the kind read the target's final hidden state.
     """
 
     title: str
@@ -33,7 +34,7 @@ class HeadKind(NamedTuple):
 
 
 KINDS = {
-    "eagle1": HeadKind("EAGLE-1", True, "specdec.draft.eagle.head:Eagle1Head", 1),
+    "eagle1": HeadKind("EAGLE-1", True, "specdec.draft.eagle.head:Eagle1Head", 0),
     "eagle3": HeadKind("EAGLE-3", True, "specdec.draft.eagle.head:Eagle3Head", 3),
     "p-eagle": HeadKind("P-EAGLE", True, "specdec.draft.block.peagle:PEagleHead", 3),
     "dflash": HeadKind("DFlash", False, "specdec.draft.block.dflash:DFlashHead"),
@@ -122,7 +123,14 @@ class HeadSpec:
     @property
     def feature_size(self) -> int:
         """F: the width of one token's features as the target returns them.  Which layers' they are need not be known."""
-        return (len(self.aux_layers) or KINDS[self.kind].layers or self.model.num_layers) * self.target_hidden_size
+        unnamed = KINDS[self.kind].layers
+        unnamed = self.model.num_layers if unnamed is None else max(1, unnamed)
+        return (len(self.aux_layers) or unnamed) * self.target_hidden_size
+
+    @property
+    def reads_final_state(self) -> bool:
+        """Whether its features are the target's final hidden states, by its kind."""
+        return KINDS[self.kind].layers == 0
 
     @property
     def reads_pairs(self) -> bool:

@@ -40,10 +40,10 @@ class OpenMtp(OpenDrafter):
         self.spec = spec = read_mtp(folder, target)
         self.checkpoint = Checkpoint(folder, quantization=own_scheme(target.quantization, spec))
         check_tensors(self.checkpoint, spec)
-        self.model = build(lambda: MtpHead(spec, 1), torch.device("meta"), torch.float32)
+        super().__init__(build(lambda: MtpHead(spec, 1), torch.device("meta"), torch.float32))
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
-        """The layers with their weights, or with the rank's share of them.  max_positions: length of the rotary table."""
+        """The layers with their weights, or with the rank's share of them."""
         checkpoint, spec = self.checkpoint, self.spec
         own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
         if isinstance(own.model, DeepseekConfig):

@@ -47,7 +47,7 @@ def _eagle1(files: HeadFiles, model: ModelConfig, width: int, has_bias: bool, me
         raise ValueError(f"{where}: hidden_size must be the target's {width}, got {model.hidden_size}")
     if only := [key for key in EAGLE3_KEYS if files.raw.get(key) is not None]:
         raise ValueError(f"{where}: {', '.join(only)} belong to EAGLE-3, but the tensors are an EAGLE-1/2 head's")
-    spec = HeadSpec(model, "eagle1", (), width, model.vocab_size, has_bias, norms_logits=False, own_lm_head=False, format=NAME)
+    spec = HeadSpec(model, "eagle1", (), width, model.vocab_size, has_bias, own_lm_head=False, format=NAME)
     names = Names.numbered(model.num_layers)
     beside = {"embed_tokens.weight": "not read: the target's are used, as EAGLE-1/2 never trains them"}
     held = {name: what for name, what in beside.items() if name in files.checkpoint}

@@ -94,9 +94,7 @@ def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> Reading:
         raise ValueError(f"{where}: transformer_layer_architecture must be {wanted}, by its config's model_type, got {got!r}")
     own_rope = model.rope
     model = model if target is None else replace(model, rope=target.rope)
-    spec = HeadSpec(
-        model, "eagle1", (), model.hidden_size, model.vocab_size, has_bias, norms_logits=False, own_lm_head=False, format=NAME
-    )
+    spec = HeadSpec(model, "eagle1", (), model.hidden_size, model.vocab_size, has_bias, own_lm_head=False, format=NAME)
     rope = "the target's, as this layout's own code takes it" if target else "as written; with a target, the target's"
     other = f"; the config says another one, {own_rope}" if target is not None and own_rope != model.rope else ""
     meanings = {

@@ -18,9 +18,9 @@ from toolkit.models import Zoo
 
 from specdec import shipped
 from specdec.draft.block.dflash import DFlashHead
-from specdec.draft.block.smoke import BlockLook, of_block
+from specdec.draft.block.smoke import BlockLook
 from specdec.draft.load import load_head
-from specdec.draft.smoke import LEAST_RATIO, Seen, variant
+from specdec.draft.smoke import LEAST_RATIO, Seen, respecified, variant
 from specdec.loading.drafters import TEXT
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.prompts.tokenizer import Tokenizer
@@ -74,8 +74,8 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     assert found is not None and found.accepted > 0.98 and found.better is None
     sound, block = found.accepted, head.block
     misread = {
-        "sample_from_anchor": of_block(head, replace(block, skips_anchor=not block.skips_anchor)),
-        "hidden_norm and norm": variant(head, head.config, hidden_norm=head.norm, norm=head.hidden_norm),
+        "sample_from_anchor": respecified(head, block=replace(block, skips_anchor=not block.skips_anchor)),
+        "hidden_norm and norm": variant(head, hidden_norm=head.norm, norm=head.hidden_norm),
     }
     for said, other in misread.items():
         found = OneDraft().find(other, target, ids_T, seen)
