@@ -104,10 +104,8 @@ def train_head(
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
-        with show_progress("train", "texts") as show:
-            states = States(model, rows, layers, run.keep_states << 20, show)
+        states, layout = _states(model, rows, layers, run), run.layout_of_head
         loss_at, evaluate = objective(states, _loss_of(model, head, draft_ids_V.to(rows.device), run), rows, run)
-        layout = run.layout_of_head
         progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, layout, target))
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
@@ -208,6 +206,11 @@ def _loss_of(model: Target, head: DraftHead, draft_ids_V: Tensor, run: HeadRun) 
         return lambda seen, picks: block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, anchors, picks)
     assert isinstance(head, Eagle3Head)
     return lambda seen, _: head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
+
+
+def _states(model: Target, rows: Tensor, layers: tuple[int, ...], run: HeadRun) -> States:
+    with show_progress("train", "texts") as show:
+        return States(model, rows, layers, run.keep_states << 20, show)
 
 
 def objective(states: States, loss_of: Loss, rows: Tensor, run: HeadRun) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
