@@ -28,7 +28,7 @@ from specdec.draft.block.dense import BlockRows, MaskedAttention
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.markov import Markov
 from specdec.draft.block.rounds.passes import BlockPass, ContextPass
-from specdec.draft.block.rounds.walk import STOP_BELOW, Walk
+from specdec.draft.block.rounds.trees import STOP_BELOW, Walk
 from specdec.draft.formats.parts import Part, layer_parts
 from specdec.draft.formats.reading import Names
 from specdec.draft.formats.spec import HeadSpec

@@ -20,7 +20,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft.block.rounds.walk import STOPPED
+from specdec.draft.block.rounds.trees import STOPPED
 from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
 from specdec.models.schemes.config import ROUNDED
