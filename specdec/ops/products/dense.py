@@ -12,13 +12,12 @@ Shapes: T rows, I in, O out, F of a gated pair.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.ops.launch import has_pdl, use_kernels
+from specdec.ops.launch import has_pdl, shared_memory, use_kernels
 from specdec.ops.operator import define, is_traced, use_operator
 from specdec.ops.products.gpus import H100, match_of
 from specdec.ops.products.numerics import FAST, Numerics
@@ -99,7 +98,7 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, terms: bo
     match, tma = match_of(x.device), tma_reads(x, weight)
     kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
     tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind, tuned_table(x.device) if tma else None, terms)
-    if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
+    if tiles is None or tiles.shared_bytes(x.element_size()) > shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or tma_reads(x, weight) else None
 
@@ -142,13 +141,6 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: 
     from specdec.ops.products.kernels.dense.stream_triton import launch_linear
 
     return launch_linear(x, weight, bias, gated, tiles)
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
-    return properties.shared_memory_per_block_optin
 
 
 @cache
