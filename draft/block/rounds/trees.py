@@ -1,7 +1,7 @@
 """Trees that follow from one pass: of tokens that it drafted independently of one another, and of a DSpark head's.
 
-A DSpark head corrects each row's logits by the token before it on the node's own path: its trees grow level by level as an EAGLE
-head's do, but a level costs a product of low rank and no pass.
+A DSpark head corrects each row's logits by the token before it on the node's own path: its trees grow level by level as an
+EAGLE head's do, but a level costs a product of low rank and no pass.
 
 Shapes: B sequences, K topk, S levels, R = B * K branches, H hidden, T = B * S, W a rank's run of the draft vocabulary, r rank.
 """
