@@ -6,13 +6,11 @@ from specdec.draft.kind import Facts
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.config import MTP_COUNT
-from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.keys.shared import MTP_COUNT
 
 
 def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
-    model, experts, rules = spec.model, spec.experts, spec.rules
-    latent = model.rank if isinstance(model, DeepseekConfig) else None
+    model, experts, rules = spec.model, spec.model.experts, spec.rules
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
     head = {
         "kind": "mtp",
@@ -20,7 +18,7 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         "weights": how_stored(checkpoint, spec),
         "levels beyond the layers": "drafted by the last layer again",
         "hidden_size": model.hidden_size,
-        "attention": f"latent, rank {latent}" if latent else "heads",
+        "attention": f"latent, rank {model.latent_rank}" if model.keeps_latents else "heads",
         "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
         "mlp": "dense" if experts is None else f"{experts.count} experts, {experts.chosen} a token, {experts.shared} shared",
         "features": "final hidden state, after the target's final norm",

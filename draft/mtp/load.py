@@ -14,15 +14,14 @@ import torch
 
 from specdec.draft.kind import Facts, OpenDrafter
 from specdec.draft.mtp.facts import facts_of
-from specdec.draft.mtp.head import MtpHead, MtpLayer
+from specdec.draft.mtp.fill import empty_mtp, fill
+from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import read_mtp
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.mtp.tensors import check_tensors, copies, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import LLAMA_PARTS, build, fill_layer, fill_norm, fill_numbers
+from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.loader import PARTS
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.sharding import join, share_of
@@ -40,18 +39,14 @@ class OpenMtp(OpenDrafter):
         self.spec = spec = read_mtp(folder, target)
         self.checkpoint = Checkpoint(folder, quantization=own_scheme(target.quantization, spec))
         check_tensors(self.checkpoint, spec)
-        self.model = build(lambda: MtpHead(spec, 1), torch.device("meta"), torch.float32)
+        self.model = empty_mtp(spec)
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
         """The layers with their weights, or with the rank's share of them.  max_positions: length of the rotary table."""
         checkpoint, spec = self.checkpoint, self.spec
         own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
-        if isinstance(own.model, DeepseekConfig):
-            own = replace(own, experts=own.model.experts)
         head = build(lambda: MtpHead(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
-        for layer, prefix in zip(head.layers, spec.prefixes, strict=True):
-            assert isinstance(layer, MtpLayer)
-            _fill(layer, checkpoint, prefix, spec)
+        fill(head, checkpoint)
         for name, of_target in copies(spec).items():
             if name in checkpoint:
                 _expect_copy(checkpoint, name, of_target, target.config)
@@ -79,15 +74,6 @@ def own_scheme(of_target: Quantization | None, spec: MtpSpec) -> Quantization | 
         return None
     own = tuple(Rule("wildcard", prefix) for prefix in spec.prefixes)
     return replace(of_target, optional=(*of_target.optional, *own))
-
-
-def _fill(layer: MtpLayer, checkpoint: Checkpoint, prefix: str, spec: MtpSpec) -> None:
-    names = spec.names
-    for norm, name in ((layer.embed_norm, names.embed_norm), (layer.hidden_norm, names.hidden_norm), (layer.norm, names.norm)):
-        fill_norm(norm, checkpoint, f"{prefix}.{name}")
-    halves = (lambda rows: rows.roll(rows.shape[1] // 2, dims=1)) if spec.rules.hidden_first else None
-    fill_numbers(layer.join, checkpoint, f"{prefix}.{names.join}", halves)
-    fill_layer(layer.block, checkpoint, prefix, {**PARTS, **LLAMA_PARTS})
 
 
 def _expect_copy(checkpoint: Checkpoint, name: str, of_target: str, target: ModelConfig) -> None:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
+from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, require_packed, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
-from specdec.loading.resolve import CHUNK_COST, EngineSettings, check_packing
+from specdec.loading.resolve import EngineSettings, check_packing
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
@@ -85,17 +86,6 @@ class MemoryPlan(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.total <= self.memory
-
-
-def plan_memory(
-    target: str | Path,
-    draft: str | Path | None,
-    spec: SpecConfig | None,
-    options: EngineOptions,
-    memory: int,
-) -> MemoryPlan:
-    """What this pair takes with these options, on a GPU of that many bytes.  The others: see `plan_memories`."""
-    return plan_memories(target, draft, spec, options, (memory,))[0]
 
 
 def plan_memories(

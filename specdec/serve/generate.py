@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from specdec.async_decoder import AsyncSpecDecoder
-from specdec.checks import NoTokenLeft, PromptTooLong
+from specdec.checks import NoTokenLeft, PromptTooLong, field_of
 from specdec.decoder import SpecDecoder
 from specdec.engine.request import Request
 from specdec.generation import Generation
@@ -16,7 +16,6 @@ from specdec.serve.wire.fields import COMPLETIONS
 from specdec.serve.wire.requests import Plan
 
 NO_TEMPLATE = "this model has no chat template: neither chat_template.jinja nor tokenizer_config.json in its folder holds one"
-TOKEN_FIELDS = ("stop_token_ids", "stop", "logit_bias", "bad_words")  # checked against the vocabulary
 
 
 async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) -> list[Request]:
@@ -55,10 +54,9 @@ def _wrong_prompt(decoder: SpecDecoder, plan: Plan, error: ValueError | TypeErro
         return wrong(plan.prompt_field, str(error), "context_length_exceeded")
     if plan.is_chat and not decoder.tokenizer.has_chat_template:
         return wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {COMPLETIONS} with a prompt")
-    about = next((name for name in TOKEN_FIELDS if str(error).startswith(f"{name} ")), plan.prompt_field)
-    if plan.sampling.grammar_rule and str(error).startswith(f"{plan.sampling.grammar_rule[0]} "):
-        about = plan.grammar_field
-    return wrong(about, str(error))
+    option, rule = field_of(error), plan.sampling.grammar_rule
+    is_grammar = rule is not None and option == rule[0]
+    return wrong(plan.grammar_field if is_grammar else option or plan.prompt_field, str(error))
 
 
 async def run_all(decoder: AsyncSpecDecoder, requests: Sequence[Request]) -> list[Generation]:

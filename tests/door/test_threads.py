@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.load import read_target_config
 from toolkit.driver import Driver
 from toolkit.models import Zoo
 
@@ -24,7 +25,6 @@ from specdec.loading.threads import (
     use_threads,
     using_threads,
 )
-from specdec.models.checkpoints.loader import read_target_config
 
 
 def in_a_thread_of_its_own(test: Callable[..., None]) -> Callable[..., None]:

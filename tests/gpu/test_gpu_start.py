@@ -31,7 +31,7 @@ def test_a_rehearsal_writes_nothing() -> None:
     """Keeps out: a launch or an operation of torch that a rehearsal lets through."""
     with load() as decoder:
         decoder.generate(PROMPT, SamplingParams(max_tokens=8))  # everything is compiled, so that a launch would go through
-        changed = Driver(decoder).rehearse(list(range(20)), Needs(sampled=True), SpecConfig(5, 4, 16), rows=2)
+        changed = Driver(decoder).rehearse(list(range(20)), Needs.of("sampled"), SpecConfig(5, 4, 16), rows=2)
     assert not changed
 
 

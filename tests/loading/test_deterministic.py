@@ -10,11 +10,8 @@ import torch
 
 from specdec import SpecDecoder
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
-from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.config import ExpertsConfig, IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.indexer_config import IndexerConfig
-from specdec.models.diffllama.config import DiffLlamaConfig
-from specdec.models.experts import ExpertsConfig
 from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.options import EngineOptions
@@ -85,12 +82,12 @@ def test_targets_that_depend_on_the_batch() -> None:
     """Keeps out: float32, whose products have no invariant kernel; other families' layers; transformers' code; odd sizes."""
     assert refusal(replace(settings(), dtype=torch.float32)).endswith("dtype='bfloat16'")
     assert "backend='transformers'" in refusal(replace(settings(), target_backend="transformers"))
-    check_deterministic(settings(), DiffLlamaConfig(**SIZES), HOPPER)
-    latents: dict[str, Any] = {**SIZES, "rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 16}
+    check_deterministic(settings(), ModelConfig(**SIZES, differential=True), HOPPER)
+    latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 16}
     experts = ExpertsConfig(8, 2, 24, 1, "softmax", None, None, False, 1.0)
     check_deterministic(settings(), DeepseekConfig(**latents, experts=experts), HOPPER)
     assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
-        settings(), DeepseekConfig(**latents | {"rank": 640})
+        settings(), DeepseekConfig(**latents | {"latent_rank": 640})
     )
     assert "64 and 40 and 96 and 64 and 12" in refusal(
         settings(), DeepseekConfig(**latents, experts=replace(experts, intermediate_size=12))

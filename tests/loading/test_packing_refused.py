@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.models import Zoo
 from torch import nn
 
 from specdec import SpecConfig, SpecDecoder
 from specdec.loading.load import pack_pair
-from specdec.loading.plan import plan_memory
 from specdec.loading.resolve import EngineSettings, check_packing, check_packing_here, resolve_settings
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear

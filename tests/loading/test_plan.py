@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.heads.block_zoo import HEADS as BLOCK_HEADS
 from toolkit.heads.block_zoo import save_block_head
 from toolkit.models import Zoo, save_target
@@ -22,7 +23,7 @@ from specdec.cli import plan
 from specdec.cli.entry import build_parser
 from specdec.cli.plan import _bytes
 from specdec.loading.build import plan_pool
-from specdec.loading.plan import largest, plan_memory
+from specdec.loading.plan import largest
 from specdec.options import EngineOptions
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

@@ -26,7 +26,7 @@ from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, t
 from specdec.loading.about.pairs import pairs
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
-from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import choose_target
 from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
@@ -107,7 +107,7 @@ def _taken_here() -> dict[str, str]:
     """What the defaults of options come to on this machine, where the machine decides."""
     device = resolve_device("auto")
     if (shipped.FOLDER / "target" / "config.json").is_file():
-        dtype = resolve_dtype("auto", read_target_config(shipped.target_folder()), device)
+        dtype = resolve_dtype("auto", choose_target(shipped.target_folder()).config, device)
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     choice = choose_backend("auto", AttentionNeeds(device, dtype, architecture_of(device)))

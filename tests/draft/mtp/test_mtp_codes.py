@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.mtp_layers.targets import MtpZoo, save_mtp_target
 from toolkit.oracles.quantised import SCHEMES, as_codes
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.draft.mtp.load import OpenMtp
-from specdec.loading.plan import plan_memory
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen

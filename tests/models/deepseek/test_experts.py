@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
+from specdec.models.config import ExpertsConfig
+from specdec.models.experts import Router, gathered_experts, grouped_experts, masked_experts
 from specdec.ops.products.experts import PLAIN, Form, Gate
 
 

@@ -12,7 +12,8 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.models.experts import ExpertsConfig, Router, masked_experts, ordered_experts
+from specdec.models.config import ExpertsConfig
+from specdec.models.experts import Router, masked_experts, ordered_experts
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.stacked import each_linear
 from specdec.ops.products.tiles.experts import StackedTiles
