@@ -1,6 +1,6 @@
-"""gpt-oss targets: a Llama with sinks and windows in its attention, and experts with biases in place of an MLP.
+"""Layers of gpt-oss: those of a Llama with sinks and windows in its attention, and experts with biases in place of an MLP.
 
-The forward pass is CausalLM's.  The experts' matrices are stored as codes.
+The model around them is CausalLM.  The experts' matrices are stored as codes.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token, F width of an expert, Q query heads.
 """
@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.attention.kinds import Scoring
-from specdec.models.causal_lm import CausalLM, PreNormLayer
-from specdec.models.config import ModelConfig
+from specdec.models.causal_lm import PreNormLayer
 from specdec.models.experts import mixture
 from specdec.models.gpt_oss.config import GptOssConfig
 from specdec.models.layers import SelfAttention
@@ -69,18 +68,6 @@ class BiasedExperts(nn.Module):
         return mixture(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj, form)
 
 
-class GptOssLayer(PreNormLayer):
+def gpt_oss_layer(config: GptOssConfig, index: int) -> PreNormLayer:
     """A decoder layer with sinks and experts."""
-
-    def __init__(self, config: GptOssConfig) -> None:
-        super().__init__(config, SinkAttention(config), BiasedExperts(config))
-
-
-class GptOssLM(CausalLM):
-    """A gpt-oss model.  max_positions: as of CausalLM."""
-
-    config: GptOssConfig
-
-    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
-        assert isinstance(config, GptOssConfig)
-        return GptOssLayer(config)
+    return PreNormLayer(config, SinkAttention(config), BiasedExperts(config))
