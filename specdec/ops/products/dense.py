@@ -12,13 +12,13 @@ Shapes: M rows, K in, N out, F of a gated pair.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.ops.launch import has_pdl, use_kernels
+from specdec.ops.launch import has_pdl, shared_memory, use_kernels
 from specdec.ops.operator import define, is_traced, use_operator
 from specdec.ops.products.gpus import H100, Kind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
@@ -111,7 +111,7 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, terms: bo
     match, tma = match_of(x.device), tma_reads(x, weight)
     kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
     tiles = numerics.product_tiles(x.shape[0], N, K, x.dtype, gated, kind, tuned_table(x.device) if tma else None, terms)
-    if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
+    if tiles is None or tiles.shared_bytes(x.element_size()) > shared_memory(x.device):
         return None
     return tiles if tiles.kernel == "stream_triton" or tma else None
 
@@ -157,13 +157,6 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: 
 
             assert gated
             return launch_gated_hopper(x, weight, bias, tiles, _sms(x.device))
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
-    return properties.shared_memory_per_block_optin
 
 
 @cache
