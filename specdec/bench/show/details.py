@@ -16,16 +16,14 @@ from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Measurement, 
 from specdec.bench.show.advice import NOISY
 from specdec.bench.show.legend import phases_shown
 from specdec.bench.show.words import SYNTHETIC, busy_with, empty_outputs, number, outputs, speed_up, tag_of
-from specdec.config import SamplingParams
+from specdec.config import SAMPLING_OPTIONS, SamplingParams
 from specdec.lossless.verification import Divergence
 from specdec.screen.grid import Grid
 
 DEPTHS_SHOWN = 10
+USUAL = ("temperature", "top_p", "top_k", "seed")  # options that are shown where texts are sampled
+RARE = (*(name for name, each in SAMPLING_OPTIONS.items() if each.step and name not in USUAL), "stop", "stop_token_ids")
 MEMORY = ("weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams")
-RARE = (  # options of sampling that are shown only where they are set
-    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens",
-    "stop", "stop_token_ids",
-)  # fmt: skip
 Values = Callable[[Cell], Iterable[str | Text]]  # what a cell shows in the columns of a table
 SHOWN_DIVERGENCES = 3  # a cell; the JSON holds all
 
@@ -116,7 +114,7 @@ def _facts(m: Measurement) -> Table:
 
 
 def _sampled(sampling: dict[str, object]) -> str:
-    parts = [f"{name} {sampling[name]}" for name in ("temperature", "top_p", "top_k", "seed")]
+    parts = [f"{name} {sampling[name]}" for name in USUAL]
     return "sampled with " + ", ".join(parts) + " (+ prompt number)"
 
 
