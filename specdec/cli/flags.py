@@ -301,15 +301,15 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"expected ID=NUMBER such as 50=-100, got {text!r}") from None
 
 
-def ints(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 1,8, got {text!r}") from None
+def _listed(kind: Callable[[str], Any], expected: str) -> Callable[[str], tuple[Any, ...]]:
+    def values(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(map(kind, text.split(",")))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+
+    return values
 
 
-def floats(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected probabilities such as 0.8,0.7,0.6, got {text!r}") from None
+ints = _listed(int, "numbers such as 1,8")
+floats = _listed(float, "probabilities such as 0.8,0.7,0.6")
