@@ -27,8 +27,8 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext
 from specdec.draft.eagle.rows import EagleRows
+from specdec.draft.head import StepHead
 from specdec.draft.shared_noise import noise_of
-from specdec.draft.step_head import StepHead
 from specdec.draft.tree.branches import fork
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
