@@ -26,7 +26,7 @@ from specdec.steps import Needs, PromptPart, RunChunk, RunRound, Step
 
 PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
     "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
-    "verify": ("verifier", "verify"), "extend": ("drafter", "extend"), "read": ("", "read"),
+    "verify": ("verifier", "read_tree"), "extend": ("drafter", "extend"), "read": ("", "read"),
 }  # fmt: skip
 
 
@@ -208,18 +208,18 @@ class Hooks:
         """
         seen: dict[Request, list[int]] = {}
         verifier = self._workers.verifier
-        choose = verifier.choose
+        accept = verifier.accept
 
-        def chosen(state: Any, tree: DraftTree, *rest: Any) -> Any:
+        def accepted(state: Any, tree: DraftTree, *rest: Any) -> Any:
             trees = torch.stack((tree.tokens_BN, tree.parents_BN), 1).tolist()
-            result = choose(state, tree, *rest)
+            result = accept(state, tree, *rest)
             for row, (nodes, parents) in enumerate(trees):
                 if (request := self.request_in(row)) is not None:
-                    tokens = result.tokens_BE[row].tolist() if state.speculates_B[row] else []
+                    tokens = result.new.tokens_BE[row].tolist() if state.speculates_B[row] else []
                     seen.setdefault(request, [0]).extend([*range(1, walk(nodes, parents, tokens) + 1), 0])
             return result
 
-        with patch.object(verifier, "choose", chosen):
+        with patch.object(verifier, "accept", accepted):
             yield seen
 
     @contextmanager
