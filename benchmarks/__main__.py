@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
@@ -69,7 +69,7 @@ def run(name: str, options: list[str]) -> int | None:
     return code
 
 
-def main(arguments: list[str]) -> int | None:
+def main(arguments: list[str], start: Callable[[str, list[str]], int | None] = run) -> int | None:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", *rooms()):
         print("\n".join(listing([name] if name in rooms() else rooms())))
@@ -82,16 +82,16 @@ def main(arguments: list[str]) -> int | None:
     for option, value in zip(options, [*options[1:], ""]):
         if option == "--out" and not (Path.cwd() / value).parent.is_dir():  # said before hours of measurement, not after
             raise ValueError(f"--out {value} can't be written: the folder {(Path.cwd() / value).parent} does not exist")
-    return run(name, options)
+    return start(name, options)
 
 
-def answer(arguments: list[str]) -> int | None:
+def answer(arguments: list[str], start: Callable[[str, list[str]], int | None] = run) -> int | None:
     """As main, but a wrong value that specdec refuses, or a file that is missing, is one line, and `| head` is no error.
 
     An error of any other kind keeps its traceback: it may have ended a measurement that took long.
     """
     try:
-        code = main(arguments)
+        code = main(arguments, start)
         sys.stdout.flush()  # a reader that went away is noticed here, not when Python exits
         return code
     except BrokenPipeError:

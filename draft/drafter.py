@@ -36,13 +36,14 @@ class DraftNeeds:
     features: the target's layers whose outputs it reads, 0-based and ascending; (): the target's final hidden state; None: it
         reads token ids alone.
     models: the configs of the parts that keep keys and values in the target's pages.
-    slot_bytes, page_bytes: what else it keeps of each token and of each page, in the first group of layers.
+    slot_bytes: what else it keeps of each token of the first group of layers.
+    page_values: how many numbers in the models' dtype it keeps of each of that group's pages.
     """
 
     features: tuple[int, ...] | None
     models: tuple[ModelConfig, ...] = ()
     slot_bytes: int = 0
-    page_bytes: int = 0
+    page_values: int = 0
 
 
 class Paged(Protocol):
@@ -54,7 +55,7 @@ class Paged(Protocol):
     def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None: ...
 
 
-class Place(NamedTuple):
+class DrafterContext(NamedTuple):
     """What a drafter is given to work with.
 
     spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
@@ -99,7 +100,9 @@ class Impression(NamedTuple):
 
 
 class DraftModel(nn.Module, ABC):
-    """A loaded drafter of any kind."""
+    """A loaded drafter of any kind.  feature_size: how many numbers of a token it reads of the target, beside ids."""
+
+    feature_size: int = 0
 
     @property
     @abstractmethod
@@ -140,7 +143,7 @@ class DraftModel(nn.Module, ABC):
         return tuple(found)
 
     @abstractmethod
-    def worker(self, place: Place) -> Drafter:
+    def worker(self, context: DrafterContext) -> Drafter:
         """The drafter at work on a batch."""
 
     @property

@@ -30,7 +30,7 @@ class DraftHead(DraftModel):
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.feature_size = config, config.feature_size
         model = config.model
         self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
         self.lm_head = Linear.vocabulary(model.hidden_size, config.draft_vocab_size, model.shard)

@@ -22,7 +22,10 @@ from specdec.draft.eagle.head import Eagle1Head, Eagle3Head
 from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
+from specdec.draft.kind import OpenDrafter
+from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import build, copy_, fill_linear, fill_numbers
+from specdec.models.config import ModelConfig
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 
@@ -46,6 +49,27 @@ KINDS = {
 def empty_head(spec: HeadSpec) -> DraftHead:
     """The head without its weights: what can be asked of it before anything is loaded."""
     return build(lambda: KINDS[spec.kind].make(spec, 1), torch.device("meta"), torch.float32)
+
+
+class HeadDrafter(OpenDrafter):
+    """A head's folder, opened for its target.  ValueError: see `open_head`."""
+
+    is_apart = True
+
+    def __init__(self, folder: Path, target: ModelConfig, how: HowToRead) -> None:
+        self.opened = open_head(folder, target, how)
+        self.model, self.checkpoint = empty_head(self.opened.reading.spec), self.opened.files.checkpoint
+
+    def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
+        return build_head(self.opened, target, max_positions, device, dtype)
+
+    def unkept(self, target: Checkpoint) -> set[str]:
+        """Copies of the target's are given back once they were compared with it, but for one of a matrix in 8 or 4 bits."""
+        reading = self.opened.reading
+        spec, copies = reading.spec, reading.copies
+        kept = {"embed_tokens.weight": spec.own_embeddings and not copies}
+        kept["lm_head.weight"] = spec.own_lm_head and (not copies or target.format_of("lm_head") is not None)
+        return {"d2t", "t2d", *reading.beside, *(name for name, is_kept in kept.items() if not is_kept)}
 
 
 def load_head(

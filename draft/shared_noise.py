@@ -29,7 +29,7 @@ FLOOR_WEIGHT = 2.0  # chosen for accept length with top-k 20 and top-p of 0.7 to
 
 def noise_of(lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise:
     """The noise of the tokens one position after the bonus tokens, which stand at positions lens_B (int32)."""
-    filters = sampling.filters if needs.filtered or needs.min_p else None
+    filters = None if needs.steps.isdisjoint(("filtered", "min_p")) else sampling.filters
     return Noise(sampling.temperature_R, sampling.seed_R, lens_B, 1, LOGIT_WEIGHT, NOISE_WEIGHT, FLOOR_WEIGHT, filters)
 
 

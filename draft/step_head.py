@@ -21,14 +21,13 @@ from specdec.parallel.vocabulary import Vocabulary
 
 
 class StepHead(DraftModel):
-    """hidden_size, feature_size: H and F.
+    """hidden_size: H.  feature_size: F.
 
     vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
     d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
     """
 
     hidden_size: int
-    feature_size: int
     vocabulary: Vocabulary
     group: Group = ALONE
     d2t_V: Tensor | None

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder, check_one_prompt
@@ -22,6 +23,8 @@ from specdec.engine.request import Request
 from specdec.engine.totals import Totals
 from specdec.generation import Chunk, Generation
 from specdec.options import EngineOptions, shows_options
+
+T = TypeVar("T")
 
 ENCODERS = 4  # threads that turn prompts into ids
 
@@ -124,19 +127,25 @@ class AsyncSpecDecoder:
         params = SamplingParams() if sampling is None else sampling
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling must be a SamplingParams, got {sampling!r} of type {type(sampling).__name__}")
+
+        def made(decoder: SpecDecoder) -> Request:
+            return decoder.new_request(decoder.encode(prompt, name), params, name, streaming=streaming, speculate=speculate)
+
+        return await self.prepared(made)
+
+    async def prepared(self, work: Callable[[SpecDecoder], T]) -> T:
+        """work(decoder), on one of the threads that turn prompts into ids."""
         self.decoder.owner.check_open()  # before the threads are asked, which end with the decoder
-
-        def encode() -> Request:
-            return self.decoder.new_request(prompt, params, name, streaming=streaming, speculate=speculate)
-
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work, self.decoder)
 
     async def run(self, request: Request) -> Generation:
         """Runs a request to its end.  ValueError if it has run before, RuntimeError if it fails."""
-        ended = asyncio.Event()
-        self.submit(request, ended, streaming=False)  # if it is refused, it may be somebody else's, and is not cancelled
+        news = asyncio.Event()
+        mailbox = self.submit(request, news)  # if it is refused, it may be somebody else's, and is not cancelled
         try:
-            await ended.wait()
+            while not mailbox.is_done:  # news of a request that streams are chunks, too, which nobody takes here
+                await news.wait()
+                news.clear()
         finally:
             self.decoder.owner.cancel(request)
         return request.result()
@@ -145,11 +154,13 @@ class AsyncSpecDecoder:
         """The chunks of a request that was made with `streaming`.  It is submitted by the first step of the loop."""
 
         async def made() -> Request:
+            if isinstance(request, Request) and not request.streaming:
+                raise ValueError("chunks needs a request that was made with streaming=True; nearest thing that works: run")
             return request
 
         return AsyncStream(self, made)
 
-    def submit(self, request: Request, news: asyncio.Event, *, streaming: bool) -> Mailbox:
+    def submit(self, request: Request, news: asyncio.Event) -> Mailbox:
         """Hands a request to the engine.  news: is set in the running event loop when the mailbox has something."""
         if not isinstance(request, Request):
             raise TypeError(f"request must come from new_request, got {request!r} of type {type(request).__name__}"[:400])
@@ -157,7 +168,7 @@ class AsyncSpecDecoder:
         if self._bell is None or self._bell.loop is not loop:
             self._bell = Bell(loop)
         bell = self._bell
-        (mailbox,) = self.decoder.owner.submit([(request, streaming)], lambda: bell.ring(news))
+        (mailbox,) = self.decoder.owner.submit([request], lambda: bell.ring(news))
         return mailbox
 
 
@@ -167,7 +178,7 @@ class AsyncStream:
     Whoever drops the stream or calls `aclose` before its end ends the request and frees its row and pages.
     """
 
-    def __init__(self, decoder: AsyncSpecDecoder, make: Any) -> None:
+    def __init__(self, decoder: AsyncSpecDecoder, make: Callable[[], Awaitable[Request]]) -> None:
         self._decoder, self._make = decoder, make
         self._owner: EngineOwner = decoder.decoder.owner
         self._news = asyncio.Event()
@@ -196,7 +207,7 @@ class AsyncStream:
         if self._mailbox is None and not self._is_closed:
             request = await self._make()
             if not self._is_closed:
-                self._mailbox = self._decoder.submit(request, self._news, streaming=True)
+                self._mailbox = self._decoder.submit(request, self._news)
         while self._mailbox is not None and not self._is_closed:
             self._news.clear()
             is_done = self._mailbox.is_done  # asked before taking: whatever came before the end is taken now

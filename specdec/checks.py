@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -130,3 +130,77 @@ def read_some(path: Path) -> bytes:
 def is_array(value: Any) -> bool:
     """Whether it is an array of numpy or torch, told by what those have, so that neither must be imported to ask."""
     return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist"))
+
+
+# ---- what options say of texts and tokens ----
+
+
+def require_characters(name: str, text: str) -> None:
+    """ValueError for a text with half of a surrogate pair."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name} holds {text!r}, which no text can hold: half of a surrogate pair is no character")
+
+
+def require_texts(name: str, stop: Any) -> str | tuple[str, ...]:
+    """A text or texts to stop at."""
+    for text in (stop,) if isinstance(stop, str | bytes) or not isinstance(stop, Sequence) else stop:
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
+        if not text:
+            raise ValueError(f"{name} must not hold an empty string: it would end every text at once; leave it out")
+        require_characters(name, text)
+    return stop if isinstance(stop, str) else tuple(stop)
+
+
+def require_text(name: str, value: Any) -> str:
+    """A regular expression or a grammar."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}"[:400])
+    if not value or (name == "grammar" and not value.strip()):
+        raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
+    require_characters(name, value)
+    return value
+
+
+def require_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The ids of a sequence or of a one-dimensional array of numpy or torch, checked.  name: what errors call them."""
+    ids = value.tolist() if is_array(value) and value.ndim == 1 else value
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise TypeError(f"{name} must be a list of ints, got {value!r} of type {type(value).__name__}")
+    for i, token in enumerate(ids):
+        if not is_number(type(token), Integral):
+            raise TypeError(f"{name} must be a list of ints, got {token!r} of type {type(token).__name__} at index {i}")
+    return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
+
+
+def require_bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")
+    for token in value:
+        if not is_number(type(token), Integral):
+            raise TypeError(f"{name} must have token ids as keys, got {token!r} of type {type(token).__name__}")
+        if not 0 <= token < 2**31:
+            raise ValueError(f"{name} must have token ids of at least 0 as keys, got {token}")
+    return {
+        require_int(name, token, 0, 2**31 - 1): require_float(f"{name}[{token}]", added, -100.0, 100.0)
+        for token, added in value.items()
+    }
+
+
+def require_words(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
+    """Texts alone, or lists of ids alone."""
+    expected = f"{name} must be a list of strings or a list of lists of ints"
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TypeError(f"{expected}, got {value!r} of type {type(value).__name__}")
+    if all(isinstance(word, str) for word in value):
+        for word in value:
+            require_characters(name, word)
+        words: Any = tuple(value)
+    else:
+        for word in value:
+            if not isinstance(word, Sequence) and not is_array(word) or isinstance(word, str | bytes):
+                raise TypeError(f"{expected}, got {word!r} of type {type(word).__name__} among them")
+        words = tuple(require_ids(f"{name}[{number}]", word) for number, word in enumerate(value))
+    if not all(words):
+        raise ValueError(f"{name} must not hold an empty word: every text would hold it; leave it out")
+    return words

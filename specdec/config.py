@@ -5,20 +5,30 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral
 from typing import Any, Literal, get_args
 
-from specdec.checks import distinct, is_array, is_number, require_bool, require_choice, require_float, require_int, store
-from specdec.grammar.keywords import check_keywords
+from specdec.checks import (
+    about,
+    require_bias,
+    require_bool,
+    require_choice,
+    require_float,
+    require_ids,
+    require_int,
+    require_text,
+    require_texts,
+    require_words,
+    store,
+)
+from specdec.grammar.keywords import schema_as_json
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
 LARGEST_SEED = 2**63 - 1
-NOT_GREEDY = ("top_p", "top_k", "min_p", "seed")  # options of sampling that greedy decoding does not look at
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
 LEAST_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
 LEAST_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
@@ -124,11 +134,53 @@ def _candidates(steps: int, topk: int) -> int:
     return topk + topk * topk * (steps - 1) if topk > 1 else steps
 
 
-def idle_options(temperature: float, given: Collection[str]) -> list[str]:
-    """Of the options that were given, those that this temperature leaves without effect: greedy decoding looks at none of
-    NOT_GREEDY.  The command line refuses them, Python warns, and HTTP takes them, since clients send them with every request.
+# ---- how a request is sampled ----
+
+Check = Callable[[str, Any], Any]  # (name, value) -> the value as it is kept; ValueError or TypeError if it is not allowed
+
+
+@dataclass(frozen=True)
+class SamplingOption:
+    """What a field of SamplingParams is, besides its name and type.  All who handle options follow from it.
+
+    meaning, metavar: what the command line says of an option that one flag gives as a number.
+    column: the type of its column in the table of rows (see RowOptions); None: it is no number of a row.
+    step: which step of the pass over logits it takes (see Needs), where it is not what it is by default; empty: none.
+    greedy: whether greedy decoding looks at it.  drafted: whether drafters look at its step.
     """
-    return [name for name in NOT_GREEDY if name in given] if temperature == 0 else []
+
+    default: Any
+    check: Check
+    meaning: str = ""
+    metavar: str = "N"
+    column: type[float] | type[int] | None = None
+    step: str = ""
+    greedy: bool = True
+    drafted: bool = False
+
+
+def option(default: Any, check: Check, *meaning: str, hash: bool | None = None, **more: Any) -> Any:
+    """A field of SamplingParams.  meaning: and the metavar, if it has another than N."""
+    return field(default=default, hash=hash, metadata={"option": SamplingOption(default, check, *meaning, **more)})
+
+
+def _ints(low: int, high: float = math.inf) -> Check:
+    return lambda name, value: require_int(name, value, low, high)
+
+
+def _floats(low: float, high: float, *, above_low: bool = False) -> Check:
+    return lambda name, value: require_float(name, value, low, high, above_low=above_low)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _temperature(name: str, value: Any) -> float:
+    temperature = require_float(name, value, 0.0, 100.0)
+    if 0 < temperature < 1e-4:
+        raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}; nearest: 0")
+    return temperature
 
 
 @dataclass(frozen=True)
@@ -162,95 +214,104 @@ class SamplingParams:
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = None
-    min_tokens: int = 0
-    json_schema: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    logprobs: int | None = None
-    logprobs_mode: LogprobsMode = "raw"
-    n: int = 1
+    max_tokens: int = option(128, _ints(1))
+    temperature: float = option(0.0, _temperature, column=float, step="sampled")
+    top_p: float = option(
+        1.0,
+        _floats(0.0, 1.0, above_low=True),
+        "sample from the likeliest tokens that together have this probability",
+        "P",
+        column=float,
+        step="filtered",
+        greedy=False,
+        drafted=True,
+    )
+    top_k: int = option(
+        0, _ints(0, 2**31 - 1), "sample from the N likeliest tokens", column=int, step="filtered", greedy=False, drafted=True
+    )
+    seed: int | None = option(
+        None,
+        _or_none(_ints(-(2**63), LARGEST_SEED)),
+        "bench samples with 0 unless told otherwise, generate with a random one",
+        column=int,
+        greedy=False,
+    )
+    stop: str | Sequence[str] | None = option(None, _or_none(require_texts))
+    stop_token_ids: Sequence[int] | None = option(None, _or_none(require_ids))
+    ignore_eos: bool = option(False, lambda name, value: require_bool(name, value, False))
+    min_p: float = option(
+        0.0,
+        _floats(0.0, 1.0),
+        "sample from tokens at least P times as likely as the likeliest",
+        "P",
+        column=float,
+        step="min_p",
+        greedy=False,
+        drafted=True,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        _floats(0.01, 100.0),
+        "divide logits above 0 of tokens in prompt or output by X",
+        "X",
+        column=float,
+        step="penalties",
+    )
+    presence_penalty: float = option(
+        0.0, _floats(-2.0, 2.0), "take X off the logits of tokens in the output", "X", column=float, step="penalties"
+    )
+    frequency_penalty: float = option(
+        0.0,
+        _floats(-2.0, 2.0),
+        "take X off a token's logit for each time the output holds it",
+        "X",
+        column=float,
+        step="penalties",
+    )
+    logit_bias: Mapping[int, float] | None = option(None, _or_none(require_bias), step="bias", hash=False)
+    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = option(None, _or_none(require_words), step="bad_words")
+    min_tokens: int = option(0, _ints(0), "nothing ends the text before N tokens", step="ends")
+    json_schema: str | Mapping[str, Any] | None = option(
+        None, _or_none(lambda name, value: schema_as_json(value)), step="grammar"
+    )
+    regex: str | None = option(None, _or_none(require_text), step="grammar")
+    grammar: str | None = option(None, _or_none(require_text), step="grammar")
+    logprobs: int | None = option(None, _or_none(_ints(0, MAX_LOGPROBS)))
+    logprobs_mode: LogprobsMode = option(
+        "raw", lambda name, value: require_choice(name, value, get_args(LogprobsMode), "raw"), step="processed"
+    )
+    n: int = option(1, _ints(1, MAX_CHOICES))
 
     def __post_init__(self) -> None:
-        max_tokens = require_int("max_tokens", self.max_tokens, 1)
-        temperature = require_float("temperature", self.temperature, 0.0, 100.0)
-        if 0 < temperature < 1e-4:
-            raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}; nearest: 0")
-        top_p = require_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        top_k = require_int("top_k", self.top_k, 0, 2**31 - 1)
-        seed = None if self.seed is None else require_int("seed", self.seed, -(2**63), LARGEST_SEED)
-        require_bool("ignore_eos", self.ignore_eos, False)
-        store(self, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        store(self, min_p=require_float("min_p", self.min_p, 0.0, 1.0))
-        store(self, repetition_penalty=require_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
-        for name in ("presence_penalty", "frequency_penalty"):
-            store(self, **{name: require_float(name, getattr(self, name), -2.0, 2.0)})
-        min_tokens = require_int("min_tokens", self.min_tokens, 0)
-        if min_tokens > max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens = {max_tokens}, got {min_tokens}; nearest setting that works: "
-                f"min_tokens={max_tokens}"
-            )
-        store(self, min_tokens=min_tokens)
-        if self.logprobs is not None:
-            store(self, logprobs=require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
-        require_choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode), "raw")
-        if self.logprobs is None and self.logprobs_mode != "raw":
-            raise ValueError("logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0")
-        n = require_int("n", self.n, 1, MAX_CHOICES)
-        if seed is not None and seed + n - 1 > LARGEST_SEED:
-            nearest = f"nearest setting that works: seed={LARGEST_SEED - n + 1}"
-            raise ValueError(f"seed + n - 1 must be at most {LARGEST_SEED}, got {seed} + {n} - 1; {nearest}")
-        store(self, n=n)
-        _check_stop(self.stop)
-        if self.stop is not None and not isinstance(self.stop, str):
-            store(self, stop=tuple(self.stop))
-        if self.stop_token_ids is not None:
-            store(self, stop_token_ids=_ids("stop_token_ids", self.stop_token_ids))
-        if self.logit_bias is not None:
-            store(self, logit_bias=_logit_bias(self.logit_bias))
-        if self.bad_words is not None:
-            store(self, bad_words=_bad_words(self.bad_words))
-        self._check_grammar()
-        defaults = {item.name: item.default for item in fields(self)}
-        if idle := idle_options(temperature, {name for name in NOT_GREEDY if getattr(self, name) != defaults[name]}):
+        for name, declared in SAMPLING_OPTIONS.items():
+            with about(name):
+                store(self, **{name: declared.check(name, getattr(self, name))})
+        for name, fault in self._faults():
+            with about(name):
+                raise ValueError(fault)
+        if idle := idle_options(self.temperature, changed_options(self)):
             _warn_caller(
                 f"{' and '.join(idle)} would do nothing at temperature=0 (greedy); give a temperature, or leave it out"
             )
-        if temperature == 0 and n > 1:
-            _warn_caller(f"n={n} would give one text {n} times at temperature=0 (greedy); give a temperature")
+        if self.temperature == 0 and self.n > 1:
+            _warn_caller(f"n={self.n} would give one text {self.n} times at temperature=0 (greedy); give a temperature")
 
-    def _check_grammar(self) -> None:
-        given = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(
-                f"{given[0]} and {given[1]} both say what the text must be; nearest setting that works: one of them"
-            )
-        for name in given:
-            value = getattr(self, name)
-            if name == "json_schema":
-                store(self, json_schema=_json_schema(value))
-            elif not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}"[:400])
-            elif not value or (name == "grammar" and not value.strip()):
-                raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
-            else:
-                _check_whole(name, value)
-            if self.ignore_eos:
-                raise ValueError(f"ignore_eos would go on after the end that {name} asks for; nearest: ignore_eos=False")
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """What is wrong with options that are right alone, and the option that is to be named."""
+        if self.min_tokens > self.max_tokens:
+            fault = f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"
+            yield "min_tokens", f"{fault}; nearest setting that works: min_tokens={self.max_tokens}"
+        if self.logprobs is None and self.logprobs_mode != "raw":
+            yield "logprobs_mode", "logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0"
+        if self.seed is not None and self.seed + self.n - 1 > LARGEST_SEED:
+            fault = f"seed + n - 1 must be at most {LARGEST_SEED}, got {self.seed} + {self.n} - 1"
+            yield "seed", f"{fault}; nearest setting that works: seed={LARGEST_SEED - self.n + 1}"
+        kinds = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
+        if len(kinds) > 1:
+            fault = f"{kinds[0]} and {kinds[1]} both say what the text must be"
+            yield kinds[0], f"{fault}; nearest setting that works: one of them"
+        if kinds and self.ignore_eos:
+            yield kinds[0], f"ignore_eos would go on after the end that {kinds[0]} asks for; nearest: ignore_eos=False"
 
     @property
     def grammar_rule(self) -> tuple[GrammarKind, str] | None:
@@ -271,6 +332,24 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+_DECLARED: dict[str, SamplingOption] = {item.name: item.metadata["option"] for item in fields(SamplingParams)}
+# Every option by its name, those first that say what is sampled from.
+SAMPLING_OPTIONS = dict(sorted(_DECLARED.items(), key=lambda named: named[1].greedy or not named[1].step))
+NOT_GREEDY = tuple(name for name, declared in SAMPLING_OPTIONS.items() if not declared.greedy)
+
+
+def changed_options(sampling: SamplingParams) -> list[str]:
+    """The options that are not what they are by default."""
+    return [name for name, declared in SAMPLING_OPTIONS.items() if getattr(sampling, name) != declared.default]
+
+
+def idle_options(temperature: float, given: Collection[str]) -> list[str]:
+    """Of the options that were given, those that this temperature leaves without effect: greedy decoding looks at none of
+    NOT_GREEDY.  The command line refuses them, Python warns, and HTTP takes them, since clients send them with every request.
+    """
+    return [name for name in NOT_GREEDY if name in given] if temperature == 0 else []
+
+
 def _warn_caller(message: str) -> None:
     """Warns at the line that made the options, unless that is one of specdec's own: a door has judged what it was given."""
     frame, level = sys._getframe(1).f_back, 3  # as warnings counts: this function is 1, its caller __post_init__ 2
@@ -278,93 +357,3 @@ def _warn_caller(message: str) -> None:
         frame, level = frame.f_back, level + 1
     if frame is not None and not str(frame.f_globals.get("__name__")).startswith("specdec."):
         warnings.warn(message, stacklevel=level)
-
-
-def _json_schema(value: Any) -> str:
-    """The schema as JSON.  What a text can be held to is for the library to say."""
-    if isinstance(value, str):
-        try:
-            schema = json.loads(value, object_pairs_hook=distinct)
-        except RecursionError:
-            raise ValueError(_TOO_DEEP) from None
-        except ValueError as error:
-            raise ValueError(f"json_schema is not usable JSON: {error}; expected a schema such as {_EXAMPLE}") from None
-    else:
-        schema = value
-    if not isinstance(schema, Mapping):
-        got = f"{value!r} of type {type(value).__name__}"[:300]
-        hint = ", for a class of pydantic its model_json_schema()" if hasattr(value, "model_json_schema") else ""
-        raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {_EXAMPLE}{hint}; got {got}")
-    try:
-        written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
-    check_keywords(schema)
-    return value if isinstance(value, str) else written
-
-
-_EXAMPLE = '{"type": "object"}'
-_TOO_DEEP = "json_schema is nested too deeply; nearest setting that works: its parts in $defs, with a $ref for each"
-
-
-def _check_stop(stop: Any) -> None:
-    """TypeError or ValueError for anything but a text or texts to stop at."""
-    if stop is None:
-        return
-    for text in (stop,) if isinstance(stop, str | bytes) or not isinstance(stop, Sequence) else stop:
-        if not isinstance(text, str):
-            raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
-        if not text:
-            raise ValueError("stop must not hold an empty string: it would end every text at once; leave it out")
-        _check_whole("stop", text)
-
-
-def _check_whole(name: str, text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{name} holds {text!r}, which no text can hold: half of a surrogate pair is no character")
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """The ids of a sequence or of a one-dimensional array of numpy or torch, checked.  name: what errors call them."""
-    ids = value.tolist() if is_array(value) and value.ndim == 1 else value
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise TypeError(f"{name} must be a list of ints, got {value!r} of type {type(value).__name__}")
-    for i, token in enumerate(ids):
-        if not is_number(type(token), Integral):
-            raise TypeError(f"{name} must be a list of ints, got {token!r} of type {type(token).__name__} at index {i}")
-    return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"logit_bias must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")
-    for token in value:
-        if not is_number(type(token), Integral):
-            raise TypeError(f"logit_bias must have token ids as keys, got {token!r} of type {type(token).__name__}")
-        if not 0 <= token < 2**31:
-            raise ValueError(f"logit_bias must have token ids of at least 0 as keys, got {token}")
-    return {
-        require_int("logit_bias", token, 0, 2**31 - 1): require_float(f"logit_bias[{token}]", added, -100.0, 100.0)
-        for token, added in value.items()
-    }
-
-
-def _bad_words(value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
-    """Texts alone, or lists of ids alone."""
-    expected = "bad_words must be a list of strings or a list of lists of ints"
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TypeError(f"{expected}, got {value!r} of type {type(value).__name__}")
-    if all(isinstance(word, str) for word in value):
-        for word in value:
-            _check_whole("bad_words", word)
-        words: Any = tuple(value)
-    else:
-        for word in value:
-            if not isinstance(word, Sequence) and not is_array(word) or isinstance(word, str | bytes):
-                raise TypeError(f"{expected}, got {word!r} of type {type(word).__name__} among them")
-        words = tuple(_ids(f"bad_words[{number}]", word) for number, word in enumerate(value))
-    if not all(words):
-        raise ValueError("bad_words must not hold an empty word: every text would hold it; leave it out")
-    return words

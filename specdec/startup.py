@@ -14,10 +14,10 @@ from contextlib import contextmanager
 BEGAN = "SPECDEC_BEGAN"  # the variable in which scripts/in_venv.sh says when it became the command, after it had set up .venv
 
 
-def process_age() -> float:
+def process_age(of_process: float | None = None) -> float:
     """Seconds since this process began, or since it became this command, if a script says so.
 
-    0 on systems without Linux' /proc, where nothing says it.
+    of_process: seconds since it began.  None asks Linux' /proc; 0 on systems without it, where nothing says it.
     """
     try:
         since_set_up = time.time() - float(
@@ -25,7 +25,8 @@ def process_age() -> float:
         )  # bash writes numbers as the user's language does
     except (KeyError, ValueError):
         since_set_up = float("inf")
-    return min(_seconds_of_process(), max(since_set_up, 0.0))  # a process that the command has started is younger
+    alive = _seconds_of_process() if of_process is None else of_process
+    return min(alive, max(since_set_up, 0.0))  # a process that the command has started is younger
 
 
 def _seconds_of_process() -> float:

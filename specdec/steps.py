@@ -10,69 +10,84 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from specdec.config import GrammarKind, SpecConfig
+from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
 
 RoundKind = Literal["plain", "paused", "speculative"]
+STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))
+DRAFTED = frozenset(declared.step for declared in SAMPLING_OPTIONS.values() if declared.drafted)  # steps that drafts know of
+# The columns of the table of rows' options, by type.
+FLOATS = tuple(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is float)
+INTS = (*(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is int), "first_end", "processed")
 
 
 class Needs(NamedTuple):
-    """What choosing tokens takes for at least one row of a pass.  Each need is a step of one pass over the logits.
+    """What choosing tokens takes for at least one row of a pass.
 
     A pass runs the steps that are needed, and no other; a step changes nothing in rows without its option.  So any needs
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
 
-    sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose border is searched.  min_p: min-p.
-    bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
-    grammar: Entry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a round
-        runs phase by phase.
+    steps: names of steps of one pass over the logits, those that options are declared with (see SamplingOption).
+        sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose border is searched.  min_p: min-p.
+        bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
+        grammar: Entry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
+            round runs phase by phase.
+        processed: log-probabilities after the options.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
-    processed: log-probabilities after the options.
     """
 
-    sampled: bool = False
-    filtered: bool = False
-    min_p: bool = False
-    bias: bool = False
-    penalties: bool = False
-    bad_words: bool = False
-    ends: bool = False
-    grammar: bool = False
+    steps: frozenset[str] = frozenset()
     logprobs: int = 0
-    processed: bool = False
+
+    @classmethod
+    def of(cls, *steps: str, logprobs: int = 0) -> Needs:
+        assert set(steps) <= set(STEPS), steps
+        return cls(frozenset(steps), logprobs)
+
+    @property
+    def sampled(self) -> bool:
+        return "sampled" in self.steps
+
+    @property
+    def grammar(self) -> bool:
+        return "grammar" in self.steps
 
     @property
     def drafts(self) -> Needs:
         """Those needs that a drafter looks at."""
-        return Needs(self.sampled, self.filtered, self.min_p)
+        return Needs(self.steps & DRAFTED)
 
     @property
     def rules(self) -> bool:
         """Whether some row has rules for single tokens, which are kept in tables."""
-        return self.bias or self.penalties or self.bad_words or self.ends
+        return not self.steps.isdisjoint(("bias", "penalties", "bad_words", "ends"))
 
     @property
     def history(self) -> bool:
         """Whether the device must know what rows have written."""
-        return self.penalties or self.bad_words
+        return not self.steps.isdisjoint(("penalties", "bad_words"))
 
 
 class RowOptions(NamedTuple):
-    """How a row chooses its tokens, as numbers.  Temperature 0 is greedy; the other defaults change nothing.
+    """How a row chooses its tokens, as numbers of the columns FLOATS and INTS, of which the defaults change nothing.
 
     first_end: the first position at which a token of TokenRules.ends may stand.  processed: 1 where log-probabilities are those
     after the options, else 0.  The others: see SamplingParams.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-    first_end: int = 0
-    processed: int = 0
+    floats: tuple[float, ...] = tuple(SAMPLING_OPTIONS[name].default for name in FLOATS)
+    ints: tuple[int, ...] = (0,) * len(INTS)
+
+    @classmethod
+    def of(cls, **numbers: float) -> RowOptions:
+        """Some of the numbers by name."""
+        assert numbers.keys() <= {*FLOATS, *INTS}, numbers
+        neutral = cls()
+        floats = tuple(float(numbers.get(name, value)) for name, value in zip(FLOATS, neutral.floats, strict=True))
+        return cls(floats, tuple(int(numbers.get(name, value)) for name, value in zip(INTS, neutral.ints, strict=True)))
+
+    @property
+    def first_end(self) -> int:
+        return self.ints[INTS.index("first_end")]
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
 
-from specdec.cli.terminal import waiting
+from specdec.cli import entry
+from specdec.screen.progress import Pace
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 logging.disable_progress_bar()
-waiting.QUIET_SECONDS = 600.0  # what a command says of a long start would depend on how busy the machine is
+entry.PACE = Pace(quiet=600.0)  # what a command says of a long start would depend on how busy the machine is
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine
 
 

@@ -16,8 +16,6 @@ Shapes: as in paged_triton.py; a page of N keys (or a part of it, in larger page
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,8 +33,8 @@ from specdec.attention.kernels.paged_triton import LN2, LOG2E
 from specdec.attention.kernels.tiles_triton import PagedTiles
 from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_layout, tma_load
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_hopper import _barrier, _fetch, _let_the_next_kernel_start, _wait_for_the_kernel_in_front
 
 LOADER = 40  # registers that a thread of the loading warp keeps
 PANEL = 64  # columns of a panel: 128 bytes, the widest row that the tensor cores read from shared memory
@@ -63,9 +61,9 @@ def _fetch_page(
         for part in gl.static_range(2):
             for d in gl.static_range(PANELS):
                 to = kv_smem.index(((stage * 2 + part) * PANELS + d) * PAGES + i)
-                _fetch(kv_tiles, [part, kv_head * PANELS + d, first_slot, 0], bar, to, pred=pred)
+                tma_load(kv_tiles, [part, kv_head * PANELS + d, first_slot, 0], bar, to, pred=pred)
     else:
-        _fetch(kv_tiles, [0, kv_head * PANELS, first_slot, 0], bar, kv_smem.index(stage * PAGES + i), pred=pred)
+        tma_load(kv_tiles, [0, kv_head * PANELS, first_slot, 0], bar, kv_smem.index(stage * PAGES + i), pred=pred)
 
 
 @gluon.jit
@@ -161,7 +159,7 @@ def paged_hopper_kernel(
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     mbarrier.init(full.index(STAGES), count=1)
-    _barrier()
+    barrier()
     memory = q_smem, kv_smem, full, empty
     shared = starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head, split, splits
     keys = low, high, whole, begin, from_first
@@ -199,11 +197,11 @@ def load(
     if FRESH != "all":
         _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, JOINED, PAGES, ROWS, PANELS)
     if PDL:
-        _wait_for_the_kernel_in_front()
-        _let_the_next_kernel_start()
+        gdc_wait()
+        gdc_launch_dependents()
     mbarrier.expect(full.index(STAGES), 2 * BLOCK_M * DIM, pred=blocks > 0)
     for d in gl.static_range(PANELS):
-        _fetch(q_tiles, [first_query, kv_head * GROUP, d * 64], full.index(STAGES), q_smem.index(d), pred=blocks > 0)
+        tma_load(q_tiles, [first_query, kv_head * GROUP, d * 64], full.index(STAGES), q_smem.index(d), pred=blocks > 0)
     if low + STAGES * BLOCK_N > settled:
         _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, ROWS, PANELS)
     slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
@@ -264,7 +262,7 @@ def attend(
     scale2 = scale if SOFTCAP else scale * LOG2E
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     if PDL:
-        _wait_for_the_kernel_in_front()
+        gdc_wait()
     slot = 0
     phase = 0
     mbarrier.wait(full.index(STAGES), 0, pred=blocks > 0)
@@ -291,7 +289,7 @@ def attend(
             for i in gl.static_range(PAGES):
                 _drop_values(kv_PND.index((slot * PAGES + i) * 2 + 1), begin, start + i * ROWS, high, ROWS, DIM, WARPS)
             fence_async_shared()
-            _barrier()
+            barrier()
         acc_ME *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         sum_MN = nothing
         acc = acc_ME
@@ -303,7 +301,7 @@ def attend(
         total_M = total_M * decay_M + gl.sum(sum_MN, 1)
         acc_ME = warpgroup_mma_wait(0, deps=(acc,))
         if k + STAGES < blocks:
-            _barrier()  # all warps have read the stage
+            barrier()  # all warps have read the stage
             mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
         if slot == STAGES:
@@ -354,8 +352,8 @@ def launch_paged_hopper(
     kv_block = [1, 1, rows, PANEL] if tiles.joined else [2, panels, rows, PANEL]
     causal = segment.causal and segment.max_seqlen_q > 1
     paged_hopper_kernel[(segment.rows * K * num_tiles, splits)](
-        TensorDescriptor(q_THD, list(q_THD.shape), list(q_THD.stride()), q_block, _layout(3)),
-        TensorDescriptor(view.kv, [2, K * panels, N, PANEL], [K * D, PANEL, view.kv.stride(0), 1], kv_block, _layout(4)),
+        TensorDescriptor(q_THD, list(q_THD.shape), list(q_THD.stride()), q_block, tma_layout(3)),
+        TensorDescriptor(view.kv, [2, K * panels, N, PANEL], [K * D, PANEL, view.kv.stride(0), 1], kv_block, tma_layout(4)),
         segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         segment.cu_seqlens_q if starts_T is None else starts_T, out_THSD, lse_THS,
         scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap,
@@ -365,9 +363,3 @@ def launch_paged_hopper(
         BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, JOINED=tiles.joined, LOADER=LOADER,
         num_warps=tiles.warps, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
-
-
-@cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """How tiles lie in shared memory: rows of 128 bytes, as the tensor cores read them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)

@@ -21,18 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.attention.kernels.paged_triton import LN2, LOG2E
+from specdec.ops.hopper import barrier, copy_rows, tma_load
 
-# Gluon renamed these functions between Triton 3.6 and 3.9.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 # Two of e4m3 are exact in float16.  A product with the scale is rounded once, to bfloat16.
 FOUR_VALUES = gl.constexpr("""{
     .reg .b16 a, b, c, d;
@@ -60,20 +56,13 @@ TILE = gl.NVMMASharedLayout(
 
 
 @gluon.jit
-def _copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Copies rows of COLUMNS numbers that start at base_N.  Rows that are not ok become zeros: their slots may hold NaN."""
-    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    _copy(to, base_N[:, None] + c[None, :], mask=ok_N[:, None] & (c < COLUMNS)[None, :])
-
-
-@gluon.jit
 def _copy_queries(
     to, q, tile, first, queries, stride_qt, stride_qh, HEADS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
 ):
     """Copies a tile's 64 packed queries."""
     packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
-    _copy_rows(to, base, packed // HEADS < queries, COLUMNS, layout)
+    copy_rows(to, base, packed // HEADS < queries, COLUMNS, layout)
 
 
 @gluon.jit
@@ -94,7 +83,7 @@ def _copy_keys(
     """Copies the 64 keys from `start` on, from pages of any size."""
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     base_N = keys + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * STRIDE
-    _copy_rows(to, base_N, key_N < high, COLUMNS, layout)
+    copy_rows(to, base_N, key_N < high, COLUMNS, layout)
 
 
 @gluon.jit
@@ -102,8 +91,8 @@ def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.c
     """Loads 64 keys of one page through the copy engine."""
     slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
     mbarrier.expect(bar, 64 * 576 * 2)
-    _fetch(tiles_c, [slot, 0], bar, to_c)
-    _fetch(tiles_r, [slot, 0], bar, to_r)
+    tma_load(tiles_c, [slot, 0], bar, to_c)
+    tma_load(tiles_r, [slot, 0], bar, to_r)
 
 
 @gluon.jit
@@ -138,7 +127,7 @@ def _wait_for_keys(bar, phase, by_engine):
     else:
         async_copy.wait_group(0)
         fence_async_shared()
-        _barrier()
+        barrier()
 
 
 @gluon.jit
@@ -261,7 +250,7 @@ def latent_hopper_kernel(
         narrow_N = _pages_of(pages, low + 64, high, PAGE_SIZE, NARROW)
     async_copy.wait_group(0)
     fence_async_shared()
-    _barrier()
+    barrier()
 
     top_M = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
@@ -309,7 +298,7 @@ def latent_hopper_kernel(
         top_M = new_M
         p_s.store(p_MN.to(q.dtype.element_ty))
         fence_async_shared()
-        _barrier()
+        barrier()
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
         total_M = total_M * decay_M + gl.sum(p_MN, 1)
@@ -317,7 +306,7 @@ def latent_hopper_kernel(
         if SCALED:
             async_copy.wait_group(0)
             fence_async_shared()
-        _barrier()  # all warps are done with this block, so its buffer may be overwritten
+        barrier()  # all warps are done with this block, so its buffer may be overwritten
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)

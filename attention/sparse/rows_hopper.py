@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec.attention.kernels.paged_triton import LN2, LOG2E
-from specdec.attention.latent.mla_hopper import _barrier, _copy_rows
+from specdec.ops.hopper import barrier, copy_rows
 
 
 @gluon.jit
@@ -35,9 +35,9 @@ def _slots(table, start, high, layout: gl.constexpr):
 def _gather(to_c, to_r, latent, wide_N, narrow_N, start, high, stride, WIDE: gl.constexpr, NARROW: gl.constexpr):
     """Starts the copies of 64 latents.  Keys from `high` on become zeros: nothing may be read in their place."""
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    _copy_rows(to_c, latent + wide_N.to(gl.int64) * stride, key_N < high, 512, WIDE)
+    copy_rows(to_c, latent + wide_N.to(gl.int64) * stride, key_N < high, 512, WIDE)
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
-    _copy_rows(to_r, latent + 512 + narrow_N.to(gl.int64) * stride, key_N < high, 64, NARROW)
+    copy_rows(to_r, latent + 512 + narrow_N.to(gl.int64) * stride, key_N < high, 64, NARROW)
 
 
 @gluon.jit(
@@ -95,9 +95,9 @@ def rows_hopper_kernel(
     blocks = gl.maximum(gl.cdiv(high - low, 64), 1)  # at least 1: into a loop that may not run the compiler puts a wait
     q += token * stride_qt + tile * 64 * stride_qh
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    _copy_rows(q_c, q + head * stride_qh, head < 64, 512, WIDE)
+    copy_rows(q_c, q + head * stride_qh, head < 64, 512, WIDE)
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
-    _copy_rows(q_r, q + 512 + head * stride_qh, head < 64, 64, NARROW)
+    copy_rows(q_r, q + 512 + head * stride_qh, head < 64, 64, NARROW)
     _gather(c_s.index(0), r_s.index(0), latent, wide_N, narrow_N, low, high, stride_slot, WIDE, NARROW)
     async_copy.commit_group()
     if blocks > 1:
@@ -106,7 +106,7 @@ def rows_hopper_kernel(
     wide_N, narrow_N = _slots(table, low + 128, high, WIDE), _slots(table, low + 128, high, NARROW)
     async_copy.wait_group(1)
     fence_async_shared()
-    _barrier()
+    barrier()
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     kept_MK = q_c.slice(512 - KEPT, KEPT, dim=1).load(Q)
 
@@ -120,7 +120,7 @@ def rows_hopper_kernel(
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
         async_copy.wait_group(1)
         fence_async_shared()
-        _barrier()
+        barrier()
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(kept_MK, c_NC.slice(512 - KEPT, KEPT, dim=1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
@@ -136,12 +136,12 @@ def rows_hopper_kernel(
         top_M = new_M
         p_s.store(p_MN.to(q.dtype.element_ty))
         fence_async_shared()
-        _barrier()
+        barrier()
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
         total_M = total_M * decay_M + gl.sum(p_MN, 1)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()  # all warps are done with this block, so its buffer may be overwritten
+        barrier()  # all warps are done with this block, so its buffer may be overwritten
         # The copies of the next block may still be under way: two blocks are, so that no copy waits for another's end.
         if block + 2 < blocks:
             _gather(c_NC, r_NR, latent, wide_N, narrow_N, start + 128, high, stride_slot, WIDE, NARROW)

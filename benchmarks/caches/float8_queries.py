@@ -31,8 +31,8 @@ from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.attention.flash.queries import float8_queries
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerInputs
 from specdec.bench.prompt_file import read_prompts
-from specdec.bench.session import Session
 from specdec.lossless.near_tie import explain_divergence
+from specdec.session import Session
 
 SETTINGS = (("auto", "triton"), ("fp8", "triton"), ("fp8", "fa3"))  # kv_cache_dtype, attention
 SHAPES = ("5,1,6", "5,4,16")

@@ -38,11 +38,11 @@ from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.prompt_file import read_prompts
-from specdec.bench.session import Session
 from specdec.loading.memory import pool_plan
 from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.session import Session
 
 QUERIES = " queries"
 KINDS = ("auto", "fp8", "int8", "int8 queries", INT8_KEYS, INT8_KEYS + QUERIES)

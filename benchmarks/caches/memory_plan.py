@@ -22,7 +22,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading.plan import Models, parts_of
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 
 class Case(NamedTuple):

@@ -30,14 +30,14 @@ from rounds.round_8b import TARGET, random_pair, spec_of
 
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work
-from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle.head import EagleHead
 from specdec.loading.resolve import resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.session import Session
 
 SPECS = ("plain", "5,1,6", "5,4,16", "5,8,32")
 ROWS, SHARED, OWN = 32, 8192, 256

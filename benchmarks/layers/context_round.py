@@ -26,7 +26,6 @@ import triton
 from engine_internals import target_cache
 from rounds.round_8b import random_prompts
 
-from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.ngram.drafter import NgramModel
@@ -43,7 +42,8 @@ from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.session import Session
 
 LAYERS = 4
 PAGE = 64
@@ -55,8 +55,8 @@ def latents(heads: int, intermediate: int) -> DeepseekConfig:
     """A model of DeepSeek V3's sizes, all of whose layers are dense.  heads: of all ranks together."""
     return DeepseekConfig(
         family="deepseek_v3", hidden_size=7168, intermediate_size=intermediate, num_layers=LAYERS, num_heads=heads,
-        num_kv_heads=heads, head_dim=64, vocab_size=129280, rms_norm_eps=1e-6, max_position=163840, rank=512, q_rank=1536,
-        nope_dim=128, value_dim=128, first_dense=LAYERS,
+        num_kv_heads=heads, head_dim=64, vocab_size=129280, rms_norm_eps=1e-6, max_position=163840, latent_rank=512,
+        q_rank=1536, nope_dim=128, value_dim=128, first_dense=LAYERS,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.norm import add_rms_norm
-from specdec.ops.products.linear import linear
+from specdec.ops.products.dense import linear
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

@@ -57,8 +57,8 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
 
     from products.gemm import LAYER, new_weight
     from products.quantised_tiles import random_codes
-    from specdec.ops.products.linear import gated_linear, linear
-    from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear
+    from specdec.ops.products.dense import gated_linear, linear
+    from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear
 
     torch.set_grad_enabled(False)
     mark = torch.empty(7, device="cuda")

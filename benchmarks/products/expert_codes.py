@@ -27,10 +27,10 @@ from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.models.experts import run_experts
-from specdec.ops.experts.coded import CodedExperts, Form, Gate, coded_experts
-from specdec.ops.experts.codes import StackedCodes, step_bytes, steps_of
-from specdec.ops.experts.tiles import ExpertTiles, expert_tiles
-from specdec.ops.quantised.codes import Kind
+from specdec.ops.products.experts import CodedExperts, Form, Gate, coded_experts
+from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps_of
+from specdec.ops.products.formats.quantised import Kind
+from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
 
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 CALLS = 12  # of a graph

@@ -28,9 +28,9 @@ from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.products.dense import gated_linear, linear, silu_mul
 from specdec.ops.products.gpus import match_of
-from specdec.ops.products.linear import gated_linear, linear, silu_mul
-from specdec.ops.products.tiles import product_tiles
+from specdec.ops.products.tiles.dense import product_tiles
 
 DEVICE, DTYPE, EPS = "cuda", torch.bfloat16, 1e-5
 COLD_BYTES = 250_000_000

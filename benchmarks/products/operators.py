@@ -30,10 +30,10 @@ from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
-from specdec.models.config import parse_config
+from specdec.models.llama.config import parse_llama
 from specdec.operators import DecodePass, export_decode
 from specdec.ops.norm import ADD_RMS_NORM, add_rms_norm
-from specdec.ops.products.linear import LINEAR, linear
+from specdec.ops.products.dense import LINEAR, linear
 from specdec.ops.rope import HeadPrep, Rotation
 
 SHAPE = dict(
@@ -119,7 +119,7 @@ def dispatch_rows() -> list[dict[str, Any]]:
 
 
 def random_target(layers: int) -> CausalLM:
-    config = parse_config({**SHAPE, "num_hidden_layers": layers}, "the shape of Llama-3.2-1B")
+    config = parse_llama({**SHAPE, "num_hidden_layers": layers}, "the shape of Llama-3.2-1B")
     model = build(lambda: CausalLM(config, 8192), DEVICE, torch.bfloat16)
     for name, weight in model.named_parameters():
         weight.fill_(1.0) if "norm" in name else weight.normal_(std=0.02)

@@ -31,16 +31,16 @@ from torch import Tensor
 
 from products.tile_candidates import CANDIDATES, Stored
 from specdec.ops.norm import add_rms_norm
-from specdec.ops.packed.packing import Packed, pack_weight, unpack_weight
-from specdec.ops.packed.tiles import packed_tiles
+from specdec.ops.products.dense import silu_mul
+from specdec.ops.products.formats.lossless import Packed, pack_weight, unpack_weight
+from specdec.ops.products.formats.quantised import Codes, Kind, codes_a_word, dequantise, row_bytes
 from specdec.ops.products.gpus import match_of
-from specdec.ops.products.linear import silu_mul
-from specdec.ops.products.linear_triton import ARRIVALS
-from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
-from specdec.ops.quantised.dequantise_triton import launch_dequantise
-from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
-from specdec.ops.quantised.tiles import ALONE, HopperTiles, hopper_tiles
-from specdec.ops.terms import Terms, added_up
+from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
+from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
+from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
+from specdec.ops.products.terms import Terms, added_up
+from specdec.ops.products.tiles.lossless import packed_tiles
+from specdec.ops.products.tiles.quantised import ALONE, HopperTiles, hopper_tiles
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))

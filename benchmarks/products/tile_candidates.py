@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from specdec.ops.quantised.codes import Kind
+from specdec.ops.products.formats.quantised import Kind
 
 Stored = Kind | Literal["packed"]
 

@@ -26,7 +26,7 @@ from specdec.bench.prompt_file import read_prompts
 from specdec.models.linear import Linear
 from specdec.models.schemes.formats import RoundToNearest, rounded
 from specdec.models.schemes.rows import CodedRows
-from specdec.ops.quantised.codes import Kind, values
+from specdec.ops.products.formats.quantised import Kind, values
 
 SHAPES = ((5, 1, 6), (5, 4, 16))
 MX_LARGEST, NV_LARGEST = 6.0, 6.0 * 448.0  # of e2m1; of e2m1 with a scale in e4m3

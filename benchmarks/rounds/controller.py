@@ -34,9 +34,9 @@ from engine_internals import clear_caches, fixed_shape, set_acceptance, time_cap
 
 from rounds.round_8b import make_decoder, random_pair, random_prompts
 from specdec.bench.profile import Work
-from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
+from specdec.session import Session
 
 TAU_LEVELS = 7  # of the chain whose accept length names a line
 AUTO = SpecConfig("auto", 4, 16)

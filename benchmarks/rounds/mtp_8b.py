@@ -34,7 +34,7 @@ CASES = (Case("5,1,6", 1, 1024), Case("5,1,6", 8, 1024), Case("5,8,32", 1, 1024)
 def random_mtp(target: CausalLM, max_positions: int) -> MtpHead:
     """One layer as the target's own, with normal weights."""
     layer, family = replace(TARGET, num_layers=1, layer_kinds=(), kv_source=()), FAMILIES["mimo"]
-    spec = MtpSpec("mimo", layer, None, ("model.mtp_layers.0",), family.names, family.rules)
+    spec = MtpSpec("mimo", layer, ("model.mtp_layers.0",), family.names, family.rules, family.block)
     head = build(lambda: MtpHead(spec, max_positions), target.embed_tokens.weight.device, torch.bfloat16)
     for parameter in head.parameters():
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)

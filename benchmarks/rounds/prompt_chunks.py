@@ -20,8 +20,8 @@ import torch
 import triton
 
 from rounds.round_8b import make_decoder, random_pair, random_prompts
-from specdec.bench.session import Session, Submitted
 from specdec.config import SamplingParams, SpecConfig
+from specdec.session import Session, Submitted
 
 CHAIN = SpecConfig(5, 1, 6)
 ROWS, ROW_CONTEXT, PROMPT = 8, 1024, 32768

@@ -30,7 +30,6 @@ from torch import nn
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, rounds_in
-from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
@@ -49,7 +48,8 @@ from specdec.models.sharding import join, share_of
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.session import Session
 
 TARGET = ModelConfig(
     family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,

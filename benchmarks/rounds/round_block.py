@@ -31,10 +31,9 @@ from specdec.batch.tree import DraftTree
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
-from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.drafter import Drafter, DraftModel, DraftNeeds, Place
+from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.draft.load import KINDS
@@ -42,7 +41,8 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.session import Session
 from specdec.steps import Needs
 
 BAR = 1.08  # times the verify of the same tree, of a head of two layers at batch 1
@@ -89,8 +89,8 @@ class ConstantModel(DraftModel):
 
     def check(self, spec: SpecConfig) -> None: ...
 
-    def worker(self, place: Place) -> Drafter:
-        return Constant(place)
+    def worker(self, context: DrafterContext) -> Drafter:
+        return Constant(context)
 
     @property
     def description(self) -> str:
@@ -100,15 +100,15 @@ class ConstantModel(DraftModel):
 class Constant(Drafter):
     """A tree whose node n hangs below node (n - 1) // topk, as far as the levels go."""
 
-    def __init__(self, place: Place) -> None:
-        spec, parents, depths = place.spec, [0], [0]
+    def __init__(self, context: DrafterContext) -> None:
+        spec, parents, depths = context.spec, [0], [0]
         for node in range(1, spec.num_draft_tokens):
             above = node - 1 if spec.topk == 1 else (node - 1) // spec.topk
             above = above if depths[above] < spec.max_steps else 0
             parents.append(above)
             depths.append(depths[above] + 1)
-        self.parents_N = torch.tensor(parents, device=place.device)
-        self.tokens_N = torch.arange(1, spec.num_draft_tokens, device=place.device)
+        self.parents_N = torch.tensor(parents, device=context.device)
+        self.tokens_N = torch.arange(1, spec.num_draft_tokens, device=context.device)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         tokens_BN = torch.cat((state.bonus_B[:, None], self.tokens_N.expand(state.rows, -1)), dim=1)

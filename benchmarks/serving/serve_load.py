@@ -51,11 +51,11 @@ from serving.numbers import latencies, rates
 from serving.processes import ClientProcesses
 from serving.work import Work, save_tokenizer
 from specdec import shipped
-from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.serve.options import ServeOptions
+from specdec.session import Session
 
 CHAIN, ACCEPTANCE, SHARE = SpecConfig(5, 1, 6), 0.75, 0.8
 KEY = "load"

@@ -38,16 +38,14 @@ from specdec.draft.eagle.head import EagleHead
 from specdec.loading import memory
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.checkpoints.loader import build
-from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.config import ExpertsConfig, IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.indexer_config import IndexerConfig
 from specdec.models.deepseek.modules import DeepseekLM
-from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
-from specdec.models.experts import ExpertsConfig, Router
+from specdec.models.experts import Router
 from specdec.models.target import Target
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.steps import Needs
 
@@ -64,21 +62,21 @@ MODELS: dict[str, ModelConfig | None] = {
         FEW, family="qwen3", qk_norm=True, num_heads=16, num_kv_heads=4, intermediate_size=9216, tie_embeddings=True,
     ),
     "experts": DeepseekConfig(  # the layers of DeepSeek-V2-Lite
-        family="deepseek_v2", hidden_size=2048, intermediate_size=10944, num_heads=16, num_kv_heads=16, head_dim=64, rank=512,
-        nope_dim=128, value_dim=128, first_dense=1, has_experts=True, **COMMON,
+        family="deepseek_v2", hidden_size=2048, intermediate_size=10944, num_heads=16, num_kv_heads=16, head_dim=64,
+        latent_rank=512, nope_dim=128, value_dim=128, first_dense=1, has_experts=True, **COMMON,
         experts=ExpertsConfig(64, 6, 1408, 2, "softmax", None, None, False, 1.0),
     ),
     "latent": DeepseekConfig(  # the layers of DeepSeek-V3, with a quarter of the experts
-        family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64, rank=512,
-        q_rank=1536, nope_dim=128, value_dim=128, first_dense=3, has_experts=True, **COMMON,
+        family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
+        latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=3, has_experts=True, **COMMON,
         experts=ExpertsConfig(64, 8, 2048, 1, "sigmoid", 8, 4, True, 2.5),
     ),
     "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
         family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
-        rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=4, **COMMON,
+        latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=4, **COMMON,
         indexer=IndexerConfig(64, 128, 256, False, (0, 1, 2, 3)),
     ),
-    "differential": DiffLlamaConfig(**{**vars(FEW), "family": "diffllama"}),
+    "differential": replace(FEW, family="diffllama", differential=True),
 }  # fmt: skip
 AUX_LAYERS = (0, 1, 2)
 COSTS = (
@@ -173,7 +171,8 @@ def models_of(name: str, max_positions: int) -> tuple[Target, EagleHead, Tokeniz
         assert isinstance(decoder.head, EagleHead)
         return decoder.model, decoder.head, decoder.tokenizer
     device = torch.device("cuda", 0)
-    like_target = config if type(config) is ModelConfig else replace(FEW, hidden_size=config.hidden_size, vocab_size=102400)
+    is_head_like = type(config) is ModelConfig and not config.differential
+    like_target = config if is_head_like else replace(FEW, hidden_size=config.hidden_size, vocab_size=102400)
     model: Target
     if config is like_target:
         model, head = random_pair(max_positions, device, config, AUX_LAYERS)

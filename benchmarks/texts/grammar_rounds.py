@@ -27,10 +27,10 @@ from engine_internals import grammar_rows, hold_looking
 from rounds.round_8b import TARGET, Case, make_decoder, random_pair, random_prompts, spec_of
 
 from specdec.bench.profile import Work, full_rounds
-from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams
 from specdec.grammar.completion import Completion
 from specdec.grammar.library import Grammars
+from specdec.session import Session
 
 CASES = (Case("plain", 1, 1024), Case("5,4,16", 1, 1024), Case("5,4,16", 8, 1024), Case("5,1,6", 32, 1024))
 ITEM = {

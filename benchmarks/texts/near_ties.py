@@ -26,10 +26,10 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.bench.prompt_file import read_prompts
-from specdec.bench.session import Session
 from specdec.lossless.choice import Text
 from specdec.lossless.passes import DensePasses
 from specdec.lossless.reference import FACTOR, read_text
+from specdec.session import Session
 
 KEPT = ("auto", "int8", "fp8")
 RANDOM = ("llama", "qwen3", "mistral", "v3", "v2")  # the last two choose experts

@@ -20,8 +20,8 @@ import torch
 from rounds.round_8b import Case, make_decoder, random_pair, random_prompts, spec_of
 
 from specdec.bench.profile import Work, full_rounds
-from specdec.bench.session import Session
 from specdec.config import SamplingParams
+from specdec.session import Session
 
 CASES = (Case("5,4,16", 1, 1024), Case("5,4,16", 8, 1024), Case("5,1,6", 32, 1024))
 PHRASES = [[7, token, 9] for token in range(1000, 1200)]

@@ -27,8 +27,8 @@ from rounds.round_8b import make_decoder, random_pair, random_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.profile import Work, full_rounds
-from specdec.bench.session import Session
 from specdec.generation import Generation, Stats
+from specdec.session import Session
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
 RULES = {"by_probability": False, "shared_noise": True}

@@ -22,7 +22,7 @@ from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerC
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
 from specdec.draft.block.markov import Markov
-from specdec.draft.drafter import Drafter, Impression, Place
+from specdec.draft.drafter import Drafter, DrafterContext, Impression
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.limits import MAX_PAUSE
@@ -30,8 +30,8 @@ from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
+from specdec.ops.products.terms import Terms
 from specdec.ops.rope import HeadPrep, Rotation
-from specdec.ops.terms import Terms
 
 
 class DFlashHead(DraftHead):
@@ -123,10 +123,10 @@ class DFlashHead(DraftHead):
     def passes(self, spec: SpecConfig) -> int:
         return 1
 
-    def worker(self, place: Place) -> Drafter:
+    def worker(self, context: DrafterContext) -> Drafter:
         from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
 
-        return BlockWorker(self, place)
+        return BlockWorker(self, context)
 
 
 def _attended(

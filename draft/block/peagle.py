@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
-from specdec.draft.drafter import Drafter, Impression, Place
+from specdec.draft.drafter import Drafter, DrafterContext, Impression
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.limits import MAX_PAUSE, MAX_STEPS
@@ -81,10 +81,10 @@ class PEagleHead(Eagle3Head):
             f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}"
         )
 
-    def worker(self, place: Place) -> Drafter:  # type: ignore[override]
+    def worker(self, context: DrafterContext) -> Drafter:  # type: ignore[override]
         from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
 
-        return BlockWorker(self, place)
+        return BlockWorker(self, context)
 
     def smoke(self, target: Target, ids_T: Tensor) -> Impression:
         from specdec.draft.block.smoke import BlockLook  # which knows heads, too

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import Impression, Place
+from specdec.draft.drafter import DrafterContext, Impression
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
@@ -23,8 +23,8 @@ from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
+from specdec.ops.products.terms import added_up
 from specdec.ops.rows import select_rows
-from specdec.ops.terms import added_up
 
 
 class EagleHead(StepHead, DraftHead):
@@ -32,10 +32,10 @@ class EagleHead(StepHead, DraftHead):
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
         super().__init__(config, max_positions)
-        self.hidden_size, self.feature_size = config.model.hidden_size, config.feature_size
+        self.hidden_size = config.model.hidden_size
 
-    def worker(self, place: Place) -> DraftWorker:
-        return DraftWorker(self, place)
+    def worker(self, context: DrafterContext) -> DraftWorker:
+        return DraftWorker(self, context)
 
     def smoke(self, target: Target, ids_T: Tensor) -> Impression:
         from specdec.draft.eagle.smoke import EagleLook  # which knows heads, too

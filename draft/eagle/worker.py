@@ -26,7 +26,7 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.drafter import Drafter, Place
+from specdec.draft.drafter import Drafter, DrafterContext
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.shared_noise import noise_of
 from specdec.draft.step_head import StepHead
@@ -50,19 +50,19 @@ class DraftWorker(Drafter):
     shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
     """
 
-    def __init__(self, head: StepHead, place: Place, shares_noise: bool = True) -> None:
-        self.head, self.backend = head, place.backend
-        self.topk = place.most_topk  # of the first level that rows keep
+    def __init__(self, head: StepHead, context: DrafterContext, shares_noise: bool = True) -> None:
+        self.head, self.backend = head, context.backend
+        self.topk = context.most_topk  # of the first level that rows keep
         self.shares_noise = shares_noise
-        (self.cache,) = self.caches = place.caches
+        (self.cache,) = self.caches = context.caches
         self.rows: EagleRows = EagleRows.empty(
-            place.rows,
+            context.rows,
             self.topk,
             head.hidden_size,
-            max_pause=place.max_pause,
+            max_pause=context.max_pause,
             features=head.feature_size,
-            device=place.device,
-            dtype=place.dtype,
+            device=context.device,
+            dtype=context.dtype,
         )
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:

@@ -8,8 +8,10 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MOST_LAYERS, flag, mapping, text, whole
-from specdec.models.config import WINDOWED, ModelConfig, RopeConfig, parse_config, refuse_unknown, sliding_window
+from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.keys.shared import WINDOWED, refuse_unknown, sliding_window
 from specdec.models.kv_source import KEY
+from specdec.models.llama.config import parse_llama
 from specdec.models.schemes.config import scheme_of
 from specdec.models.yarn import parse_rope_with_yarn
 
@@ -41,7 +43,7 @@ def parse_body(
     text(raw, "model_type", where)
     aside = {*own, *_HARMLESS, *ROPE_KEYS, *_WINDOW_KEYS}
     plain = {key: value for key, value in raw.items() if key not in aside}
-    model = parse_config({**plain, "model_type": family}, where)
+    model = parse_llama({**plain, "model_type": family}, where)
     if model.quantization is not None:
         raise ValueError(
             f"{scheme_of(plain, where)[1]} must be absent: draft heads are read in ordinary numbers, got {model.quantization}; "

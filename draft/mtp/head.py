@@ -15,15 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import DraftNeeds, Impression, Place
+from specdec.draft.drafter import DrafterContext, DraftNeeds, Impression
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.step_head import StepHead
-from specdec.models.causal_lm import PreNormLayer
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLayer
-from specdec.models.experts import MixtureOfExperts
-from specdec.models.layers import MLP, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import RMSNorm, Rotary
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
@@ -41,15 +37,7 @@ class MtpLayer(nn.Module):
         H, eps = model.hidden_size, model.rms_norm_eps
         self.embed_norm, self.hidden_norm, self.norm = (RMSNorm(H, eps) for _ in range(3))
         self.join = Linear(2 * H, H)
-        self.block = self._block(spec, index)
-
-    @staticmethod
-    def _block(spec: MtpSpec, index: int) -> PreNormLayer:
-        model = spec.model
-        if isinstance(model, DeepseekConfig):
-            return DeepseekLayer(model, index)
-        mlp = MLP(model) if spec.experts is None else MixtureOfExperts(model, spec.experts)
-        return PreNormLayer(model, SelfAttention(model, model.hidden_size), mlp)
+        self.block = spec.block.make(model, index)
 
     def forward(
         self, pairs_TX: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows_R: Tensor | None
@@ -101,15 +89,14 @@ class MtpHead(StepHead):
 
     @property
     def needs(self) -> DraftNeeds:
-        state_bytes = self.hidden_size * self.embed_tokens.weight.element_size()
-        return DraftNeeds((), (self.spec.model,), page_bytes=state_bytes if self.spec.keeps_states else 0)
+        return DraftNeeds((), (self.spec.model,), page_values=self.hidden_size if self.spec.keeps_states else 0)
 
-    def worker(self, place: Place) -> DraftWorker:
+    def worker(self, context: DrafterContext) -> DraftWorker:
         if not self.spec.keeps_states:
-            return DraftWorker(self, place)
+            return DraftWorker(self, context)
         from specdec.draft.mtp.worker import MtpWorker  # which knows heads, too
 
-        return MtpWorker(self, place)
+        return MtpWorker(self, context)
 
     @property
     def description(self) -> str:

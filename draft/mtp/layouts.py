@@ -1,4 +1,4 @@
-"""Reads from a target's config.json what its MTP layers are, family by family.  Knows keys and names, no weights."""
+"""Reads from a target's config.json what its MTP layers are, family by family.  Knows keys, names and layers, no weights."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.draft.mtp.spec import MtpNames, MtpRules, MtpSpec
+from specdec.draft.mtp.spec import MtpBlock, MtpNames, MtpRules, MtpSpec
+from specdec.models.causal_lm import PreNormLayer
 from specdec.models.checkpoints.checkpoint import config_path
 from specdec.models.checkpoints.config_values import flag, number
+from specdec.models.checkpoints.loader import LLAMA_PARTS
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
-from specdec.models.config import MTP_COUNT, ModelConfig, RopeConfig, parse_rope, read_json
-from specdec.models.deepseek.config import DeepseekConfig, parse_experts
-from specdec.models.experts import ExpertsConfig
+from specdec.models.config import ModelConfig, RopeConfig, read_json
+from specdec.models.deepseek.config import parse_experts
+from specdec.models.deepseek.loader import PARTS
+from specdec.models.deepseek.modules import DeepseekLayer
+from specdec.models.experts import MixtureOfExperts
+from specdec.models.keys.rope import parse_rope
+from specdec.models.keys.shared import MTP_COUNT
+from specdec.models.layers import MLP, SelfAttention
 
 
 class _Family(NamedTuple):
-    """read: the sizes of one layer and its experts, from the config.json's object, the target's config and the path."""
+    """read: the config of one layer, from the config.json's object, the target's config and the path."""
 
     names: MtpNames
     rules: MtpRules
-    read: Callable[[dict[str, Any], ModelConfig, str], tuple[ModelConfig, ExpertsConfig | None]]
+    block: MtpBlock
+    read: Callable[[dict[str, Any], ModelConfig, str], ModelConfig]
 
 
 def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
@@ -40,21 +48,20 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
             f"{where}: draft='mtp' needs a target with MTP layers, got {MTP_COUNT} 0 or none; nearest setting that works: "
             "draft='ngram', or the folder of a draft head"
         )
-    if family.read is _deepseek and not isinstance(target, DeepseekConfig):
+    if family.block is _LATENT and not target.keeps_latents:
         raise ValueError(
             f"{where}: draft='mtp' runs the MTP layers of a {target.family} target that specdec's own code runs, got a target "
             "through transformers' code; nearest setting that works: backend='native' (--backend native), or draft='ngram'"
         )
-    layer, experts = family.read(read_json(path), target, where)
+    layer = family.read(read_json(path), target, where)
     kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
     model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)
     prefixes = tuple(prefix.removesuffix(".") for prefix in mtp_prefixes(target))
-    return MtpSpec(target.family, model, experts, prefixes, family.names, family.rules)
+    return MtpSpec(target.family, model, prefixes, family.names, family.rules, family.block)
 
 
-def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[ModelConfig, ExpertsConfig | None]:
+def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """Latent attention, always with experts; with sparse attention each layer has an indexer of its own."""
-    assert isinstance(target, DeepseekConfig)
     experts = parse_experts(raw, where) if target.experts is None else target.experts
     index = target.indexer
     if index is not None and target.mtp_layers > 1:
@@ -64,10 +71,10 @@ def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[Mod
         )
     if index is not None:
         index = replace(index, sources=tuple(range(target.mtp_layers)))
-    return replace(target, first_dense=0, experts=experts, has_experts=True, indexer=index), experts
+    return replace(target, first_dense=0, experts=experts, has_experts=True, indexer=index)  # type: ignore[call-arg]
 
 
-def _glm4(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[ModelConfig, ExpertsConfig | None]:
+def _glm4(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """Ordinary heads, of which a part is rotated, always with experts.  The target itself runs through transformers' code."""
     parameters = raw.get("rope_parameters") or {}
     share = number({"partial_rotary_factor": 0.5, **raw, **parameters}, "partial_rotary_factor", where)
@@ -84,20 +91,28 @@ def _glm4(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[ModelCo
     experts = parse_experts({**defaults, **raw}, where)
     biased, normed = flag(raw, "attention_bias", where), flag(raw, "use_qk_norm", where)
     eps = number(raw, "rms_norm_eps", where, 1e-5)
-    layer = replace(target, rope=rope, qkv_bias=biased, qk_norm=normed, rms_norm_eps=eps, has_experts=True)
-    return layer, experts
+    return replace(
+        target, rope=rope, qkv_bias=biased, qk_norm=normed, rms_norm_eps=eps, experts=experts, has_experts=True
+    )  # fmt: skip
 
 
-def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[ModelConfig, ExpertsConfig | None]:
+def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """A layer as the target's own."""
     if set(target.layer_kinds) != {FULL}:
         raise ValueError(
             f"{where}: draft='mtp' needs a target without windows, got {', '.join(sorted(map(str, set(target.layer_kinds))))} "
             "layers: which of them the MTP layers are is not known"
         )
-    return target, None
+    return target
 
 
+def _plain(model: ModelConfig, index: int) -> PreNormLayer:
+    """A layer with ordinary heads, and experts where the config has some."""
+    mlp = MLP(model) if model.experts is None else MixtureOfExperts(model, model.experts)
+    return PreNormLayer(model, SelfAttention(model, model.hidden_size), mlp)
+
+
+_PLAIN, _LATENT = MtpBlock(_plain, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
 _EH_COPIES = (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))
 _EH = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", _EH_COPIES)
 _MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -110,7 +125,7 @@ LACKS = {  # targets that load without their layers: what running these takes
     "hy_v3": "experts under names of its own",
 }
 FAMILIES = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _Family(_EH, _BY_TRANSFORMERS, _deepseek)),
-    "glm4_moe": _Family(_EH, _BY_TRANSFORMERS, _glm4),
-    "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _dense),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _Family(_EH, _BY_TRANSFORMERS, _LATENT, _deepseek)),
+    "glm4_moe": _Family(_EH, _BY_TRANSFORMERS, _PLAIN, _glm4),
+    "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _PLAIN, _dense),
 }

@@ -9,80 +9,59 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from specdec.draft.mtp.head import MtpHead, MtpLayer
+from specdec.draft.kind import Facts, OpenDrafter
+from specdec.draft.mtp.facts import facts_of
+from specdec.draft.mtp.fill import empty_mtp, fill
+from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import read_mtp
 from specdec.draft.mtp.spec import MtpSpec
-from specdec.draft.mtp.tensors import check_tensors, copies
+from specdec.draft.mtp.tensors import check_tensors, copies, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import LLAMA_PARTS, build, fill_layer, fill_norm, fill_numbers
+from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.loader import PARTS
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 
 
-class OpenMtp(NamedTuple):
-    """A target's folder whose MTP layers are understood and checked, and of which no weight was read."""
+class OpenMtp(OpenDrafter):
+    """A target's folder whose MTP layers are understood and checked.  ValueError names what is missing, unknown, or not
+    computed here.
+    """
 
     checkpoint: Checkpoint
-    spec: MtpSpec
 
+    def __init__(self, folder: Path, target: ModelConfig) -> None:
+        self.spec = spec = read_mtp(folder, target)
+        self.checkpoint = Checkpoint(folder, quantization=own_scheme(target.quantization, spec))
+        check_tensors(self.checkpoint, spec)
+        self.model = empty_mtp(spec)
 
-def refusal(folder: Path, target: ModelConfig) -> str:
-    """Why a target's own layers can't draft; empty: they can."""
-    if not target.mtp_layers:
-        return "the checkpoint has no such layers"
-    try:
-        open_mtp(folder, target)
-    except ValueError as error:
-        return str(error)
-    return ""
+    def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
+        """The layers with their weights, or with the rank's share of them.  max_positions: length of the rotary table."""
+        checkpoint, spec = self.checkpoint, self.spec
+        own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
+        head = build(lambda: MtpHead(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
+        fill(head, checkpoint)
+        for name, of_target in copies(spec).items():
+            if name in checkpoint:
+                _expect_copy(checkpoint, name, of_target, target.config)
+        checkpoint.leave_all_but(tuple(f"{prefix}." for prefix in spec.prefixes))
+        checkpoint.ignore_endings("rotary_emb.inv_freq")
+        checkpoint.finish()
+        head.borrow(target)
+        join(head, target.group)
+        return head
 
+    def unkept(self, target: Checkpoint) -> set[str]:
+        return set(self.checkpoint.names()) - set(stored_tensors(self.checkpoint, self.spec))
 
-def open_mtp(folder: Path, target: ModelConfig) -> OpenMtp:
-    """Reads config and headers.  ValueError names what is missing, unknown, or not computed here."""
-    spec = read_mtp(folder, target)
-    checkpoint = Checkpoint(folder, quantization=own_scheme(target.quantization, spec))
-    check_tensors(checkpoint, spec)
-    return OpenMtp(checkpoint, spec)
-
-
-def empty_mtp(spec: MtpSpec) -> MtpHead:
-    """The layers without their weights: what can be asked of them before anything is loaded."""
-    return build(lambda: MtpHead(spec, 1), torch.device("meta"), torch.float32)
-
-
-def load_mtp(folder: Path, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
-    """The MTP layers of the target in the folder, with their weights.  ValueError: see `open_mtp`."""
-    return build_mtp(open_mtp(folder, target.config), target, max_positions, device, dtype)
-
-
-def build_mtp(opened: OpenMtp, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
-    """The layers with their weights, or with the rank's share of them.  max_positions: length of the rotary table."""
-    checkpoint, spec = opened
-    own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
-    if isinstance(own.model, DeepseekConfig):
-        own = replace(own, experts=own.model.experts)
-    head = build(lambda: MtpHead(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
-    for layer, prefix in zip(head.layers, spec.prefixes, strict=True):
-        assert isinstance(layer, MtpLayer)
-        _fill(layer, checkpoint, prefix, spec)
-    for name, of_target in copies(spec).items():
-        if name in checkpoint:
-            _expect_copy(checkpoint, name, of_target, target.config)
-    checkpoint.leave_all_but(tuple(f"{prefix}." for prefix in spec.prefixes))
-    checkpoint.ignore_endings("rotary_emb.inv_freq")
-    checkpoint.finish()
-    head.borrow(target)
-    join(head, target.group)
-    return head
+    def facts(self) -> Facts:
+        return facts_of(self.checkpoint, self.spec)
 
 
 def own_scheme(of_target: Quantization | None, spec: MtpSpec) -> Quantization | None:
@@ -95,15 +74,6 @@ def own_scheme(of_target: Quantization | None, spec: MtpSpec) -> Quantization | 
         return None
     own = tuple(Rule("wildcard", prefix) for prefix in spec.prefixes)
     return replace(of_target, optional=(*of_target.optional, *own))
-
-
-def _fill(layer: MtpLayer, checkpoint: Checkpoint, prefix: str, spec: MtpSpec) -> None:
-    names = spec.names
-    for norm, name in ((layer.embed_norm, names.embed_norm), (layer.hidden_norm, names.hidden_norm), (layer.norm, names.norm)):
-        fill_norm(norm, checkpoint, f"{prefix}.{name}")
-    halves = (lambda rows: rows.roll(rows.shape[1] // 2, dims=1)) if spec.rules.hidden_first else None
-    fill_numbers(layer.join, checkpoint, f"{prefix}.{names.join}", halves)
-    fill_layer(layer.block, checkpoint, prefix, {**PARTS, **LLAMA_PARTS})
 
 
 def _expect_copy(checkpoint: Checkpoint, name: str, of_target: str, target: ModelConfig) -> None:

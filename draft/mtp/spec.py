@@ -5,10 +5,13 @@ Readers (`layouts.py`) make an `MtpSpec`; modules, the loader and `specdec inspe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from specdec.models.causal_lm import PreNormLayer
+from specdec.models.checkpoints.loader import Parts
 from specdec.models.config import ModelConfig
-from specdec.models.experts import ExpertsConfig
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,26 @@ class MtpNames:
     copies: tuple[tuple[str, str], ...] = ()
 
 
+class MtpBlock(NamedTuple):
+    """The decoder layer inside of an MTP layer.  make: from its config and number.  parts: how its modules are filled."""
+
+    make: Callable[[Any, int], PreNormLayer]
+    parts: Parts
+
+
 @dataclass(frozen=True)
 class MtpSpec:
-    """model: the sizes of the layers alone; num_layers is their number.  experts: None where their MLP is dense.
+    """model: the sizes of the layers alone; num_layers is their number.
 
     prefixes: how the names of each layer's tensors begin, up to the last dot.
     """
 
     family: str
     model: ModelConfig
-    experts: ExpertsConfig | None
     prefixes: tuple[str, ...]
     names: MtpNames
     rules: MtpRules
+    block: MtpBlock
 
     @property
     def state_size(self) -> int:

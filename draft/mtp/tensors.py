@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+from specdec.draft.mtp.fill import empty_mtp, fill
 from specdec.draft.mtp.spec import MtpSpec
-from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.checkpoint import Asked, Checkpoint
 from specdec.models.checkpoints.stored import SAFE_DTYPES
-from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.experts import ExpertsConfig
 from specdec.models.schemes.source import Format
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def wanted_tensors(spec: MtpSpec) -> Shapes:
-    """All that the layers need."""
-    model, names, H = spec.model, spec.names, spec.model.hidden_size
-    norms = (names.embed_norm, names.hidden_norm, names.norm, "input_layernorm", "post_attention_layernorm")
-    layer: Shapes = {f"{name}.weight": (H,) for name in norms}
-    layer[f"{names.join}.weight"] = (H, 2 * H)
-    attention = _latent(model) if isinstance(model, DeepseekConfig) else _heads(model)
-    layer |= {f"self_attn.{name}": shape for name, shape in attention.items()}
-    mlp = _mlp(H, model.intermediate_size, model.mlp_bias) if spec.experts is None else _experts(H, spec.experts)
-    layer |= {f"mlp.{name}": shape for name, shape in mlp.items()}
-    return {f"{prefix}.{name}": shape for prefix in spec.prefixes for name, shape in layer.items()}
+    """All that the layers need, as ordinary numbers: what filling them asks for."""
+    asked = Asked()
+    fill(empty_mtp(spec), asked)
+    return asked.shapes
 
 
 def copies(spec: MtpSpec) -> dict[str, str]:
@@ -98,58 +90,3 @@ def _beside_codes(checkpoint: Checkpoint, spec: MtpSpec) -> set[str]:
 def may_be_read(name: str) -> bool:
     """Scales of fp8 keys and values, which the layer's loader takes; and buffers that follow from the config."""
     return name.endswith(("_scale", "rotary_emb.inv_freq"))
-
-
-def _heads(model: ModelConfig) -> Shapes:
-    H, D = model.hidden_size, model.head_dim
-    outs = {"q": model.num_heads * D, "k": model.num_kv_heads * D, "v": model.num_kv_heads * D}
-    shapes: Shapes = {f"{letter}_proj.weight": (out, H) for letter, out in outs.items()}
-    shapes["o_proj.weight"] = (H, model.num_heads * D)
-    shapes |= {f"{letter}_proj.bias": (out,) for letter, out in outs.items()} if model.qkv_bias else {}
-    shapes |= {"o_proj.bias": (H,)} if model.o_bias else {}
-    return shapes | ({f"{letter}_norm.weight": (D,) for letter in "qk"} if model.qk_norm else {})
-
-
-def _latent(model: DeepseekConfig) -> Shapes:
-    hidden, H, C, R, N, V = (
-        model.hidden_size, model.num_heads, model.rank, model.head_dim, model.nope_dim, model.value_dim
-    )  # fmt: skip
-    shapes: Shapes = {
-        "kv_a_proj_with_mqa.weight": (C + R, hidden),
-        "kv_a_layernorm.weight": (C,),
-        "kv_b_proj.weight": (H * (N + V), C),
-        "o_proj.weight": (hidden, H * V),
-    }
-    if (q := model.q_rank) is None:
-        shapes["q_proj.weight"] = (H * (N + R), hidden)
-    else:
-        shapes |= {"q_a_proj.weight": (q, hidden), "q_a_layernorm.weight": (q,), "q_b_proj.weight": (H * (N + R), q)}
-    if model.qkv_bias:
-        shapes |= {"kv_a_proj_with_mqa.bias": (C + R,), **({"q_a_proj.bias": (q,)} if q is not None else {})}
-    shapes |= {"o_proj.bias": (hidden,)} if model.o_bias else {}
-    if (index := model.indexer) is not None:
-        assert q is not None
-        J, I = index.heads, index.head_dim
-        shapes |= {
-            "indexer.wq_b.weight": (J * I, q),
-            "indexer.wk.weight": (I, hidden),
-            "indexer.weights_proj.weight": (J, hidden),
-            "indexer.k_norm.weight": (I,),
-            "indexer.k_norm.bias": (I,),
-        }
-    return shapes
-
-
-def _mlp(hidden: int, size: int, bias: bool) -> Shapes:
-    shapes: Shapes = {f"{name}_proj.weight": (size, hidden) for name in ("gate", "up")}
-    shapes["down_proj.weight"] = (hidden, size)
-    return shapes | ({"gate_proj.bias": (size,), "up_proj.bias": (size,), "down_proj.bias": (hidden,)} if bias else {})
-
-
-def _experts(hidden: int, experts: ExpertsConfig) -> Shapes:
-    shapes: Shapes = {"gate.weight": (experts.count, hidden), "gate.e_score_correction_bias": (experts.count,)}
-    for number in range(experts.count):
-        one = _mlp(hidden, experts.intermediate_size, False)
-        shapes |= {f"experts.{number}.{name}": shape for name, shape in one.items()}
-    shared = _mlp(hidden, experts.shared * experts.intermediate_size, False)
-    return shapes | {f"shared_experts.{name}": shape for name, shape in shared.items()}

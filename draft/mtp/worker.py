@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.attention.attend import PassTables
 from specdec.batch.packed import PackedPrompts
-from specdec.draft.drafter import Place
+from specdec.draft.drafter import DrafterContext
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.mtp.head import Before, MtpHead
@@ -51,10 +51,12 @@ class PageEnds:
 class MtpWorker(DraftWorker):
     """Runs several layers over the running batch.  A row's level1_hidden_BH is the state of its last token."""
 
-    def __init__(self, head: MtpHead, place: Place, shares_noise: bool = True) -> None:
-        super().__init__(head, place, shares_noise)
+    def __init__(self, head: MtpHead, context: DrafterContext, shares_noise: bool = True) -> None:
+        super().__init__(head, context, shares_noise)
         self.layers = head
-        self.ends = PageEnds(place.slots // place.page_size, place.page_size, head.hidden_size, place.device, place.dtype)
+        self.ends = PageEnds(
+            context.slots // context.page_size, context.page_size, head.hidden_size, context.device, context.dtype
+        )
         self.caches = (self.cache, self.ends)
 
     def _read_round(

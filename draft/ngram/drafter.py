@@ -16,7 +16,7 @@ from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.drafter import Drafter, DraftModel, DraftNeeds, Place
+from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
 from specdec.draft.ngram.grow import candidates_of
 from specdec.draft.ngram.lookup import Text, continuations, find_matches
 from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
@@ -47,15 +47,15 @@ class NgramModel(DraftModel):
     def description(self) -> str:
         return "n-grams: what followed the text's last tokens where they stood before"
 
-    def worker(self, place: Place) -> NgramDrafter:
-        return NgramDrafter(place)
+    def worker(self, context: DrafterContext) -> NgramDrafter:
+        return NgramDrafter(context)
 
 
 class NgramDrafter(Drafter):
     """Trees have the continuations of the best places as their paths; a chain has that of the best one."""
 
-    def __init__(self, place: Place) -> None:
-        self.store, self.span = TokenStore(place.slots, place.device), place.span
+    def __init__(self, context: DrafterContext) -> None:
+        self.store, self.span = TokenStore(context.slots, context.device), context.span
         self.caches = (self.store,)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:

@@ -1,30 +1,55 @@
 """Chooses the target's tokens from its logits: one pass, of which a batch runs the steps that it needs.
 
 For each row of logits the token chosen is the argmax of a score: of the logits themselves where the row is greedy, else of the
-filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  Before that, the logits are changed by what the
-row's options say of single tokens (rules.py), and tokens that its grammar does not allow are banned.  This module knows no
-model.
+filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  Before that, the steps in EDITS change the logits.
+This module knows no model.
 
 Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.batch.masks import BitMasks, masked_logits
-from specdec.batch.rules import TokenTables, edited_logits
+from specdec.batch.rules import LogitRows, biased, penalised, without_bad_words, without_early_ends
 from specdec.batch.sampling import RowSampling
+from specdec.batch.sending import sent
+from specdec.batch.tables import TokenTables
 from specdec.batch.tree import DraftTree
 from specdec.ops.noise.border import Border, borders, lowest_alone
 from specdec.ops.noise.sample import gumbel_scores, sampled_tokens
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
+
+
+def within_grammar(logits_RW: Tensor, rows: LogitRows) -> Tensor:
+    """Bans tokens that a sequence's grammar does not allow."""
+    assert rows.sampling.masks is not None, "a pass over rows with a grammar has masks"
+    return masked_logits(logits_RW, rows.sampling.masks, rows.vocabulary.first)
+
+
+# The steps (see Needs) that change logits, in the order in which they run.  Each makes float32 logits, [R, W].
+EDITS: dict[str, Callable[[Tensor, LogitRows], Tensor]] = {
+    "bias": biased,
+    "penalties": penalised,
+    "bad_words": without_bad_words,
+    "ends": without_early_ends,
+    "grammar": within_grammar,
+}
+
+
+def edited_logits(logits_RW: Tensor, rows: LogitRows, needs: Needs) -> Tensor:
+    """[R, W]: the logits after the steps that are needed of EDITS."""
+    for step, edit in EDITS.items():
+        if step in needs.steps:
+            logits_RW = edit(logits_RW, rows)
+    return logits_RW
 
 
 class Chosen(NamedTuple):
@@ -48,17 +73,10 @@ def choose_tokens(
 ) -> Chosen:
     """Runs the steps that are needed.
 
-    logits_RW: of this rank's run of the vocabulary.
-    positions_R: int64, of the tokens before those that are to be chosen.
-    sampling: the options of each sequence.  A sequence's rows of logits are adjacent, equally many for each sequence.
-    tree: whose nodes the rows are; None: each sequence has one row, after the text that its tables hold.
+    logits_RW: of this rank's run of the vocabulary.  The other arguments: see LogitRows.
     """
     raw_RW = logits_RW
-    if needs.rules:
-        logits_RW = edited_logits(logits_RW, sampling, positions_R, needs, vocabulary, tree)
-    if needs.grammar:
-        assert sampling.masks is not None, "a pass over rows with a grammar has masks"
-        logits_RW = masked_logits(logits_RW, sampling.masks, vocabulary.first)
+    logits_RW = edited_logits(logits_RW, LogitRows(sampling, positions_R, vocabulary, tree), needs)
     border = border_of(logits_RW, sampling, needs, vocabulary)
     if needs.sampled and vocabulary.group.size == 1:
         tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1, border)
@@ -69,13 +87,13 @@ def choose_tokens(
         tokens_R = vocabulary.greedy(logits_RW, finite=True)
     if not needs.logprobs:
         return Chosen(tokens_R, None)
-    if not needs.processed:
+    if "processed" not in needs.steps:
         return Chosen(tokens_R, raw_RW)
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
     if needs.sampled:
         is_greedy_R1 = (rows.temperature_R == 0)[:, None]
         logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW, rows, border, vocabulary.first))
-    return Chosen(tokens_R, torch.where(rows.processed_R[:, None] > 0, logits_RW, raw_RW))
+    return Chosen(tokens_R, torch.where(rows.column("processed")[:, None] > 0, logits_RW, raw_RW))
 
 
 def token_scores(
@@ -106,23 +124,28 @@ def scores_at(
     (options, rules, needs, _), device = choice, logits_RV.device
     sampling, vocabulary = RowSampling.of([options], device), Vocabulary.of(logits_RV.shape[1], ALONE)
     before_R = torch.tensor(places, dtype=torch.int64, device=device) + prompt_tokens - 1
-    if rules is not None:
+    if not needs.steps.isdisjoint(EDITS):
         edited = []
-        for logits_1V, before_1, place in zip(logits_RV.split(1), before_R.split(1), places, strict=True):
-            tables = TokenTables.neutral(1, vocabulary.size, device)
-            tables.enter(0, rules, 0)
-            if place > 0:
-                output_1E = torch.tensor([list(output_ids[:place])], dtype=torch.int64, device=device)
-                tables.record(output_1E, torch.tensor([place], dtype=torch.int64, device=device), 0)
-            edited.append(edited_logits(logits_1V, sampling._replace(tables=tables), before_1, needs, vocabulary, None))
+        for number, place in enumerate(places):
+            at = slice(number, number + 1)
+            tables = None if rules is None else _tables_after(rules, output_ids[: max(place, 0)], logits_RV)
+            masks = None if masks_RX is None else BitMasks(masks_RX[None, at].to(device), torch.zeros_like(before_R[:1]).int())
+            rows = LogitRows(sampling._replace(tables=tables, masks=masks), before_R[at], vocabulary)
+            edited.append(edited_logits(logits_RV[at], rows, needs))
         logits_RV = torch.cat(edited)
-    if needs.grammar:
-        assert masks_RX is not None, "a row with a grammar has masks"
-        place_1 = torch.zeros(1, dtype=torch.int32, device=device)
-        logits_RV = masked_logits(logits_RV, BitMasks(masks_RX[None].to(device), place_1))
     if not needs.sampled:
         return logits_RV.float()
     return token_scores(logits_RV, sampling, before_R, border_of(logits_RV, sampling, needs, vocabulary))
+
+
+def _tables_after(rules: TokenRules, output_ids: Sequence[int], logits_RV: Tensor) -> TokenTables:
+    """The tables of one row after some of its output, where these logits are."""
+    tables = TokenTables.neutral(1, logits_RV.shape[1], logits_RV.device)
+    tables.enter(0, rules, 0)
+    if output_ids:
+        output_1E = sent([list(output_ids)], logits_RV.device)
+        tables.record(output_1E, torch.full_like(output_1E[:, 0], len(output_ids)), 0)
+    return tables
 
 
 def kept_logits(logits_RW: Tensor, rows: RowSampling, border: Border | None, first: int = 0) -> Tensor:
@@ -139,8 +162,8 @@ def kept_logits(logits_RW: Tensor, rows: RowSampling, border: Border | None, fir
 
 def border_of(logits_RW: Tensor, sampling: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Border | None:
     """What the filters keep of each row of whole logits; None: all.  sampling: of each sequence, or of each row."""
-    if needs.filtered:
+    if "filtered" in needs.steps:
         return borders(vocabulary.whole(logits_RW), sampling.filters)
-    if needs.min_p:
+    if "min_p" in needs.steps:
         return lowest_alone(vocabulary.largest(logits_RW), sampling.filters, vocabulary.size)
     return None

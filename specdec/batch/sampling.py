@@ -10,28 +10,22 @@ Shapes: R rows (one distribution each), F floats and I integers of a row's optio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.batch.masks import BitMasks
 from specdec.batch.sending import sent
+from specdec.batch.tables import TokenTables
 from specdec.ops.noise.floor import Filters
-from specdec.steps import RowOptions
-
-if TYPE_CHECKING:
-    from specdec.batch.rules import TokenTables
-
-# The columns of a table of options: fields of RowOptions by type.
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INTS = ("top_k", "seed", "first_end", "processed")
+from specdec.steps import FLOATS, INTS, RowOptions
 
 
 class RowSampling(NamedTuple):
-    """How each row samples: the numbers of RowOptions as a table, of which the properties are columns.
+    """How each row samples: the numbers of RowOptions as a table.
 
-    floats_RF: float32.  ints_RI: int64.
+    floats_RF: float32, whose columns are FLOATS.  ints_RI: int64, whose columns are INTS.
     tables: the rows' rules for single tokens; None as long as no row has had any.
     masks: of one pass, for rows that have a grammar; None where no row has.
     """
@@ -44,53 +38,24 @@ class RowSampling(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[RowOptions], device: torch.device | str) -> RowSampling:
         """The table of these rows."""
-        floats = [[getattr(row, name) for name in FLOATS] for row in rows]
-        ints = [[getattr(row, name) for name in INTS] for row in rows]
-        return cls(sent(floats, device, torch.float32), sent(ints, device))
+        floats_RF = sent([row.floats for row in rows], device, torch.float32)
+        return cls(floats_RF, sent([row.ints for row in rows], device))
+
+    def column(self, name: str) -> Tensor:
+        """[R]: a number of each row, by its name in RowOptions; a view."""
+        return self.floats_RF[:, FLOATS.index(name)] if name in FLOATS else self.ints_RI[:, INTS.index(name)]
 
     @property
     def temperature_R(self) -> Tensor:
-        return self.floats_RF[:, FLOATS.index("temperature")]
-
-    @property
-    def top_p_R(self) -> Tensor:
-        return self.floats_RF[:, FLOATS.index("top_p")]
-
-    @property
-    def min_p_R(self) -> Tensor:
-        return self.floats_RF[:, FLOATS.index("min_p")]
-
-    @property
-    def repetition_penalty_R(self) -> Tensor:
-        return self.floats_RF[:, FLOATS.index("repetition_penalty")]
-
-    @property
-    def presence_penalty_R(self) -> Tensor:
-        return self.floats_RF[:, FLOATS.index("presence_penalty")]
-
-    @property
-    def frequency_penalty_R(self) -> Tensor:
-        return self.floats_RF[:, FLOATS.index("frequency_penalty")]
-
-    @property
-    def top_k_R(self) -> Tensor:
-        return self.ints_RI[:, INTS.index("top_k")]
+        return self.column("temperature")
 
     @property
     def seed_R(self) -> Tensor:
-        return self.ints_RI[:, INTS.index("seed")]
-
-    @property
-    def first_end_R(self) -> Tensor:
-        return self.ints_RI[:, INTS.index("first_end")]
-
-    @property
-    def processed_R(self) -> Tensor:
-        return self.ints_RI[:, INTS.index("processed")]
+        return self.column("seed")
 
     @property
     def filters(self) -> Filters:
-        return Filters(self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R)
+        return Filters(self.temperature_R, self.column("top_k"), self.column("top_p"), self.column("min_p"))
 
     @property
     def rows(self) -> int:

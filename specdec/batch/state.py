@@ -27,8 +27,8 @@ from torch import Tensor
 from specdec.attention.encoder.sources import Sources
 from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
-from specdec.batch.rules import TokenTables
 from specdec.batch.sampling import RowSampling
+from specdec.batch.tables import TokenTables
 from specdec.limits import DUMMY_PAGE
 from specdec.steps import Needs, RowOptions
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -53,10 +54,11 @@ def byte_limit(
     return RoundBytes(target, target_kv, draft, draft_kv, passes)
 
 
-def read_bandwidth(device: torch.device, size: int | None = None) -> float:
+def read_bandwidth(device: torch.device, size: int | None = None, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes per second that this device reads: the fastest of a few sums over a large tensor, each the median of its repeats.
 
     size: bytes to read.  None takes more than any cache holds, but never more than half of a GPU's free memory.
+    clock: what times a CPU.
     """
     size = READ_BYTES[device.type] if size is None else size
     if device.type == "cuda":
@@ -64,7 +66,7 @@ def read_bandwidth(device: torch.device, size: int | None = None) -> float:
     shape, generator = (max(1, size // 4 // READ_COLUMNS), READ_COLUMNS), torch.Generator(device)
     data_RC = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
     ways: tuple[Callable[[], Tensor], ...] = (data_RC.sum, lambda: data_RC.sum(1), lambda: data_RC.amax(1))
-    timer = _cuda_seconds if device.type == "cuda" else _host_seconds
+    timer = _cuda_seconds if device.type == "cuda" else partial(_host_seconds, clock)
     with on_device(device):
         return _bytes(data_RC) / min(timer(way, READ_REPEATS[device.type]) for way in ways)
 
@@ -82,13 +84,13 @@ def _cuda_seconds(work: Callable[[], Tensor], repeats: int) -> float:
     return median(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
-def _host_seconds(work: Callable[[], Tensor], repeats: int) -> float:
+def _host_seconds(clock: Callable[[], float], work: Callable[[], Tensor], repeats: int) -> float:
     work()
     seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         work()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return median(seconds)
 
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 
 from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, PlainCell, Side, repeat_ratio
-from specdec.bench.session import Session
 from specdec.bench.warm_up import Laps, warm_up
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.lossless.near_tie import explain_divergence, first_divergence
 from specdec.models.schemes.planes import PackedPlanes
+from specdec.session import Session
 
 MOST_COLD = 5  # passes of a side that are repeated because they prepared something; a short run captures late what a long run
 # captured long before its end

@@ -13,7 +13,8 @@ from specdec.config import SamplingParams
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer, check_length, encode_prompt, is_chat
+from specdec.prompts.encode import check_length, encode_prompt, is_chat
+from specdec.prompts.tokenizer import Tokenizer
 
 
 def encode_prompts(

@@ -15,8 +15,8 @@ from typing import TypeVar
 from specdec.bench.budget import PHASES, Budget, KernelSplit
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
-from specdec.bench.session import PhaseTimes, Session, Submitted
 from specdec.config import SamplingParams, SpecConfig
+from specdec.session import PhaseTimes, Session, Submitted
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checks import read_some, require_int
-from specdec.prompts import chat_fault
+from specdec.prompts.encode import chat_fault
 
 FilePrompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or a chat
 TEXT_KEYS = ("prompt", "text", "question", "task")

@@ -25,7 +25,6 @@ from specdec.bench.encode import encode_prompts, prompt_facts
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.prompt_file import FilePrompt
-from specdec.bench.session import Session
 from specdec.bench.warm_up import Laps
 from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
@@ -41,8 +40,9 @@ from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.options import EngineOptions
-from specdec.progress import Progress
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.screen.progress import Progress
+from specdec.session import Session
 
 MAX_SEED = 2**63 - 1
 USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specdec.bench.session import Session
 from specdec.config import SamplingParams
+from specdec.session import Session
 
 CHUNK_USES = 3  # a chunk of prompts is captured at its third use
 SHORT_ROUNDS = 2  # of the batch, which each side runs before it is timed

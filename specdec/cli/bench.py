@@ -25,6 +25,7 @@ from specdec.cli.flags import (
 from specdec.cli.terminal.output import check_files, console, say_plain, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SpecConfig
+from specdec.screen.progress import Pace, show_progress
 
 if TYPE_CHECKING:
     from specdec.bench.measurement import Measurement
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         from specdec.bench.show import plots
 
         plots.require(Path(args.plot))
-    measurement = _measure(_options(args))
+    measurement = _measure(options_of(args), args.pace)
     try:
         from specdec.bench.show.report import print_report
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if measurement.diverged else 0
 
 
-def _options(args: argparse.Namespace) -> BenchOptions:
+def options_of(args: argparse.Namespace) -> BenchOptions:
     from specdec import shipped
     from specdec.bench.prompt_file import read_prompts
 
@@ -113,11 +114,10 @@ def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Ca
     return writers
 
 
-def _measure(options: BenchOptions) -> Measurement:
+def _measure(options: BenchOptions, pace: Pace) -> Measurement:
     """Runs the benchmark, and says on stderr how far it is."""
     from specdec.bench.run import run_bench
-    from specdec.progress import show_progress
 
     over()
-    with show_progress("bench", "passes") as progress:
+    with show_progress("bench", "passes", pace=pace) as progress:
         return run_bench(options, progress)

@@ -20,6 +20,7 @@ from specdec.cli.flags import Parser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
 from specdec.cli.terminal.output import complain
 from specdec.cli.terminal.waiting import told_if_slow
+from specdec.screen.progress import PACE, Pace
 
 EPILOG = """exit codes:
   0    done
@@ -37,19 +38,19 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, pace: Pace | None = None) -> int:
+    """Runs one command; returns the exit code.  pace: of what it says on stderr while one waits for it."""
     if sys.stderr is None:  # closed by whoever started this; print would write its messages to stdout instead
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if sys.stdout is None:
         complain("stdout is closed, so that nobody could read the output; nearest thing that works: >/dev/null")
         return 2
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv, argparse.Namespace(pace=pace or PACE))
     with getattr(args, "around", nullcontext)():  # what a command does to the process, until the last word is written
-        return _run(args)
+        return run(args)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Runs the command.  Whatever goes wrong is one line on stderr, and an exit code."""
     show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
@@ -57,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
             from specdec.loading.ranks import serve_first_rank
 
             serve_first_rank(engine_of(args))  # before a command takes ports, files or stdin, which are the first rank's
-        with told_if_slow(args.command):
+        with told_if_slow(args.command, args.pace):
             code = args.run(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not by a traceback when Python exits
         return code

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_args
 from specdec.checks import nearest_name, read_some
 from specdec.cli.terminal.output import complain
 from specdec.config import NOT_GREEDY, GrammarKind, SamplingParams, SpecConfig, idle_options
+from specdec.draft.kinds import listed
 from specdec.options import EngineOptions, setting_of
 
 SPEC_HELP = "shape of the draft tree: levels, branches, nodes; nd may be left out, S may be auto"
@@ -132,7 +133,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model, or a GGUF file; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
-    draft = "folder or hub id of its draft head, or mtp (its own MTP layers) or ngram; without it, a --target decodes plainly"
+    kinds = listed(lambda kind: kind.help)
+    draft = f"folder or hub id of its draft head, or {kinds}; without it, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
     add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
 

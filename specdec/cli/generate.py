@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     target, draft = _pair(args)
     options, prompt = engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
     from specdec import SpecDecoder  # through the door: see `without_collections`
-    from specdec.prompts import VOCABULARY_FILES
+    from specdec.prompts.tokenizer import VOCABULARY_FILES
 
     decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=options)
     if not decoder.tokenizer.is_present:
@@ -139,7 +139,7 @@ def _screen(decoder: SpecDecoder, prompt: str, asked: Any, sampling: SamplingPar
     from specdec.cli.terminal.screen import Screen
 
     goes_on = isinstance(asked, str) and decoder.model.config.encoder is None
-    prompt_ids = decoder.new_request(asked, sampling.of_choice(0)).prompt_ids
+    prompt_ids = decoder.new_request(decoder.encode(asked), sampling.of_choice(0)).prompt_ids
     return Screen(prompt, goes_on, decoder.tokenizer.decode, prompt_ids, is_plain=decoder.head is None)
 
 

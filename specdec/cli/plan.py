@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.terminal.output import console
 from specdec.cli.terminal.waiting import over
+from specdec.draft.kinds import listed
 from specdec.options import EngineOptions, setting_of
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     target = "folder or hub id of the model, or a GGUF file; default: the shipped pair"
     add("--target", type=not_empty, metavar="DIR", help=target)
-    draft = "folder or hub id of its draft head, or mtp or ngram; without it, a --target is planned alone"
+    draft = f"folder or hub id of its draft head, or {listed(lambda kind: kind.name)}; without it, a --target is planned alone"
     add("--draft", type=not_empty, metavar="DIR", help=draft)
     add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
@@ -48,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, usual: Mapping[str, int] = USUAL) -> int:
     from specdec.loading.plan import plan_memories
 
     target, draft = pair_of(args, ["--spec"] if args.spec else [])
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions(max_seq_len=args.context, max_batch_size=args.batch, **used)
     spec = None if draft is None else args.spec
     known = args.gpu_memory or _gpu_memory()
-    gpus = {"the GPU": known} if known else USUAL
+    gpus = {"the GPU": known} if known else usual
     try:
         plans = dict(zip(gpus, plan_memories(target, draft, spec, options, tuple(gpus.values())), strict=True))
     except ValueError as error:  # which names options as `generate` calls them

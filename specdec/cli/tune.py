@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--draft would do nothing without --target: MODEL has its head's sizes with it; leave it out")
     import torch
 
-    from specdec.ops.tuned.table import path_for
+    from specdec.ops.products.tuned.table import path_for
     from specdec.tune.run import tune
     from specdec.tune.shapes import checkpoint_products, named_products
 

@@ -83,7 +83,7 @@ def _load(
     from specdec.decoder import SpecDecoder
     from specdec.loading.about.machine import versions
     from specdec.models.checkpoints.checkpoint import resolve_target
-    from specdec.prompts import Tokenizer
+    from specdec.prompts.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(resolve_target(target, "target"))
     prompts = encode_prompts(listed, str(source), target, tokenizer, sampling, engine, chat=args.chat)

@@ -22,8 +22,8 @@ class Mailbox:
     is_done: whether the request has ended; its result can be asked for then.
     """
 
-    def __init__(self, request: Request, streaming: bool, wake: Callable[[], None], submitted: float) -> None:
-        self.request, self.streaming, self.wake = request, streaming, wake
+    def __init__(self, request: Request, wake: Callable[[], None], submitted: float) -> None:
+        self.request, self.wake = request, wake
         self.is_done = False
         self._last, self._seen = submitted, 0
         self._chunks: deque[Chunk] = deque()
@@ -37,7 +37,7 @@ class Mailbox:
         """
         self._count(now, totals)
         has_news = self.request.is_done
-        if self.streaming:
+        if self.request.streaming:
             chunk = self.request.next_chunk()
             if chunk.token_ids or chunk.text:
                 self._chunks.append(chunk)

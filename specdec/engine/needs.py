@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from specdec.config import SamplingParams
+from specdec.config import SAMPLING_OPTIONS, SamplingParams, changed_options
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
 
@@ -31,12 +31,6 @@ class RowChoice(NamedTuple):
         eos_ids: Iterable[int] = (),
     ) -> RowChoice:
         """seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.  eos_ids: the model's own."""
-        is_sampled, first_end = sampling.temperature > 0, len(prompt_ids) + sampling.min_tokens
-        options = RowOptions(
-            sampling.temperature, sampling.top_p, sampling.min_p,
-            sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
-            sampling.top_k, seed, first_end, int(sampling.logprobs_mode == "processed"),
-        )  # fmt: skip
         bias = dict(sampling.logit_bias or {})
         bias.update((word[0], float("-inf")) for word in bad_words if len(word) == 1)
         phrases = tuple(tuple(word) for word in bad_words if len(word) > 1)
@@ -44,33 +38,38 @@ class RowChoice(NamedTuple):
         grammar = None
         if (rule := sampling.grammar_rule) is not None:
             grammar = Grammar(*rule, tuple(sorted({*eos_ids, *(sampling.stop_token_ids or ())})))
-        penalties = options.repetition_penalty != 1 or options.presence_penalty != 0 or options.frequency_penalty != 0
-        needs = Needs(
-            sampled=is_sampled,
-            filtered=is_sampled and (sampling.top_k > 0 or sampling.top_p < 1),
-            min_p=is_sampled and sampling.min_p > 0,
-            bias=bool(bias),
-            penalties=penalties,
-            bad_words=bool(phrases),
-            ends=bool(ends) and sampling.min_tokens > 0,
-            grammar=grammar is not None,
-            logprobs=0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs),
-            processed=options.processed > 0,
-        )
+        is_processed = sampling.logprobs_mode == "processed"
+        others = {"bias": bias, "bad_words": phrases, "ends": ends and sampling.min_tokens, "grammar": grammar}
+        others["processed"] = is_processed
+        steps = _steps_of_numbers(sampling) | {step for step, value in others.items() if value}
+        logprobs = 0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs)
+        needs = Needs.of(*steps, logprobs=logprobs)
+        own = {name: getattr(sampling, name) for name, declared in SAMPLING_OPTIONS.items() if declared.column}
+        first_end = len(prompt_ids) + sampling.min_tokens
+        options = RowOptions.of(**{**own, "seed": seed, "first_end": first_end, "processed": is_processed})
         if not needs.rules:
             return cls(options, None, needs, grammar)
-        seen = prompt_ids if options.repetition_penalty != 1 else prompt_ids[-MAX_BAD_WORD_TOKENS:]
+        seen = prompt_ids if sampling.repetition_penalty != 1 else prompt_ids[-MAX_BAD_WORD_TOKENS:]
         rules = TokenRules(
-            tuple(seen) if needs.history else (), tuple(bias.items()), phrases, tuple(sorted(ends)) if needs.ends else ()
+            tuple(seen) if needs.history else (),
+            tuple(bias.items()),
+            phrases,
+            tuple(sorted(ends)) if "ends" in steps else (),
         )
         return cls(options, rules, needs, grammar)
+
+
+def _steps_of_numbers(sampling: SamplingParams) -> set[str]:
+    """What the numbers that a row's table holds take of a pass, which is less in greedy rows."""
+    changed = [SAMPLING_OPTIONS[name] for name in changed_options(sampling)]
+    return {each.step for each in changed if each.column and each.step and (each.greedy or sampling.temperature > 0)}
 
 
 class BatchNeeds:
     """What batches need.  A graph is captured for each combination, so there may not be too many of them."""
 
     def __init__(self) -> None:
-        self._known = {Needs(), Needs(sampled=True), Needs(sampled=True, filtered=True)}
+        self._known = {Needs(), Needs.of("sampled"), Needs.of("sampled", "filtered")}
 
     def of(self, rows: Iterable[Needs]) -> Needs:
         """What a batch of rows with these needs runs: what they need and no more, unless too many combinations occurred."""
@@ -85,4 +84,5 @@ class BatchNeeds:
 
 def union(needs: Iterable[Needs]) -> Needs:
     """What serves all of them."""
-    return Needs(*map(max, zip(Needs(), *needs, strict=True)))
+    needs = (Needs(), *needs)
+    return Needs(frozenset().union(*(each.steps for each in needs)), max(each.logprobs for each in needs))

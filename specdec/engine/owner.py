@@ -73,22 +73,21 @@ class EngineOwner:
         """Whether this process is a fork of the one that made the owner."""
         return os.getpid() != self._process
 
-    def submit(self, requests: Sequence[tuple[Request, bool]], wake: Callable[[], None]) -> list[Mailbox]:
+    def submit(self, requests: Sequence[Request], wake: Callable[[], None]) -> list[Mailbox]:
         """Hands requests to the engine, and returns a mailbox for each.
 
-        requests: each with whether its chunks are wanted while it runs.
         wake: see Mailbox; it is called for every one of these requests.
 
         RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.  The
         requests must have passed `Engine.check`.
         """
         now = time.monotonic()
-        mailboxes = [Mailbox(request, streaming, wake, now) for request, streaming in requests]
+        mailboxes = [Mailbox(request, wake, now) for request in requests]
         with self._door:
             self.check_open()
-            if any(request.is_submitted for request, _ in requests):
+            if any(request.is_submitted for request in requests):
                 raise ValueError("a request runs only once; nearest thing that works: make another one of the same prompt")
-            for request, _ in requests:
+            for request in requests:
                 request.is_submitted = True
             self._commands.put(lambda: self._add(mailboxes))
             self._start()

@@ -22,6 +22,7 @@ class Request:
     """A request; two requests are equal only if they are the same object.
 
     speculate: whether the drafter proposes tokens for this request.
+    streaming: whether its text is made token by token, for chunks.
     source_ids: what the target's encoder reads; None for a target without one.
     drafted_until: how many tokens of the text the drafter knows, since it stopped there; None: it goes on.
     error: what made this request fail, or None.  Other requests go on.
@@ -38,6 +39,7 @@ class Request:
     choice: RowChoice
     output: Trimmer
     speculate: bool = True
+    streaming: bool = False
     stats: Stats = field(default_factory=Stats)
     error: BaseException | None = None
     cancelled: bool = False
@@ -66,11 +68,11 @@ class Request:
         """A request that has no output yet.
 
         seed: the seed that sampling uses, which was drawn at random if the caller gave none.  eos_ids, decode, streaming: see
-        Trimmer.  bad_words: those of `sampling` as ids.  left_after: see the class.
+        Trimmer.  bad_words: those of `sampling` as ids.  left_after: see Request.
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
-        return cls(prompt_ids, sampling, choice, output, speculate, source_ids=source_ids, left_after=left_after)
+        return cls(prompt_ids, sampling, choice, output, speculate, streaming, source_ids=source_ids, left_after=left_after)
 
     @property
     def given_ids(self) -> list[int]:

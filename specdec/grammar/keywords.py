@@ -1,4 +1,4 @@
-"""Which keywords a JSON schema may have: those of JSON Schema, and annotations that say nothing of a text.
+"""What a JSON schema may be: an object whose keywords are those of JSON Schema, or annotations that say nothing of a text.
 
 JSON Schema itself takes a keyword that it does not know for an annotation, so a misspelled one holds a text to nothing.  Here
 it is refused.  Whether a text can be held to a known keyword is for the library to say.
@@ -6,10 +6,11 @@ it is refused.  Whether a text can be held to a known keyword is for the library
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.checks import nearest_name
+from specdec.checks import distinct, nearest_name
 
 # Of drafts 4 to 2020-12, by what their values hold: schemas by name, schemas in a row, one schema or several, no schema.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
@@ -31,10 +32,37 @@ ANNOTATIONS = (  # the last four are OpenAPI's
 KNOWN = (*BY_NAME, *IN_A_ROW, *SCHEMAS, *VALUES, *ANNOTATIONS)
 GUIDANCE = "x-guidance"  # the library's own settings, which it reads in the whole schema alone
 OWN = "x-"  # with which names begin that a program adds for itself
+EXAMPLE = '{"type": "object"}'
+TOO_DEEP = "json_schema is nested too deeply; nearest setting that works: its parts in $defs, with a $ref for each"
 ELSEWHERE = {"nullable": 'a type such as ["string", "null"]', "divisibleBy": "multipleOf", "extends": "allOf"}
 
 
-def check_keywords(schema: Mapping[str, Any]) -> None:
+def schema_as_json(value: Any) -> str:
+    """The schema as JSON, given so or as a dict.  ValueError or TypeError for anything else."""
+    if isinstance(value, str):
+        try:
+            schema = json.loads(value, object_pairs_hook=distinct)
+        except RecursionError:
+            raise ValueError(TOO_DEEP) from None
+        except ValueError as error:
+            raise ValueError(f"json_schema is not usable JSON: {error}; expected a schema such as {EXAMPLE}") from None
+    else:
+        schema = value
+    if not isinstance(schema, Mapping):
+        got = f"{value!r} of type {type(value).__name__}"[:300]
+        hint = ", for a class of pydantic its model_json_schema()" if hasattr(value, "model_json_schema") else ""
+        raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {EXAMPLE}{hint}; got {got}")
+    try:
+        written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
+    _check_keywords(schema)
+    return value if isinstance(value, str) else written
+
+
+def _check_keywords(schema: Mapping[str, Any]) -> None:
     """ValueError for the first keyword that nobody knows, with its place in the schema.
 
     The library's own `"x-guidance": {"lenient": true}` says that keywords which hold a text to nothing are wanted.

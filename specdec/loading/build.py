@@ -1,7 +1,4 @@
-"""Builds an engine from loaded models and resolved settings: makes the KV pool, caches and workers, sets budgets.
-
-The numbers that depend on the kind of device are here, so that neither the scheduler nor the runner has to know the device.
-"""
+"""Builds an engine from loaded models and resolved settings: makes the KV pool, caches and workers, sets budgets."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from specdec.attention.context.ownership import Ownership
 from specdec.attention.kinds import FULL
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.batch.state import BatchState
-from specdec.draft.drafter import DraftModel, Place
+from specdec.draft.drafter import DrafterContext, DraftModel
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.sharing import RowSharing
@@ -29,33 +26,30 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
+from specdec.loading.devices import (
+    ATTENTION_EFFICIENCY,
+    CAPTURE_SECONDS,
+    CHUNK_COST,
+    DEPTH,
+    LAUNCH_SECONDS_A_LAYER,
+    LEAST_SAVED,
+    MOST_PACKED,
+    PRODUCTS_A_SECOND,
+)
 from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
-from specdec.loading.resolve import CHUNK_COST, EngineSettings
+from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
-from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
+from specdec.models.kv import cache_layout, make_cache
 from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.compiling.rehearsal import compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
-
-DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead
-CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow host, warm-up included
-# A threshold for the keys that a round need not read again if rows read common pages together, (rows - 1) * tokens.  Below it
-# rows read alone, because reading together costs one or two more launches in each layer.  Measured:
-# benchmarks/caches/README.md, "Shared prefixes".  On a CPU reading together gains nothing, because one dense product over all
-# rows' keys serves all rows.
-LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
-MOST_PACKED = 64  # a threshold for queries x heads of a row that read each key; above it reading together gains nothing
-# Both decide whether a chunk is captured: the seconds that a slow host needs to launch a layer, and how many products of two
-# numbers a GPU computes in a second.
-LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
-ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
 
 
 def build_engine(model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
@@ -99,7 +93,9 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
     if head is None:
         return pool_plan([model.config], settings, memory)
     needs = head.needs
-    return pool_plan([model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_bytes)
+    return pool_plan(
+        [model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_values * settings.dtype.itemsize
+    )
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
@@ -111,9 +107,9 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  Where
     # ranks divide sequences, each row reads its own.
     divided = settings.options.decode_context_parallel_size > 1
-    may_share = most_read(model.config) is None and not settings.numerics.is_invariant and not divided
+    may_share = model.config.most_read is None and not settings.numerics.is_invariant and not divided
     reads_together = settings.options.prefix_caching and may_share
-    shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
+    shared = shared_room(workers.state, MOST_PACKED, model.config.heads_a_key) if reads_together else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
     shapes = head.shapes(settings.spec) if head and settings.spec else ()
@@ -142,7 +138,7 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     rows = settings.options.max_batch_size + 1  # the last row is always padding
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
-    drafter = head.worker(_place(head, draft_backend, settings, plan, rows)) if head else None
+    drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
     state = BatchState.empty(
         rows,
         settings.pages_per_sequence,
@@ -154,12 +150,12 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     return Workers(verifier, drafter, state)
 
 
-def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> Place:
+def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> DrafterContext:
     spec = settings.spec
     assert spec is not None
     # A round may begin a round's tokens later than the host knows.
     assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
-    return Place(
+    return DrafterContext(
         spec=spec,
         shapes=head.shapes(spec),
         backend=backend,
@@ -201,7 +197,7 @@ def doubling_context(config: ModelConfig) -> float:
     H, heads_D = config.hidden_size, config.num_heads * config.head_dim
     kv_D = config.num_kv_heads * config.head_dim
     products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
-    growing = key_operations(config)
+    growing = config.key_operations
     return math.inf if not growing else ATTENTION_EFFICIENCY * products / growing
 
 
@@ -272,7 +268,7 @@ def most_captured_cost(model: Target, head: DraftModel | None) -> int:
     most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, CHUNK_COST["cuda"][2])
     # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.
-    return min(most, EXPAND_ABOVE) if keeps_latents(model.config) else most
+    return min(most, EXPAND_ABOVE) if model.config.keeps_latents else most
 
 
 def _cache(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from specdec.models.config import ModelConfig
-from specdec.models.kv import kv_holders, most_read
 from specdec.options import EngineOptions
 
 NAME = "decode_context_parallel_size"
@@ -27,7 +26,7 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
         return
     if problem := _problem(target, target_backend):
         raise ValueError(f"{NAME} must be 1 {problem}, got {size}; nearest setting that works: {NAME}=1")
-    holders = kv_holders(target, ranks)
+    holders = target.kv_holders(ranks)
     if holders % size:
         fits = next(fit for fit in range(size, 0, -1) if holders % fit == 0)
         held = "one process holds" if holders == 1 else f"{holders} processes hold"
@@ -44,7 +43,7 @@ def _problem(target: ModelConfig, target_backend: str) -> str:
         return "for a target with an encoder"
     if target_backend != "native":
         return "for a target through transformers' code"
-    if most_read(target) is not None:
+    if target.most_read is not None:
         return "where an indexer chooses the keys that are read (sparse attention)"
     spans = [str(kind) for kind in target.layer_kinds if kind.span is not None]
     return f"for layers that read a span of keys only ({spans[0]})" if spans else ""

@@ -16,7 +16,7 @@ from specdec.models.target import Target
 from specdec.ops.compiling.rehearsal import compile_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 MOST_TOKENS = 256
 # Plain prose that models of any size know the words of: a story, and facts of the kind that larger models are trained on.

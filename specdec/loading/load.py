@@ -20,8 +20,8 @@ import torch
 from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.formats.open import OpenHead
-from specdec.draft.kinds import OpenDrafter, find_drafter, open_drafter
+from specdec.draft.find import find_drafter, open_drafter
+from specdec.draft.kind import OpenDrafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
@@ -32,7 +32,7 @@ from specdec.models.schemes.size import EXPERTS, coded_matrices, group_of
 from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
-from specdec.ops.packed.packing import EIGHT, MOST_FAR, WIDTH
+from specdec.ops.products.formats.lossless import EIGHT, MOST_FAR, WIDTH
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
@@ -56,7 +56,7 @@ class CheckedPair(NamedTuple):
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
         """Of all that keeps keys and values in the target's pages, the target first."""
-        return (self.chosen.config, *(self.drafter.configs if self.drafter else ()))
+        return (self.chosen.config, *(self.drafter.model.needs.models if self.drafter else ()))
 
 
 def check_pair(
@@ -94,7 +94,7 @@ def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Call
 
     capability: says that of the GPU on which they are to run, None for a CPU; asked only where there are such weights.
     """
-    head = pair.drafter.files.files.checkpoint if pair.drafter and isinstance(pair.drafter.files, OpenHead) else None
+    head = pair.drafter.checkpoint if pair.drafter and pair.drafter.is_apart else None
     for whose, checkpoint in (("target", pair.checkpoint), ("draft head", head)):
         if checkpoint is None or checkpoint.quantization is None:
             continue

@@ -14,16 +14,10 @@ import torch
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.groups import Group, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool
+from specdec.loading.devices import HOST_KEPT_BATCHES, HOST_POOL_SHARE, KEPT_TOKENS, POOL_SHARE
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout
-
-POOL_SHARE = 0.85  # share of the GPU memory that is free after the weights; the rest is for activations and graphs
-HOST_POOL_SHARE = 0.4  # share of the host's memory, where weights and everything else must fit too
-# Limits of a pool with prefix caching.  KEPT_TOKENS bounds its tokens, so that lists of pages stay quick and slot numbers stay
-# far below 2**31.  HOST_KEPT_BATCHES bounds it on a CPU, in full batches of longest sequences; the operating system provides
-# that memory only as it is written.
-KEPT_TOKENS, HOST_KEPT_BATCHES = 2**24, 16
 
 
 class PoolPlan(NamedTuple):

@@ -15,10 +15,8 @@ import torch
 from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.kinds import is_name
 from specdec.loading.load import check_pair, load_pair, require_spec, warn_of_slow_weights
 from specdec.loading.resolve import EngineSettings
-from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.gguf.file import is_gguf
 from specdec.models.sharding import misfit
@@ -48,10 +46,11 @@ class WantedPair(NamedTuple):
         try:
             return load_pair(self.target, self.draft, self.spec, options, group)
         except torch.OutOfMemoryError as error:
-            folders = [folder for folder in (self.target, self.draft) if folder is not None and not is_name(folder)]
-            configs = check_pair(self.target, self.draft, self.spec, self.options, warns=False).configs
-            whole = sum(weights_bytes(resolve_target(folder, "folder")) for folder in folders)
-            raise RuntimeError(no_room(whole, group, torch.device(options.device), configs, options.pack_weights)) from error
+            pair = check_pair(self.target, self.draft, self.spec, self.options, warns=False)
+            own = pair.drafter.checkpoint if pair.drafter and pair.drafter.is_apart else None
+            whole = weights_bytes(pair.folder) + (0 if own is None else weights_bytes(own.folder))
+            device, packs = torch.device(options.device), options.pack_weights
+            raise RuntimeError(no_room(whole, group, device, pair.configs, packs)) from error
 
 
 def weights_bytes(folder: Path) -> int:

@@ -18,11 +18,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.mtp.load import OpenMtp
-from specdec.draft.mtp.tensors import stored_tensors
+from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, require_packed, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
-from specdec.loading.resolve import CHUNK_COST, EngineSettings, check_packing
+from specdec.loading.resolve import EngineSettings, check_packing
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
@@ -30,7 +29,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.schemes.size import coded_matrices, matrix_size
 from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import Format
-from specdec.ops.packed.packing import EIGHT, WIDTH, packed_size
+from specdec.ops.products.formats.lossless import EIGHT, WIDTH, packed_size
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
@@ -87,17 +86,6 @@ class MemoryPlan(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.total <= self.memory
-
-
-def plan_memory(
-    target: str | Path,
-    draft: str | Path | None,
-    spec: SpecConfig | None,
-    options: EngineOptions,
-    memory: int,
-) -> MemoryPlan:
-    """What this pair takes with these options, on a GPU of that many bytes.  The others: see `plan_memories`."""
-    return plan_memories(target, draft, spec, options, (memory,))[0]
 
 
 def plan_memories(
@@ -197,25 +185,13 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
     weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_numbers(own, without)
     packs = settings.options.pack_weights
     packed = packed_bytes(own, without, config.tie_embeddings) if packs else 0
-    if drafter is None or drafter.files is None:  # one without files keeps a few bytes of each token, and reads no weights
+    if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
         return Models(pair.configs, (weights,), scratch=scratch, packed=packed)
-    if isinstance(drafter.files, OpenMtp):
-        checkpoint, spec = drafter.files
-        without, layers = set(checkpoint.names()) - set(stored_tensors(checkpoint, spec)), spec.model
-        features = spec.model.hidden_size
-        kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
-    else:
-        checkpoint, reading, kept = drafter.files.files.checkpoint, drafter.files.reading, 0
-        head = reading.spec
-        without = {"d2t", "t2d", *reading.beside}
-        # Copies of the target's are given back once they were compared with it, but for one of a matrix in 8 or 4 bits.
-        own_lm_head = head.own_lm_head and (not reading.copies or own.format_of("lm_head") is not None)
-        without |= set() if head.own_embeddings and not reading.copies else {"embed_tokens.weight"}
-        without |= set() if own_lm_head else {"lm_head.weight"}
-        features, layers = head.feature_size, head.model
-    drafted = tensor_bytes(checkpoint, layers, settings.dtype, without)
-    packed += packed_bytes(checkpoint, without) if packs else 0
-    return Models(pair.configs, (weights, drafted), features, page_bytes=kept, scratch=scratch, packed=packed)
+    without, (layers, *_) = drafter.unkept(own), drafter.model.needs.models
+    drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
+    packed += packed_bytes(drafter.checkpoint, without) if packs else 0
+    kept = drafter.model.needs.page_values * settings.dtype.itemsize
+    return Models(pair.configs, (weights, drafted), drafter.model.feature_size, kept, scratch, packed)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:

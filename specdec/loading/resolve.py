@@ -17,19 +17,13 @@ from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.loading.context import check_context
+from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.diffllama.config import DiffLlamaConfig
-from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
 from specdec.runner.prompts import LARGEST_STEP
-
-# The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
-# benchmarks/rounds/README.md, "Prompts in chunks".
-CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +130,7 @@ def resolve_settings(
     ValueError if an option does not fit the device or the target.
     """
     device = resolve_device(options.device)
-    if device.type != "cpu" and options.threads != "auto":
-        raise ValueError(
-            f"threads={options.threads} is for a decoder on a CPU, but this one runs on {device}; nearest setting that works: "
-            "threads='auto'"
-        )
+    check_threads(options, device)
     if target.encoder is not None and options.prefix_caching:
         raise ValueError(
             f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
@@ -159,16 +149,28 @@ def resolve_settings(
         target_backend_reason=target_backend_reason,
     )
     if options.deterministic:
-        check_deterministic(settings, target)
+        check_deterministic(settings, target, architecture_of(device))
     if options.pack_weights:
-        check_packing_here(device)
+        check_packing_here(device, architecture_of(device), has_gluon())
         check_packing(settings)
     return replace(settings, attention_backend=choose_attention(settings, target))
 
 
-def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
-    """ValueError if some part of the target can't be computed in one order of sums.  choose_attention checks the backend."""
-    options, architecture = settings.options, architecture_of(settings.device)
+def check_threads(options: EngineOptions, device: torch.device) -> None:
+    """ValueError if threads are asked for where none compute."""
+    if device.type != "cpu" and options.threads != "auto":
+        raise ValueError(
+            f"threads={options.threads} is for a decoder on a CPU, but this one runs on {device}; nearest setting that works: "
+            "threads='auto'"
+        )
+
+
+def check_deterministic(settings: EngineSettings, target: ModelConfig, architecture: tuple[int, int] | None) -> None:
+    """ValueError if some part of the target can't be computed in one order of sums.  choose_attention checks the backend.
+
+    architecture: of the device; None: a CPU.
+    """
+    options = settings.options
 
     def refuse(problem: str, nearest: str = "deterministic=False") -> None:
         raise ValueError(f"deterministic=True {problem}; nearest setting that works: {nearest}")
@@ -180,8 +182,8 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
     if target.quantization is not None:
         refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
-    if keeps_latents(target) and not pieces(latent_rank(target)):
-        refuse(f"reads latents of up to {PIECE} numbers, or of an even number up to {2 * PIECE}, got {latent_rank(target)}")
+    if target.keeps_latents and not pieces(target.latent_rank):
+        refuse(f"reads latents of up to {PIECE} numbers, or of an even number up to {2 * PIECE}, got {target.latent_rank}")
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":
@@ -195,9 +197,9 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
             "decode_context_parallel_size=1",
         )
     ranks = options.tensor_parallel_size
-    if any(size % 8 for size in row_lengths(target, ranks)):
-        fits = [n for n in range(ranks, 0, -1) if ranks % n == 0 and not any(size % 8 for size in row_lengths(target, n))]
-        got = " and ".join(map(str, row_lengths(target, ranks)))
+    if any(size % 8 for size in target.row_lengths(ranks)):
+        fits = [n for n in range(ranks, 0, -1) if ranks % n == 0 and not any(size % 8 for size in target.row_lengths(n))]
+        got = " and ".join(map(str, target.row_lengths(ranks)))
         nearest = f"tensor_parallel_size={fits[0]}" if fits else "deterministic=False"
         refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {got}", nearest)
 
@@ -217,10 +219,9 @@ def check_packing(settings: EngineSettings) -> None:
         raise ValueError(f"pack_weights=True packs weights in bfloat16, got {got}; nearest setting that works: {nearest}")
 
 
-def check_packing_here(device: torch.device) -> None:
-    """ValueError on a device without the kernels that read packed weights."""
-    architecture = architecture_of(device)
-    if architecture == (9, 0) and has_gluon():
+def check_packing_here(device: torch.device, architecture: tuple[int, int] | None, gluon: bool) -> None:
+    """ValueError on a device without the kernels that read packed weights.  gluon: whether Triton has it."""
+    if architecture == (9, 0) and gluon:
         return
     got = device if architecture is None else f"{device} of {'.'.join(map(str, architecture))}"
     if architecture == (9, 0):
@@ -229,18 +230,6 @@ def check_packing_here(device: torch.device) -> None:
         f"pack_weights=True needs an NVIDIA GPU of compute capability 9.0, for which its kernels are written, got {got}; "
         "nearest setting that works: pack_weights=False"
     )
-
-
-def row_lengths(target: ModelConfig, ranks: int) -> tuple[int, ...]:
-    """The lengths of the rows of a native target's matrices, of which so many ranks hold a share each."""
-    whole, shared = [target.hidden_size], [target.intermediate_size]
-    if not isinstance(target, DeepseekConfig):
-        shared.append(target.num_heads * target.head_dim)
-    else:
-        shared.append(target.num_heads * target.value_dim)
-        whole += [] if target.q_rank is None else [target.q_rank]
-        shared += [] if target.experts is None else [target.experts.intermediate_size * target.experts.shared]
-    return (*whole, *(size // ranks for size in shared))
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -292,9 +281,9 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         settings.dtype,
         architecture_of(settings.device),
         gpu_kind(settings.device),
-        head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in head_dims(c))),
-        value_dims=split_widths(*configs),
-        differential=isinstance(target, DiffLlamaConfig),
+        head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in c.head_dims)),
+        value_dims=tuple(dict.fromkeys(c.split_width for c in configs if c.split_width)),
+        differential=target.differential,
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),
@@ -302,10 +291,10 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         encoder=target.encoder is not None,
         kv_cache_dtype=settings.options.kv_cache_dtype,
         int8_queries=settings.options.int8_queries,
-        mla=keeps_latents(target),
-        latent_rank=latent_rank(target),
-        rope_dim=target.head_dim if keeps_latents(target) else 0,
-        sparse=most_read(target) is not None,
+        mla=target.keeps_latents,
+        latent_rank=target.latent_rank,
+        rope_dim=target.head_dim if target.keeps_latents else 0,
+        sparse=target.most_read is not None,
         page_size=settings.options.page_size,
         divided=settings.options.decode_context_parallel_size > 1,
         tree=spec is not None and spec.topk > 1,
@@ -315,5 +304,5 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         rows=settings.options.max_batch_size,
         tokens=settings.max_seq_len,
         kv_heads=target.num_kv_heads,
-        packed=(spec.num_draft_tokens if spec else 1) * heads_a_key(target),
+        packed=(spec.num_draft_tokens if spec else 1) * target.heads_a_key,
     )

@@ -47,23 +47,26 @@ def threads_for(weight_bytes: int, num_layers: int, allowed: int) -> int:
     return max(1, min(allowed, a_layer // LEAST_BYTES_A_THREAD))
 
 
-def allowed_threads() -> int:
-    """What torch would use in this thread by itself (the physical cores, or OMP_NUM_THREADS), or what it was told to use."""
+def allowed_threads(cpus: int | None = None) -> int:
+    """What torch would use in this thread by itself (the physical cores, or OMP_NUM_THREADS), or what it was told to use.
+
+    cpus: that the process may use; None: asks the system.
+    """
     import torch
 
     if torch.get_num_threads() != _seen.set:
         _seen.allowed, _seen.set = torch.get_num_threads(), 0
-    return min(_seen.allowed, usable_cpus())
+    return min(_seen.allowed, usable_cpus() if cpus is None else cpus)
 
 
-def set_training_threads(device: torch.device, count: int | None) -> None:
+def set_training_threads(device: torch.device, count: int | None, cpus: int | None = None) -> None:
     """Tells torch the threads of a training run in this thread; does nothing for one on a GPU.
 
     A training step works on thousands of tokens at once, so even a tiny model has work for every thread.
-    count: None for all that are allowed.
+    count: None for all that are allowed.  cpus: see `allowed_threads`.
     """
     if device.type == "cpu":
-        use_threads(allowed_threads() if count is None else require_int("threads", count, 1, usable_cpus()))
+        use_threads(allowed_threads(cpus) if count is None else require_int("threads", count, 1, cpus or usable_cpus()))
 
 
 def use_threads(count: int | None) -> None:

@@ -7,11 +7,11 @@ from itertools import takewhile
 
 import torch
 
-from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.lossless.choice import Text
 from specdec.lossless.reference import Judged, read_together
 from specdec.lossless.verification import Divergence
+from specdec.session import Session
 
 
 def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:

@@ -19,7 +19,6 @@ from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.widen import replaced, widened
-from specdec.models.kv import most_read
 from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.products.numerics import FAST
@@ -58,7 +57,7 @@ class DensePasses:
         self._as_stored, self._numerics = session.as_stored, session.settings.numerics
         self._queries_as_read = rounded_queries if session.settings.options.int8_queries else None
         config = self.model.config
-        self.choosing = config.has_experts or most_read(config) is not None
+        self.choosing = config.has_experts or config.most_read is not None
         self.steps = self._as_stored is not None
 
     @contextmanager

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.quant_cache import as_stored
-from specdec.bench.session import Session
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import Text, least_raise
 from specdec.lossless.passes import DensePasses, Held
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.runner.workers import Workers
+from specdec.session import Session
 
 FACTOR = 2.0
 LEADING = 16  # tokens whose logits are compared at a place

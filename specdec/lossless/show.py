@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from specdec.bench.show.layout import Grid
 from specdec.lossless.verification import Divergence, OffTarget, Verification
+from specdec.screen.grid import Grid
 
 STYLES = {"EXACT": "green", "near-tie": "yellow"}
 SHOWN_OFF = 3  # tokens of a prompt; the JSON holds all

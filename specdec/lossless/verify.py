@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
-from specdec.loading.threads import use_threads, using_threads
+from specdec.loading.threads import using_threads
 from specdec.lossless.near_tie import difference, first_divergence, one_ends, rounds, text_of
 from specdec.lossless.reference import read_together
 from specdec.lossless.verification import Divergence, OffTarget, PromptVerdict, Verification
-from specdec.progress import Progress
-
-if TYPE_CHECKING:
-    from specdec.decoder import SpecDecoder
+from specdec.screen.progress import Progress
+from specdec.session import Session
 
 
-def check_decoder(decoder: SpecDecoder) -> None:
+def check_session(session: Session) -> None:
     """ValueError if there is nothing to compare, or no reference to compare it with."""
-    config = decoder.model.config
-    if decoder.head is None:
+    config = session.model.config
+    if session.head is None:
         raise ValueError(
             "verify compares speculative with plain decoding, but this decoder has no draft head; nearest thing that works: "
             "name a draft head"
@@ -55,23 +52,22 @@ def check_sampling(sampling: Sequence[SamplingParams]) -> None:
 
 @using_threads(None)
 def verify(
-    decoder: SpecDecoder, prompts: Sequence[Any], sampling: Sequence[SamplingParams], on_progress: Progress = lambda *_: None
+    session: Session, prompts: Sequence[Any], sampling: Sequence[SamplingParams], on_progress: Progress = lambda *_: None
 ) -> Verification:
     """The comparison of all prompts.  sampling: one for each."""
-    check_decoder(decoder)
+    check_session(session)
     check_sampling(sampling)
     on_progress("plain decoding", 0, len(prompts))
-    plain = decoder.generate(list(prompts), list(sampling), speculate=False)
+    plain = session.generate(prompts, sampling, speculate=False)
     on_progress("speculative decoding", 0, len(prompts))
-    fast = decoder.generate(list(prompts), list(sampling))
-    session, verdicts = Session(decoder), []
+    fast = session.generate(prompts, sampling, speculate=True)
+    verdicts = []
     for number, (a, b, params) in enumerate(zip(plain, fast, sampling, strict=True)):
         on_progress("reference", number, len(prompts))
-        use_threads(decoder.settings.threads)
-        with decoder.owner.turn:  # no other request may run while the model's weights are wide
+        with session.turn():  # no other request may run while the model's weights are wide
             verdicts.append(_compare(session, number, a, b, params))
     total = Stats.total([output.stats for output in fast])
-    return Verification(verdicts, total.accept_length if total.rounds else 0.0, total.accepted, _settings(decoder, sampling))
+    return Verification(verdicts, total.accept_length if total.rounds else 0.0, total.accepted, _settings(session, sampling))
 
 
 def _compare(session: Session, number: int, a: Generation, b: Generation, sampling: SamplingParams) -> PromptVerdict:
@@ -102,13 +98,13 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
     return PromptVerdict(number, tokens, b.stats.rounds, part, off, reading.bound, unsure, seed)
 
 
-def _settings(decoder: SpecDecoder, sampling: Sequence[SamplingParams]) -> dict[str, Any]:
+def _settings(session: Session, sampling: Sequence[SamplingParams]) -> dict[str, Any]:
     """What ran, as plain data.  Prompts that differ in their seeds alone have one sampling."""
-    spec = decoder.settings.spec
+    spec = session.settings.spec
     assert spec is not None
     kinds: list[SamplingParams] = []
     for params in sampling:
         if (shared := replace(params, seed=None)) not in kinds:
             kinds.append(shared)
     shown = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in kinds]
-    return {**decoder.settings.by_option(), "spec": spec.label, "sampling": shown}
+    return {**session.settings.by_option(), "spec": spec.label, "sampling": shown}

@@ -20,9 +20,9 @@ from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
+from specdec.ops.products.terms import Terms
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
-from specdec.ops.terms import Terms
 from specdec.parallel.group import ALONE
 from specdec.parallel.shard import Shard
 from specdec.parallel.vocabulary import Vocabulary

@@ -8,48 +8,22 @@ P = T * K pairs of a token and an expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.models.config import ModelConfig
+from specdec.models.config import ExpertsConfig, ModelConfig
 from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack, Multiplying
 from specdec.models.making import made_now, new_weight
-from specdec.ops.experts.coded import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
 from specdec.ops.operator import is_traced
+from specdec.ops.products.experts import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """The mixture of experts of DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
-
-    count: experts that the router chooses from.  chosen: experts that it chooses for each token.
-    intermediate_size: of one expert's MLP.
-    shared: number of experts that every token passes besides the chosen ones; they are computed as one wide MLP.
-    gate: how the router scores experts.  "softmax" (V2) takes a softmax over all experts.  "sigmoid" (V3) takes a sigmoid of
-    each expert's logit; a learnt bias is added to the scores for choosing experts, but not to the weights of the chosen ones.
-    groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
-    Both are None where the router may choose any experts.
-    normed: whether the weights of the chosen experts are divided by their sum.  scaling: factor on the weights after that.
-    """
-
-    count: int
-    chosen: int
-    intermediate_size: int
-    shared: int
-    gate: Literal["softmax", "sigmoid"]
-    groups: int | None
-    top_groups: int | None
-    normed: bool
-    scaling: float
 
 
 class Router(Multiplying):

@@ -20,8 +20,8 @@ from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
+from specdec.ops.products.terms import Terms
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
-from specdec.ops.terms import Terms
 from specdec.parallel.group import ALONE, Group
 
 

@@ -21,14 +21,14 @@ from specdec.models.making import made_now, making, new_weight
 from specdec.models.schemes.planes import PackedPlanes, Planes
 from specdec.models.schemes.rows import CodedRows, restored
 from specdec.models.schemes.stacks import StackPlanes
-from specdec.ops.experts.codes import chosen_of, dequantise_stack
-from specdec.ops.packed.linear import packed_gated_linear, packed_linear, packed_linear_terms, reads_packed
-from specdec.ops.packed.packing import EIGHT, pack_weight
-from specdec.ops.products.linear import gated_linear, linear, linear_terms
+from specdec.ops.products.dense import gated_linear, linear, linear_terms
+from specdec.ops.products.formats.experts import chosen_of, dequantise_stack
+from specdec.ops.products.formats.lossless import EIGHT, pack_weight
+from specdec.ops.products.formats.quantised import dequantise
+from specdec.ops.products.lossless import packed_gated_linear, packed_linear, packed_linear_terms, reads_packed
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.quantised.codes import dequantise
-from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear, quantised_linear_terms
-from specdec.ops.terms import Terms
+from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear, quantised_linear_terms
+from specdec.ops.products.terms import Terms
 from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]

@@ -9,26 +9,23 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
-from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_llama
 from specdec.models.checkpoints.mistaken import refuse_head_config
-from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
-from specdec.models.deepseek.config import DEEPSEEK
-from specdec.models.diffllama.config import DIFFLLAMA
+from specdec.models.config import ModelConfig, read_target_json
 from specdec.models.gguf.blocks import CODED
 from specdec.models.gguf.coded import BLOCKS, blocks_of
 from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
-from specdec.models.gpt_oss.config import GPT_OSS, is_coded
 from specdec.models.keys.ends import with_ends
+from specdec.models.llama.config import FAMILIES as LLAMA
 from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
@@ -36,7 +33,14 @@ from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
 
 BACKENDS = ("auto", "native", "transformers")
-NATIVE = (*FAMILIES, *DEEPSEEK, *DIFFLLAMA, *GPT_OSS)  # model types with modules of our own
+# Families with modules of our own: the folder, whose loader.py ends in a `Family`, and the model types that it is for.
+FOLDERS = {
+    "llama": LLAMA,
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    "diffllama": ("diffllama",),
+    "gpt_oss": ("gpt_oss",),
+}
+NATIVE = tuple(name for types in FOLDERS.values() for name in types)
 
 
 class TargetChoice(NamedTuple):
@@ -102,7 +106,8 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     raw = read_target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
-    native = family_of(family) if family not in GPT_OSS or is_coded(raw) else None
+    native = family_of(family)
+    native = native if native is not None and native.takes(raw) else None
     if backend == "transformers":
         try:
             return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
@@ -113,7 +118,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if native is None:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
-            known = f"{', '.join(name for name in NATIVE if name not in GPT_OSS)}, {GPT_OSS[0]} in mxfp4"
+            known = ", ".join(name if (only := _only(name)) == "" else f"{name} {only}" for name in NATIVE)
             raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
@@ -123,6 +128,12 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
             raise
         return _fall_back(folder, error)
     return TargetChoice("native", "asked for by name" if backend == "native" else f"a native module for {family!r}", config)
+
+
+def _only(name: str) -> str:
+    family = family_of(name)
+    assert family is not None
+    return family.only
 
 
 def target_json(place: Path) -> dict[str, Any]:
@@ -165,7 +176,7 @@ def check_chosen(choice: TargetChoice, folder: Path) -> Checkpoint:
     """The target's tensors, none of them taken.  ValueError for what headers alone show to be wrong."""
     checkpoint = open_target(folder, choice.config)
     if choice.backend == "transformers":
-        from specdec.models.transformers_backend.target import check_headers
+        from specdec.models.transformers_backend.load import check_headers
 
         with _refused_natively(choice):
             check_headers(checkpoint, choice.config)
@@ -205,7 +216,7 @@ def load_chosen(
     checkpoint = checked or check_chosen(choice, folder)
     if choice.backend == "transformers":
         refuse_ranks(choice, group.size)
-        from specdec.models.transformers_backend.target import load_transformers_target
+        from specdec.models.transformers_backend.load import load_transformers_target
 
         with _refused_natively(choice):
             return load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)
@@ -225,28 +236,18 @@ def empty_target(choice: TargetChoice) -> Target:
     if native is None:
         raise ValueError(
             f"only targets of specdec's own modules can be looked at without their weights, and transformers' code computes "
-            f"this one ({choice.reason}); nearest thing that works: a target of {', '.join(FAMILIES)}"
+            f"this one ({choice.reason}); nearest thing that works: a target of {', '.join(LLAMA)}"
         )
     return empty(native, choice.config)
 
 
 def family_of(name: Any) -> Family | None:
     """How targets of that model_type are read, made and filled by our own modules; None: there are none for it."""
-    if name in FAMILIES:
-        return Family(parse_config, CausalLM, expect_llama, LLAMA_PARTS)
-    if name in DEEPSEEK:
-        from specdec.models.deepseek.loader import FAMILY as deepseek
-
-        return deepseek
-    if name in DIFFLLAMA:
-        from specdec.models.diffllama.loader import FAMILY as diffllama
-
-        return diffllama
-    if name in GPT_OSS:
-        from specdec.models.gpt_oss.loader import FAMILY as gpt_oss
-
-        return gpt_oss
-    return None
+    folder = next((folder for folder, types in FOLDERS.items() if name in types), None)
+    if folder is None:
+        return None
+    found: Family = import_module(f"specdec.models.{folder}.loader").FAMILY
+    return found
 
 
 def _fall_back(folder: Path, refusal: NotComputedHere) -> TargetChoice:

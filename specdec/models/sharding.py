@@ -9,8 +9,6 @@ from typing import Protocol
 from torch import nn
 
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.layers import RMSNorm
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
@@ -43,10 +41,9 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
         )
     own = {"num_heads": shard.share(config.num_heads), "intermediate_size": shard.share(config.intermediate_size)}
     own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
-    local = replace(config, shard=shard, **own)  # type: ignore[arg-type]
-    if isinstance(local, DeepseekConfig) and (experts := local.experts) is not None:
-        return replace(local, experts=replace(experts, intermediate_size=shard.share(experts.intermediate_size)))
-    return local
+    if (experts := config.experts) is not None:
+        experts = replace(experts, intermediate_size=shard.share(experts.intermediate_size))
+    return replace(config, shard=shard, experts=experts, **own)  # type: ignore[arg-type]
 
 
 def _without_groups(config: ModelConfig, size: int) -> str:
@@ -73,7 +70,7 @@ def misfit(config: ModelConfig, size: int) -> str:
         return f"{heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{kv_heads} key/value heads"
-    if isinstance(config, DiffLlamaConfig) and kv_heads % (2 * size):
+    if config.differential and kv_heads % (2 * size):
         return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
     if why := _broken_groups(config, size):
         return why
@@ -82,18 +79,16 @@ def misfit(config: ModelConfig, size: int) -> str:
 
 
 def _expert_widths(config: ModelConfig) -> dict[str, int]:
-    experts = config.experts if isinstance(config, DeepseekConfig) else None
-    return {} if experts is None else {"moe_intermediate_size": experts.intermediate_size}
+    return {} if config.experts is None else {"moe_intermediate_size": config.experts.intermediate_size}
 
 
 def _broken_groups(config: ModelConfig, size: int) -> str:
     """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
     if config.quantization is None or size == 1:
         return ""
-    heads_width = config.num_heads * (config.value_dim if isinstance(config, DeepseekConfig) else config.head_dim)
     shared = {  # what columns are, their number, and the matrices of a layer that may have them
         "intermediate_size": (config.intermediate_size, ("mlp.down_proj", "mlp.experts.down_proj")),
-        "attention outputs": (heads_width, ("self_attn.o_proj",)),
+        "attention outputs": (config.attention_width, ("self_attn.o_proj",)),
         **{name: (width, ("mlp.experts.0.down_proj",)) for name, width in _expert_widths(config).items()},
     }
     for name, (width, matrices) in shared.items():

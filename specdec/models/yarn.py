@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specdec.models.checkpoints.config_values import flag, number
-from specdec.models.config import RopeConfig, parse_rope
-from specdec.models.keys.rope import all_rope_keys, rope_type
+from specdec.models.config import RopeConfig
+from specdec.models.keys.rope import all_rope_keys, parse_rope, rope_type
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,6 @@ of specdec than this import.  The engine does not use it: it calls the same kern
 from specdec.attention.operators import backend  # noqa: F401 (imported for the operators that it registers)
 from specdec.operators.decode import DecodePass, GivenCache, export_decode
 from specdec.ops import norm, topk  # noqa: F401
-from specdec.ops.products import linear  # noqa: F401
+from specdec.ops.products import dense  # noqa: F401
 
 __all__ = ["DecodePass", "GivenCache", "export_decode"]

@@ -32,7 +32,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.kv import keeps_latents, make_cache, split_widths
+from specdec.models.kv import make_cache
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 
@@ -54,7 +54,7 @@ class DecodePass(nn.Module):
             raise TypeError(f"{expected}, got {type(target).__name__}")
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
         self.kv_cache_dtype = require_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "int8"), "auto")
-        if kv_cache_dtype != "auto" and (keeps_latents(target.config) or split_widths(target.config)):
+        if kv_cache_dtype != "auto" and (target.config.keeps_latents or target.config.split_width):
             expected = f"kv_cache_dtype must be 'auto' for a target of family {target.config.family!r}, got {kv_cache_dtype!r}"
             raise ValueError(f"{expected}; nearest setting that works: kv_cache_dtype='auto'")
         self.layout, self.backend = self._cache(0).layout, OperatorBackend()
@@ -190,7 +190,7 @@ class GivenCache(KVCache):
 
 def refuse_long(config: ModelConfig, num_tokens: int) -> None:
     """ValueError for more tokens of a sequence than a target of latent attention reads without expanding its heads."""
-    if keeps_latents(config) and num_tokens > EXPAND_ABOVE:
+    if config.keeps_latents and num_tokens > EXPAND_ABOVE:
         raise ValueError(
             f"num_tokens must be at most {EXPAND_ABOVE} with latent attention, got {num_tokens}; nearest: passes of "
             f"{EXPAND_ABOVE} tokens, one after the other"
@@ -224,7 +224,7 @@ def export_decode(
     table_BW, lens_B = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((B, W), (B,)))
     cache = decode.new_cache(num_slots or 7 * decode.page_size)
     # A pass over latents has another graph for longer prompts, which reads on the host how much is stored already.
-    most = {"num_tokens": EXPAND_ABOVE} if keeps_latents(decode.target.config) and not trees else {}
+    most = {"num_tokens": EXPAND_ABOVE} if decode.target.config.keeps_latents and not trees else {}
     dims = {name: Dim.STATIC if size else Dim(name, min=1, max=most.get(name)) for name, size in given.items()}
     args: tuple[Any, ...] = (tokens_BN, table_BW, lens_B, cache)
     by_dim: tuple[Any, ...] = (

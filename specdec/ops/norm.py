@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import define, use_operator
-from specdec.ops.terms import Terms
+from specdec.ops.products.terms import Terms
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.terms import Terms
+from specdec.ops.products.terms import Terms
 
 
 @triton.jit(do_not_specialize=["rows"])

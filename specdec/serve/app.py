@@ -46,7 +46,7 @@ def app_of(door: Door, read_metrics: ReadMetrics | None = None) -> FastAPI:
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[ENTRY].failed(error)
-    return ErrorAnswer(error)
+    return ErrorAnswer(error, request.app.state.door.times.discard)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

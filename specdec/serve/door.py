@@ -14,6 +14,7 @@ from starlette.types import Receive
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.serve.limits import KeyCheck, Queue
 from specdec.serve.options import ServeOptions
+from specdec.serve.times import TIMES, Times
 from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutting_down
 
 T = TypeVar("T")
@@ -36,12 +37,15 @@ class Door:
     """The state of one server.  All of it belongs to the server's event loop.
 
     is_draining: whether the server takes no more requests.
+    max_seq_len: the most tokens of a prompt and its output.  piece: the text of a token.
     """
 
-    def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions) -> None:
-        self.decoder, self.options = decoder, options
+    def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions, times: Times = TIMES) -> None:
+        self.decoder, self.options, self.times = decoder, options, times
         self.key_check = KeyCheck(options.api_key)
-        self.queue = Queue(decoder.decoder.settings.options.max_batch_size + options.max_queue)
+        settings = decoder.decoder.settings
+        self.max_seq_len, self.piece = settings.max_seq_len, decoder.decoder.tokenizer.piece
+        self.queue = Queue(settings.options.max_batch_size + options.max_queue)
         self.created = int(time.time())
         self.counts = Counts()
         self.is_draining = False

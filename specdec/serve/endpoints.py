@@ -66,7 +66,7 @@ class Endpoints:
 
     def _card(self) -> dict[str, object]:
         door = self._door
-        return model_card(door.options.name, door.created, door.decoder.decoder.settings.max_seq_len)
+        return model_card(door.options.name, door.created, door.max_seq_len)
 
     async def _generate(self, request: Request, path: str) -> Response:
         """Everything is checked before the status is sent, so a stream never fails for what it was given."""
@@ -86,4 +86,4 @@ class Endpoints:
                 return EventStream(door, plan, place.requests, heading, held.pop_all(), entry)
             generations = await door.unless_gone(run_all(door.decoder, place.requests), request.receive)
         entry.finished(plan, generations, door.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations, door.decoder.decoder.tokenizer.piece))
+        return JSONResponse(whole_answer(heading, plan, generations, door.piece))

@@ -44,7 +44,7 @@ class Gate:
                 await self._app(scope, receive, noted)
             else:
                 entry.failed(error)
-                await ErrorAnswer(error)(scope, receive, noted)
+                await ErrorAnswer(error, self._door.times.discard)(scope, receive, noted)
         except Exception as crash:  # a bug of any kind is answered with 500, and the log says where it is
             entry.crashed(crash)
             if not entry.status:

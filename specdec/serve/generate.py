@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from asyncio import TaskGroup
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 from specdec.async_decoder import AsyncSpecDecoder
-from specdec.checks import NoTokenLeft, PromptTooLong
-from specdec.config import SamplingParams
+from specdec.checks import NoTokenLeft, PromptTooLong, field_of
+from specdec.decoder import SpecDecoder
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.serve.wire.errors import REQUEST_FAILED, ApiError, engine_failed, request_failed, wrong
@@ -16,7 +16,6 @@ from specdec.serve.wire.fields import COMPLETIONS
 from specdec.serve.wire.requests import Plan
 
 NO_TEMPLATE = "this model has no chat template: neither chat_template.jinja nor tokenizer_config.json in its folder holds one"
-TOKEN_FIELDS = ("stop_token_ids", "stop", "logit_bias", "bad_words")  # checked against the vocabulary
 
 
 async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) -> list[Request]:
@@ -26,39 +25,38 @@ async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) 
 
     ApiError 400 if a prompt can't be used or does not fit.
     """
-    requests = []
-    for index, prompt in enumerate(plan.prompts):
-        max_tokens = plan.max_tokens
-        if max_tokens is None:
-            probe = await _checked(decoder, plan, prompt, replace(plan.sampling, max_tokens=1), index)
-            prompt = probe.given_ids
-            most = decoder.decoder.engine.longest_text(decoder.decoder.settings.max_seq_len)
-            left = max(1, most - len(probe.prompt_ids))
-            max_tokens = left if cap is None else min(left, cap)
-        for choice in range(plan.n):
-            request = await _checked(decoder, plan, prompt, plan.sampling_of(choice, max_tokens), index)
-            prompt = request.given_ids  # a text is encoded once
-            requests.append(request)
+    requests: list[Request] = []
+    for index in range(len(plan.prompts)):
+        try:
+            requests += await decoder.prepared(partial(_of_prompt, plan=plan, index=index, cap=cap))
+        except (ValueError, TypeError) as error:
+            raise _wrong_prompt(decoder.decoder, plan, error) from None
+        except RuntimeError as error:
+            raise failure_of(decoder, error) from error
     return requests
 
 
-async def _checked(decoder: AsyncSpecDecoder, plan: Plan, prompt: object, sampling: SamplingParams, index: int) -> Request:
-    try:
-        return await decoder.new_request(
-            prompt, sampling, name=plan.name_of(index), speculate=plan.speculate, streaming=plan.stream
-        )
-    except PromptTooLong as error:
-        raise wrong(plan.prompt_field, str(error), "context_length_exceeded") from None
-    except (ValueError, TypeError) as error:
-        if plan.is_chat and not decoder.decoder.tokenizer.has_chat_template:
-            path = f"{COMPLETIONS} with a prompt"
-            raise wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {path}") from None
-        about = next((name for name in TOKEN_FIELDS if str(error).startswith(f"{name} ")), plan.prompt_field)
-        if plan.sampling.grammar_rule and str(error).startswith(f"{plan.sampling.grammar_rule[0]} "):
-            about = plan.grammar_field
-        raise wrong(about, str(error)) from None
-    except RuntimeError as error:
-        raise failure_of(decoder, error) from error
+def _of_prompt(decoder: SpecDecoder, plan: Plan, index: int, cap: int | None) -> list[Request]:
+    """The requests of one prompt's choices."""
+    name, max_tokens = plan.name_of(index), plan.max_tokens
+    ids = decoder.encode(plan.prompts[index], name)
+    if max_tokens is None:
+        left = max(1, decoder.longest_output(ids))
+        max_tokens = left if cap is None else min(left, cap)
+    return [
+        decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, streaming=plan.stream, speculate=plan.speculate)
+        for choice in range(plan.n)
+    ]
+
+
+def _wrong_prompt(decoder: SpecDecoder, plan: Plan, error: ValueError | TypeError) -> ApiError:
+    if isinstance(error, PromptTooLong):
+        return wrong(plan.prompt_field, str(error), "context_length_exceeded")
+    if plan.is_chat and not decoder.tokenizer.has_chat_template:
+        return wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {COMPLETIONS} with a prompt")
+    option, rule = field_of(error), plan.sampling.grammar_rule
+    is_grammar = rule is not None and option == rule[0]
+    return wrong(plan.grammar_field if is_grammar else option or plan.prompt_field, str(error))
 
 
 async def run_all(decoder: AsyncSpecDecoder, requests: Sequence[Request]) -> list[Generation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import socket
 import sys
@@ -26,9 +27,7 @@ from specdec.serve.process.output import Outlet
 
 TICK = 0.05  # seconds between two looks at whether the last request has ended
 KEEP_ALIVE_SECONDS = 75  # an idle connection; longer than clients and proxies keep theirs, so that they close it first
-FAILED_SECONDS = 5  # from the engine's failure to the end of the server, so that health checks and callers read the reason
 TICKS_A_SECOND = 10  # of uvicorn
-LAST_SECONDS = 3  # for requests that were cut off to be answered, and for connections to close
 
 
 def listen(options: ServeOptions) -> socket.socket:
@@ -84,7 +83,7 @@ class Server(uvicorn.Server):
                 http=Connection,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=LAST_SECONDS,
+                timeout_graceful_shutdown=math.ceil(door.times.last),
             )
         )
         self.door = door
@@ -109,10 +108,10 @@ class Server(uvicorn.Server):
         if self.door.decoder.failure is not None and self._failed is None:
             write_line("server", {"level": "error", "message": f"the engine has failed for good: {self.door.decoder.failure}"})
             self._failed = time.monotonic()
-        if counter % TICKS_A_SECOND == 0:
+        if counter % round(TICKS_A_SECOND * self.door.times.look) == 0:
             for connections in self._connections:
                 connections.look()
-        if self._failed is not None and time.monotonic() > self._failed + FAILED_SECONDS:
+        if self._failed is not None and time.monotonic() > self._failed + self.door.times.failed:
             return True
         return await super().on_tick(counter)
 
@@ -144,7 +143,7 @@ class Server(uvicorn.Server):
         write_line("server", {"level": "info", "message": message})
         await self._wait_until_empty(seconds)
         door.cut_off()
-        await self._wait_until_empty(LAST_SECONDS)
+        await self._wait_until_empty(door.times.last)
         self.should_exit = True
 
     async def _wait_until_empty(self, seconds: float) -> None:

@@ -45,7 +45,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._door, self._plan, self._entry, self._place = door, plan, entry, place
         self._streams = [door.decoder.chunks(request) for request in requests]
-        self._writer = ChunkWriter(heading, plan, door.decoder.decoder.tokenizer.piece)
+        self._writer = ChunkWriter(heading, plan, door.piece)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._place:

@@ -35,7 +35,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions, usable_cpus
-from specdec.progress import show_progress
+from specdec.screen.progress import show_progress
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from specdec.progress import show_progress
+from specdec.screen.progress import show_progress
 from specdec.train.folder import check_same
 from specdec.train.settings import HeadRun, TargetRun
 

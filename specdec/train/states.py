@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.target import Target
-from specdec.progress import Progress
+from specdec.screen.progress import Progress
 
 ROWS = 64  # rows that the target reads at once where their states are kept
 

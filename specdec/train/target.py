@@ -22,7 +22,7 @@ from specdec.loading.resolve import resolve_device
 from specdec.loading.threads import set_training_threads, using_threads
 from specdec.models.transformers_backend.make import alone
 from specdec.options import EngineOptions
-from specdec.progress import show_progress
+from specdec.screen.progress import show_progress
 from specdec.train.folder import fingerprint, forget_run, prepare_out
 from specdec.train.loop import Checkpoint, Progress, fit, make_optimizer, schedule_of
 from specdec.train.settings import TargetRun

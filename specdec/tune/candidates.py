@@ -6,8 +6,8 @@ Shapes: T rows.
 from __future__ import annotations
 
 from specdec.ops.products.gpus import H100, Match
-from specdec.ops.products.tiles import HALF_SM, SMS, WHOLE_SM, ProductTiles, padded_rows, product_tiles
-from specdec.ops.tuned.table import Product
+from specdec.ops.products.tiles.dense import HALF_SM, SMS, WHOLE_SM, ProductTiles, padded_rows, product_tiles
+from specdec.ops.products.tuned.table import Product
 
 MOST_ROWS = 64  # beyond it products are limited by arithmetic, and the tables' own kernels are taken
 STREAMS = (  # rows of the weight, columns of a step, splits, warps, stages

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from specdec.ops.compiling.rehearsal import Rehearsals
-from specdec.ops.products.linear import with_tiles
-from specdec.ops.products.tiles import ProductTiles
-from specdec.ops.tuned.table import Product
+from specdec.ops.products.dense import with_tiles
+from specdec.ops.products.tiles.dense import ProductTiles
+from specdec.ops.products.tuned.table import Product
 
 COLD_BYTES = 250_000_000  # several times the largest cache
 LEAST_PRODUCTS, REPLAYS, UNCOUNTED = 16, 9, 2

@@ -14,9 +14,9 @@ import torch
 from specdec.ops.compiling.rehearsal import Rehearsals, compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.products.gpus import match_of
-from specdec.ops.products.tiles import ProductTiles
-from specdec.ops.tuned.here import look
-from specdec.ops.tuned.table import Measured, Origin, Product, TunedTable, path_for
+from specdec.ops.products.tiles.dense import ProductTiles
+from specdec.ops.products.tuned.here import look
+from specdec.ops.products.tuned.table import Measured, Origin, Product, TunedTable, path_for
 from specdec.tune.candidates import candidates
 from specdec.tune.measure import Bench
 

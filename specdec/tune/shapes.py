@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from specdec.checks import nearest_name
-from specdec.draft.formats.open import open_head
-from specdec.draft.kinds import MTP, head_folder, is_name
-from specdec.draft.load import empty_head
-from specdec.draft.mtp.load import empty_mtp, open_mtp
+from specdec.draft.find import find_drafter, open_drafter
+from specdec.draft.kinds import kind_of
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, empty_target
-from specdec.ops.tuned.table import Product
+from specdec.ops.products.tuned.table import Product
+from specdec.options import EngineOptions
 
 
 class Sizes(NamedTuple):
@@ -69,13 +68,12 @@ def checkpoint_products(target: str | Path, draft: str | Path | None, dtype: tor
             f"specdec tune measures products with ordinary numbers, but {folder} is stored as {chosen.config.quantization}; "
             "nearest thing that works: the checkpoint that it was made from"
         )
-    if draft is not None and draft != MTP and is_name(draft):
+    if (kind := kind_of(draft)) and not kind.has_files:
         raise ValueError(f"draft={str(draft)!r} has no products to measure; nearest thing that works: leave --draft out")
     models: list[nn.Module] = [empty_target(chosen)]
-    if draft == MTP:
-        models.append(empty_mtp(open_mtp(folder, chosen.config).spec))
-    elif draft is not None:
-        models.append(empty_head(open_head(head_folder(draft), chosen.config)[2].spec))
+    options = EngineOptions()
+    if drafter := open_drafter(find_drafter(draft, options), options, chosen.config, folder):
+        models.append(drafter.model)
     kept = dtype or getattr(torch, chosen.config.dtype or "bfloat16")
     return list(dict.fromkeys(product for model in models for product in products_of(model, kept)))
 

@@ -39,8 +39,8 @@ from specdec.attention.attend import make_backend
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, TABLE, choose_backend, installed, why_not
 from specdec.attention.kinds import FULL
 from specdec.attention.needs import AttentionNeeds
-from specdec.bench.session import Session
 from specdec.lossless.near_tie import explain_divergence
+from specdec.session import Session
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
 

@@ -17,15 +17,17 @@ from transformers import (
 )
 
 from specdec import SamplingParams
-from specdec.batch.rules import TokenTables, edited_logits
+from specdec.batch.choose import edited_logits
+from specdec.batch.rules import LogitRows
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
+from specdec.batch.tables import TokenTables
 from specdec.batch.tree import DraftTree
 from specdec.engine.needs import RowChoice, union
 from specdec.limits import MAX_BAD_WORD_TOKENS
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Grammar, Needs
+from specdec.steps import STEPS, Grammar, Needs
 
 V, EOS = 11, 9
 OPTIONS = {
@@ -90,7 +92,7 @@ class Batch:
             tables.record(padded_BT[:, at : at + piece], counts_B, vocabulary.first)
         sampling = RowSampling.of([choice.options for choice in self.choices], "cpu")._replace(tables=tables)
         logits_RW = run_of(vocabulary, self.logits_RV)
-        return edited_logits(logits_RW, sampling, self.positions_R, self.needs, vocabulary, self.tree)
+        return edited_logits(logits_RW, LogitRows(sampling, self.positions_R, vocabulary, self.tree), self.needs)
 
     def wanted(self) -> Tensor:
         rows = []
@@ -130,7 +132,7 @@ def test_a_bad_word_may_be_as_long_as_it_may(in_prompt: int) -> None:
         tables.record(torch.tensor([[token]]), torch.tensor([1]), 0)
     sampling = RowSampling.of([choice.options], "cpu")._replace(tables=tables)
     before_1 = torch.tensor([len(prompt) + len(output) - 1])
-    (edited_V,) = edited_logits(torch.zeros(1, V), sampling, before_1, choice.needs, Vocabulary.of(V, ALONE), None)
+    (edited_V,) = edited_logits(torch.zeros(1, V), LogitRows(sampling, before_1, Vocabulary.of(V, ALONE)), choice.needs)
     assert [token for token in range(V) if edited_V[token] == -torch.inf] == [word[-1]]
 
 
@@ -156,7 +158,7 @@ def test_what_ends_a_text_ends_that_of_a_grammar() -> None:
         params = SamplingParams(min_tokens=3, stop_token_ids=[2], ignore_eos=ignore_eos)
         assert (rules := RowChoice.of(params, 0, [1], (), [EOS]).rules) is not None and rules.ends == ends
     choice = RowChoice.of(SamplingParams(regex="a", stop_token_ids=[2]), 0, [1], (), [EOS])
-    assert choice.grammar == Grammar("regex", "a", (2, EOS)) and choice.needs == Needs(grammar=True)
+    assert choice.grammar == Grammar("regex", "a", (2, EOS)) and choice.needs == Needs.of("grammar")
 
 
 def test_needs_compose_and_stay_few() -> None:
@@ -165,11 +167,11 @@ def test_needs_compose_and_stay_few() -> None:
 
     batches, seen = BatchNeeds(), set()
     assert batches.of([Needs()] * 3) == Needs()
-    assert batches.of([Needs(), Needs(sampled=True), Needs(bias=True)]) == Needs(sampled=True, bias=True)
-    for bits in range(2 ** len(Needs())):
-        wanted = Needs(*(bool(bits >> i & 1) for i in range(len(Needs()))))
+    assert batches.of([Needs(), Needs.of("sampled"), Needs.of("bias")]) == Needs.of("sampled", "bias")
+    for bits in range(2 ** (len(STEPS) + 1)):
+        wanted = Needs.of(*(step for i, step in enumerate(STEPS) if bits >> i & 1), logprobs=bits >> len(STEPS))
         got = batches.of([wanted])
-        assert all(has or not wants for has, wants in zip(got, wanted, strict=True))
+        assert got.steps >= wanted.steps and got.logprobs >= wanted.logprobs
         seen.add(got)
     assert len(seen) < MOST_NEEDS + 10
     assert batches.of([Needs()]) == Needs()

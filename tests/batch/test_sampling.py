@@ -18,12 +18,14 @@ FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 
 
 
 def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSampling:
-    return RowSampling.of([RowOptions(temperature, top_p, top_k=top_k, seed=seed) for seed in range(count)], "cpu")
+    return RowSampling.of(
+        [RowOptions.of(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed) for seed in range(count)], "cpu"
+    )
 
 
 def kept(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     vocabulary = Vocabulary.of(logits.shape[1], ALONE)
-    return kept_logits(logits, rows, border_of(logits, rows, Needs(sampled=True, filtered=True), vocabulary))
+    return kept_logits(logits, rows, border_of(logits, rows, Needs.of("sampled", "filtered"), vocabulary))
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
@@ -50,11 +52,11 @@ def test_min_p_equals_transformers(temperature: float, top_k: int, top_p: float,
     if top_k:
         want = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, want))
     want = MinPLogitsWarper(min_p)(None, want)
-    rows = RowSampling.of([RowOptions(temperature, top_p, min_p, top_k=top_k)] * 64, "cpu")
+    rows = RowSampling.of([RowOptions.of(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k)] * 64, "cpu")
 
     def on_rank(group: ThreadGroup) -> torch.Tensor:
         vocabulary = Vocabulary.of(40, group)
-        own, needs = run_of(vocabulary, logits), Needs(sampled=True, filtered=top_k > 0, min_p=True)
+        own, needs = run_of(vocabulary, logits), Needs.of("sampled", "min_p", *["filtered"] * (top_k > 0))
         return kept_logits(own, rows, border_of(own, rows, needs, vocabulary), vocabulary.first)
 
     torch.testing.assert_close(torch.cat(on_ranks(size, on_rank), dim=1), want)
@@ -80,12 +82,14 @@ def test_top_p_adds_up_exactly() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("needs", [Needs(sampled=True, min_p=True), Needs(sampled=True, filtered=True, min_p=True)], ids=str)
+@pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("size", [1, 3])
-def test_filters_of_one_row_leave_a_greedy_one_alone(needs: Needs, size: int, dtype: torch.dtype) -> None:
+def test_filters_of_one_row_leave_a_greedy_one_alone(filtered: bool, size: int, dtype: torch.dtype) -> None:
     """Keeps out: a greedy row that is filtered or gets noise beside a sampled one; ranks that gather 16 bits wrongly."""
     logits = (2 * torch.randn(40, 40, generator=torch.Generator().manual_seed(2))).to(dtype)
-    options = [RowOptions(0.0, 1.0, 0.5), RowOptions(1.5, 0.6 if needs.filtered else 1.0, 0.2, seed=3)]
+    needs = Needs.of("sampled", "min_p", *["filtered"] * filtered)
+    sampled = RowOptions.of(temperature=1.5, top_p=0.6 if filtered else 1.0, min_p=0.2, seed=3)
+    options = [RowOptions.of(min_p=0.5), sampled]
     rows, at = RowSampling.of(options, "cpu"), torch.arange(40) % 20
 
     def on_rank(group: ThreadGroup) -> torch.Tensor:

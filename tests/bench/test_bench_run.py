@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import ast
-import io
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from toolkit.models import Zoo
 from toolkit.paths import ROOT
 
-from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli
-from specdec.bench import run as bench_run
+from specdec import EngineOptions, SamplingParams, SpecConfig
 from specdec.bench.run import BenchOptions, run_bench
-from specdec.bench.session import Session
-from specdec.bench.show.report import print_report
-from specdec.loading.about import machine
+from specdec.cli.bench import options_of
+from specdec.cli.entry import build_parser
+from specdec.session import Session
 
 SPEC = SpecConfig(2, 2, 4)
 
@@ -68,34 +64,12 @@ def test_too_few_prompts_name_a_setting_that_works(
         options(there, batch_sizes, num_prompts)
 
 
-def test_the_command_line_hands_all_prompts_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_hands_all_prompts_over() -> None:
     """Keeps out: the README's own command for planning capacity, which failed as it is written there."""
-    seen: list[BenchOptions] = []
-
-    def stop(options: BenchOptions, _progress: object) -> None:
-        seen.append(options)
-        raise ValueError("enough seen")
-
-    monkeypatch.setattr(bench_run, "run_bench", stop)
     (command,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "--synthetic-acceptance 0" in line)
-    assert cli.main(["bench", *command.split()[1:]]) == 2 and "enough seen" in capsys.readouterr().err
-    assert len(seen[0].taken) == max(seen[0].batch_sizes) == 32
-    assert cli.main(["bench", "--num-prompts", "3", "--batch-sizes", "1"]) == 2
-    assert len(seen[1].taken) == 3
-
-
-def test_a_source_tree_without_metadata_reports_its_version(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: minutes of measuring that end in KeyError: 'specdec', because nothing of that name is installed."""
-
-    def not_installed(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(machine, "version", not_installed)
-    measurement = run_bench(small(zoo, batch_sizes=(1,)))
-    assert measurement.versions["specdec"] == __version__
-    out = io.StringIO()
-    print_report(measurement, Console(file=out, width=80), details=True)
-    assert f"specdec {__version__}, torch" in out.getvalue()
+    seen = options_of(build_parser().parse_args(["bench", *command.split()[1:]]))
+    assert len(seen.taken) == max(seen.batch_sizes) == 32
+    assert len(options_of(build_parser().parse_args(["bench", "--num-prompts", "3", "--batch-sizes", "1"])).taken) == 3
 
 
 @pytest.mark.slow
@@ -163,7 +137,7 @@ def engine_uses(path: Path) -> list[str]:
 
 def test_one_file_knows_the_engine() -> None:
     """Keeps out: a benchmark that breaks in ten places when the engine changes inside."""
-    files = {*(ROOT / "specdec" / "bench").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")}
-    allowed = {path for path in files if path.name in ("session.py", "engine_internals.py")}
+    files = {path for room in ("specdec/bench", "benchmarks") for path in (ROOT / room).rglob("*.py")}
+    allowed = {ROOT / "specdec" / "session.py", ROOT / "benchmarks" / "engine_internals.py"}
     assert [use for path in sorted(files - allowed) for use in engine_uses(path)] == []
-    assert len(allowed) == 2 and all(engine_uses(path) for path in allowed)
+    assert all(engine_uses(path) for path in allowed)

@@ -34,10 +34,10 @@ SCRIPTS = [name for room in ROOMS for name in door.scripts(room)]
 @pytest.fixture()
 def as_command(monkeypatch: pytest.MonkeyPatch):
     """The path as `python benchmarks` has it.  What was imported of the rooms is forgotten after the test."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    before = set(sys.modules)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before, argv = set(sys.modules), sys.argv
     yield
+    sys.argv = argv  # which the door replaces
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in {*ROOMS, *(file.stem for file in BENCHMARKS.glob("*.py"))}:
             del sys.modules[name]
@@ -160,13 +160,11 @@ def test_a_fault_of_a_script_keeps_its_traceback(as_command, monkeypatch: pytest
     def fails(name: str, options: list[str]) -> None:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(door, "run", fails)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        door.answer([SCRIPTS[0]])
-    monkeypatch.setattr(door, "run", lambda name, options: int("x"))
+        door.answer([SCRIPTS[0]], fails)
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
     with pytest.raises(ValueError, match="invalid literal"):
-        door.answer([SCRIPTS[0]])
+        door.answer([SCRIPTS[0]], lambda name, options: int("x"))
 
 
 def test_a_reader_that_went_away_is_141() -> None:

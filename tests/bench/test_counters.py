@@ -23,12 +23,12 @@ TABLE = [
 
 def test_kernels_belong_to_the_product_before_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: units taken for a kernel, a thousand read as one, the sum of splits counted for the next product."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     before = set(sys.modules)
     counters = import_module("products.counters")
     for name in set(sys.modules) - before:
         if name.partition(".")[0] == "products":
-            monkeypatch.delitem(sys.modules, name)
+            del sys.modules[name]  # which other rooms of the same name would find
     table = tmp_path / "raw.csv"
     lines = [",".join(f'"{cell}"' for cell in line) for line in TABLE]
     table.write_text("\n".join(["==PROF== Connected to process 7", *lines]) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from toolkit.models import Zoo
 from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecConfig
-from specdec.bench import byte_limit as byte_limit_module
 from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, NORM, OTHER, TREE, Budget
 from specdec.bench.byte_limit import READ_REPEATS, byte_limit, read_bandwidth
 from specdec.bench.kernels import MARKS, Span, kind_of, phases_of, short_name, split
 from specdec.bench.measurement import Measurement
 from specdec.bench.profile import Work, full_rounds, phases_ms, profile_work, rounds_in
-from specdec.bench.session import Session
 from specdec.bench.show.budget_report import print_budgets
+from specdec.session import Session
 
 SPEC = SpecConfig(3, 2, 6)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
@@ -66,14 +64,13 @@ def test_bytes_are_those_that_a_round_reads(zoo: Zoo, target: str, kind: str) ->
     assert once.of_phase("verify") == once.target + once.target_kv and once.of_phase("rest") is None
 
 
-def test_bandwidth_is_bytes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bandwidth_is_bytes_by_the_clock() -> None:
     """The clock is scripted: three ways of reading take 4, 2 and 8 ms, but for a repeat of each that is disturbed and one that
     is not timed right.  Keeps out: bytes by bits, seconds by milliseconds, the mean or the best repeat, the slowest way."""
     repeats = READ_REPEATS["cpu"]
     lasting = [ms for usual in (4, 2, 8) for ms in (100, 0.1, *[usual] * (repeats - 2))]
     ticks = [tick for ms in lasting for tick in (0.0, ms / 1e3)]
-    monkeypatch.setattr(byte_limit_module, "time", SimpleNamespace(perf_counter=lambda: ticks.pop(0)))
-    assert read_bandwidth(torch.device("cpu"), 4 << 20) == pytest.approx((4 << 20) / 0.002)
+    assert read_bandwidth(torch.device("cpu"), 4 << 20, lambda: ticks.pop(0)) == pytest.approx((4 << 20) / 0.002)
     assert not ticks
 
 

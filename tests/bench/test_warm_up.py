@@ -16,13 +16,13 @@ from toolkit.models import Zoo
 from specdec import SamplingParams, SpecConfig
 from specdec.bench import cell as cell_module
 from specdec.bench.cell import MOST_COLD, Explained, measure_cell
-from specdec.bench.session import Session
 from specdec.bench.warm_up import Laps
 from specdec.generation import Generation
 from specdec.ops.compiling import rehearsal
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.runner import DeviceRunner
+from specdec.session import Session
 from specdec.steps import RunChunk, RunRound
 
 SPEC = SpecConfig(2, 2, 4)

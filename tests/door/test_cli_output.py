@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from specdec import cli, shipped
+from specdec.cli import entry
 from specdec.cli.terminal.output import check_files, write_files
 from specdec.decoder import SpecDecoder
+from specdec.screen.progress import PACE
 
 TINY = "--num-prompts 1 --batch-sizes 1 --spec 2,2,4 --max-tokens 4 --repeats 1 --device cpu".split()
 
@@ -58,31 +61,23 @@ def test_every_file_is_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x"])
-def test_a_full_disk_is_the_outputs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_the_outputs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: "[Errno 28] No space left on device", which names nothing."""
 
-    def full() -> None:
+    def full(args: argparse.Namespace) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", *([name] if name else []))
 
-    monkeypatch.setattr("specdec.loading.about.doctor.print_capabilities", full)
-    assert cli.main(["doctor", "--table"]) == 2
+    assert entry.run(argparse.Namespace(command="doctor", run=full, pace=PACE)) == 2
     assert capsys.readouterr().err == f"specdec: error: No space left on device: {name or 'the output'}\n"
 
 
 @pytest.mark.slow
-def test_a_late_write_error_loses_no_result(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_late_write_error_loses_no_result(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a full disk that takes the printed table with it."""
-
-    def full(self: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert cli.main(["bench", *TINY, "--json", str(tmp_path / "o.json")]) == 2
+    assert cli.main(["bench", *TINY, "--json", "/dev/full"]) == 2
     out, err = capsys.readouterr()
     assert "speed-up" in out and "accept" in out
-    assert err.endswith(f"specdec: error: {tmp_path / 'o.json'} was not written: No space left on device\n")
+    assert err.endswith("specdec: error: /dev/full was not written: No space left on device\n")
 
 
 @pytest.mark.slow
@@ -122,13 +117,10 @@ def test_a_request_that_fails_while_it_runs_is_one_line(
     assert err == "specdec: error: the request failed while it ran: the logits of position 3 are not finite\n"
 
 
-def test_closed_streams(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a traceback after the whole run where stdout is closed, and messages on stdout where stderr is."""
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", None)
-        assert cli.main(["generate", "hi", "--max-tokens", "3"]) == 2
-    assert "stdout is closed" in capsys.readouterr().err
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stderr", None)
-        assert cli.main(["generate", "hi", "--max-tokens", "0"]) == 2
-    assert capsys.readouterr() == ("", "")
+def test_closed_streams() -> None:
+    """Keeps out: tracebacks from a service or a cron job that closes stdin, or after the whole run where stdout is closed, and
+    messages on stdout where stderr is."""
+    for flags, said in (("<&-", "PROMPT is missing"), ("hi >&-", "stdout is closed"), ("hi --max-tokens 0 2>&-", "")):
+        line = f"{sys.executable} -P -m specdec.cli generate {flags}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert done.returncode == 2 and not done.stdout and said in done.stderr and bool(done.stderr) == bool(said)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from toolkit.attention import fake_flash
+from toolkit.checkpoints.load import read_target_config
 from toolkit.deepseek import save_deepseek
 from toolkit.driver import Driver
 from toolkit.families import COMMON, FAMILIES
@@ -22,10 +23,9 @@ from transformers import CONFIG_MAPPING
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import KV_DTYPES, choose_backend
 from specdec.attention.needs import AttentionNeeds
-from specdec.draft.kinds import head_folder
+from specdec.draft.find import head_folder
 from specdec.loading.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoints.checkpoint import resolve_folder
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.transformers_backend.config import read_transformers_config
 
 SPEC_ERRORS = [

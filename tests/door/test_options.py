@@ -17,7 +17,7 @@ from toolkit.models import Zoo
 from specdec import EngineOptions, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KV_DTYPES
 from specdec.draft.formats.detect import FORMATS
-from specdec.loading.resolve import resolve_settings
+from specdec.loading.resolve import check_threads
 from specdec.models import registry
 from specdec.models.checkpoints import loader
 from specdec.options import setting_of, usable_cpus
@@ -132,9 +132,7 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 
 
-def test_threads_of_a_decoder_on_a_gpu_are_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a setting that is taken and ignored.  The GPU is a stand-in."""
-    monkeypatch.setattr("specdec.loading.resolve.resolve_device", lambda device: torch.device("cuda", 0))
-    config = loader.read_target_config(zoo.target("llama"))
+def test_threads_of_a_decoder_on_a_gpu_are_refused() -> None:
+    """Keeps out: a setting that is taken and ignored."""
     with pytest.raises(ValueError, match="threads=1 is for a decoder on a CPU, .* on cuda:0; nearest .* threads='auto'"):
-        resolve_settings(replace(EngineOptions(), threads=1), None, config)
+        check_threads(replace(EngineOptions(), threads=1), torch.device("cuda", 0))

@@ -18,7 +18,8 @@ from specdec.bench.run import BenchOptions
 from specdec.checks import PromptTooLong
 from specdec.config import SpecConfig
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer, check_length, encode_prompt
+from specdec.prompts.encode import check_length, encode_prompt
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import target_folder
 
 SHORT = SamplingParams(max_tokens=4)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.heads import block_zoo  # noqa: F401  (adds kinds to the zoo)
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig
-from specdec.loading.plan import plan_memory
 from specdec.models.linear import Linear
 from specdec.options import EngineOptions
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.models import HEADS, Zoo, kept_ids, save_eagle1, save_eagle3
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from specdec.draft.eagle.head import EagleHead
 from specdec.draft.formats.body import default_aux_layers
 from specdec.draft.formats.open import HowToRead
 from specdec.draft.load import load_head
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.ops.topk import with_offsets
 
 Tensors = dict[str, Tensor]

@@ -279,7 +279,7 @@ def test_a_chunk_computes_what_prompts_that_end_need() -> None:
     chunks = [step for step in engine.runner.steps if isinstance(step, RunChunk)]
     for chunk in chunks:
         ending = {part.token_ids[0] for part in chunk.parts if part.is_last}
-        assert chunk.needs == Needs(sampled=5 in ending, filtered=5 in ending)
+        assert chunk.needs == Needs.of(*["sampled", "filtered"] * (5 in ending))
     assert len(chunks) > 2
 
 

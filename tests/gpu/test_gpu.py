@@ -10,11 +10,11 @@ import torch
 from toolkit.driver import Driver
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
-from specdec.bench.session import Session
 from specdec.config import GraphMode
 from specdec.generation import Stats
 from specdec.lossless.near_tie import explain_divergence
 from specdec.ops.cuda_graph import GraphSet
+from specdec.session import Session
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
 pytestmark = pytest.mark.gpu

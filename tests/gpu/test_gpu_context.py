@@ -16,7 +16,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

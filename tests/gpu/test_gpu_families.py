@@ -16,7 +16,8 @@ from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
 from specdec.loading.build import free_memory
 from specdec.models.registry import choose_target, load_chosen
-from specdec.models.transformers_backend.target import TransformersTarget, check_capturable, lone_pass
+from specdec.models.transformers_backend.load import check_capturable, lone_pass
+from specdec.models.transformers_backend.target import TransformersTarget
 
 pytestmark = pytest.mark.gpu
 

@@ -12,6 +12,7 @@ from toolkit.driver import Driver
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
 from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.steps import STEPS
 
 pytestmark = pytest.mark.gpu
 
@@ -96,7 +97,7 @@ def test_no_phase_of_them_waits_for_the_device() -> None:
     request = driver.submit(prompts()[0], SamplingParams(**everything))
     while not driver.running:
         driver.step()
-    assert all(request.choice.needs._replace(grammar=True)), request.choice.needs  # masks come from the host
+    assert request.choice.needs.steps == {*STEPS} - {"grammar"}, request.choice.needs  # masks come from the host
     torch.cuda.set_sync_debug_mode("error")
     try:
         driver.run_phases(1, SpecConfig(5, 4, 16))

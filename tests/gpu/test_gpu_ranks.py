@@ -26,7 +26,7 @@ from specdec.models.registry import choose_target
 from specdec.models.sharding import misfit
 from specdec.options import EngineOptions
 from specdec.parallel.symmetric import inbox
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]

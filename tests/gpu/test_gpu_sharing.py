@@ -10,10 +10,10 @@ from toolkit.oracles.sharing import SharingZoo
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.kernels.rope_store_triton import launch_rope
-from specdec.bench.session import Session
 from specdec.config import GraphMode
 from specdec.lossless.near_tie import explain_divergence
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
+from specdec.session import Session
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ from toolkit.driver import Driver
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.cell import measure_cell
-from specdec.bench.session import Session
 from specdec.loading import build
 from specdec.ops.compiling import rehearsal
+from specdec.session import Session
 from specdec.shipped import draft_folder, target_folder
 from specdec.steps import Needs
 
@@ -31,7 +31,7 @@ def test_a_rehearsal_writes_nothing() -> None:
     """Keeps out: a launch or an operation of torch that a rehearsal lets through."""
     with load() as decoder:
         decoder.generate(PROMPT, SamplingParams(max_tokens=8))  # everything is compiled, so that a launch would go through
-        changed = Driver(decoder).rehearse(list(range(20)), Needs(sampled=True), SpecConfig(5, 4, 16), rows=2)
+        changed = Driver(decoder).rehearse(list(range(20)), Needs.of("sampled"), SpecConfig(5, 4, 16), rows=2)
     assert not changed
 
 

@@ -9,13 +9,9 @@ import pytest
 import torch
 
 from specdec import SpecDecoder
-from specdec.loading import resolve
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
-from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.config import ExpertsConfig, IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.indexer_config import IndexerConfig
-from specdec.models.diffllama.config import DiffLlamaConfig
-from specdec.models.experts import ExpertsConfig
 from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.options import EngineOptions
@@ -26,11 +22,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 16, "vocab_size": 100, "rms_norm_eps": 1e-5, "rope": RopeConfig(1e4), "max_position": 512,
 }  # fmt: skip
 LLAMA = ModelConfig(**SIZES)
-
-
-@pytest.fixture()
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "architecture_of", lambda device: (9, 0))
+HOPPER = (9, 0)
 
 
 def settings(**options: Any) -> EngineSettings:
@@ -38,16 +30,16 @@ def settings(**options: Any) -> EngineSettings:
     return replace(plain, options=EngineOptions(deterministic=True, **options), dtype=torch.bfloat16)
 
 
-def refusal(asked: EngineSettings, target: ModelConfig = LLAMA) -> str:
+def refusal(asked: EngineSettings, target: ModelConfig = LLAMA, architecture: tuple[int, int] = HOPPER) -> str:
     with pytest.raises(ValueError, match="^deterministic=True ") as info:
-        check_deterministic(asked, target)
+        check_deterministic(asked, target, architecture)
     return str(info.value)
 
 
-def test_what_fits_is_accepted(hopper: None) -> None:
+def test_what_fits_is_accepted() -> None:
     """Keeps out: a refusal of everything, and a policy that the option does not choose."""
-    check_deterministic(settings(), LLAMA)
-    check_deterministic(settings(tensor_parallel_size=4), LLAMA)
+    check_deterministic(settings(), LLAMA, HOPPER)
+    check_deterministic(settings(tensor_parallel_size=4), LLAMA, HOPPER)
     assert settings().numerics is INVARIANT
     assert resolve_settings(EngineOptions(device="cpu"), None, LLAMA).numerics is FAST
 
@@ -60,16 +52,15 @@ def test_a_cpu_is_refused_at_construction() -> None:
         SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", deterministic=True)
 
 
-def test_weights_of_few_bits_are_refused(hopper: None) -> None:
+def test_weights_of_few_bits_are_refused() -> None:
     """Keeps out: kernels whose order of sums depends on the batch, under a promise that it doesn't."""
     with pytest.raises(ValueError, match="ordinary numbers, got fp8, a scale for each row .*deterministic=False"):
-        check_deterministic(settings(), replace(LLAMA, quantization=round_to_nearest("fp8")))
+        check_deterministic(settings(), replace(LLAMA, quantization=round_to_nearest("fp8")), HOPPER)
 
 
-def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_are_refused() -> None:
     """Keeps out: a GPU whose tensor cores have not been looked at."""
-    monkeypatch.setattr(resolve, "architecture_of", lambda device: (8, 0))
-    assert "of 8.0; nearest" in refusal(settings())
+    assert "of 8.0; nearest" in refusal(settings(), architecture=(8, 0))
 
 
 @pytest.mark.parametrize(
@@ -80,28 +71,28 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size=1"),
     ],
 )
-def test_options_that_depend_on_the_batch(hopper: None, options: dict[str, Any], nearest: str) -> None:
+def test_options_that_depend_on_the_batch(options: dict[str, Any], nearest: str) -> None:
     """Keeps out: scales taken from the first chunk, states that ranks merge, with the promise of equal bits."""
     name, value = next(iter(options.items()))
     text = refusal(settings(**options))
     assert f"got {name}={value!r}" in text and text.endswith(f"nearest setting that works: {nearest}")
 
 
-def test_targets_that_depend_on_the_batch(hopper: None) -> None:
+def test_targets_that_depend_on_the_batch() -> None:
     """Keeps out: float32, whose products have no invariant kernel; other families' layers; transformers' code; odd sizes."""
     assert refusal(replace(settings(), dtype=torch.float32)).endswith("dtype='bfloat16'")
     assert "backend='transformers'" in refusal(replace(settings(), target_backend="transformers"))
-    check_deterministic(settings(), DiffLlamaConfig(**SIZES))
-    latents: dict[str, Any] = {**SIZES, "rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 16}
+    check_deterministic(settings(), ModelConfig(**SIZES, differential=True), HOPPER)
+    latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 16}
     experts = ExpertsConfig(8, 2, 24, 1, "softmax", None, None, False, 1.0)
-    check_deterministic(settings(), DeepseekConfig(**latents, experts=experts))
+    check_deterministic(settings(), DeepseekConfig(**latents, experts=experts), HOPPER)
     assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
-        settings(), DeepseekConfig(**latents | {"rank": 640})
+        settings(), DeepseekConfig(**latents | {"latent_rank": 640})
     )
     assert "64 and 40 and 96 and 64 and 12" in refusal(
         settings(), DeepseekConfig(**latents, experts=replace(experts, intermediate_size=12))
     )
     text = refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))
     assert "64 and 48 and 28" in text and text.endswith("tensor_parallel_size=1")
-    check_deterministic(settings(), DeepseekConfig(**latents, indexer=IndexerConfig(2, 16, 8, True, (0, 1))))
+    check_deterministic(settings(), DeepseekConfig(**latents, indexer=IndexerConfig(2, 16, 8, True, (0, 1))), HOPPER)
     assert "multiples of 8 numbers, got 64 and 100 and 64" in refusal(settings(), replace(LLAMA, intermediate_size=100))

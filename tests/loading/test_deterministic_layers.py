@@ -57,7 +57,7 @@ def test_no_library_multiplies(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         model = load(torch.float16)
         use_numerics(model, INVARIANT)
         use_kernels_everywhere(monkeypatch)
-        monkeypatch.setattr("specdec.ops.products.linear.has_pdl", lambda _: True)
+        monkeypatch.setattr("specdec.ops.products.dense.has_pdl", lambda _: True)
         for library in ("linear", "grouped_mm"):
             monkeypatch.setattr(F, library, None)  # whoever calls it fails
         for library in ("bmm", "matmul"):

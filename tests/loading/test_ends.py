@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.models.registry import choose_target
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 START, END = 382, 383

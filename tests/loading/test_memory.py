@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.driver import Driver
 from toolkit.models import Zoo
 from toolkit.mtp_layers.targets import MtpZoo
@@ -15,7 +16,6 @@ from toolkit.pages import ring_passes_take
 from specdec import SpecConfig
 from specdec.loading.build import plan_pool
 from specdec.loading.memory import KEPT_TOKENS, pool_plan, scratch_bytes, source_bytes
-from specdec.loading.plan import plan_memory
 from specdec.models.config import EncoderConfig
 from specdec.options import EngineOptions
 from specdec.runner.prompts import LARGEST_STEP

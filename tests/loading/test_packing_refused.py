@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.models import Zoo
 from torch import nn
 
 from specdec import SpecConfig, SpecDecoder
-from specdec.loading import resolve
 from specdec.loading.load import pack_pair
-from specdec.loading.plan import plan_memory
 from specdec.loading.resolve import EngineSettings, check_packing, check_packing_here, resolve_settings
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
@@ -41,21 +40,17 @@ def test_a_cpu_is_refused_at_construction() -> None:
 
 
 @pytest.mark.parametrize("architecture", [(8, 0), (10, 0), (12, 0)])
-def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, architecture: tuple[int, int]) -> None:
+def test_other_gpus_are_refused(architecture: tuple[int, int]) -> None:
     """Keeps out: GPUs on which the kernels for Hopper do not run."""
-    monkeypatch.setattr(resolve, "architecture_of", lambda device: architecture)
     with pytest.raises(ValueError, match=rf"cuda:0 of {architecture[0]}\.0; nearest"):
-        check_packing_here(torch.device("cuda", 0))
+        check_packing_here(torch.device("cuda", 0), architecture, True)
 
 
-def test_a_hopper_gpu_needs_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hopper_gpu_needs_gluon() -> None:
     """Keeps out: an import error of the first pass in place of a refusal."""
-    monkeypatch.setattr(resolve, "architecture_of", lambda device: (9, 0))
-    monkeypatch.setattr(resolve, "has_gluon", lambda: True)
-    check_packing_here(torch.device("cuda", 0))
-    monkeypatch.setattr(resolve, "has_gluon", lambda: False)
+    check_packing_here(torch.device("cuda", 0), (9, 0), True)
     with pytest.raises(ValueError, match="without Triton's Gluon"):
-        check_packing_here(torch.device("cuda", 0))
+        check_packing_here(torch.device("cuda", 0), (9, 0), False)
 
 
 @pytest.mark.parametrize(

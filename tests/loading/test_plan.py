@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.heads.block_zoo import HEADS as BLOCK_HEADS
 from toolkit.heads.block_zoo import save_block_head
 from toolkit.models import Zoo, save_target
 from toolkit.mtp_layers.targets import save_mtp_target
 
 from specdec import SpecConfig, SpecDecoder, cli, shipped
+from specdec.cli import plan
+from specdec.cli.entry import build_parser
 from specdec.cli.plan import _bytes
 from specdec.loading.build import plan_pool
-from specdec.loading.plan import largest, plan_memory
+from specdec.loading.plan import largest
 from specdec.options import EngineOptions
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 
 TARGET, DRAFT = shipped.target_folder(), shipped.draft_folder()
 
@@ -149,19 +154,23 @@ def test_nothing_fits_that_is_not_loaded(
         SpecDecoder.from_pretrained(tmp_path, device="cpu")
 
 
+def planned(usual: dict[str, int], *flags: str) -> int:
+    """The exit code of `specdec plan` with these flags, for GPUs of these sizes."""
+    return plan.run(build_parser().parse_args(["plan", *flags]), usual)
+
+
+@without_gpu
 def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keeps out: a plan that asks for a GPU, of whoever wants to know which one to get; and numbers that another call of the
     same command, with that GPU's memory, would not print."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["plan"]) == 0
     said = capsys.readouterr().out
     assert "24 GB" in said and "yes" in said and "the GPU has" not in said and max(map(len, said.splitlines())) <= 80
     sizes = {"roomy": 2 * 10**9, "tight": 860 * 10**6, "none": 10**6}
-    monkeypatch.setattr("specdec.cli.plan.USUAL", sizes)
     own = ["--target", str(save_mtp_target(tmp_path, "v3"))]
     for flags in ([], [*own, "--draft", "mtp", "--spec", "3,1"], [*own, "--batch", "64"]):
-        assert cli.main(["plan", "--json", *flags]) == 0
+        assert planned(sizes, "--json", *flags) == 0
         found = json.loads(capsys.readouterr().out)
         assert [gpu.pop("name") for gpu in found["gpus"]] == list(sizes)
         for gpu, size in zip(found["gpus"], sizes.values(), strict=True):
@@ -173,14 +182,12 @@ def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch
             assert found["gpus"][0]["longest"] > found["gpus"][1]["longest"] > found["gpus"][2]["longest"] == 0
 
 
-def test_what_fits_no_usual_gpu_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@without_gpu
+def test_what_fits_no_usual_gpu_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that reads of 0 that a model can be run, though no GPU holds it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("specdec.cli.plan.USUAL", {"small": 10**6, "large": 2 * 10**9})
-    assert cli.main(["plan"]) == 0  # one does
+    assert planned({"small": 10**6, "large": 2 * 10**9}) == 0  # one does
     assert re.search(r"small .* no .* none", capsys.readouterr().out)
-    monkeypatch.setattr("specdec.cli.plan.USUAL", {"small": 10**6})
-    assert cli.main(["plan"]) == 1
+    assert planned({"small": 10**6}) == 1
 
 
 def test_sizes() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, save_quantised
 
 from specdec import SpecConfig, SpecDecoder, shipped
-from specdec.loading.plan import plan_memory
 from specdec.models.schemes.slow import GROUPS, slowness
+from specdec.ops.products import quantised as linear
+from specdec.ops.products.formats.quantised import Kind, quantise
 from specdec.ops.products.gpus import H200, Match
-from specdec.ops.quantised import linear
-from specdec.ops.quantised.codes import Kind, quantise
 from specdec.options import EngineOptions
 
 TARGET, DRAFT = shipped.target_folder(), shipped.draft_folder()

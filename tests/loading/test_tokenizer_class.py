@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import target_folder
 
 CLASSES = ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", None]
@@ -41,7 +41,7 @@ def test_a_start_imports_no_modelling_code() -> None:
     code = f"""if True:
         import sys
         from pathlib import Path
-        from specdec.prompts import Tokenizer
+        from specdec.prompts.tokenizer import Tokenizer
         assert Tokenizer(Path({str(target_folder())!r})).encode("Once")
         print([name for name in ("transformers.activations", "torch._dynamo") if name in sys.modules])
     """

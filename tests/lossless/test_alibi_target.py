@@ -43,15 +43,10 @@ class AlibiLlama(CausalLM):
 
 @pytest.fixture()
 def with_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse, load = registry.parse_config, registry.load_family
-
-    def loaded(*args: Any) -> CausalLM:
-        model = load(*args)
-        model.__class__ = AlibiLlama
-        return model
-
-    monkeypatch.setattr(registry, "parse_config", lambda *args: replace(parse(*args), layer_kinds=KINDS))
-    monkeypatch.setattr(registry, "load_family", loaded)
+    own = registry.family_of("llama")
+    assert own is not None
+    alibi = own._replace(parse=lambda *args: replace(own.parse(*args), layer_kinds=KINDS), make=AlibiLlama)
+    monkeypatch.setattr(registry, "family_of", lambda name: alibi)
 
 
 @torch.inference_mode()

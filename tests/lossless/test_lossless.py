@@ -5,7 +5,7 @@ Keeps out: whatever a draft, a tree, a page size, a batch or a queue could do to
 
 import pytest
 from toolkit.driver import Driver
-from toolkit.models import COMMON, Zoo, ragged_prompts
+from toolkit.models import COMMON, FAMILIES, Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
 from specdec.generation import Generation
@@ -76,6 +76,16 @@ def test_plain_decoding_equals_transformers(zoo: Zoo, any_target: str) -> None:
     outputs = decoder.generate(prompts, [SamplingParams(max_tokens=n) for n in MAX_TOKENS])
     assert_greedy(zoo, any_target, prompts, outputs)
     assert all(out.stats.drafted == out.stats.accepted == 0 for out in outputs)
+
+
+def test_a_window_below_the_depth_of_the_tree(zoo: Zoo) -> None:
+    """Keeps out: a window counted from one token before or after where the tree begins, which leaves wider windows right."""
+    decoder = zoo.decoder("narrow", "ngram", SpecConfig(8, 2, 16), page_size=4, max_batch_size=3)
+    prompts = ragged_prompts(COMMON["vocab_size"], 4)
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=48))
+    assert [out.token_ids for out in outputs] == [zoo.greedy("narrow", prompt, 48) for prompt in prompts]
+    window = FAMILIES["narrow"][2]["sliding_window"]
+    assert sum(accepted > window for out in outputs for accepted in out.stats.accepted_per_round) > 3, "no path is deep"
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specdec.models.checkpoints.config_values import NotComputedHere
-from specdec.models.config import parse_config
 from specdec.models.deepseek.config import parse_deepseek
+from specdec.models.llama.config import parse_llama
 
 LLAMA = dict(
     model_type="llama", hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, vocab_size=9,
@@ -26,7 +26,7 @@ KV_ALONE = dict(quant_method="compressed-tensors", kv_cache_scheme=dict(num_bits
 
 
 def refused(raw: dict[str, Any], *says: str) -> None:
-    parse = parse_deepseek if raw["model_type"] == "deepseek_v3" else parse_config
+    parse = parse_deepseek if raw["model_type"] == "deepseek_v3" else parse_llama
     with pytest.raises(ValueError, match="^here: ") as info:
         parse(raw, "here")
     assert all(part in str(info.value) for part in says), info.value
@@ -122,12 +122,12 @@ def test_values(base: dict[str, Any], changes: dict[str, Any], says: str) -> Non
 def test_what_is_sound_but_not_computed_is_another_error(changes: dict[str, Any]) -> None:
     """For these alone `backend="auto"` may ask transformers."""
     with pytest.raises(NotComputedHere, match="^here: "):
-        parse_config(LLAMA | changes, "here")
+        parse_llama(LLAMA | changes, "here")
 
 
 def test_values_as_published_pass() -> None:
     nulls = dict.fromkeys("rope_scaling rope_theta head_dim num_key_value_heads eos_token_id tie_word_embeddings dtype".split())
-    config = parse_config(LLAMA | nulls, "here")
+    config = parse_llama(LLAMA | nulls, "here")
     assert (config.rope.theta, config.head_dim, config.num_kv_heads, config.eos_ids) == (1e4, 8, 4, ())
-    assert parse_config(LLAMA | dict(quantization_config=KV_ALONE, eos_token_id=[0, 8]), "here").eos_ids == (0, 8)
+    assert parse_llama(LLAMA | dict(quantization_config=KV_ALONE, eos_token_id=[0, 8]), "here").eos_ids == (0, 8)
     assert parse_deepseek(DEEPSEEK, "here").experts is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from toolkit.attention.segments import ragged_causal_segment
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.models import LLAMA3_ROPE, Zoo
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
@@ -23,8 +23,7 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan
 from specdec.models.causal_lm import CausalLM, TargetOutput
-from specdec.models.checkpoints.loader import read_target_config
-from specdec.models.config import parse_rope
+from specdec.models.keys.rope import parse_rope
 from specdec.models.layers import Rotary
 
 LENGTHS = [50, 1, 17]  # beyond the 32 positions that the llama3 scaling calls its original ones

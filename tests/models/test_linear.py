@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from specdec.models.linear import Linear, LinearStack, pack_matrices
 from specdec.models.making import making
 from specdec.models.schemes.rows import CodedRows
-from specdec.ops.packed.packing import unpack_weight
-from specdec.ops.quantised.codes import Kind
+from specdec.ops.products.formats.lossless import unpack_weight
+from specdec.ops.products.formats.quantised import Kind
 from specdec.parallel.shard import Shard
 
 

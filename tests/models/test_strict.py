@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.models import Zoo, save_target
 from torch import Tensor
 
 from specdec import SpecDecoder
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import read_target_config
-from specdec.models.config import parse_config
+from specdec.models.llama.config import parse_llama
 
 Tensors = dict[str, Tensor]
 
@@ -127,20 +126,20 @@ def test_files(tmp_path: Path, zoo: Zoo) -> None:
 def test_what_a_config_means() -> None:
     """Keeps out: switches of one family read into another."""
     base = dict(hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=9)
-    config = parse_config({**base, "model_type": "mistral", "sliding_window": 16, "eos_token_id": [1, 2]}, "x")
+    config = parse_llama({**base, "model_type": "mistral", "sliding_window": 16, "eos_token_id": [1, 2]}, "x")
     assert config.layer_kinds == (LayerKind(window=16),) and config.head_dim == 8 and config.num_kv_heads == 4
     assert config.eos_ids == (1, 2)
-    absent = parse_config({**base, "model_type": "mistral"}, "x")
+    absent = parse_llama({**base, "model_type": "mistral"}, "x")
     assert absent.layer_kinds == (LayerKind(window=4096),)  # what transformers takes
-    assert parse_config({**base, "model_type": "mistral", "sliding_window": None}, "x").layer_kinds == (FULL,)
+    assert parse_llama({**base, "model_type": "mistral", "sliding_window": None}, "x").layer_kinds == (FULL,)
     qwen = {**base, "model_type": "qwen2", "sliding_window": 16, "num_hidden_layers": 3, "max_window_layers": 2}
-    assert parse_config(qwen, "x").layer_kinds == (FULL,) * 3
-    windowed = parse_config({**qwen, "use_sliding_window": True}, "x")
+    assert parse_llama(qwen, "x").layer_kinds == (FULL,) * 3
+    windowed = parse_llama({**qwen, "use_sliding_window": True}, "x")
     assert windowed.layer_kinds == (FULL, FULL, LayerKind(window=16)) and windowed.qkv_bias and not windowed.o_bias
     types = ["sliding_attention", "full_attention", "full_attention"]
-    named = parse_config({**qwen, "use_sliding_window": True, "layer_types": types}, "x")
+    named = parse_llama({**qwen, "use_sliding_window": True, "layer_types": types}, "x")
     assert named.layer_kinds == (LayerKind(window=16), FULL, FULL)
-    assert parse_config({**base, "model_type": "llama", "eos_token_id": 7}, "x").eos_ids == (7,)
+    assert parse_llama({**base, "model_type": "llama", "eos_token_id": 7}, "x").eos_ids == (7,)
 
 
 def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
@@ -194,4 +193,4 @@ def test_windows_that_contradict_themselves(changes: dict[str, object], message:
     """Keeps out: full attention where the model has a window, or the reverse, from a config read in part."""
     base = dict(hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=9)
     with pytest.raises(ValueError, match=message):
-        parse_config({**base, "model_type": "mistral", "sliding_window": 8, **changes}, "x")
+        parse_llama({**base, "model_type": "mistral", "sliding_window": 8, **changes}, "x")

@@ -25,8 +25,9 @@ from specdec.loading.memory import kv_page_bytes
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.transformers_backend.attention import AttentionCall
 from specdec.models.transformers_backend.last_rows import Cut, rows_in
+from specdec.models.transformers_backend.load import rows_are_enough
 from specdec.models.transformers_backend.parts import Unsupported
-from specdec.models.transformers_backend.target import TransformersTarget, rows_are_enough
+from specdec.models.transformers_backend.target import TransformersTarget
 from specdec.models.transformers_backend.trace import _kv_source
 from specdec.train.head import train_head
 from specdec.train.settings import HeadRun

@@ -26,7 +26,8 @@ from specdec.attention.segment import AttentionPlan
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.experts import experts_forward
-from specdec.models.transformers_backend.target import TransformersTarget, check_tokens_are_apart
+from specdec.models.transformers_backend.load import check_tokens_are_apart
+from specdec.models.transformers_backend.target import TransformersTarget
 
 CPU = torch.device("cpu")
 LENGTHS = [40, 1, 17]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import specdec.ops.norm as norm
-import specdec.ops.products.linear as products
+import specdec.ops.products.dense as products
 import specdec.ops.topk as topk
 
 Case = Callable[[torch.device], tuple[Any, ...]]

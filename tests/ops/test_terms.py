@@ -16,11 +16,11 @@ from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.norm_triton import launch_add_rms_norm
+from specdec.ops.products.dense import linear, linear_terms
 from specdec.ops.products.gpus import H200, Match
-from specdec.ops.products.linear import linear, linear_terms
 from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.terms import Terms
 from specdec.ops.rope import Rotation
-from specdec.ops.terms import Terms
 
 EPS = 1e-5
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -29,8 +29,8 @@ IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 @pytest.fixture(autouse=True)
 def _tiles_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """By them programs share columns.  Every Hopper GPU can run them, and none takes tiles that were kept on this machine."""
-    monkeypatch.setattr("specdec.ops.products.linear.match_of", lambda device: Match(H200, "the tests ask for them", True))
-    monkeypatch.setattr("specdec.ops.products.linear.tuned_table", lambda device: None)
+    monkeypatch.setattr("specdec.ops.products.dense.match_of", lambda device: Match(H200, "the tests ask for them", True))
+    monkeypatch.setattr("specdec.ops.products.dense.tuned_table", lambda device: None)
 
 
 def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -1,5 +1,5 @@
-"""Products may leave their terms to whoever reads them (ops/terms.py), which only Hopper GPUs do.  Here every product that may
-does, on a CPU: targets of all families, heads of all kinds, ordinary weights and codes.
+"""Products may leave their terms to whoever reads them (ops/products/terms.py), which only Hopper GPUs do.  Here every product
+that may does, on a CPU: targets of all families, heads of all kinds, ordinary weights and codes.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec import SpecConfig, SpecDecoder
 from specdec.models import linear as products
-from specdec.ops.terms import Terms
+from specdec.ops.products.terms import Terms
 
 QUANTISED = [(each.pair, each.options) for each in FEATURES if "quantize" in each.options and len(each.options) == 1]
 DRAFTED = {each.pair.name: each.pair for each in FEATURES if each.name.startswith(("MTP", "one pass"))}

@@ -28,7 +28,7 @@ from specdec.options import EngineOptions
 from specdec.parallel import processes
 from specdec.parallel.group import Group
 from specdec.parallel.processes import Followers, Line, RankFailed
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.readback import Readback, Ticket
 
 SPEC = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8)

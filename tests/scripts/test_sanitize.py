@@ -90,11 +90,11 @@ def test_only_kernels_whose_warps_have_jobs_are_told_jobs(tmp_path: Path) -> Non
     assert findings(RACE.format(2, 2), tmp_path).open
 
 
-@pytest.mark.parametrize("kernel", ["gated_hopper", "sliced_hopper", "wide_hopper"])
+@pytest.mark.parametrize("kernel", ["gated_hopper", "warp_hopper", "warpgroup_hopper"])
 def test_lines_that_explain_races_are_lines_of_kernels(kernel: str) -> None:
     """Keeps out: reasons that outlive the code that they are about."""
     text = "".join(path.read_text() for path in (ROOT / "specdec" / "ops").rglob(f"{kernel}.py"))
     jobs, *others = REASONS
-    wanted = jobs.one.split("|")[: 3 if kernel == "wide_hopper" else 2]
-    wanted += [line for reason in others for line in (reason.one, reason.other) if kernel == "wide_hopper"]
+    wanted = jobs.one.split("|")[: 3 if kernel == "warpgroup_hopper" else 2]
+    wanted += [line for reason in others for line in (reason.one, reason.other) if kernel == "warpgroup_hopper"]
     assert jobs.within in text and all(re.search(rf"^ *(?:{line})$", text, re.MULTILINE) for line in wanted)

@@ -15,9 +15,8 @@ from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import SpecDecoder
 from specdec.engine.pages.pool import PagePool
-from specdec.serve import run
 from specdec.serve.options import ServeOptions
-from specdec.serve.wire import errors
+from specdec.serve.times import Times
 
 PATH = "/v1/completions"
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 2}
@@ -82,10 +81,9 @@ def test_a_key_that_no_header_can_hold(key: Any) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_long_body_is_refused(pair: SpecDecoder, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_body_is_refused(pair: SpecDecoder, chunked: bool) -> None:
     """Keeps out: a body without a length that fills the memory, and a refusal that the client never reads."""
-    monkeypatch.setattr(errors, "DISCARD_SECONDS", 120.0)  # the client may be slow on a busy machine
-    with Served(pair, max_body_bytes=2000) as served:
+    with Served(pair, times={"discard": 120.0}, max_body_bytes=2000) as served:  # the client may be slow on a busy machine
         fits = json.dumps(GOOD).ljust(2000).encode()
         assert served.post(PATH, fits).status_code == 200
         parts = iter([fits, b" " * 3_000_000]) if chunked else fits + b" " * 3_000_000
@@ -94,10 +92,9 @@ def test_a_long_body_is_refused(pair: SpecDecoder, chunked: bool, monkeypatch: p
         assert served.post(PATH, GOOD).status_code == 200
 
 
-def test_a_long_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_body_is_not_waited_for(pair: SpecDecoder) -> None:
     """Keeps out: a server that reads gigabytes before it says no."""
-    monkeypatch.setattr(errors, "DISCARD_SECONDS", 0.1)  # which is waited for here
-    with served.connect() as connection:
+    with Served(pair, times={"discard": 0.1}) as served, served.connect() as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 99999999999\r\n\r\n{"
@@ -182,10 +179,11 @@ def test_a_chat_that_names_no_length_fits_a_small_pool(chatty: SpecDecoder, monk
 # ---- the engine ----
 
 
-def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder) -> None:
     """Keeps out: a server that looks healthy while every request fails, so that nobody restarts it."""
-    monkeypatch.setattr(run, "FAILED_SECONDS", 600)  # until everything has been asked, however busy the machine is
-    with SpecDecoder(chatty.model, chatty.head, chatty.settings, chatty.tokenizer) as decoder, Served(decoder) as served:
+    late = {"failed": 600.0}  # until everything has been asked, however busy the machine is
+    parts = chatty.model, chatty.head, chatty.settings, chatty.tokenizer
+    with SpecDecoder(*parts) as decoder, Served(decoder, times=late) as served:
         assert served.get("/health").json() == {"status": "ok"} and served.get("/ready").json() == {"status": "ready"}
         with Driver(decoder).fail_every_step(RuntimeError("the GPU is gone")):
             for _ in range(10):
@@ -196,5 +194,5 @@ def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder, monkeypatch: py
         assert error["code"] == "engine_failed" and "the GPU is gone" in error["message"]
         assert served.get("/health").status_code == 503 and "the GPU is gone" in served.get("/health").text
         assert error_of(served.get("/ready"), 503)["code"] == error_of(served.post(PATH, GOOD), 503)["code"] == "engine_failed"
-        monkeypatch.setattr(run, "FAILED_SECONDS", 0)
+        served.door.times = Times(failed=0.0)
         wait_until(lambda: not served.is_running, "the server ends, so that whoever supervises it starts a new one")

@@ -14,7 +14,6 @@ from specdec.bench.budget import Budget, RoundBytes
 from specdec.bench.cell import measure_cell
 from specdec.bench.kernels import Span, split
 from specdec.bench.measurement import Cell, Measurement, Phases
-from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine.needs import RowChoice
 from specdec.generation import Generation, Stats
@@ -22,6 +21,7 @@ from specdec.ops.products.numerics import FAST
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
+from specdec.session import Session
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=9)

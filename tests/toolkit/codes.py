@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from specdec.ops.products.linear_triton import ARRIVALS
-from specdec.ops.products.tiles import two_parts
-from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, pack
-from specdec.ops.quantised.tiles import HopperTiles
+from specdec.ops.products.formats.quantised import Codes, Kind, codes_a_word, dequantise, pack
+from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
+from specdec.ops.products.tiles.dense import two_parts
+from specdec.ops.products.tiles.quantised import HopperTiles
 from toolkit.kernels import DEVICE
 
 # kind, columns of a scale, whether there are zeros

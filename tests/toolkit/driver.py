@@ -63,7 +63,8 @@ class Driver(Hooks):
 
     def submit(self, prompt: Any, sampling: SamplingParams, speculate: bool = True, streaming: bool = False) -> Request:
         """Checks a prompt as `SpecDecoder.generate` does, and queues its request."""
-        return self.add(self.decoder.new_request(prompt, sampling, streaming=streaming, speculate=speculate))
+        ids = self.decoder.encode(prompt)
+        return self.add(self.decoder.new_request(ids, sampling, streaming=streaming, speculate=speculate))
 
     def add(self, request: Request) -> Request:
         """Queues a request of `new_request`."""
@@ -265,9 +266,7 @@ class Driver(Hooks):
         return self.cache(model).planes["kv"][:, page * self.page_size : (page + 1) * self.page_size]
 
     def poison_free_slots(self, value: float, *models: Model) -> None:
-        """Fills the caches (of all models, if none is named) with this value; of int8 caches the scales.  To be called only
-        while nothing runs.
-        """
+        """Fills idle caches (of all models, if none is named) with this value; of int8 caches the scales."""
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
             for planes in cache.planes_of.values():

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from specdec import SpecConfig, SpecDecoder
+from specdec.draft.kinds import KINDS
 from toolkit.checkpoints.tokenizers import byte_tokenizer, word_tokenizer
 
 LLAMA3_ROPE = {
@@ -85,6 +86,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             rope_parameters=LLAMA3_ROPE,
         ),
     ),
+    # a window below the depth of trees
+    "narrow": (MistralConfig, MistralForCausalLM, dict(head_dim=16, num_key_value_heads=1, sliding_window=2)),
 }  # fmt: skip
 TARGETS = list(FAMILIES)[:7]
 SEEDS = {"qwen3": 100}  # where the position in FAMILIES gives near-ties
@@ -246,7 +249,7 @@ class Zoo:
 
     def decoder(self, target: str, kind: str | None = None, spec: SpecConfig | None = None, **settings: Any) -> SpecDecoder:
         """A decoder on the CPU, in float32 if nothing else is said."""
-        head = None if kind is None else kind if kind == "ngram" else self.head(target, kind)
+        head = kind if kind is None or kind in KINDS else self.head(target, kind)
         return SpecDecoder.from_pretrained(
             self.target(target),
             head,

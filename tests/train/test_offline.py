@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.block_zoo import HEADS
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.trees import chain_shape, path_depth, random_shape
@@ -24,7 +24,6 @@ from specdec.cli import main
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.load import load_head
 from specdec.generation import Stats
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.offline.branches import Branches, BranchPairs, KeptPairs

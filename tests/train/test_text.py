@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from specdec.cli import main as run_specdec
-from specdec.models.config import RopeConfig, parse_rope
+from specdec.models.config import RopeConfig
+from specdec.models.keys.rope import parse_rope
 from specdec.train.__main__ import SPLITS, main
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out
 from specdec.train.heads.safeailab import rope_keys

@@ -18,9 +18,9 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.ops.products.gpus import H100, H200, Match
-from specdec.ops.products.tiles import ProductTiles, product_tiles
-from specdec.ops.tuned import here
-from specdec.ops.tuned.table import Measured, Origin, Product, TunedTable, path_for, read
+from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
+from specdec.ops.products.tuned import here
+from specdec.ops.products.tuned.table import Measured, Origin, Product, TunedTable, path_for, read
 from specdec.tune import measure, run
 from specdec.tune.candidates import candidates
 from specdec.tune.shapes import NAMED, checkpoint_products, named_products, products_of

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specdec.loading.about.doctor import tiles_line
-from specdec.ops.products import linear as products
-from specdec.ops.products.linear import gated_linear, linear
-from specdec.ops.tuned.here import tuned_table
-from specdec.ops.tuned.table import Product, path_for
+from specdec.ops.products import dense as products
+from specdec.ops.products.dense import gated_linear, linear
+from specdec.ops.products.tuned.here import tuned_table
+from specdec.ops.products.tuned.table import Product, path_for
 from specdec.tune.run import Row, tune
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from specdec.draft.drafter import Place
+from specdec.draft.drafter import DrafterContext
 from specdec.draft.paused import PausedRows
 
 
@@ -23,15 +23,15 @@ class BlockRows(PausedRows):
     hidden_BSH: Tensor
 
     @classmethod
-    def empty(cls, place: Place, hidden: int, features: int) -> Self:
+    def empty(cls, context: DrafterContext, hidden: int, features: int) -> Self:
         """hidden, features: H and F."""
 
-        def zeros(*shape: int, dtype: torch.dtype = place.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=place.device)
+        def zeros(*shape: int, dtype: torch.dtype = context.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=context.device)
 
         return cls(
-            pending_B=zeros(place.rows, dtype=torch.int64),
-            pending_tokens_BP=zeros(place.rows, place.max_pause, dtype=torch.int64),
-            pending_features_BPF=zeros(place.rows, place.max_pause, features),
-            hidden_BSH=zeros(place.rows, place.most_steps, hidden),
+            pending_B=zeros(context.rows, dtype=torch.int64),
+            pending_tokens_BP=zeros(context.rows, context.max_pause, dtype=torch.int64),
+            pending_features_BPF=zeros(context.rows, context.max_pause, features),
+            hidden_BSH=zeros(context.rows, context.most_steps, hidden),
         )

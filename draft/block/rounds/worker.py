@@ -29,7 +29,7 @@ from specdec.draft.block.rounds.correct import corrected_logits, greedy_chain
 from specdec.draft.block.rounds.grow import best_paths
 from specdec.draft.block.rounds.passes import BlockPass, ContextPass, Pages, PairPass
 from specdec.draft.block.rounds.rows import BlockRows
-from specdec.draft.drafter import Drafter, Place
+from specdec.draft.drafter import Drafter, DrafterContext
 from specdec.draft.shared_noise import noise_of, noise_of_levels
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
@@ -46,17 +46,17 @@ STOPPED = 1e4  # taken off the scores of such tokens
 class BlockWorker(Drafter):
     """Runs a head of one pass over the running batch."""
 
-    def __init__(self, head: PEagleHead | DFlashHead, place: Place) -> None:
+    def __init__(self, head: PEagleHead | DFlashHead, context: DrafterContext) -> None:
         self.head = head
-        (self.cache,) = self.caches = place.caches
-        steps = place.most_steps
+        (self.cache,) = self.caches = context.caches
+        steps = context.most_steps
         self.run: BlockPass
         if isinstance(head, PEagleHead):
-            self.run = PairPass(head, place.backend, self.cache, steps)
+            self.run = PairPass(head, context.backend, self.cache, steps)
         else:
-            self.run = ContextPass(head, place.backend, self.cache, steps)
+            self.run = ContextPass(head, context.backend, self.cache, steps)
         self.groups = self.cache.group_numbers
-        self.rows: BlockRows = BlockRows.empty(place, head.config.model.hidden_size, head.config.feature_size)
+        self.rows: BlockRows = BlockRows.empty(context, head.config.model.hidden_size, head.config.feature_size)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         """The next tree of every row, of the hidden states that the last extend or prefill left."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from specdec.bench.measurement import REPEAT_FLAG, Cell, Measurement
 from specdec.config import MAX_STEPS, SpecConfig
+from specdec.draft.kinds import kind_of
 
 WORTH = 1.05  # a predicted gain below it is not mentioned
 FURTHER = 3  # levels after the last one that was measured about which something is predicted
@@ -55,10 +56,11 @@ def _slower(measurement: Measurement, right: list[Cell]) -> list[Tip]:
     if not lost:
         return tips
     at = "at batch " + ", ".join(map(str, lost))
-    if settings["draft"] == "ngram":
-        kinds = {"trees" if cell.spec[1] != 1 else "chains" for cell in right}
-        what = f"n-gram {' and '.join(sorted(kinds))} are slower than plain decoding {at}"
-        tips.append(Tip("no --draft, or --draft DIR with a trained head", f"{what}; they pay where texts repeat their prompts"))
+    if (kind := kind_of(settings["draft"])) and kind.pays:
+        called, where = kind.pays
+        shapes = {"trees" if cell.spec[1] != 1 else "chains" for cell in right}
+        what = f"{called} {' and '.join(sorted(shapes))} are slower than plain decoding {at}"
+        tips.append(Tip("no --draft, or --draft DIR with a trained head", f"{what}; they pay {where}"))
     else:
         tips.append(Tip("no --draft, or a better head", f"plain decoding is faster {at} with every shape that was measured"))
     if not any(cell.spec[0] == "auto" for cell in right):

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from specdec.bench.budget import ATTENTION, GEMM, PHASES, Budget
 from specdec.bench.measurement import Measurement
-from specdec.bench.show.layout import Grid
 from specdec.bench.show.words import tag_of
+from specdec.screen.grid import Grid
 
 LONGEST_SHOWN = 5
 NAME_SHOWN = 28  # characters of a kernel's name

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Measurement, PlainCell
 from specdec.bench.show.advice import NOISY
-from specdec.bench.show.layout import Grid
 from specdec.bench.show.legend import phases_shown
 from specdec.bench.show.words import SYNTHETIC, busy_with, empty_outputs, number, outputs, speed_up, tag_of
 from specdec.config import SamplingParams
 from specdec.lossless.verification import Divergence
+from specdec.screen.grid import Grid
 
 DEPTHS_SHOWN = 10
 RARE = (  # options of sampling that are shown only where they are set

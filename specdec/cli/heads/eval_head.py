@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     specs = tuple(args.spec or DEFAULT_SPECS)
     if twice := [spec.label for spec in dict.fromkeys(specs) if specs.count(spec) > 1]:
         raise ValueError(f"--spec must name each shape once, got {', '.join(twice)} more than once")
-    from specdec.progress import show_progress
+    from specdec.screen.progress import show_progress
     from specdec.train.offline.run import check_head, eval_head
 
     check_head(args.head, args.target, specs, options)
@@ -78,7 +78,7 @@ def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> lis
     from specdec.bench.prompt_file import read_prompts
     from specdec.models.checkpoints.checkpoint import resolve_target
     from specdec.models.registry import choose_target
-    from specdec.prompts import Tokenizer
+    from specdec.prompts.tokenizer import Tokenizer
 
     if args.longest_prompt is not None and not args.eval_text:
         raise ValueError("--longest-prompt would do nothing without --eval-text: prompts of a file are taken whole")
@@ -117,7 +117,7 @@ def _check_room(args: argparse.Namespace, reads: int, longest: int, more: int) -
 
 
 def _print(specs: tuple[SpecConfig, ...], found: list[Stats]) -> None:
-    from specdec.bench.show.layout import Grid
+    from specdec.screen.grid import Grid
 
     grid = Grid(("S,k,nd",), "accept\nlength", "accepted of those reached, by level", "rounds")
     for spec, stats in zip(specs, found, strict=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.terminal.waiting import over
+from specdec.draft.kinds import listed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,8 @@ def note(message: str) -> None:
 
 def say_plain(target: str | Path) -> None:
     """What commands say of a target that was given alone."""
-    note(f"no --draft: {target} decodes plainly; to speculate, give the folder of its draft head, mtp or ngram")
+    kinds = listed(lambda kind: kind.name)
+    note(f"no --draft: {target} decodes plainly; to speculate, give the folder of its draft head, {kinds}")
 
 
 def console(*, stderr: bool = False) -> Console:

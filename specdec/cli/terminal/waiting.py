@@ -11,22 +11,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from specdec.screen.progress import PACE, Pace, PlainLines
 from specdec.startup import STARTUP
 
-QUIET_SECONDS = 5.0  # a start that is over by then says nothing
-TICK = 0.2  # seconds between two looks at what runs
 PARTS = "tensors"  # what the parts of a stage are, where it has some
 
 _over = threading.Event()  # of the command that this process runs
 
 
 @contextmanager
-def told_if_slow(name: str) -> Iterator[None]:
+def told_if_slow(name: str, pace: Pace = PACE) -> Iterator[None]:
     """Inside, a command waits until it calls `over`.  name: of the command."""
     global _over
     _over = threading.Event()
     STARTUP.begin("importing")
-    watch = threading.Thread(target=_tell, args=(name, _over), name="specdec-waiting", daemon=True)
+    watch = threading.Thread(target=_tell, args=(name, _over, pace), name="specdec-waiting", daemon=True)
     watch.start()
     try:
         yield
@@ -42,12 +41,10 @@ def over() -> None:
     _over.set()
 
 
-def _tell(name: str, ended: threading.Event) -> None:
-    from specdec.progress import PlainLines  # a bar would fight with the hub's own, and with warnings
-
-    show = PlainLines(name, PARTS, sys.stderr)  # which counts seconds from here on
+def _tell(name: str, ended: threading.Event, pace: Pace) -> None:
+    show = PlainLines(name, PARTS, sys.stderr, pace=pace)  # counts seconds from here; a bar would fight with the hub's own
     with suppress(OSError, ValueError):  # stderr was closed, or its disk is full
-        if ended.wait(QUIET_SECONDS) or sys.stderr.closed:
+        if ended.wait(pace.quiet) or sys.stderr.closed:
             return
-        while not ended.wait(TICK) and STARTUP.doing[0]:
+        while not ended.wait(pace.tick) and STARTUP.doing[0]:
             show(*STARTUP.doing)

@@ -21,16 +21,16 @@ from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, prob
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
-from specdec.draft.kinds import NAMES
+from specdec.draft.kinds import all_kinds
 from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
 from specdec.loading.about.pairs import pairs
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
-from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.registry import choose_target
 from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
-from specdec.ops.tuned.here import look
+from specdec.ops.products.tuned.here import look
 from specdec.options import EngineOptions, setting_of
 from specdec.parallel import nccl
 from specdec.startup import STARTUP
@@ -78,7 +78,7 @@ def tiles_line(device: torch.device) -> str:
 def drafter_rows() -> list[tuple[str, str]]:
     """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
-    return [*layouts, *NAMES.items()]
+    return [*layouts, *((kind.name, kind.meaning()) for kind in all_kinds())]
 
 
 def scheme_rows() -> list[tuple[str, str]]:
@@ -107,7 +107,7 @@ def _taken_here() -> dict[str, str]:
     """What the defaults of options come to on this machine, where the machine decides."""
     device = resolve_device("auto")
     if (shipped.FOLDER / "target" / "config.json").is_file():
-        dtype = resolve_dtype("auto", read_target_config(shipped.target_folder()), device)
+        dtype = resolve_dtype("auto", choose_target(shipped.target_folder()).config, device)
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     choice = choose_backend("auto", AttentionNeeds(device, dtype, architecture_of(device)))

@@ -13,141 +13,49 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.draft.formats.open import HowToRead, OpenHead, open_head
-from specdec.draft.formats.reading import wanted_tensors
-from specdec.draft.formats.spec import HeadSpec
-from specdec.draft.kinds import is_name
-from specdec.draft.mtp.load import open_mtp
-from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
+from specdec.draft.find import how_to_read, refuse_idle
+from specdec.draft.formats.facts import UNKNOWN, facts_of
+from specdec.draft.formats.open import open_head
+from specdec.draft.kinds import all_kinds, kind_of
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
 from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
-from specdec.models.config import MTP_COUNT, ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.registry import choose_target
-
-UNKNOWN = "not known without --target"
-EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read")  # what heads over blocks of context lack
+from specdec.options import EngineOptions
 
 
-def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> dict[str, Any]:
-    """Everything, as plain data.  ValueError as when the head is loaded: by the config, a tensor, or against the target."""
-    if is_name(head):
-        raise ValueError(f"MODEL: {head!r} is a drafter without files; nearest thing that works: the folder of a head, or mtp")
-    folder = resolve_folder(head, "MODEL")
-    config = None if target is None else choose_target(resolve_target(target, "--target")).config
-    opened = open_head(folder, config, how)
-    stored = UNKNOWN if config is None else stored_as(config)
-    rope = opened.reading.meanings.get("rope", "as written")
+def head_facts(head: str | Path, target: str | Path | None, options: EngineOptions) -> dict[str, Any]:
+    """Everything, as plain data.  ValueError as when the drafter is loaded: by the config, a tensor, or against the target."""
+    kind, config, target_folder, is_named = kind_of(head), None, None, False
+    if kind and not kind.has_files:
+        instead = "".join(f", or {other.name}" for other in all_kinds() if other.has_files)
+        raise ValueError(f"MODEL: {head!r} is a drafter without files; nearest thing that works: the folder of a head{instead}")
+    if kind:
+        refuse_idle(options, kind.name)
+        if target is None:
+            raise ValueError(f"inspect {kind.name} needs --target, whose own layers these are; or give the folder of a head")
+    folder = None if kind else resolve_folder(head, "MODEL")
+    if target is not None:
+        target_folder = resolve_target(target, "--target")
+        config = choose_target(target_folder).config
+    if folder is None:
+        assert kind and config and target_folder
+        folder, facts = target_folder, kind.open(target_folder, config).facts()
+    else:
+        is_named = options.draft_format != "auto"
+        facts = facts_of(open_head(folder, config, how_to_read(options)), config is not None)
     return {
         "folder": str(folder),
         "kind": "head",
-        "target_weights": stored,
-        "format": opened.format.name,
-        "format_named": how.format != "auto",
-        "published_by": opened.format.title,
-        "head": spec_facts(opened.reading.spec, config, is_rope_told=rope.startswith("as written")),
-        "meanings": dict(opened.reading.meanings),
-        "tensors": _tensors(opened),
-        "beside": dict(opened.reading.beside),
+        "target_weights": UNKNOWN if config is None else stored_as(config),
+        "format": facts.format,
+        "format_named": is_named,
+        "published_by": facts.published_by,
+        "head": facts.head,
+        "meanings": facts.meanings,
+        "tensors": facts.tensors,
+        "beside": facts.beside,
     }
-
-
-def mtp_facts(target: str | Path | None) -> dict[str, Any]:
-    """Everything of a target's own MTP layers.  ValueError as when they are loaded."""
-    if target is None:
-        raise ValueError("inspect mtp needs --target, whose own layers these are; or give the folder of a head")
-    folder = resolve_target(target, "--target")
-    config = choose_target(folder).config
-    checkpoint, spec = open_mtp(folder, config)
-    model, experts, rules = spec.model, spec.experts, spec.rules
-    latent = model.rank if isinstance(model, DeepseekConfig) else None
-    held = {name: own for name, own in copies(spec).items() if name in checkpoint}
-    return {
-        "folder": str(folder),
-        "kind": "head",
-        "target_weights": stored_as(config),
-        "format": spec.family,
-        "format_named": False,
-        "published_by": "the target's publisher, with the target",
-        "head": {
-            "kind": "mtp",
-            "layers": model.num_layers,
-            "weights": how_stored(checkpoint, spec),
-            "levels beyond the layers": "drafted by the last layer again",
-            "hidden_size": model.hidden_size,
-            "attention": f"latent, rank {latent}" if latent else "heads",
-            "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
-            "mlp": "dense"
-            if experts is None
-            else f"{experts.count} experts, {experts.chosen} a token, {experts.shared} shared",
-            "features": "final hidden state, after the target's final norm",
-            "join": "hidden state, embedding" if rules.hidden_first else "embedding, hidden state",
-            "first embedding": "zero" if rules.zeroes_first else "kept",
-            "recycled": "normed output" if rules.recycles_normed else "raw output",
-            "vocab_size": model.vocab_size,
-            "embeddings": "the target's",
-            "lm_head": "the target's",
-            "rms_norm_eps": model.rms_norm_eps,
-            "rope": {"type": model.rope.kind, "theta": model.rope.theta, "rotated": model.rope.rotated or "all"},
-        },
-        "meanings": {MTP_COUNT: f"{model.num_layers}, in {', '.join(f'{prefix}.*' for prefix in spec.prefixes)}"},
-        "tensors": {name: list(shape) for name, shape in stored_tensors(checkpoint, spec).items()},
-        "beside": {name: f"repeats {own}" for name, own in held.items()},
-    }
-
-
-def spec_facts(spec: HeadSpec, target: ModelConfig | None, is_rope_told: bool) -> dict[str, Any]:
-    """The normal form.  target: None if it is not known.  is_rope_told: whether the head's own config says its rope."""
-    model = spec.model
-    rope = {"type": model.rope.kind, "theta": model.rope.theta, "factor": model.rope.factor}
-    windows, ids = [kind.window for kind in model.layer_kinds], spec.draft_ids
-    silent, block = target is None and not spec.aux_layers and spec.kind != "eagle1", spec.block
-    facts = {
-        "kind": spec.kind,
-        "layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "target_hidden_size": spec.target_hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
-        "features": UNKNOWN if silent else list(spec.aux_layers) or "final hidden state",
-        "norm before fc": spec.feature_norm,
-        "fc bias": spec.fc_bias,
-        "residual": "normed feature" if spec.norm_before_residual else "raw feature",
-        "recycled": "normed output" if spec.recycles_normed else "raw output",
-        "logits read": "normed output" if spec.kind in ("eagle3", "p-eagle") and spec.norms_logits else "raw output",
-        "norms of q and k": model.qk_norm,
-        "biases of attention": model.qkv_bias,
-        "vocab_size": model.vocab_size,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "draft ids": "the target's" if ids is None else f"{ids[0]} .. {ids[-1]}, by d2t",
-        "embeddings": "own" if spec.own_embeddings else "the target's",
-        "lm_head": "own" if spec.own_lm_head else "the target's",
-        "rms_norm_eps": model.rms_norm_eps,
-        "rope": rope if is_rope_told or target is not None else UNKNOWN,
-        "windows": windows if any(windows) else "none",
-        "trained_length": spec.trained_length,
-        "dtype": model.dtype,
-    }
-    if block is None:
-        return facts
-    if spec.kind != "p-eagle":
-        facts = {key: value for key, value in facts.items() if key not in EAGLE_ONLY}
-    markov = f"{block.markov} of rank {block.markov_rank}" if block.markov != "none" else "none"
-    reads = {"none": "none", "hidden": "of the row", "markov": "of the row and the token before"}
-    return facts | {
-        "rows of a block": block.size or "not said",
-        "mask token": block.mask_id,
-        "first row": "drafts nothing" if block.skips_anchor else "drafts the next token",
-        "causal blocks": list(block.causal),
-        "markov head": markov,
-        "estimate of acceptance": reads[block.confidence],
-    }
-
-
-def _tensors(opened: OpenHead) -> dict[str, list[int]]:
-    """The tensors that are read, with their shapes."""
-    return {name: list(shape) for name, shape in wanted_tensors(opened.reading.spec, opened.reading.names).items()}
 
 
 def print_facts(facts: dict[str, Any], console: Console) -> None:

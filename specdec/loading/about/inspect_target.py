@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 
-from specdec.draft.mtp.load import refusal
+from specdec.draft.kinds import all_kinds
 from specdec.loading.build import unnamed_turn
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig, RopeConfig, read_json
-from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
-from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
+from specdec.models.registry import TargetChoice, check_chosen, choose_target, family_of, target_json
 from specdec.models.schemes.size import coded_matrices, matrix_size
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 # Keys of configs that say how experts are chosen, by what they say.
 EXPERTS = {
@@ -33,13 +32,6 @@ EXPERTS = {
     "of a token": ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", "moe_k"),
     "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "size of one": ("moe_intermediate_size", "moe_ffn_hidden_size"),
-}
-# What a config of the Llama families means by not saying it.
-UNSAID = {
-    "num_key_value_heads": "as many as num_attention_heads",
-    "tie_word_embeddings": "false: the output layer is a matrix of its own",
-    "max_position_embeddings": "2048",
-    "rms_norm_eps": "1e-6",
 }
 
 
@@ -55,7 +47,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
     place = resolve_target(target, "MODEL")
     chosen = choose_target(place)
     checkpoint, raw, config = check_chosen(chosen, place), target_json(place), chosen.config
-    tokenizer, layers = Tokenizer(place), refusal(place, config)
+    tokenizer, drafters = Tokenizer(place), _drafters(place, config)
     return {
         "folder": str(place),
         "kind": "target",
@@ -65,9 +57,9 @@ def target_facts(target: str | Path) -> dict[str, Any]:
         "why": chosen.reason,
         "target": _sizes(config, raw),
         "weights": _weights(checkpoint, config, place),
-        "text": _text(tokenizer, config, raw, place),
-        "drafters": _drafters(chosen, layers),
-        "meanings": _meanings(chosen, raw, layers),
+        "text": _text(tokenizer, config),
+        "drafters": drafters,
+        "meanings": _meanings(chosen, raw, drafters["mtp"]),
     }
 
 
@@ -77,7 +69,6 @@ def stored_as(config: ModelConfig) -> str:
 
 
 def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
-    latent = isinstance(config, DeepseekConfig) and config.rank
     kinds = Counter(map(str, config.layer_kinds))
     stored = len(set(config.kv_source))
     experts = {name: raw[key] for name, keys in EXPERTS.items() for key in keys if isinstance(raw.get(key), int)}
@@ -88,7 +79,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         **({"layers that store keys": stored} if stored < config.num_layers else {}),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "attention": f"latents of rank {latent}" if latent else "heads",
+        "attention": f"latents of rank {config.latent_rank}" if config.keeps_latents else "heads",
         "heads, kv heads, head_dim": [config.num_heads, config.num_kv_heads, config.head_dim],
         **({"softcap": config.softcap} if config.softcap else {}),
         **({"sinks": True} if config.has_sinks else {}),
@@ -152,12 +143,9 @@ def _file_bytes(checkpoint: Checkpoint, place: Path) -> int:
     return sum(math.prod(checkpoint.shape(name)) * checkpoint.itemsize(name) for name in checkpoint.names())
 
 
-def _text(tokenizer: Tokenizer, config: ModelConfig, raw: dict[str, Any], place: Path) -> dict[str, Any]:
+def _text(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
     """The tokenizer, and which tokens end a text, with the files that say so."""
-    beside = place.parent / "no" if is_gguf(place) else place / "generation_config.json"
-    generation = read_json(beside) if beside.is_file() else {}
-    said = {"GGUF keys" if is_gguf(place) else "config.json": raw, "generation_config.json": generation}
-    named = {file: _ids(each.get("eos_token_id")) for file, each in said.items()}
+    named = dict(reversed(config.ends_by_file)) or {"GGUF keys": config.eos_ids}
     turn = unnamed_turn(tokenizer, config)
     ends = []
     for token in (*config.eos_ids, *([] if turn is None else [turn])):
@@ -173,31 +161,25 @@ def _text(tokenizer: Tokenizer, config: ModelConfig, raw: dict[str, Any], place:
     }
 
 
-def _ids(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value or ())
-
-
-def _drafters(chosen: TargetChoice, no_mtp: str) -> dict[str, str]:
+def _drafters(place: Path, config: ModelConfig) -> dict[str, str]:
     """What can draft for the target, by how it is named."""
-    config = chosen.config
     sizes = f"made for hidden_size {config.hidden_size}, {config.num_layers} layers and {config.vocab_size} tokens"
-    return {
-        "a head's folder": f"no: {config.features_refusal}" if config.features_refusal else f"one {sizes}",
-        "mtp": f"no: {no_mtp}" if no_mtp else f"yes, {config.mtp_layers} of its own layers",
-        "ngram": "yes",
-    }
+    found = {"a head's folder": f"no: {config.features_refusal}" if config.features_refusal else f"one {sizes}"}
+    for kind in all_kinds():
+        why = kind.refusal(place, config)
+        found[kind.name] = f"no: {why}" if why else kind.offer(config)
+    return found
 
 
-def _meanings(chosen: TargetChoice, raw: dict[str, Any], no_mtp: str) -> dict[str, str]:
-    """What keys that are absent were taken to mean; transformers' own classes know theirs.  no_mtp: see `_drafters`."""
+def _meanings(chosen: TargetChoice, raw: dict[str, Any], mtp: str) -> dict[str, str]:
+    """What keys that are absent were taken to mean; transformers' own classes know theirs.  mtp: see `_drafters`."""
     config = chosen.config
-    found = {}
-    if chosen.backend == "native" and not isinstance(config, DeepseekConfig):
-        unsaid = {**UNSAID, "head_dim": str(config.head_dim)}
-        found = {key: f"absent: {meaning}" for key, meaning in unsaid.items() if raw.get(key) is None}
+    family = family_of(config.family) if chosen.backend == "native" else None
+    unsaid = {**family.unsaid, "head_dim": str(config.head_dim)} if family and family.unsaid else {}
+    found = {key: f"absent: {meaning}" for key, meaning in unsaid.items() if raw.get(key) is None}
     if config.dtype is None:
         found["dtype"] = "absent: bfloat16 on a GPU, float32 on a CPU"
     if config.mtp_layers:
-        runs = "" if no_mtp else ", which draft='mtp' runs"
+        runs = ", which draft='mtp' runs" if mtp.startswith("yes") else ""
         found["num_nextn_predict_layers"] = f"{config.mtp_layers}: not part of the target{runs}"
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +25,19 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def versions() -> dict[str, str]:
+def versions(version: Callable[[str], str] = version) -> dict[str, str]:
     """Python, specdec itself, CUDA as torch was built for it, and the packages that matter and are installed."""
     import torch
 
-    found = {"python": platform.python_version(), "specdec": __version__, **package_versions()}
+    found = {"python": platform.python_version(), "specdec": __version__, **package_versions(version)}
     found["torch"] = torch.__version__  # says which build it is, which the package's version may not
     if torch.version.cuda:
         found["cuda (of torch)"] = torch.version.cuda
     return found
 
 
-def package_versions() -> dict[str, str]:
-    """Of PACKAGES, those that are installed, by their metadata: nothing is imported."""
+def package_versions(version: Callable[[str], str] = version) -> dict[str, str]:
+    """Of PACKAGES, those that are installed, by their metadata, which `version` reads: nothing is imported."""
     found = {}
     for name in PACKAGES:
         try:

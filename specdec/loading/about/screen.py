@@ -22,7 +22,7 @@ from specdec.loading.about.verdict import Gpu, Machine, Verdict, optional_rows, 
 from specdec.loading.resolve import resolve_device
 from specdec.ops.launch import has_pdl
 from specdec.ops.products.gpus import match_of
-from specdec.ops.tuned.here import look
+from specdec.ops.products.tuned.here import look
 
 MORE = "more: specdec doctor --details (versions, settings, drafters, formats of weights), --table (what each backend can do)"
 
@@ -30,7 +30,10 @@ MORE = "more: specdec doctor --details (versions, settings, drafters, formats of
 def print_screen(make_console: Callable[[], Console]) -> None:
     """make_console: called once all facts are known."""
     facts = machine_facts()
-    machine, console = machine_of(facts, versions()), make_console()
+    print_machine(facts, machine_of(facts, versions(), attention_here(), _has_tiles), make_console())
+
+
+def print_machine(facts: dict[str, Any], machine: Machine, console: Console) -> None:
     print_verdict(verdict(machine), console)
     console.print(pairs("Here", here_rows(facts, machine)), "")
     console.print(pairs("What for", optional_rows(machine)), "")
@@ -43,13 +46,15 @@ def print_verdict(found: Verdict, console: Console) -> None:
     console.print()
 
 
-def machine_of(facts: dict[str, Any], found: dict[str, str]) -> Machine:
-    """What the verdict goes by, of what the machine says."""
-    choice, packages = attention_here(), dict(found)
+def machine_of(
+    facts: dict[str, Any], found: dict[str, str], choice: BackendChoice, has_tiles: Callable[[int], bool]
+) -> Machine:
+    """What the verdict goes by, of what the machine says.  has_tiles: whether tiles were measured on the GPU of that number."""
+    packages = dict(found)
     if "triton" not in packages and (version := installed("triton")):
         packages["triton"] = version
     return Machine(
-        gpus=tuple(_gpu(i, gpu) for i, gpu in enumerate(facts["gpus"])),
+        gpus=tuple(_gpu(gpu, has_tiles(i)) for i, gpu in enumerate(facts["gpus"])),
         driver=facts["driver"],
         torch_cuda=torch.version.cuda,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -67,9 +72,13 @@ def attention_here() -> BackendChoice:
     return choose_backend("auto", AttentionNeeds(device, dtype, architecture_of(device)))
 
 
-def _gpu(index: int, gpu: dict[str, Any]) -> Gpu:
-    device, (major, _, minor) = torch.device("cuda", index), gpu["capability"].partition(".")
-    has_tiles = not has_pdl(device) or match_of(device).is_own or look(device)[0] is not None
+def _has_tiles(index: int) -> bool:
+    device = torch.device("cuda", index)
+    return not has_pdl(device) or match_of(device).is_own or look(device)[0] is not None
+
+
+def _gpu(gpu: dict[str, Any], has_tiles: bool) -> Gpu:
+    major, _, minor = gpu["capability"].partition(".")
     return Gpu(gpu["name"], (int(major), int(minor)), gpu["memory_bytes"], has_tiles)
 
 

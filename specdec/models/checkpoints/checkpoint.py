@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from specdec.models.checkpoints.config_values import one_line
@@ -189,8 +190,7 @@ class Checkpoint:
 
         ValueError if the numbers have 8 bits in a quantised checkpoint: there they stand for others, by scales.
         """
-        stored = self._find(name)
-        if self.quantization is not None and stored.dtype().upper().startswith(("F8", "FLOAT8")):
+        if self.quantization is not None and (stored := self._find(name)).dtype().upper().startswith(("F8", "FLOAT8")):
             expected = "expected ordinary numbers of what config.json leaves unquantised"
             raise self.refuse(name, f"holds floats of 8 bits ({stored.dtype()}); {expected}")
         return self._take(name, shape, "floating-point numbers")
@@ -274,3 +274,21 @@ class Checkpoint:
             return stored.without_numbers()
         STARTUP.part_done()
         return stored.read()
+
+
+class Asked(Checkpoint):
+    """A checkpoint that has whatever it is asked for, as ordinary numbers, and has none.  No file is read.
+
+    shapes: of the tensors that were taken, by name: what fills a module so says which tensors the module needs.
+    """
+
+    has_numbers = False
+
+    def __init__(self) -> None:
+        self.folder, self.quantization, self.shapes = Path(), None, dict[str, tuple[int, ...]]()
+        self._stored, self._untaken = {}, set()
+
+    def _take(self, name: str, shape: tuple[int, ...] | None, kind: str) -> Tensor:
+        assert shape is not None, name
+        self.shapes[name] = shape
+        return torch.empty(shape, device="meta", dtype=torch.float32)

@@ -6,7 +6,7 @@ This file knows how checkpoints of all families call embeddings, layers, norms a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +30,18 @@ class Family(NamedTuple):
     parse: from a config.json's object and the file's name, for errors.
     make: the module of a config (a rank's share of it) and the most positions.
     expect: holds the config's sizes of layers against the checkpoint's headers.  The number of layers was held before.
-    parts: how the kinds of attention and MLP in its layers are filled.
+    parts: how the kinds of attention and MLP in its layers are filled; their norms are filled by name.
+    unsaid: of keys that a config may leave out, what that means, in words.
+    takes: whether the modules are for such a config at all, and `only`: for which, in words; others are transformers' code's.
     """
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
     make: Callable[[Any, int], CausalLM]
     expect: Callable[[Checkpoint, Any], None]
     parts: Parts
+    unsaid: Mapping[str, str] = {}
+    takes: Callable[[dict[str, Any]], bool] = lambda raw: True
+    only: str = ""
 
 
 def load_family(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,7 @@ from specdec.models.causal_lm import PreNormLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
-from specdec.models.config import ModelConfig, parse_config, read_target_json
-from specdec.models.keys.ends import with_ends
+from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored
 from specdec.models.making import making
@@ -29,11 +27,6 @@ Arrange = Callable[[Tensor], Tensor]
 Parts = Mapping[type[nn.Module], Callable[[Any, Checkpoint, str], None]]  # how each kind of module is filled, below a prefix
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
-
-
-def read_target_config(folder: Path) -> ModelConfig:
-    """The target's config, by the Llama family's rules."""
-    return with_ends(parse_config(read_target_json(folder), str(folder / "config.json")), folder)
 
 
 def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype, late: bool = False) -> M:
@@ -54,13 +47,6 @@ def expect_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:
     checkpoint.expect_matrix(f"{attention}.k_proj", k_shape, "num_key_value_heads, head_dim and hidden_size")
 
 
-def expect_llama(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """The same of a layer of the Llama family, its MLP included."""
-    expect_attention(checkpoint, config)
-    mlp_shape = (config.intermediate_size, config.hidden_size)
-    checkpoint.expect_matrix("model.layers.0.mlp.gate_proj", mlp_shape, "intermediate_size and hidden_size")
-
-
 def copy_(target: Tensor, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
     """Copies one tensor, in the target's dtype and onto its device, where `checkpoint.finish` refuses values not finite.
 
@@ -70,7 +56,10 @@ def copy_(target: Tensor, checkpoint: Checkpoint, name: str, arrange: Arrange | 
 
 
 def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
-    """Copies what this rank holds of one tensor.  See `copy_`."""
+    """Copies what this rank holds of one tensor.  See `copy_`.
+
+    Tensors of safetensors are maps of the file: of rows that other ranks hold, nothing is read.
+    """
     whole = checkpoint.take(name, stored.shape)
     if checkpoint.has_numbers:
         with torch.no_grad():
@@ -255,14 +244,14 @@ LLAMA_PARTS: Parts = {SelfAttention: fill_attention, MLP: fill_mlp}  # the kinds
 def fill_layer(
     layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS, input_norm: str = "input_layernorm"
 ) -> None:
-    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor.
+    """A decoder layer: its norms, and what `parts` fills.  An input norm that is no norm (EAGLE-1's first layer) has no tensor.
 
-    parts: how its attention and its MLP are filled.  input_norm: what the checkpoint calls that norm.
+    input_norm: what the checkpoint calls the input norm; all else has the name of the layer's module.
     """
     assert isinstance(layer, PreNormLayer)
-    if isinstance(layer.input_layernorm, RMSNorm):
-        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.{input_norm}")
-    fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
-    for name, part in (("self_attn", layer.self_attn), ("mlp", layer.mlp)):
-        fill = next(fill for kind, fill in parts.items() if isinstance(part, kind))
-        fill(part, checkpoint, f"{prefix}.{name}")
+    for name, part in layer.named_children():
+        if isinstance(part, RMSNorm):
+            fill_norm(part, checkpoint, f"{prefix}.{input_norm if part is layer.input_layernorm else name}")
+        elif not isinstance(part, nn.Identity):
+            fill = next(fill for kind, fill in parts.items() if isinstance(part, kind))
+            fill(part, checkpoint, f"{prefix}.{name}")

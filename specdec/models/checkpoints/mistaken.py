@@ -82,13 +82,12 @@ def refuse_target_tensors(names: Iterable[str], folder: Path) -> None:
         )
 
 
-def refuse_itself(draft: Path, target: Path, has_mtp: Callable[[], bool]) -> None:
-    """ValueError if the folder that is given for a draft is the target's own.  has_mtp: whether its own layers can draft."""
+def refuse_itself(draft: Path, target: Path, instead: Callable[[], str]) -> None:
+    """ValueError if the folder that is given for a draft is the target's own.  instead: says which drafter needs none."""
     if draft.exists() and target.exists() and draft.samefile(target):
-        own = "draft='mtp', its own MTP layers" if has_mtp() else "draft='ngram', which needs no files"
         raise ValueError(
-            f"draft: {draft} is the target itself, and a model does not draft for itself; nearest thing that works: {own}, or "
-            "the folder of a head that was trained for it"
+            f"draft: {draft} is the target itself, and a model does not draft for itself; nearest thing that works: "
+            f"{instead()}, or the folder of a head that was trained for it"
         )
 
 

@@ -5,49 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.models.checkpoints.config_values import (
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    dtype_name,
-    flag,
-    number,
-    token_ids,
-    whole,
-)
-from specdec.models.config import MTP_COUNT, ModelConfig, refuse_unknown
-from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
-from specdec.models.experts import ExpertsConfig
+from specdec.models.checkpoints.config_values import MOST_LAYERS, flag, number, whole
+from specdec.models.config import ExpertsConfig, ModelConfig
+from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, first_dense_layers, parse_indexer
 from specdec.models.keys.names import by_own_names, expect_repeated
+from specdec.models.keys.shared import MTP_COUNT, refuse_unknown, require, shared_values
 from specdec.models.schemes.config import quantization_of
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
 
-DEEPSEEK = ("deepseek_v2", "deepseek_v3", *SPARSE)
-
 
 @dataclass(frozen=True)
 class DeepseekConfig(ModelConfig):
-    """head_dim is that of the rotated part.  rank C: of the latent; q_rank: of the queries' own, None: they have none.
+    """head_dim is that of the rotated part.  q_rank: of the queries' own latent, None: they have none.
 
     nope_dim: of a head's queries and keys that is not rotated.  interleaved: rotated pairs lie side by side in the
     checkpoint.  first_dense: layers before the first with experts.
-    indexer: of sparse attention; None: a query reads all keys.
     """
 
-    rank: int = 0
     q_rank: int | None = None
     nope_dim: int = 0
     value_dim: int = 0
     interleaved: bool = True
     first_dense: int = 0
-    experts: ExpertsConfig | None = None
-    indexer: IndexerConfig | None = None
 
     @property
     def scale(self) -> float:
         """Of the softmax."""
         scale: float = (self.nope_dim + self.head_dim) ** -0.5
         return scale * self.rope.scale_factor if isinstance(self.rope, YarnRope) else scale
+
+    @property
+    def attention_width(self) -> int:
+        return self.num_heads * self.value_dim
+
+    def row_lengths(self, ranks: int) -> tuple[int, ...]:
+        whole, *shared = super().row_lengths(ranks)
+        return (whole, *([] if self.q_rank is None else [self.q_rank]), *shared)
 
 
 def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
@@ -76,25 +70,19 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         raise ValueError(f"{where}: v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim, got {value}")
     bias = flag(raw, "attention_bias", where)
     return DeepseekConfig(
-        family=family,
+        **shared_values(raw, where, vocab_size, 1e-5 if family == "glm_moe_dsa" else 1e-6, _POSITIONS[family]),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=rope_dim,
-        vocab_size=vocab_size,
-        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-5 if family == "glm_moe_dsa" else 1e-6),
         rope=parse_rope_with_yarn(raw, where),
-        max_position=whole(raw, "max_position_embeddings", where, _POSITIONS[family], most=MOST_POSITIONS),
-        tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=flag(raw, "mlp_bias", where),
-        eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
-        dtype=dtype_name(raw, where),
         quantization=_quantization(raw, where),
-        rank=rank,
+        latent_rank=rank,
         q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank", where),
         nope_dim=nope,
         value_dim=value,
@@ -129,8 +117,7 @@ def parse_experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
     is_v3 = raw["model_type"] != "deepseek_v2"  # V3, or a model with the same experts
     grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]
-    if missing := [key for key in needed if raw.get(key) is None]:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    require(raw, needed, where)
     count, chosen, intermediate, shared = (whole(raw, key, where) for key in _EXPERTS)
     groups, top_groups = (whole(raw, key, where) if grouped else None for key in ("n_group", "topk_group"))
     if chosen > count:

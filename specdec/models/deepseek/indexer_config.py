@@ -6,35 +6,15 @@ it pairs rotated values; GLM-5.2 also lets most layers reuse the choice of an ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from specdec.models.checkpoints.config_values import flag, whole
+from specdec.models.config import IndexerConfig
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 REQUIRED = ("index_n_heads", "index_head_dim", "index_topk")
 SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")  # GLM's keys
 _LETTERS = {"F": "full", "S": "shared"}
-
-
-@dataclass(frozen=True)
-class IndexerConfig:
-    """heads, head_dim: of the indexer's queries; its one key head has the same head_dim.  topk: the most keys that a query
-    reads.
-
-    interleaved: rotated pairs lie side by side in the checkpoint.
-    sources: for each layer the layer whose choice it reads: itself, or an earlier one, and then it has no indexer.
-    """
-
-    heads: int
-    head_dim: int
-    topk: int
-    interleaved: bool
-    sources: tuple[int, ...]
-
-    def has_own(self, layer: int) -> bool:
-        """Whether the layer has an indexer."""
-        return self.sources[layer] == layer
 
 
 def parse_indexer(raw: dict[str, Any], layers: int, rope_dim: int, where: str) -> IndexerConfig:

@@ -17,7 +17,7 @@ from specdec.models.layers import MLP
 
 
 def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
-    H, C, hidden, query_dim = config.num_heads, config.rank, config.hidden_size, config.nope_dim + config.head_dim
+    H, C, hidden, query_dim = config.num_heads, config.latent_rank, config.hidden_size, config.nope_dim + config.head_dim
     expect, matrix = checkpoint.expect, checkpoint.expect_matrix
     attention, mlp = "model.layers.0.self_attn", f"model.layers.{config.first_dense}.mlp"
     queries = "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank"

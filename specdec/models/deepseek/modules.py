@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: DeepseekConfig, layer: int) -> None:
         super().__init__()
-        H, C, R, N, V = config.num_heads, config.rank, config.head_dim, config.nope_dim, config.value_dim
+        H, C, R, N, V = config.num_heads, config.latent_rank, config.head_dim, config.nope_dim, config.value_dim
         self.config, self.scoring = config, Scoring(scale=config.scale)
         self.query_dim, self.queries, self.sparse = N + R, H * (N + R), config.indexer
         own = config.indexer if config.indexer is not None and config.indexer.has_own(layer) else None

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 from specdec.models.checkpoints.config_values import number
-from specdec.models.config import ModelConfig, parse_config
+from specdec.models.config import ModelConfig
+from specdec.models.llama.config import parse_llama
 
-DIFFLLAMA = ("diffllama",)
 # Keys of a Llama that transformers' DiffLlama ignores: a value that would change a Llama must not pass.
 _IGNORED = ("kv_source", "sliding_window", "layer_types", "use_sliding_window", "mlp_bias")
-
-
-@dataclass(frozen=True)
-class DiffLlamaConfig(ModelConfig):
-    """A Llama's config.  Its counts of heads are those of the checkpoint: two heads make one pair of softmaxes."""
 
 
 def lambda_init(layer: int) -> float:
@@ -24,8 +19,11 @@ def lambda_init(layer: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
-def parse_diffllama(raw: dict[str, Any], where: str) -> DiffLlamaConfig:
-    """ValueError names `where` (the file), the key, what was expected and what was found."""
+def parse_diffllama(raw: dict[str, Any], where: str) -> ModelConfig:
+    """A Llama's config, whose counts of heads are those of the checkpoint.
+
+    ValueError names `where` (the file), the key, what was expected and what was found.
+    """
     for key in _IGNORED:
         if raw.get(key) not in (None, False):
             raise ValueError(f"{where}: {key} must be absent, null or false in a diffllama model, got {raw[key]!r}")
@@ -35,10 +33,9 @@ def parse_diffllama(raw: dict[str, Any], where: str) -> DiffLlamaConfig:
         number(raw, "lambda_std_dev", where, or_zero=True)
     own = (*_IGNORED, "lambda_std_dev")
     llama = {key: value for key, value in raw.items() if key not in own}
-    base = parse_config({"rms_norm_eps": 1e-5, **llama, "model_type": "llama"}, where)
+    base = parse_llama({"rms_norm_eps": 1e-5, **llama, "model_type": "llama"}, where)
     if base.num_kv_heads % 2:
         raise ValueError(
             f"{where}: num_key_value_heads must be even, because differential attention pairs heads; got {base.num_kv_heads}"
         )
-    values = {field.name: getattr(base, field.name) for field in fields(base)}
-    return DiffLlamaConfig(**{**values, "family": raw["model_type"]})
+    return replace(base, family=raw["model_type"], differential=True)

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
-from specdec.models.checkpoints.loader import expect_llama, fill_linear, fill_mlp, fill_parts
+from specdec.models.checkpoints.loader import Parts, fill_linear, fill_mlp, fill_parts
 from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
 from specdec.models.layers import MLP
+from specdec.models.llama.loader import UNSAID, expect_llama
 
 
 def _fill_attention(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: str) -> None:
@@ -49,4 +50,5 @@ def _factor(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: st
     return factor.to(device)
 
 
-FAMILY = Family(parse_diffllama, DiffLlamaLM, expect_llama, {DifferentialAttention: _fill_attention, MLP: fill_mlp})
+PARTS: Parts = {DifferentialAttention: _fill_attention, MLP: fill_mlp}
+FAMILY = Family(parse_diffllama, DiffLlamaLM, expect_llama, PARTS, UNSAID | {"rms_norm_eps": "1e-5"})

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.experts.codes import power_of_two
-from specdec.ops.quantised.codes import OFFSETS, Kind, values
+from specdec.ops.products.formats.experts import power_of_two
+from specdec.ops.products.formats.quantised import OFFSETS, Kind, values
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # the types without blocks
 PIECE = 1 << 19  # numbers that are computed at once: their intermediate values stay in a processor's cache

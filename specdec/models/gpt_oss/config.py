@@ -6,25 +6,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import (
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    dtype_name,
-    flag,
-    number,
-    token_ids,
-    whole,
-)
-from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
+from specdec.models.checkpoints.config_values import MOST_LAYERS, flag, number, whole
+from specdec.models.config import ModelConfig
 from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.rope import rope_keys
+from specdec.models.keys.shared import (
+    NATIVE_KEYS,
+    WINDOWED,
+    check_heads,
+    check_types,
+    refuse_unknown,
+    require,
+    shared_values,
+    sliding_window,
+)
 from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
-from specdec.ops.experts.coded import Gate
+from specdec.ops.products.experts import Gate
 
-GPT_OSS = ("gpt_oss",)
 METHOD = "mxfp4"  # the quant_method of its own checkpoints
 
 
@@ -39,21 +40,19 @@ class GptOssConfig(ModelConfig):
 
 def is_coded(raw: dict[str, Any]) -> bool:
     """Whether a config.json says that weights are in few bits: other gpt-oss models are transformers' code's."""
-    return raw.get("model_type") in GPT_OSS and any(raw.get(key) is not None for key in KEYS)
+    return any(raw.get(key) is not None for key in KEYS)
 
 
 def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
     raw = by_own_names(raw, {"num_experts": "num_local_experts"}, where)
     refuse_unknown(raw, _KNOWN, where)
-    if missing := [key for key in _REQUIRED if raw.get(key) is None]:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    require(raw, _REQUIRED, where)
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
     hidden, width, heads, kv_heads, head_dim, vocab_size, count, chosen = (whole(raw, key, where) for key in _SIZES)
     layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
-    if heads % kv_heads:
-        raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
+    check_heads(heads, kv_heads, where)
     if head_dim % 2:
         raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {head_dim}")
     for key, size in (("hidden_size", hidden), ("intermediate_size", width)):
@@ -67,24 +66,18 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
         raise ValueError(f"{where} lacks rope_theta, or rope_parameters (rope_scaling), without which positions mean nothing")
     biased = flag(raw, "attention_bias", where, True)
     return GptOssConfig(
-        family=raw["model_type"],
+        **shared_values(raw, where, vocab_size, eps=1e-5, positions=131072),
         hidden_size=hidden,
         intermediate_size=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=vocab_size,
-        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-5),
         rope=parse_rope_with_yarn(raw, where),
-        max_position=whole(raw, "max_position_embeddings", where, 131072, most=MOST_POSITIONS),
-        tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=biased,
         o_bias=biased,
         layer_kinds=_layer_kinds(raw, layers, where),
         has_sinks=True,
-        eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
-        dtype=dtype_name(raw, where),
         has_experts=True,
         quantization=_quantization(raw, count, where),
         count=count,

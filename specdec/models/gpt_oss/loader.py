@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
-from specdec.models.checkpoints.loader import copy_, expect_attention, fill_attention
-from specdec.models.gpt_oss.config import GptOssConfig, parse_gpt_oss
+from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention
+from specdec.models.gpt_oss.config import GptOssConfig, is_coded, parse_gpt_oss
 from specdec.models.gpt_oss.modules import BiasedExperts, GptOssLM, SinkAttention
 from specdec.models.linear import LinearStack
 from specdec.models.schemes.formats import ExpertBlocks
@@ -80,4 +80,10 @@ def _fill_stack(stack: LinearStack, checkpoint: Checkpoint, name: str) -> None:
                 raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
-FAMILY = Family(parse_gpt_oss, GptOssLM, _expect, {SinkAttention: _fill_attention, BiasedExperts: _fill_experts})
+PARTS: Parts = {SinkAttention: _fill_attention, BiasedExperts: _fill_experts}
+UNSAID = {
+    "tie_word_embeddings": "false: the output layer is a matrix of its own",
+    "max_position_embeddings": "131072",
+    "rms_norm_eps": "1e-5",
+}
+FAMILY = Family(parse_gpt_oss, GptOssLM, _expect, PARTS, UNSAID, takes=is_coded, only="in mxfp4")

@@ -19,7 +19,7 @@ from specdec.models.gpt_oss.config import GptOssConfig
 from specdec.models.layers import SelfAttention
 from specdec.models.linear import LinearStack
 from specdec.models.making import made_now, new_weight
-from specdec.ops.experts.coded import Form
+from specdec.ops.products.experts import Form
 
 
 class SinkAttention(SelfAttention):

@@ -1,6 +1,6 @@
 """The keys of a config.json that say how positions turn heads, in the words of transformers 4 and of transformers 5.
 
-Knows no type of rope: `config.py` and `yarn.py` read what the keys say.
+YaRN's own are read by `yarn.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.models.checkpoints.config_values import NotComputedHere, mapping, number
+from specdec.models.config import RopeConfig
 
 
 def rope_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -51,3 +52,41 @@ def rope_type(merged: dict[str, Any], where: str) -> str:
     if not isinstance(kind, str):
         raise ValueError(f"{where}: rope_type must be a string, got {kind!r}")
     return kind
+
+
+_ROPE_KEYS = {  # what each type needs: the config's key, our name
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_position",
+    },
+}
+_ROPE_KNOWN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_KEYS["llama3"]}
+
+
+def parse_rope(raw: dict[str, Any], where: str = "config.json") -> RopeConfig:
+    """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them."""
+    merged = all_rope_keys(raw, where)
+    kind = rope_type(merged, where)
+    if kind not in _ROPE_KEYS:
+        raise NotComputedHere(
+            f"{where}: rope type must be default, linear or llama3, got {kind!r} (rope_type): no native module computes it yet"
+        )
+    if unknown := sorted(set(merged) - _ROPE_KNOWN):
+        raise ValueError(
+            f"{where}: unknown rope keys {', '.join(unknown)} in rope_parameters or rope_scaling; they may change the model"
+        )
+    wanted = _ROPE_KEYS[kind]
+    missing = [key for key in wanted if merged.get(key) is None]
+    if missing:
+        raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
+    numbers: dict[str, Any] = {name: number(merged, key, where) for key, name in wanted.items()}
+    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise ValueError(
+            f"{where}: high_freq_factor must be above low_freq_factor, got {numbers['high_freq_factor']:g} and "
+            f"{numbers['low_freq_factor']:g}"
+        )
+    return RopeConfig(theta=number(merged, "rope_theta", where, RopeConfig.theta), kind=kind, **numbers)

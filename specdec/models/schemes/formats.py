@@ -28,8 +28,8 @@ from specdec.models.schemes.source import (
     take_powers,
     take_scale,
 )
-from specdec.ops.experts.codes import power_of_two
-from specdec.ops.quantised.codes import Kind, quantise, unpack
+from specdec.ops.products.formats.experts import power_of_two
+from specdec.ops.products.formats.quantised import Kind, quantise, unpack
 
 LEAST_GROUP = 32  # columns of a scale, below which no kernel reads them
 MX_BLOCK = 32  # columns that share a scale in mxfp4

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
 from specdec.models.schemes.source import Outline, Source, check_groups, take_indices, take_scale, take_words
-from specdec.ops.quantised.codes import Kind
+from specdec.ops.products.formats.quantised import Kind
 
 ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.schemes.rows import CodedRows
-from specdec.ops.packed.packing import Packed
-from specdec.ops.quantised.codes import Codes, Kind, row_bytes
+from specdec.ops.products.formats.lossless import Packed
+from specdec.ops.products.formats.quantised import Codes, Kind, row_bytes
 from specdec.ops.rows import take_columns
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.quantised.codes import Codes, Kind, dequantise, pack
+from specdec.ops.products.formats.quantised import Codes, Kind, dequantise, pack
 
 
 class CodedRows(NamedTuple):

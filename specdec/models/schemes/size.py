@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.schemes.source import Format
-from specdec.ops.experts.codes import POWERS, scales_form, step_bytes, steps_of
-from specdec.ops.quantised.codes import row_bytes
+from specdec.ops.products.formats.experts import POWERS, scales_form, step_bytes, steps_of
+from specdec.ops.products.formats.quantised import row_bytes
 
 EXPERTS = ".experts."  # in the names of experts' matrices
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.

@@ -1,7 +1,7 @@
 """Where weights of 8 or 4 bits make decoding slower than ordinary numbers, and what is said of it.
 
 Few bits are fewer bytes to read, which is what a step waits for, if a kernel reads the codes themselves.  Where none does, the
-numbers are computed anew in every pass (ops/quantised/linear.py).  Knows no checkpoint by name.
+numbers are computed anew in every pass (ops/products/quantised.py).  Knows no checkpoint by name.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import CodedRows
-from specdec.ops.quantised.codes import Kind
+from specdec.ops.products.formats.quantised import Kind
 
 FLOAT32 = 4  # bytes
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specdec.models.schemes.planes import KeptPlanes, unlike_planes
 from specdec.models.schemes.rows import CodedRows
-from specdec.ops.experts.codes import LANES, POWERS, StackedCodes, pack_steps, step_bytes, steps_of
-from specdec.ops.quantised.codes import Kind
+from specdec.ops.products.formats.experts import LANES, POWERS, StackedCodes, pack_steps, step_bytes, steps_of
+from specdec.ops.products.formats.quantised import Kind
 
 
 class StackPlanes(KeptPlanes):

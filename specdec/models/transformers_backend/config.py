@@ -13,9 +13,11 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import nearest_name
 from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
-from specdec.models.config import MTP_COUNT, NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.config import EncoderConfig, ModelConfig, RopeConfig, read_json
 from specdec.models.keys.ends import GENERATION, of_texts
 from specdec.models.keys.names import by_own_names
+from specdec.models.keys.rope import parse_rope
+from specdec.models.keys.shared import MTP_COUNT, NATIVE_KEYS
 from specdec.models.kv_source import check_shared_kinds
 from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers

@@ -1,22 +1,23 @@
 """Splits a transformers encoder-decoder model into the pieces of a target: also its encoder, and what reads its output.
 
 The model's own code computes everything but attention.  A text is read once: the encoder's states become each decoder layer's
-keys and values for cross attention, which the caller keeps.  This file does not know attention.
+keys and values for cross attention, which the caller keeps.  The decoder's cache is a stand-in, which holds none of a text's.
+This file does not know attention.
 
 Shapes: T tokens of the decoder, S tokens of the encoder, H hidden size, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqModelOutput
 
 from specdec.models.transformers_backend.attention import Answer, AttentionCall, answering
 from specdec.models.transformers_backend.parts import Parts, Unsupported, freeze_rope
-from specdec.models.transformers_backend.stored_text import StoredText
 
 # Families whose encoder reads tokens and whose layers hand attention nothing but heads and a scale.
 ENCODER_DECODERS = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "t5gemma")
@@ -32,6 +33,65 @@ def num_decoder_layers(config: Any) -> int:
     own = decoder_config(config)
     count: int = own.decoder_layers if own is config else own.num_hidden_layers
     return count
+
+
+# ---- stand-ins for the cache of which a decoder asks three things: how many tokens came before, what to keep, and whether the
+# encoder's keys and values are there already ----
+
+
+class CrossKeys(NamedTuple):
+    """What a layer's cross attention is told to read: a sign that says that attention has the keys and values itself."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class _OwnTokens:
+    """The decoder's own tokens.  before_T: for each, its position minus its place in the pass."""
+
+    def __init__(self, before_T: Tensor) -> None:
+        self.before_T = before_T
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.before_T
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+class _EncoderTokens:
+    """The encoder's tokens.  layers: what each layer reads.  seen: the keys and values [1, K, S, D] that layers computed."""
+
+    def __init__(self, layers: list[CrossKeys]) -> None:
+        self.layers = layers
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        self.seen[layer_idx] = key, value
+        return key, value
+
+
+class StoredText(EncoderDecoderCache):
+    """The cache of one pass of a decoder.
+
+    before_T: see _OwnTokens.
+    sign: handed to attention as the keys and values of every cross attention, which then are not computed.  None: each layer
+        computes them from the encoder's output, and `seen` holds them after the pass.
+    """
+
+    def __init__(self, before_T: Tensor, num_layers: int, sign: Tensor | None) -> None:
+        self.self_attention_cache = _OwnTokens(before_T)
+        layers = [] if sign is None else [CrossKeys(sign, sign)] * num_layers
+        self.cross_attention_cache = _EncoderTokens(layers)
+        self.is_updated = dict.fromkeys(range(num_layers), sign is not None)
+
+    @property
+    def seen(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer, the encoder's keys and values [1, K, S, D] that the pass computed."""
+        return self.cross_attention_cache.seen
+
+
+# ---- the pieces ----
 
 
 class EncoderDecoderParts(Parts):

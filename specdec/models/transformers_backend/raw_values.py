@@ -23,7 +23,7 @@ from specdec.models.checkpoints.config_values import (
     text,
     whole,
 )
-from specdec.models.config import sliding_window
+from specdec.models.keys.shared import sliding_window
 from specdec.models.schemes.config import KEYS
 
 # The greatest value of each size by transformers' common name; families that use another name say so in their attribute_map.

@@ -31,7 +31,7 @@ from specdec.ops.launch import has_triton
 
 MOST = 256  # kernels in one file; those that were launched last stay
 MOST_FILES = 64  # in the folder, one for each purpose; those that were written last stay
-ENDINGS = "_triton", "_hopper"  # of modules with kernels
+ENDINGS = "_triton", "hopper"  # of modules with kernels, and of ops/hopper.py
 FOLDER = "specdec"  # inside of Triton's cache
 
 

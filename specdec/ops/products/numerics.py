@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 
 from specdec.ops.products.gpus import H100, Kind
-from specdec.ops.products.tiles import ProductTiles, invariant_tiles, product_tiles
-from specdec.ops.tuned.table import Product, TunedTable
+from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
+from specdec.ops.products.tuned.table import Product, TunedTable
 
 FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.ops.products.tiles import invariant_stacked_tiles
+from specdec.ops.products.tiles.dense import invariant_stacked_tiles
 
 
 def each_linear(x_TBI: Tensor, weight_BOI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,7 +23,7 @@ def each_linear(x_TBI: Tensor, weight_BOI: Tensor, dtype: torch.dtype) -> Tensor
 
 def each_linear_into(x_TBI: Tensor, weight_BOI: Tensor, out_TBO: Tensor) -> None:
     """`each_linear` into memory that need not be contiguous, but for a row's numbers."""
-    from specdec.ops.products.stacked_triton import launch_each_linear
+    from specdec.ops.products.kernels.experts.stacked_triton import launch_each_linear
 
     if x_TBI.shape[0]:
         launch_each_linear(x_TBI, weight_BOI, out_TBO, invariant_stacked_tiles(x_TBI.shape[0]))
@@ -36,7 +36,7 @@ def experts_linear(x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Ten
     Gated: from x [T, I] to silu(gate) * up, [P, O], in the order of order_P.  Else from that, [P, I], to [P, O] in the order of
     the pairs' numbers.
     """
-    from specdec.ops.products.stacked_triton import launch_experts_linear
+    from specdec.ops.products.kernels.experts.stacked_triton import launch_experts_linear
 
     tiles = invariant_stacked_tiles(-(-order_P.shape[0] // weight_EOI.shape[0]))
     return launch_experts_linear(x, weight_EOI, order_P, counts_E, chosen, gated, tiles)
@@ -44,6 +44,6 @@ def experts_linear(x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Ten
 
 def weighted_sum(x_TKO: Tensor, weights_TK: Tensor) -> Tensor:
     """[T, O]: the sum of a token's K rows times their weights (float32), added up in float32 from the first to the last."""
-    from specdec.ops.products.stacked_triton import launch_weighted_sum
+    from specdec.ops.products.kernels.experts.stacked_triton import launch_weighted_sum
 
     return launch_weighted_sum(x_TKO, weights_TK)

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from specdec.serve.process.descriptors import REFUSED_AT_ONCE
 from specdec.serve.process.episode import Episode
+from specdec.serve.times import TIMES, Times
 
 Closed = Callable[[], None]  # what a connection's protocol calls when the connection has ended
 BACKLOG = 2048  # connections that the system keeps until they are accepted; it may keep fewer
 AT_ONCE = 64  # connections accepted in one turn of the event loop
-RETRY_SECONDS = 0.5  # after the system could not give a file
 
 
 class Acceptor:
@@ -36,12 +36,13 @@ class Acceptor:
         make: Callable[[bool, Closed], asyncio.Protocol],
         make_room: Callable[[], bool],
         most: int,
+        times: Times = TIMES,
     ) -> None:
         self.open, self.most = 0, most
-        self._listener, self._make, self._make_room = listener, make, make_room
+        self._listener, self._make, self._make_room, self._retry = listener, make, make_room, times.retry
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[object]] = set()
-        self._failures = Episode("a connection could not be accepted")
+        self._failures = Episode("a connection could not be accepted", times.quiet)
         self._is_waiting = self._is_stopped = False
         listener.setblocking(False)
         listener.listen(BACKLOG)
@@ -69,7 +70,7 @@ class Acceptor:
                 return None
             except OSError as error:  # no file or no memory for it, in the process or in the system
                 self._failures.happened(f": {error.strerror}; {self.open} are open")
-                self._loop.call_later(RETRY_SECONDS, self._go_on)
+                self._loop.call_later(self._retry, self._go_on)
                 return self._wait()
             connection.setblocking(False)
             self.open += 1

@@ -18,7 +18,6 @@ from specdec.serve.process.descriptors import most_connections
 from specdec.serve.process.episode import Episode
 
 LIMITED = "the most that --max-connections and the limit of open files (ulimit -n) let in"
-IDLE_SECONDS = 1.0  # without a request, after which a connection may have to make room for another one
 
 
 class Connections:
@@ -29,18 +28,19 @@ class Connections:
     """
 
     def __init__(self, door: Door, listener: socket.socket, make: Callable[..., Connection]) -> None:
-        options = door.options
+        options, times = door.options, door.times
         self._door, self._make = door, make
         self._open: set[Connection] = set()
         self._idle: dict[Connection, float] = {}  # those without a request, and since when; the longest first
         self.most = most_connections(options.max_connections)
-        self._episodes = {
-            FULL: Episode(f"a connection was refused: {self.most} are open, {LIMITED}"),
-            IDLE: Episode(f"a connection without a request made room for another one: {self.most} were open, {LIMITED}"),
-            SLOW: Episode(f"a connection was closed: its request did not come within {options.read_seconds} s"),
-            UNREAD: Episode(f"a connection was closed: its client read nothing for {options.write_seconds} s"),
+        happens = {
+            FULL: f"a connection was refused: {self.most} are open, {LIMITED}",
+            IDLE: f"a connection without a request made room for another one: {self.most} were open, {LIMITED}",
+            SLOW: f"a connection was closed: its request did not come within {options.read_seconds} s",
+            UNREAD: f"a connection was closed: its client read nothing for {options.write_seconds} s",
         }
-        self._acceptor = Acceptor(listener, self._made, self._make_room, self.most)
+        self._episodes = {why: Episode(what, times.quiet) for why, what in happens.items()}
+        self._acceptor = Acceptor(listener, self._made, self._make_room, self.most, times)
 
     def look(self) -> None:
         """Closes what gets no further.  To be called every second."""
@@ -69,7 +69,7 @@ class Connections:
 
     def _make_room(self) -> bool:
         """Closes the connection that has been without a request for longest, if that is long enough."""
-        latest = time.monotonic() - IDLE_SECONDS
+        latest = time.monotonic() - self._door.times.idle
         while self._idle:
             connection, since = next(iter(self._idle.items()))
             if since > latest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 try:
     import resource
@@ -19,30 +20,33 @@ NEAREST = "nearest thing that works: ulimit -n 4096 in the shell, LimitNOFILE=65
 
 
 @contextmanager
-def raised_limit() -> Iterator[None]:
-    """Inside, the process may have as many files open as it is allowed to allow itself, up to WANTED."""
-    if resource is None:
+def raised_limit(limits: Any = resource) -> Iterator[None]:
+    """Inside, the process may have as many files open as it is allowed to allow itself, up to WANTED.
+
+    limits: Python's module of that; None: there are none.
+    """
+    if limits is None:
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
-    raises = soft not in (resource.RLIM_INFINITY, wanted) and soft < wanted
+    soft, hard = limits.getrlimit(limits.RLIMIT_NOFILE)
+    wanted = WANTED if hard == limits.RLIM_INFINITY else min(hard, WANTED)
+    raises = soft not in (limits.RLIM_INFINITY, wanted) and soft < wanted
     if raises:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        limits.setrlimit(limits.RLIMIT_NOFILE, (wanted, hard))
     try:
         yield
     finally:
         if raises:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            limits.setrlimit(limits.RLIMIT_NOFILE, (soft, hard))
 
 
-def most_connections(asked: int | None) -> int:
-    """How many connections may be open at once.  asked: by the caller; None: as many as there is room for.
+def most_connections(asked: int | None, limits: Any = resource) -> int:
+    """How many connections may be open at once.  asked: by the caller; None: as many as there is room for.  limits: see above.
 
     ValueError if the limit of open files leaves no room for what is asked for, or for any.
     """
-    limit = None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit is None or limit == resource.RLIM_INFINITY:
+    limit = None if limits is None else limits.getrlimit(limits.RLIMIT_NOFILE)[0]
+    if limit is None or limit == limits.RLIM_INFINITY:
         return asked or MOST_CONNECTIONS
     is_open = len(os.listdir("/dev/fd"))
     room = limit - is_open - SPARE - REFUSED_AT_ONCE

@@ -6,14 +6,12 @@ import time
 
 from specdec.serve.log import write_line
 
-QUIET_SECONDS = 5.0  # without a further time, after which it is over
-
 
 class Episode:
-    """what: has happened, in words."""
+    """what: has happened, in words.  quiet: seconds without a further time, after which it is over."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, quiet: float) -> None:
+        self._what, self._quiet = what, quiet
         self._times = 0
         self._began = self._last = 0.0
 
@@ -27,7 +25,7 @@ class Episode:
 
     def look(self) -> None:
         """Writes the line at the end, if it is over and happened more than once.  To be called now and then."""
-        if not self._times or time.monotonic() < self._last + QUIET_SECONDS:
+        if not self._times or time.monotonic() < self._last + self._quiet:
             return
         if self._times > 1:
             self._write(f"{self._times} times in {self._last - self._began:.1f} s, and not since: {self._what}")

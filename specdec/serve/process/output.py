@@ -16,15 +16,18 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
-MOST_HELD = 4 << 20  # characters that wait for the reader
+MOST_HELD = 4 << 20  # characters
 LONGEST_PIECE = 1 << 16  # of a line that has not ended
-CLOSING_SECONDS = 2.0  # for the reader to take what waits when the process ends
+CLOSING_SECONDS = 2.0
+
+
+Queue: TypeAlias = "SimpleQueue[tuple[int, str] | None]"  # (lost lines of which to speak first, text); None: the end
 
 
 class Outlet(io.TextIOBase):
@@ -32,16 +35,27 @@ class Outlet(io.TextIOBase):
 
     A write that does not end its line is held until the same thread ends the line or calls `flush`, so lines stay whole.
 
+    most_held: characters that wait for the reader.  write: as os.write.  closing_seconds: for the reader to take what waits
+    when the stream is closed.  queue: what lines wait in.
+
     dropped: how many lines were lost, because the queue was full or the descriptor took nothing (a full disk, a reader that
     is gone).  A line of JSON says so as soon as the descriptor takes text again.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        most_held: int = MOST_HELD,
+        write: Callable[[int, bytes], int] = os.write,
+        closing_seconds: float = CLOSING_SECONDS,
+        queue: Queue | None = None,
+    ) -> None:
         self.dropped = 0
-        self._descriptor = descriptor
+        self._descriptor, self._most_held, self._write_some = descriptor, most_held, write
+        self._closing_seconds = closing_seconds
         self._lock = threading.RLock()  # a signal's handler may write while its thread writes
         self._begun = threading.local()
-        self._queue: SimpleQueue[tuple[int, str] | None] = SimpleQueue()  # (lost lines of which to speak first, text)
+        self._queue: Queue = SimpleQueue() if queue is None else queue
         self._held = 0  # characters in the queue or with the thread
         self._unsaid = 0  # lost lines of which nothing has been written
         self._is_closed = False
@@ -84,11 +98,11 @@ class Outlet(io.TextIOBase):
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Writes what can be written within CLOSING_SECONDS, and ends the thread unless the reader holds it up."""
+        """Writes what can be written within `closing_seconds`, and ends the thread unless the reader holds it up."""
         if not self._is_closed:
             self.flush()
-            deadline = time.monotonic() + CLOSING_SECONDS
-            self.drain(CLOSING_SECONDS)
+            deadline = time.monotonic() + self._closing_seconds
+            self.drain(self._closing_seconds)
             self._is_closed = True
             self._queue.put(None)
             self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -105,7 +119,7 @@ class Outlet(io.TextIOBase):
     def _put(self, text: str) -> None:
         with self._lock:
             # After a loss half of the queue must be free, or a slow reader would get a note about losses with every line.
-            room = MOST_HELD // (2 if self._unsaid else 1)
+            room = self._most_held // (2 if self._unsaid else 1)
             if self._is_closed or (self._held and self._held + len(text) > room):
                 self._lose(text)
                 return
@@ -137,7 +151,7 @@ class Outlet(io.TextIOBase):
         whole = left = (("\n" if self._is_torn else "") + text).encode("utf-8", "backslashreplace")
         while left:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                left = left[self._write_some(self._descriptor, left) :]
             except BlockingIOError:  # whoever shares the pipe has made it one that does not wait
                 room = select.poll()
                 room.register(self._descriptor, select.POLLOUT)

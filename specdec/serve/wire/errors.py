@@ -9,11 +9,13 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from specdec.serve.times import TIMES
+
 LONGEST_MESSAGE = 1000  # a message may quote what the caller sent
 INVALID, BUSY, SERVER = "invalid_request_error", "rate_limit_error", "server_error"  # values of "type"
 REQUEST_FAILED = "request_failed"  # a "code"
 RETRY_SECONDS = 1
-DISCARD_BYTES, DISCARD_SECONDS = 64 << 20, 2.0  # of a body that nobody reads, before its connection is closed
+DISCARD_BYTES = 64 << 20  # of a body that nobody reads, before its connection is closed
 
 
 class ApiError(Exception):
@@ -61,12 +63,12 @@ class ErrorAnswer(JSONResponse):
     """The response to an ApiError.
 
     Where the request's body has not been read, the rest of it is read and thrown away after the answer was sent: closing the
-    connection at once would make the caller's system throw the answer away.
+    connection at once would make the caller's system throw the answer away.  discard_seconds: for that.
     """
 
-    def __init__(self, error: ApiError) -> None:
+    def __init__(self, error: ApiError, discard_seconds: float = TIMES.discard) -> None:
         super().__init__(error.as_json(), error.status, error.headers())
-        self._leaves_body = error.leaves_body
+        self._leaves_body, self._discard_seconds = error.leaves_body, discard_seconds
 
     def render(self, content: Any) -> bytes:
         return json_bytes(content)
@@ -76,15 +78,15 @@ class ErrorAnswer(JSONResponse):
             return await super().__call__(scope, receive, send)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await _discard_body(receive)
+        await _discard_body(receive, self._discard_seconds)
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _discard_body(receive: Receive) -> None:
+async def _discard_body(receive: Receive, seconds: float) -> None:
     """Reads on to the end of the body, within limits."""
     left, is_open = DISCARD_BYTES, True
     try:
-        async with asyncio.timeout(DISCARD_SECONDS):
+        async with asyncio.timeout(seconds):
             while is_open and left > 0:
                 message = await receive()
                 is_open = message["type"] == "http.request" and message.get("more_body", False)

@@ -10,7 +10,7 @@ from typing import Any
 from specdec.checks import require_bool, require_int
 from specdec.config import SamplingParams
 from specdec.limits import MAX_LOGPROBS
-from specdec.prompts import chat_fault
+from specdec.prompts.encode import chat_fault
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.fields import (
     CHAT,

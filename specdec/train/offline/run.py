@@ -15,8 +15,9 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.eagle.head import EagleHead
+from specdec.draft.find import HEADS_ONLY, how_to_read
 from specdec.draft.formats.open import open_head
-from specdec.draft.kinds import HEADS_ONLY, how_to_read, is_name
+from specdec.draft.kinds import kind_of
 from specdec.draft.load import empty_head, load_head
 from specdec.generation import Stats
 from specdec.limits import MAX_PAUSE
@@ -35,7 +36,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
     no weights are read.
     """
     resolve_device(options.device)
-    if is_name(head):
+    if kind_of(head):
         raise ValueError(
             f"HEAD must be a folder or hub id of a draft head, got {head!r}; specdec bench --draft {head} measures it"
         )

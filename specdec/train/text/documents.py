@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.prompts import chat_fault
+from specdec.prompts.encode import chat_fault
 from specdec.train.text.stories import split_stories
 
 SEPARATOR = "<|endoftext|>"

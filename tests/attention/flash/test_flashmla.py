@@ -32,8 +32,8 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState
-from specdec.bench.session import Session
 from specdec.lossless.near_tie import explain_divergence
+from specdec.session import Session
 
 REAL = HAS_GPU and torch.cuda.get_device_capability()[0] == 9 and flashmla.library() is not None
 DEVICE = "cuda" if REAL else "cpu"

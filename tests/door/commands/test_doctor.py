@@ -14,11 +14,10 @@ import pytest
 from rich.console import Console
 from toolkit.paths import ROOT
 
-from specdec import cli, shipped
+from specdec import cli
 from specdec.attention.capabilities import BackendChoice
-from specdec.loading.about import screen
-from specdec.loading.about.machine import machine_facts
-from specdec.loading.about.screen import here_rows, print_screen, print_verdict
+from specdec.loading.about.machine import machine_facts, versions
+from specdec.loading.about.screen import here_rows, machine_of, print_machine, print_verdict
 from specdec.loading.about.verdict import LEAST, NEEDED, OPTIONAL, TRY, Gpu, Machine, broken, optional_rows, verdict
 from specdec.ops.products.gpus import nearest
 
@@ -115,30 +114,24 @@ def test_this_machine_is_a_screen_too(capsys: pytest.CaptureFixture[str], monkey
         ("NVIDIA A100-SXM4-80GB", 2.04e12, (8, 0), "of another kind"),
     ],
 )
-def test_facts_of_gpus_become_the_verdict_s(
-    name: str, bandwidth: float, capability: tuple[int, int], runs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_facts_of_gpus_become_the_verdict_s(name: str, bandwidth: float, capability: tuple[int, int], runs: str) -> None:
     """Keeps out: a doctor that works on the machine without a GPU on which its tests ran.  The GPUs are stand-ins."""
-    monkeypatch.setattr(screen, "has_pdl", lambda device: capability >= (9, 0))
-    monkeypatch.setattr(screen, "match_of", lambda device: nearest(name, bandwidth, capability))
-    monkeypatch.setattr(screen, "look", lambda device: (None, ""))
-    monkeypatch.setattr(screen, "attention_here", lambda: BackendChoice("triton", "CUDA device and triton installed"))
-    facts = machine_facts()
+    has_tiles = capability < (9, 0) or nearest(name, bandwidth, capability).is_own
     gpu = {"name": name, "capability": "{}.{}".format(*capability), "memory_bytes": 85 * 10**9, "multiprocessors": 132}
-    monkeypatch.setattr(screen, "machine_facts", lambda: facts | {"gpus": [gpu, gpu], "driver": "580.1"})
+    facts = machine_facts() | {"gpus": [gpu, gpu], "driver": "580.1"}
+    choice = BackendChoice("triton", "CUDA device and triton installed")
     out = io.StringIO()
-    print_screen(lambda: Console(file=out, width=80))
+    print_machine(facts, machine_of(facts, versions(), choice, lambda index: has_tiles), Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     said = " ".join(out.getvalue().split())
     assert runs in said and f"its GPU, {name}, 85 GB (and 1 more)" in said and f"2 x {name}, 85 GB" in said
     assert len(lines) <= 40 and max(len(line.rstrip()) for line in lines) <= 80
 
 
-def test_an_incomplete_pair_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_incomplete_pair_is_said() -> None:
     """Keeps out: a next step that fails because its files are not there."""
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     out = io.StringIO()
-    print_screen(lambda: Console(file=out, width=80))
+    print_machine(machine_facts(), machine(has_pair=False), Console(file=out, width=80))
     assert TRY not in out.getvalue() and "incomplete" in out.getvalue()
 
 

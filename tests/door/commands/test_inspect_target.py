@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gguf_files import write_gguf
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.checkpoints.tokenizers import byte_tokenizer
 from toolkit.families import FAMILIES, eager, save_family
 from toolkit.heads.block_parts import BlockOptions, random_block_parts
@@ -23,7 +24,6 @@ from toolkit.oracles.quantised import SCHEMES, save_quantised
 
 from specdec import EngineOptions, SpecConfig, cli, shipped
 from specdec.loading.about.inspect_target import is_head, target_facts
-from specdec.loading.plan import plan_memory
 
 
 def facts_of(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> dict[str, Any]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
 from toolkit.paths import ROOT
 
-from specdec import SpecDecoder, cli, shipped
+from specdec import SpecDecoder, shipped
+from specdec.cli import entry
 from specdec.cli.terminal import waiting
 from specdec.cli.terminal.screen import Screen
 from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.screen.progress import Pace
 from specdec.startup import STARTUP, Startup
 
 READ = r"2[0-9] of 254 tensors done"
@@ -67,45 +69,37 @@ def test_a_long_load_says_how_far_it_is(command: str, monkeypatch: pytest.Monkey
     """Keeps out: a minute of silence in front of the first output, in which nobody knows whether to wait."""
     slow = Slow(monkeypatch)
     err = Lines(slow.seen)
-    monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(waiting, "TICK", 0.005)
-    monkeypatch.setattr("specdec.progress.LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(sys, "stderr", err)
-    assert cli.main([command, *COMMANDS[command]]) == 0
+    with redirect_stderr(err):
+        assert entry.main([command, *COMMANDS[command]], Pace(quiet=0.0, tick=0.005, least=0.0)) == 0
     said = rf"^specdec: {command}: reading the target's weights \(\d+ s, 2[0-9] of 254 tensors done\)$"
     assert re.search(said, err.text, re.M), err.text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_quick_start_says_nothing(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_start_says_nothing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: lines on stderr of what took less than a few seconds, and a thread that outlives its command."""
-    monkeypatch.setattr(waiting, "QUIET_SECONDS", 600.0)
-    assert cli.main([command, *COMMANDS[command]]) == 0
+    assert entry.main([command, *COMMANDS[command]], Pace(quiet=600.0)) == 0
     said = capsys.readouterr().err
     assert not [line for line in said.splitlines() if line.startswith(f"specdec: {command}: ") and "verify: " not in line], said
     assert not [thread for thread in threading.enumerate() if thread.name == "specdec-waiting"]
 
 
-def test_nothing_is_said_after_the_first_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_said_after_the_first_output(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: lines about the start in the middle of a text, and of a command that failed."""
-    monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(waiting, "TICK", 0.001)
-    monkeypatch.setattr("specdec.progress.LEAST_SECONDS", 0.0)
-    with waiting.told_if_slow("test"):
+    pace = Pace(quiet=0.0, tick=0.001, least=0.0)
+    with waiting.told_if_slow("test", pace):
         waiting.over()
         capsys.readouterr()
         threading.Event().wait(0.05)
         waiting.over()
     assert capsys.readouterr().err == ""
-    with pytest.raises(RuntimeError), waiting.told_if_slow("test"):
+    with pytest.raises(RuntimeError), waiting.told_if_slow("test", pace):
         raise RuntimeError
     assert not [thread for thread in threading.enumerate() if thread.name == "specdec-waiting"]
 
 
-def test_python_callers_get_no_lines(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_python_callers_get_no_lines(capfd: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a library that writes to its caller's stderr."""
-    monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(waiting, "TICK", 0.001)
     with SpecDecoder.from_pretrained(shipped.target_folder(), device="cpu"):
         assert not [thread for thread in threading.enumerate() if thread.name == "specdec-waiting"]
     assert capfd.readouterr() == ("", "")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.block_parts import BlockOptions, random_block_parts, with_copies
 from toolkit.heads.block_writers import BLOCK_WRITERS
 from toolkit.heads.writers import Files
@@ -25,7 +25,6 @@ from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.target import Target
 
 CPU = torch.device("cpu")

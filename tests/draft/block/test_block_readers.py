@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.block_parts import BlockOptions, random_block_parts, with_copies
 from toolkit.heads.block_writers import BLOCK_WRITERS
 from toolkit.heads.writers import save
@@ -23,7 +23,6 @@ from specdec.draft.block.formats.common import default_features
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.train.heads.speculators import Verifier, config_of, tensors_of
 
 CPU, F64 = torch.device("cpu"), torch.float64

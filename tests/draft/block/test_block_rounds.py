@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.driver import Driver, new_request
 from toolkit.heads.block_zoo import HEADS, AlonePath
 from toolkit.models import Zoo, ragged_prompts
@@ -22,8 +23,6 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft.block.rounds import worker
 from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
-from specdec.loading.plan import plan_memory
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.schemes.config import ROUNDED
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.options import EngineOptions

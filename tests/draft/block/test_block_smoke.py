@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
 import torch
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.block_parts import BlockOptions, BlockParts
 from toolkit.heads.block_writers import speculators
 from toolkit.heads.parts import shipped_parts
@@ -22,8 +22,7 @@ from specdec.draft.block.smoke import BlockLook, logits_of, of_block
 from specdec.draft.load import load_head
 from specdec.draft.smoke import LEAST_RATIO, Seen, variant
 from specdec.loading.drafters import TEXT
-from specdec.models.checkpoints.loader import read_target_config
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.parts import Parts, Tensors, shipped_parts
 from toolkit.heads.writers import WRITERS, Files, save
 
@@ -26,9 +26,8 @@ from specdec.draft.formats.reading import Reading
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.load import build_head
 from specdec.loading.drafters import TEXT
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.target import Target
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 Change = tuple[str, dict[str, Any] | None, Tensors | None]  # a name; another config; other tensors

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads import writers
 from toolkit.heads.block_parts import BlockOptions, random_block_parts
 from toolkit.heads.block_writers import BLOCK_WRITERS
@@ -25,7 +25,6 @@ from specdec.attention.kinds import LayerKind
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.config import RopeConfig
 
 CPU, F64 = torch.device("cpu"), torch.float64

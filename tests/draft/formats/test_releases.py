@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.parts import Parts
 from toolkit.heads.releases import MEANT, MIXED, REFUSED, names, parts_of, written
 from toolkit.heads.writers import save
@@ -27,7 +27,6 @@ from specdec.draft.eagle.head import EagleHead
 from specdec.draft.formats.open import open_head
 from specdec.draft.formats.reading import Reading
 from specdec.draft.load import build_head
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.target import Target
 
 CPU, F64 = torch.device("cpu"), torch.float64

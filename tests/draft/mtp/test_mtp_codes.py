@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.mtp_layers.targets import MtpZoo, save_mtp_target
 from toolkit.oracles.quantised import SCHEMES, as_codes
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
-from specdec.draft.mtp.load import load_mtp, open_mtp
-from specdec.loading.plan import plan_memory
+from specdec.draft.mtp.load import OpenMtp
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
@@ -118,7 +118,7 @@ def test_no_broken_layer_loads(tmp_path: Path, name: str, tensors_of: int) -> No
     sound, _ = save_both(tmp_path, name, "deepseek fp8", "join")
     chosen = choose_target(sound)
     target: Target = load_chosen(chosen, sound, 64, CPU, torch.float32, False)
-    load_mtp(sound, target, 64, CPU, torch.float32)
+    OpenMtp(sound, target.config).load(target, 64, CPU, torch.float32)
     tensors = load_file(sound / "model.safetensors")
     own = [key for key in tensors if "layers.3." in key and any(part in key for part in (*PARTS, "indexer.w"))]
     assert len(own) == tensors_of
@@ -128,7 +128,7 @@ def test_no_broken_layer_loads(tmp_path: Path, name: str, tensors_of: int) -> No
     for what, changed in changes(tensors, own):
         save_file({key: x.contiguous() for key, x in changed.items()}, broken / "model.safetensors", {"format": "pt"})
         try:
-            load_mtp(broken, target, 64, CPU, torch.float32)
+            OpenMtp(broken, target.config).load(target, 64, CPU, torch.float32)
             quiet.append(what)
         except ValueError as error:
             assert len(str(error)) > 20
@@ -168,5 +168,5 @@ def test_users_are_told(tmp_path: Path, mtp_zoo: MtpZoo, capsys: pytest.CaptureF
         assert one.head is not None
         held = sum(x.nbytes for x in (*one.head.layers.parameters(), *one.head.layers.buffers()))
     assert planned["weights of the draft head"] == pytest.approx(held, rel=1e-3)
-    rounded = open_mtp(mtp_zoo.target("v3"), choose_target(mtp_zoo.target("v3"), quantize="fp8").config)
+    rounded = OpenMtp(mtp_zoo.target("v3"), choose_target(mtp_zoo.target("v3"), quantize="fp8").config)
     assert rounded.checkpoint.quantization is None  # what is rounded as the target is loaded, its layers are not

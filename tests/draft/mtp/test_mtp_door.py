@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.families import save_family
 from toolkit.models import Zoo
 from toolkit.mtp_layers.targets import COUNT, MtpZoo, save_mtp_target
@@ -16,7 +17,7 @@ from toolkit.oracles.quantised import SCHEMES, as_codes
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.loading.about.doctor import drafter_rows
-from specdec.loading.plan import plan_memory, scratch_numbers
+from specdec.loading.plan import scratch_numbers
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.linear import Linear

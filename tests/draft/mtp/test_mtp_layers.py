@@ -19,7 +19,7 @@ from transformers import Glm4MoeConfig, PreTrainedModel
 from specdec.attention.eager.dense import DenseAttention
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import read_mtp
-from specdec.draft.mtp.load import load_mtp
+from specdec.draft.mtp.load import OpenMtp
 from specdec.models.registry import choose_target, load_chosen
 
 IDS = [3, 17, 8, 39, 0, 21, 21, 5, 30, 11, 2, 9]
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def load(zoo: MtpZoo, name: str, dtype: torch.dtype = torch.float64) -> MtpHead:
     folder = zoo.target(name)
     target = load_chosen(choose_target(folder), folder, 64, CPU, dtype, False)
-    return load_mtp(folder, target, 64, CPU, dtype)
+    return OpenMtp(folder, target.config).load(target, 64, CPU, dtype)
 
 
 def in_double(zoo: MtpZoo, name: str) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from toolkit.mtp_layers.targets import COUNT, save_mtp_target
 from torch import Tensor
 
 from specdec import SpecConfig, SpecDecoder
-from specdec.draft.mtp.load import load_mtp, open_mtp
+from specdec.draft.mtp.load import OpenMtp
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 
@@ -72,7 +72,7 @@ def test_no_broken_layer_loads(name: str, tmp_path: Path, capsys: pytest.Capture
     sound = save_mtp_target(tmp_path / "sound", name, **SIZES[name])
     raw, tensors = json.loads((sound / "config.json").read_text()), load_file(sound / "model.safetensors")
     target = load_chosen(choose_target(sound), sound, 64, CPU, torch.float32, False)
-    load_mtp(sound, target, 64, CPU, torch.float32)
+    OpenMtp(sound, target.config).load(target, 64, CPU, torch.float32)
     own = [key for key in tensors if "mtp_layers" in key or "layers.3." in key]
     own = [key for key in own if "experts." not in key or "experts.0." in key or "shared" in key]  # the others are as the first
     assert not any(tensors[key].dim() == 2 and len(set(tensors[key].shape)) == 1 for key in own)
@@ -100,9 +100,9 @@ def end_of(folder: Path, target: Target | None) -> str:
     """target: None where the config is broken, which is read anew then."""
     try:
         if target is None:
-            open_mtp(folder, choose_target(folder).config)
+            OpenMtp(folder, choose_target(folder).config)
         else:
-            load_mtp(folder, target, 64, CPU, torch.float32)
+            OpenMtp(folder, target.config).load(target, 64, CPU, torch.float32)
     except ValueError as error:
         assert len(str(error)) > 20
         return "error"

@@ -107,7 +107,7 @@ def test_a_request_runs_once(decoder: SpecDecoder) -> None:
     shared = AsyncSpecDecoder(decoder)
 
     async def twice() -> None:
-        request = await shared.new_request([3, 4], GREEDY)
+        request = await shared.new_request([3, 4], GREEDY, streaming=True)
         await shared.run(request)
         with pytest.raises(ValueError, match="runs only once"):
             await shared.run(request)

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from toolkit.inside.hooks import wait_for
 from toolkit.models import Zoo
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.screen.progress import Pace, show_progress
 
 GREEDY = SamplingParams(max_tokens=20)
 LONG = SamplingParams(max_tokens=80)
@@ -224,14 +226,14 @@ def test_errors_in_a_row_do_not_end_an_engine_that_cleans_up(zoo: Zoo, make: Cal
     Driver(decoder).assert_nothing_leaked()
 
 
-def test_progress_counts_requests_and_tokens(
-    make: Callable[[], SpecDecoder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_counts_requests_and_tokens(make: Callable[[], SpecDecoder], capfd: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a bar on stdout, and a call that waits differently because somebody watches."""
-    monkeypatch.setattr("specdec.progress.FIRST_SECONDS", 0.0)
     decoder = make()
     plain = [out.token_ids for out in decoder.generate([[3, 4], [5]], GREEDY)]
     assert [out.token_ids for out in decoder.generate([[3, 4], [5]], GREEDY, progress=True)] == plain
+    requests = [decoder.new_request(ids, GREEDY) for ids in ([3, 4], [5])]
+    with show_progress("generate", "requests", pace=Pace(first=0.0)) as show:
+        assert [out.token_ids for out in decoder.run(requests, show)] == plain
     out, err = capfd.readouterr()
     assert out == "" and "specdec: generate: " in err and "tokens" in err
     with pytest.raises(TypeError, match="progress must be a bool"):
@@ -260,10 +262,10 @@ def test_a_decoder_is_not_copied(make: Callable[[], SpecDecoder]) -> None:
                 make_another(each)
 
 
-def test_progress_without_a_console(make: Callable[[], SpecDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_a_console(make: Callable[[], SpecDecoder]) -> None:
     """Keeps out: an AttributeError in programs whose stderr is None (pythonw, some services) or closed."""
     decoder, closed = make(), io.StringIO()
     closed.close()
     for stderr in (None, closed):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        assert decoder.generate([3], GREEDY, progress=True)
+        with redirect_stderr(stderr):
+            assert decoder.generate([3], GREEDY, progress=True)

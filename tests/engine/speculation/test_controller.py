@@ -239,7 +239,7 @@ def test_a_measured_round_goes_into_the_book_of_its_kind() -> None:
     speculation = Speculation(SHAPES, is_auto=True)
     assert speculation.controller is not None
     for has_grammar in (False, True):
-        step = RunRound(4, "speculative", SHAPES[0], Needs(grammar=has_grammar), timed=True)
+        step = RunRound(4, "speculative", SHAPES[0], Needs.of(*["grammar"] * has_grammar), timed=True)
         speculation.observe(step, 1e-3, [0] * 4)
         assert set(speculation.controller.books) == {Size(4), Size(4, grammar=True)} - (
             {Size(4, True)} - {Size(4, has_grammar)}

@@ -17,12 +17,12 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.bench.session import Session
 from specdec.lossless import reference, widen
 from specdec.lossless.choice import Text
 from specdec.lossless.passes import DensePasses
 from specdec.lossless.reference import read_text
 from specdec.lossless.widen import widened
+from specdec.session import Session
 from specdec.verify import tables, verifier
 
 PROMPTS = ragged_prompts(40, 8)

@@ -20,12 +20,12 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
-from specdec.bench.session import Session
 from specdec.cli.entry import build_parser
 from specdec.cli.flags import engine_of
 from specdec.engine.pages.groups import ALL
 from specdec.loading.memory import kv_page_bytes
 from specdec.lossless.passes import DensePasses
+from specdec.session import Session
 
 CASES = [
     ("llama", "eagle3", (4, 1, 5), 1, 8, "int8"),

@@ -19,21 +19,22 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.eager.dense import DenseAttention
-from specdec.models.config import ModelConfig, parse_config
+from specdec.models.config import ExpertsConfig, ModelConfig
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.diffllama.config import parse_diffllama
-from specdec.models.experts import ExpertsConfig, Router
+from specdec.models.experts import Router
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.layers import Rotary
+from specdec.models.llama.config import parse_llama
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.yarn import parse_rope_with_yarn
 
 Parse = Callable[[dict[str, Any], str], ModelConfig]
 PARSERS: dict[str, Parse] = {
-    "LlamaConfig": parse_config,
-    "MistralConfig": parse_config,
-    "Qwen2Config": parse_config,
-    "Qwen3Config": parse_config,
+    "LlamaConfig": parse_llama,
+    "MistralConfig": parse_llama,
+    "Qwen2Config": parse_llama,
+    "Qwen3Config": parse_llama,
     "DiffLlamaConfig": parse_diffllama,
     "DeepseekV3Config": parse_deepseek,
     "DeepseekV32Config": parse_deepseek,
@@ -74,13 +75,13 @@ def test_an_attention_bias_is_where_transformers_has_it(name: str) -> None:
     config = config_class(**{**COMMON, **own, "attention_bias": True, "num_hidden_layers": 1, "layer_types": None})
     with torch.device("meta"):
         theirs = model_class(config).model.layers[0].self_attn
-    assert parse_config(config.to_diff_dict(), "here").o_bias == (theirs.o_proj.bias is not None)
+    assert parse_llama(config.to_diff_dict(), "here").o_bias == (theirs.o_proj.bias is not None)
 
 
 def test_mimo_has_qwen2_s_biases_though_its_config_says_nothing() -> None:
     """Keeps out: MiMo's projections without the biases that its layers, which are Qwen2's, always have."""
     raw = transformers.Qwen2Config().to_diff_dict()
-    qwen2, mimo = parse_config(raw, "here"), parse_config({**raw, "model_type": "mimo"}, "here")
+    qwen2, mimo = parse_llama(raw, "here"), parse_llama({**raw, "model_type": "mimo"}, "here")
     assert mimo == dataclasses.replace(qwen2, family="mimo") and mimo.qkv_bias
 
 

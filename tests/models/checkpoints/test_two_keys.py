@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import transformers
 
-from specdec.models.config import parse_config
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.gpt_oss.config import parse_gpt_oss
+from specdec.models.llama.config import parse_llama
 
 FAMILIES = {
-    "LlamaConfig": parse_config, "MistralConfig": parse_config, "Qwen2Config": parse_config, "Qwen3Config": parse_config,
+    "LlamaConfig": parse_llama, "MistralConfig": parse_llama, "Qwen2Config": parse_llama, "Qwen3Config": parse_llama,
     "DiffLlamaConfig": parse_diffllama, "DeepseekV3Config": parse_deepseek, "GptOssConfig": parse_gpt_oss,
 }  # fmt: skip
 LINEAR, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}

@@ -27,7 +27,7 @@ from specdec.loading.build import doubling_context
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
-from specdec.models.kv import key_operations, kv_read_bytes, make_cache, most_read
+from specdec.models.kv import kv_read_bytes, make_cache
 
 CPU = torch.device("cpu")
 PROMPTS = ragged_prompts(40, 5, seed=3)
@@ -190,10 +190,10 @@ def test_an_indexers_tensors_are_all_wanted(zoo: SparseZoo, tmp_path: Path) -> N
 def test_only_scores_grow_with_the_context(zoo: SparseZoo, tmp_path: Path) -> None:
     """Keeps out: chunks of a long prompt that get smaller as if each query read all keys; layers counted that score nothing."""
     shared, own = (load(zoo.target(name)).config for name in ("glm-shared", "glm"))
-    assert key_operations(own) == 3 * 2 * 16 * 16 and key_operations(shared) == 2 * 2 * 16 * 16
+    assert own.key_operations == 3 * 2 * 16 * 16 and shared.key_operations == 2 * 2 * 16 * 16
     v3 = v3_of(zoo.target("v32"), tmp_path / "v3").config
-    assert most_read(v3) is None and most_read(own) == TOPK
-    assert doubling_context(v3) / doubling_context(own) == key_operations(own) / key_operations(v3)
+    assert v3.most_read is None and own.most_read == TOPK
+    assert doubling_context(v3) / doubling_context(own) == own.key_operations / v3.key_operations
 
 
 def test_a_token_takes_its_latent_and_its_indexer_key(zoo: SparseZoo) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
-from specdec.ops.experts.coded import PLAIN, Form, Gate
+from specdec.models.config import ExpertsConfig
+from specdec.models.experts import Router, gathered_experts, grouped_experts, masked_experts
+from specdec.ops.products.experts import PLAIN, Form, Gate
 
 
 def router_of(weight_EH: Tensor, config: ExpertsConfig, correction_E: Tensor | None = None) -> Router:

@@ -8,7 +8,7 @@ from gguf.quants import dequantize
 from toolkit.checkpoints.gguf_files import random_blocks
 
 from specdec.models.gguf.blocks import BLOCKS, CODED, PIECE, dequantised
-from specdec.ops.quantised.codes import values
+from specdec.ops.products.formats.quantised import values
 
 
 @pytest.mark.parametrize("type", BLOCKS)

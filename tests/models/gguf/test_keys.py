@@ -7,15 +7,15 @@ import gguf
 import numpy as np
 import pytest
 from toolkit.checkpoints.gguf_files import SIZES, finish, put, write_gguf
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.models import LLAMA3_ROPE, save_target
 
 from specdec import SpecConfig, SpecDecoder
 from specdec.cli import main
 from specdec.loading.pair import weights_bytes
-from specdec.loading.plan import plan_memory
 from specdec.models.registry import check_chosen, choose_target
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.gguf.file import open_gguf
 from specdec.models.gguf.tensors import names_of
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "1 2 3 4 5", "List three fruits:\n1."]
 HEADS = {"attn_q": 9, "attn_k": 3}

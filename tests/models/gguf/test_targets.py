@@ -10,12 +10,12 @@ import pytest
 import torch
 from toolkit.checkpoints.gguf_files import GPT_OSS_ROPE, SIZES, save_as_stored, write_gguf
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.load import read_target_config
 from toolkit.models import LLAMA3_ROPE, save_target
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 

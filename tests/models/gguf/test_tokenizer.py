@@ -20,7 +20,7 @@ from specdec.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from specdec.models.gguf.tokenizer import tokenizer_of
 from specdec.models.gguf.vocabulary import GgufVocabulary
 from specdec.models.registry import choose_target
-from specdec.prompts import Tokenizer as Prompts
+from specdec.prompts.tokenizer import Tokenizer as Prompts
 
 TEXT = (ROOT / "README.md").read_text()
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

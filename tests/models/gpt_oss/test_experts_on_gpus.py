@@ -19,6 +19,7 @@ from specdec.config import GraphMode
 from specdec.lossless.verify import verify
 from specdec.models import experts
 from specdec.models.experts import coded_experts
+from specdec.session import Session
 
 pytestmark = pytest.mark.gpu
 
@@ -68,5 +69,5 @@ def test_bfloat16_texts_part_at_near_ties_alone(
 
     monkeypatch.setattr(experts, "coded_experts", counted)
     decoder = load(folders[name], SpecConfig(3, 2, 6), device="cuda", dtype="bfloat16")
-    assert verify(decoder, PROMPTS, SAMPLING).passed
+    assert verify(Session(decoder), PROMPTS, SAMPLING).passed
     assert calls and Driver(decoder).num_graphs("round") > 0

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gpt_oss import SCHEME, save_gpt_oss
 from toolkit.checkpoints.load import load_target
+from toolkit.checkpoints.plans import plan_memory
 from toolkit.families import assert_greedy, eager
 from toolkit.models import save_eagle3
 from torch import Tensor
@@ -19,7 +20,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.eager.dense import DenseAttention
 from specdec.cli.entry import main
-from specdec.loading.plan import plan_memory
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.gpt_oss.modules import BiasedExperts, GptOssLM
 from specdec.models.registry import choose_target

@@ -22,7 +22,7 @@ from specdec.models.linear import Linear
 from specdec.models.registry import check_chosen, choose_target, load_chosen
 from specdec.models.schemes.rules import Rule
 from specdec.models.sharding import share_of
-from specdec.ops.quantised.codes import dequantise
+from specdec.ops.products.formats.quantised import dequantise
 from specdec.parallel.shard import Shard
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]

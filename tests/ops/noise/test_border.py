@@ -27,7 +27,9 @@ CASES = [
 
 
 def sampling_on(device: torch.device | str) -> RowSampling:
-    return RowSampling.of([RowOptions(heat, top_p, min_p, top_k=top_k) for heat, top_k, top_p, min_p in CASES], device)
+    return RowSampling.of(
+        [RowOptions.of(temperature=heat, top_p=top_p, min_p=min_p, top_k=top_k) for heat, top_k, top_p, min_p in CASES], device
+    )
 
 
 def logits_of(V: int, dtype: torch.dtype, spread: float = 3.0, each: int = 2) -> Tensor:
@@ -83,7 +85,7 @@ def check(logits: Tensor) -> None:
     rows = sampling.expand_rows(len(logits) // len(CASES))
     for row in ((got != kept).any(1) & (rows.temperature_R > 0)).nonzero()[:, 0].tolist():
         weights = (heated[row] - heated[row].max()).double().exp()
-        assert weights[got[row] != kept[row]].sum() < 1e-6 * weights[kept[row]].sum() and rows.top_p_R[row] < 1, row
+        assert weights[got[row] != kept[row]].sum() < 1e-6 * weights[kept[row]].sum() and rows.column("top_p")[row] < 1, row
 
 
 @pytest.mark.parametrize(("V", "dtype"), [(90, torch.float32), (4097, torch.float16)])
@@ -112,7 +114,7 @@ def test_the_best_token_stays_whatever_top_p_is() -> None:
     """Keeps out: a share that is 0 in float32, by which all tokens go and none can be sampled."""
     logits = logits_of(90, torch.float32)[:2]
     for device in ("cpu", DEVICE):
-        filters = RowSampling.of([RowOptions(1.0, 1e-46)] * 2, device).filters
+        filters = RowSampling.of([RowOptions.of(temperature=1.0, top_p=1e-46)] * 2, device).filters
         border = (borders if device == "cpu" else launch_borders)(logits.to(device), filters)
         kept = Border(*(column.cpu() for column in border)).keeps(logits, logits)
         assert torch.equal(kept.nonzero()[:, 1], logits.argmax(-1)) and kept.sum() == 2
@@ -122,7 +124,7 @@ def test_the_best_token_stays_whatever_top_p_is() -> None:
 def test_min_p_alone(dtype: torch.dtype) -> None:
     """Of a vocabulary that 16 bits can't count.  Keeps out: an id that the logits' dtype rounds or can't hold."""
     logits = (3 * torch.randn(2, 70001, generator=torch.Generator().manual_seed(3))).to(dtype)
-    filters = RowSampling.of([RowOptions(0.7, 1.0, min_p) for min_p in (0.1, 0.9)], "cpu").filters
+    filters = RowSampling.of([RowOptions.of(temperature=0.7, min_p=min_p) for min_p in (0.1, 0.9)], "cpu").filters
     heated = logits.float() / 0.7
     kept = lowest_alone(logits.amax(-1), filters, 70001).keeps(logits, heated)
     shares = (heated - heated.amax(-1, keepdim=True)).exp()

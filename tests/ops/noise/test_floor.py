@@ -27,7 +27,9 @@ CASES = [
 
 
 def sampling_of(min_p: float = 0.0) -> RowSampling:
-    return RowSampling.of([RowOptions(heat, top_p, min_p, top_k=top_k) for heat, top_k, top_p in CASES], "cpu")
+    return RowSampling.of(
+        [RowOptions.of(temperature=heat, top_p=top_p, min_p=min_p, top_k=top_k) for heat, top_k, top_p in CASES], "cpu"
+    )
 
 
 def filters_of(sampling: RowSampling, device: torch.device | str = "cpu") -> Filters:
@@ -59,8 +61,8 @@ def test_the_floor_is_the_least_kept_logit_but_for_a_bin() -> None:
 
 def test_min_p_is_exact() -> None:
     logits, sampling = logits_of(100), sampling_of(min_p=0.3)
-    sampling.top_p_R.fill_(1.0)
-    sampling.top_k_R.fill_(0)
+    sampling.column("top_p").fill_(1.0)
+    sampling.column("top_k").fill_(0)
     floor = least_logits(logits, filters_of(sampling))
     heat = sampling.expand_rows(2).temperature_R
     want = torch.where(heat > 0, logits.amax(-1) + heat * torch.tensor(0.3).log(), -torch.inf)

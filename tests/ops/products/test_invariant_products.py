@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from toolkit.kernels import DEVICE, HAS_GPU
 
 from specdec.models.linear import Linear, use_numerics
-from specdec.ops.products.linear import silu_mul
-from specdec.ops.products.linear_tiled_triton import launch_tiled_linear
-from specdec.ops.products.linear_triton import ARRIVALS
+from specdec.ops.products.dense import silu_mul
+from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
+from specdec.ops.products.kernels.dense.tiled_triton import launch_tiled_linear
 from specdec.ops.products.numerics import FAST, INVARIANT
-from specdec.ops.products.tiles import FEW, ProductTiles, invariant_tiles
+from specdec.ops.products.tiles.dense import FEW, ProductTiles, invariant_tiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 LARGE = [(6144, 4096, False), (4096, 4096, False), (4096, 14336, False), (28672, 4096, True), (32768, 4096, False)]
@@ -73,7 +73,7 @@ def test_heads_a_program_and_the_switch() -> None:
 def test_matrices_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a library's product under the invariant policy, rows of more than two dims or strided ones refused."""
     for switch in ("use_kernels", "has_pdl"):
-        monkeypatch.setattr(f"specdec.ops.products.linear.{switch}", lambda _: True)
+        monkeypatch.setattr(f"specdec.ops.products.dense.{switch}", lambda _: True)
     monkeypatch.setattr(F, "linear", None)  # whoever calls it fails
     linear = Linear(72, 48, bias=True).to(DEVICE, DTYPE).requires_grad_(False)
     use_numerics(linear, INVARIANT)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops.products import linear_triton
+from specdec.ops.products.dense import gated_linear, linear, silu_mul
 from specdec.ops.products.gpus import H100, H200, nearest
-from specdec.ops.products.linear import gated_linear, linear, silu_mul
-from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul
-from specdec.ops.products.linear_wide_triton import launch_wide_linear
-from specdec.ops.products.tiles import ProductTiles, product_tiles
+from specdec.ops.products.kernels.dense import stream_triton as linear_triton
+from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, launch_linear, launch_silu_mul
+from specdec.ops.products.kernels.dense.wide_triton import launch_wide_linear
+from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
 
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -181,7 +181,7 @@ def test_hopper_equals_the_definition(
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a split without columns, stores beyond
     T or O.
     """
-    from specdec.ops.products.linear_hopper import launch_hopper_linear
+    from specdec.ops.products.kernels.dense.stream_hopper import launch_hopper_linear
 
     rows = 2 * O if gated else O
     x, weight, bias = strided(T, I, dtype), rand(rows, I, dtype=dtype), rand(rows, dtype=dtype)
@@ -201,7 +201,7 @@ def test_gated_hopper_equals_the_definition(T: int, O: int, I: int, programs: in
     """Keeps out: a step that is loaded over one that is still read, or that nobody frees; a tile of the result that is written
     over one on its way to memory; gate and up of other rows; places of tiles that no program computes.
     """
-    from specdec.ops.products.gated_hopper import launch_gated_hopper
+    from specdec.ops.products.kernels.dense.gated_hopper import launch_gated_hopper
 
     tiles = ProductTiles(128, 256, 64, 1, 4, 4, fetchers=1)
 

@@ -12,11 +12,12 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.models.experts import ExpertsConfig, Router, masked_experts, ordered_experts
+from specdec.models.config import ExpertsConfig
+from specdec.models.experts import Router, masked_experts, ordered_experts
 from specdec.ops.products import stacked
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.stacked import each_linear
-from specdec.ops.products.tiles import StackedTiles
+from specdec.ops.products.tiles.dense import StackedTiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 

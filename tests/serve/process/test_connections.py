@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,21 +20,19 @@ from toolkit.driver import Driver
 from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import SpecDecoder
-from specdec.serve import run
 from specdec.serve.metrics import CUTS
-from specdec.serve.process import acceptor, connections, descriptors, episode
 from specdec.serve.process.acceptor import Acceptor
-from specdec.serve.wire import errors
+from specdec.serve.process.descriptors import MOST_CONNECTIONS, REFUSED_AT_ONCE, SPARE, most_connections, raised_limit
+from specdec.serve.times import Times
 
 PATH = "/v1/completions"
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 2}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-@pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten looks at all connections a second, so that tests are quick."""
-    monkeypatch.setattr(run, "TICKS_A_SECOND", 1)
+def serve(pair: SpecDecoder, times: dict[str, float] | None = None, **options: Any) -> Served:
+    """A server that looks at all connections ten times a second, so that tests are quick."""
+    return Served(pair, times={"look": 0.1, **(times or {})}, **options)
 
 
 def request(body: dict[str, Any], head: bytes = HEAD) -> bytes:
@@ -73,11 +72,10 @@ def cuts(served: Served) -> dict[str, int]:
 # ---- too many ----
 
 
-def test_one_too_many_is_told_so(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_too_many_is_told_so(pair: SpecDecoder) -> None:
     """Keeps out: connections without a bound, or that are dropped without an answer; probes that call a busy server dead; and
     a line in the log for each."""
-    monkeypatch.setattr(episode, "QUIET_SECONDS", 0.3)
-    with Served(pair, max_connections=2) as served, Driver(pair).rounds_by_hand() as let_run:
+    with serve(pair, {"quiet": 0.3}, max_connections=2) as served, Driver(pair).rounds_by_hand() as let_run:
         with streaming(served), streaming(served):
             for _ in range(30):
                 answer = served.post(PATH, GOOD)
@@ -98,10 +96,9 @@ def test_one_too_many_is_told_so(pair: SpecDecoder, monkeypatch: pytest.MonkeyPa
     Driver(pair).assert_nothing_leaked()
 
 
-def test_a_connection_without_a_request_makes_room(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_request_makes_room(pair: SpecDecoder) -> None:
     """Keeps out: clients that are refused because others keep connections that they don't use."""
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
-    with Served(pair, max_connections=4) as served, ExitStack() as held:
+    with serve(pair, {"idle": 0.1}, max_connections=4) as served, ExitStack() as held:
         used = held.enter_context(httpx.Client(verify=False, timeout=60))
         assert used.post(served.url + PATH, json=GOOD).status_code == 200
         unused = [held.enter_context(served.connect()) for _ in range(3)]
@@ -113,10 +110,9 @@ def test_a_connection_without_a_request_makes_room(pair: SpecDecoder, monkeypatc
         assert served.door.counts.cut_connections["full"] == 0
 
 
-def test_a_fresh_connection_has_a_moment_for_its_request(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_connection_has_a_moment_for_its_request(pair: SpecDecoder) -> None:
     """Keeps out: a connection closed before its request could come, because another one wants its place."""
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 60.0)
-    with Served(pair, max_connections=2) as served, served.connect() as one, served.connect() as other:
+    with serve(pair, {"idle": 60.0}, max_connections=2) as served, served.connect() as one, served.connect() as other:
         wait_until(lambda: served.door.counts.connections == 2, "both are open")
         assert error_of(served.post(PATH, GOOD), 503)["code"] == "too_many_connections"
         for fresh in (one, other):
@@ -128,7 +124,7 @@ def test_a_fresh_connection_has_a_moment_for_its_request(pair: SpecDecoder, monk
 def test_many_that_come_and_go_leave_nothing(pair: SpecDecoder) -> None:
     """Keeps out: a count of connections that drifts until nobody is let in, and one that ends before it has begun, which
     ended the server."""
-    with Served(pair, max_connections=8) as served:
+    with serve(pair, max_connections=8) as served:
         before = len(os.listdir("/dev/fd"))
         for number in range(1500):
             with served.connect() as connection:
@@ -140,11 +136,9 @@ def test_many_that_come_and_go_leave_nothing(pair: SpecDecoder) -> None:
     Driver(pair).assert_nothing_leaked()
 
 
-def test_no_file_for_a_connection(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_for_a_connection(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: `accept` that is tried thousands of times a second where the system has no file left, and a server that takes
     nothing any more after such a time."""
-    monkeypatch.setattr(acceptor, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(episode, "QUIET_SECONDS", 0.2)
 
     class Listener(socket.socket):
         tries, fails = 0, True
@@ -159,7 +153,8 @@ def test_no_file_for_a_connection(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         with Listener() as listener:
             listener.bind(("127.0.0.1", 0))
             made: list[asyncio.Protocol] = []
-            taken = Acceptor(listener, lambda *_: made.append(asyncio.Protocol()) or made[-1], lambda: False, 5)
+            times = Times(retry=0.05, quiet=0.2)
+            taken = Acceptor(listener, lambda *_: made.append(asyncio.Protocol()) or made[-1], lambda: False, 5, times)
             _, writer = await asyncio.open_connection(*listener.getsockname())
             await asyncio.sleep(0.5)
             assert 2 <= Listener.tries <= 12 and not made
@@ -177,27 +172,31 @@ def test_no_file_for_a_connection(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert first == "a connection could not be accepted: Too many open files; 0 are open" and "times in" in last
 
 
-def test_the_bound_follows_the_limit_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_follows_the_limit_of_files() -> None:
     """Keeps out: a bound that the process has no files for, one that is lowered in silence, and a limit that stays raised in
     a process that is not the server's own."""
     kept = {"limit": (200, 1000)}
-    monkeypatch.setattr(resource, "getrlimit", lambda _: kept["limit"])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: kept.update(limit=limit))
+    files = SimpleNamespace(
+        RLIMIT_NOFILE=resource.RLIMIT_NOFILE,
+        RLIM_INFINITY=resource.RLIM_INFINITY,
+        getrlimit=lambda _: kept["limit"],
+        setrlimit=lambda _, limit: kept.update(limit=limit),
+    )
     is_open = len(os.listdir("/dev/fd"))
-    beside = is_open + descriptors.SPARE + descriptors.REFUSED_AT_ONCE
-    assert abs(descriptors.most_connections(None) - (200 - beside)) <= 3 and descriptors.most_connections(10) == 10
-    with descriptors.raised_limit():
-        assert kept["limit"] == (1000, 1000) and descriptors.most_connections(None) > 1000 - beside - 3
+    beside = is_open + SPARE + REFUSED_AT_ONCE
+    assert abs(most_connections(None, files) - (200 - beside)) <= 3 and most_connections(10, files) == 10
+    with raised_limit(files):
+        assert kept["limit"] == (1000, 1000) and most_connections(None, files) > 1000 - beside - 3
     assert kept["limit"] == (200, 1000)
     with pytest.raises(ValueError, match="max_connections=199 is more than there is room for.*nearest setting that works: 1"):
-        descriptors.most_connections(199)
+        most_connections(199, files)
     kept["limit"] = (beside - 10, beside - 10)
-    with descriptors.raised_limit(), pytest.raises(ValueError, match="no room for connections.*LimitNOFILE"):
-        descriptors.most_connections(None)
+    with raised_limit(files), pytest.raises(ValueError, match="no room for connections.*LimitNOFILE"):
+        most_connections(None, files)
     kept["limit"] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    with descriptors.raised_limit():
+    with raised_limit(files):
         assert kept["limit"][0] == resource.RLIM_INFINITY
-        assert descriptors.most_connections(None) == descriptors.MOST_CONNECTIONS
+        assert most_connections(None, files) == MOST_CONNECTIONS
 
 
 # ---- too slow ----
@@ -206,7 +205,7 @@ def test_the_bound_follows_the_limit_of_files(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/comple", HEAD, HEAD + b"Content-Length: 5\r"])
 def test_a_request_that_does_not_come(pair: SpecDecoder, begun: bytes) -> None:
     """Keeps out: a connection that is held for ever by a request's head that does not end, byte by byte or at all."""
-    with Served(pair, read_seconds=1) as served, served.connect() as connection:
+    with serve(pair, read_seconds=1) as served, served.connect() as connection:
         connection.sendall(begun)
         began = time.monotonic()
         answer = all_of(connection)
@@ -217,10 +216,9 @@ def test_a_request_that_does_not_come(pair: SpecDecoder, begun: bytes) -> None:
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 1000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
-def test_a_body_that_never_ends(pair: SpecDecoder, length: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_never_ends(pair: SpecDecoder, length: bytes) -> None:
     """Keeps out: a request that waits for its body for ever, which a byte now and then keeps alive."""
-    monkeypatch.setattr(errors, "DISCARD_SECONDS", 0.1)  # which is waited for here
-    with Served(pair, read_seconds=1) as served, served.connect() as connection:
+    with serve(pair, {"discard": 0.1}, read_seconds=1) as served, served.connect() as connection:
         connection.sendall(HEAD + length)
         connection.settimeout(0.1)
         answer, began = b"", time.monotonic()
@@ -238,7 +236,7 @@ def test_a_body_that_never_ends(pair: SpecDecoder, length: bytes, monkeypatch: p
 
 def test_a_body_that_was_answered_and_never_ends(pair: SpecDecoder) -> None:
     """Keeps out: a connection that is held for ever by a body that nobody waits for: each byte put off uvicorn's own end."""
-    with Served(pair, read_seconds=1) as served, served.connect() as connection:
+    with serve(pair, read_seconds=1) as served, served.connect() as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
         connection.settimeout(0.1)
@@ -258,7 +256,7 @@ def test_a_body_that_was_answered_and_never_ends(pair: SpecDecoder) -> None:
 
 def test_a_slow_body_that_goes_on_is_waited_for(pair: SpecDecoder) -> None:
     """Keeps out: a large body over a slow line that is refused although it comes steadily."""
-    with Served(pair, read_seconds=1) as served, served.connect() as connection:
+    with serve(pair, read_seconds=1) as served, served.connect() as connection:
         body = json.dumps(GOOD).encode().ljust(100_000)
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
         for start in range(0, len(body), 5000):
@@ -275,7 +273,7 @@ LARGE: dict[str, Any] = {**GOOD, "max_tokens": 400, "n": 4, "ignore_eos": True, 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_that_nobody_reads(pair: SpecDecoder, stream: bool) -> None:
     """Keeps out: a text, a connection and a place that are held for ever for a reader that has stopped, streamed or not."""
-    with Served(pair, send_buffer=4096, write_seconds=1) as served, served.connect(receive_buffer=4096) as connection:
+    with serve(pair, send_buffer=4096, write_seconds=1) as served, served.connect(receive_buffer=4096) as connection:
         connection.sendall(request({**LARGE, "stream": stream, "max_tokens": 400 if stream else 50}))
         wait_until(lambda: served.door.counts.cut_connections["unread"] == 1, "the connection is cut")
         wait_until(lambda: served.door.counts.connections == 0 and served.door.queue.is_empty, "nothing is left of it")
@@ -288,7 +286,7 @@ def test_an_answer_that_nobody_reads(pair: SpecDecoder, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_is_only_slow(pair: SpecDecoder, stream: bool) -> None:
     """Keeps out: a reader that is cut off although it reads all the time."""
-    with Served(pair, send_buffer=4096, write_seconds=1) as served, served.connect(receive_buffer=4096) as connection:
+    with serve(pair, send_buffer=4096, write_seconds=1) as served, served.connect(receive_buffer=4096) as connection:
         connection.sendall(request({**LARGE, "max_tokens": 100, "stream": stream}))
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         began = time.monotonic()

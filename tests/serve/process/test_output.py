@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,15 +17,13 @@ import pytest
 from toolkit.serving.command import Pipe
 from toolkit.serving.server import PATIENCE, wait_until
 
-from specdec.serve.process import output
 from specdec.serve.process.output import Outlet, output_that_never_waits
 
 LINE = "x" * 99 + "\n"
 
 
 @pytest.fixture()
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
-    monkeypatch.setattr(output, "CLOSING_SECONDS", 0.2)
+def pipe() -> Iterator[Pipe]:
     made = Pipe()
     yield made
     made.close()
@@ -43,12 +42,11 @@ def everything(pipe: Pipe, until: str) -> str:
     return found
 
 
-def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe) -> None:
     """Keeps out: a thread that stops because nobody reads its log, memory that grows with a log that nobody reads, and lines
     that are missing without a word, or of which a wrong number is given."""
-    monkeypatch.setattr(output, "MOST_HELD", 50 * len(LINE))
     pipe.fill()
-    out = Outlet(pipe.writer)
+    out = Outlet(pipe.writer, most_held=50 * len(LINE))
     began = time.monotonic()
     for number in range(1000):
         print(f"{number:099}", file=out, flush=True)
@@ -62,11 +60,10 @@ def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe, monkeypatch: pytes
     out.close()
 
 
-def test_a_slow_reader_is_not_told_with_every_line(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_is_not_told_with_every_line(pipe: Pipe) -> None:
     """Keeps out: a log that is half notes about lost lines, because each line that is read makes room for one."""
-    monkeypatch.setattr(output, "MOST_HELD", 400 * len(LINE))
     pipe.fill()
-    out, found = Outlet(pipe.writer), ""
+    out, found = Outlet(pipe.writer, most_held=400 * len(LINE)), ""
     for _ in range(60):  # each of which makes room for a tenth of the queue, and writes more than that
         found += os.read(pipe.reader, 4096).decode()
         time.sleep(0.005)
@@ -107,23 +104,21 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
 class Disk:
     """What a pipe stands for here: a disk with so many free bytes, which takes the beginning of what does not fit."""
 
-    def __init__(self, pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.free, self._descriptor, self._write = 0, pipe.writer, os.write
-        monkeypatch.setattr(os, "write", self.write)
+    def __init__(self) -> None:
+        self.free = 0
 
     def write(self, descriptor: int, data: bytes) -> int:
-        if descriptor != self._descriptor:
-            return self._write(descriptor, data)
         if not self.free:
             raise OSError(errno.ENOSPC, "No space left on device")
-        taken = self._write(descriptor, data[: self.free])
+        taken = os.write(descriptor, data[: self.free])
         self.free -= taken
         return taken
 
 
-def test_a_line_that_was_half_written_stays_alone(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_was_half_written_stays_alone(pipe: Pipe) -> None:
     """Keeps out: a line joined to the beginning of one that the disk had no room for, so that no reader of JSON takes it."""
-    disk, out = Disk(pipe, monkeypatch), Outlet(pipe.writer)
+    disk = Disk()
+    out = Outlet(pipe.writer, write=disk.write)
     disk.free = 5
     for _ in range(2):  # nothing of the second is taken, and the first stays half written
         out.write("first line\n")
@@ -136,9 +131,10 @@ def test_a_line_that_was_half_written_stays_alone(pipe: Pipe, monkeypatch: pytes
     out.close()
 
 
-def test_losses_of_an_unwritten_note_are_said_later(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_an_unwritten_note_are_said_later(pipe: Pipe) -> None:
     """Keeps out: a note that was lost itself, together with the losses that it was to tell of."""
-    disk, out = Disk(pipe, monkeypatch), Outlet(pipe.writer)
+    disk = Disk()
+    out = Outlet(pipe.writer, write=disk.write)
     for _ in range(3):  # each after the first one with a note, which is not written either
         out.write("lost\n")
         out.drain(PATIENCE)
@@ -150,7 +146,7 @@ def test_losses_of_an_unwritten_note_are_said_later(pipe: Pipe, monkeypatch: pyt
     out.close()
 
 
-def test_a_handler_may_write_while_its_thread_does(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_may_write_while_its_thread_does(pipe: Pipe) -> None:
     """Keeps out: a signal's handler that writes while the thread that it interrupts holds the lock, and waits for ever."""
     handlers = ["handled\n"]
 
@@ -162,8 +158,7 @@ def test_a_handler_may_write_while_its_thread_does(pipe: Pipe, monkeypatch: pyte
                 out.write(handlers.pop())
             super().put(item)
 
-    monkeypatch.setattr(output, "SimpleQueue", Interrupted)
-    out = Outlet(pipe.writer)
+    out = Outlet(pipe.writer, queue=Interrupted())
     writer = threading.Thread(target=out.write, args=("written\n",), daemon=True)
     writer.start()
     writer.join(timeout=5)
@@ -184,11 +179,10 @@ def test_a_pipe_that_does_not_wait_loses_nothing(pipe: Pipe) -> None:
     out.close()
 
 
-def test_the_end_does_not_wait_for_a_reader(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_a_reader(pipe: Pipe) -> None:
     """Keeps out: a process that can't end because nobody reads its last line, and streams that stay replaced afterwards."""
     pipe.fill()
-    with os.fdopen(os.dup(pipe.writer), "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
+    with os.fdopen(os.dup(pipe.writer), "w") as stderr, redirect_stderr(stderr):
         began = time.monotonic()
         with output_that_never_waits():
             print("never read", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from toolkit.paths import ROOT
 
-from specdec.prompts import Tokenizer
+from specdec.prompts.tokenizer import Tokenizer
 
 BENCHMARKS = ROOT / "benchmarks"
 

@@ -15,10 +15,9 @@ from specdec.draft.formats.open import open_head
 from specdec.draft.load import build_head
 from specdec.draft.smoke import Finding, Seen, layers_of
 from specdec.loading.drafters import MOST_TOKENS, TEXT
-from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.target import Target
-from specdec.prompts import Tokenizer
-from toolkit.checkpoints.load import load_target
+from specdec.prompts.tokenizer import Tokenizer
+from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.damages import Damage, damaged, read_files
 from toolkit.heads.writers import save
 

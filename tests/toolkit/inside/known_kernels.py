@@ -17,18 +17,18 @@ from triton.runtime import driver
 
 from specdec.ops.compiling.known import KnownKernels
 from specdec.ops.compiling.rehearsal import Rehearsals
-from specdec.ops.products import linear_hopper, linear_triton
-from specdec.ops.products.tiles import ProductTiles
+from specdec.ops.products.kernels.dense import stream_hopper, stream_triton
+from specdec.ops.products.tiles.dense import ProductTiles
 from toolkit.attention.compiled.hopper import NoGpu
 
 DEVICE = torch.device("cuda", 0)
-FUNCTIONS = linear_hopper.hopper_linear_kernel, linear_triton.silu_mul_kernel
+FUNCTIONS = stream_hopper.hopper_linear_kernel, stream_triton.silu_mul_kernel
 
 
 def launches() -> None:
     x_TI, weight_OI = torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.bfloat16)
-    linear_hopper.launch_hopper_linear(x_TI, weight_OI, None, True, ProductTiles(16, 64, 64, 1, 4, 2, lag=0))
-    linear_triton.launch_silu_mul(weight_OI)
+    stream_hopper.launch_hopper_linear(x_TI, weight_OI, None, True, ProductTiles(16, 64, 64, 1, 4, 2, lag=0))
+    stream_triton.launch_silu_mul(weight_OI)
 
 
 def start(purpose: str = "one") -> tuple[int, int]:
@@ -50,11 +50,11 @@ def main() -> None:
     loose.get_device_name, loose.get_device_capability, loose.set_device = lambda _: "H200", lambda _: (9, 0), lambda _: None
     driver.set_active(NoGpu())
     CompiledKernel._init_handles = lambda self: None
-    for module in (linear_hopper, linear_triton):
+    for module in (stream_hopper, stream_triton):
         module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
     folder = Path(knobs.cache.dir)
     found = {"first": start(), "second": start(), "another purpose": start("two")}
-    source: Any = linear_triton.silu_mul_kernel
+    source: Any = stream_triton.silu_mul_kernel
     source.raw_src = [*source.raw_src, "# changed\n"]
     found["another source"] = start()
     found["the same again"] = start()

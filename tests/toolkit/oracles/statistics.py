@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from specdec import SamplingParams
 from specdec.batch.choose import choose_tokens
 from specdec.batch.masks import BitMasks
-from specdec.batch.rules import TokenTables
 from specdec.batch.sampling import RowSampling
+from specdec.batch.tables import TokenTables
 from specdec.engine.needs import RowChoice
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
@@ -133,7 +133,7 @@ def draw(
     if choice.rules is not None:
         rows = rows._replace(tables=_tables(choice.rules, text, R, V, device))
     if allowed is not None:
-        rows, needs = rows._replace(masks=_masks(allowed, R, V, device)), needs._replace(grammar=True)
+        rows, needs = rows._replace(masks=_masks(allowed, R, V, device)), needs._replace(steps=needs.steps | {"grammar"})
     return choose_tokens(logits_RV, rows, position_R - 1, needs, vocabulary).tokens_R
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.bench.session import Session
 from specdec.generation import Generation
 from specdec.lossless.choice import Text
 from specdec.lossless.passes import DensePasses
 from specdec.lossless.reference import read_text
+from specdec.session import Session
 
 
 def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:

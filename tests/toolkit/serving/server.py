@@ -20,6 +20,7 @@ from specdec.async_decoder import AsyncSpecDecoder
 from specdec.serve.door import Door
 from specdec.serve.options import ServeOptions
 from specdec.serve.run import Server, listen
+from specdec.serve.times import Times
 
 PATIENCE = 120.0  # seconds after which a test gives up on what must happen at once
 # Clients are made with `verify=False`: reading the system's certificates takes longer than a request, which is plain HTTP.
@@ -37,13 +38,16 @@ class Served:
     """A server over a decoder while the block runs.
 
     send_buffer: bytes that the system takes from the server for a reader that does not read; None: as many as it likes.
+    times: what differs from the usual.
     """
 
-    def __init__(self, decoder: SpecDecoder, *, send_buffer: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, decoder: SpecDecoder, *, send_buffer: int | None = None, times: dict[str, float] | None = None, **options: Any
+    ) -> None:
         self.decoder = decoder
         self.options = ServeOptions(**{"port": 0, "grace_seconds": 5, "model_name": "tiny", **options})
         self._async_decoder = AsyncSpecDecoder(decoder)
-        self.door = Door(self._async_decoder, self.options)
+        self.door = Door(self._async_decoder, self.options, Times(**(times or {})))
         self.server = Server(self.door)
         self._listener = listen(self.options)
         if send_buffer is not None:  # connections inherit it

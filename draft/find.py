@@ -1,0 +1,76 @@
+"""Finds and opens the drafter that a caller names: a kind with a name by it, a head by its folder or hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specdec.checks import nearest_name
+from specdec.draft.formats.open import HowToRead
+from specdec.draft.kind import OpenDrafter
+from specdec.draft.kinds import KINDS, all_kinds, kind_of
+from specdec.draft.load import HeadDrafter
+from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.mistaken import refuse_itself
+from specdec.models.config import ModelConfig
+from specdec.options import EngineOptions
+
+HEADS_ONLY = ("draft_format", "draft_pickle", "draft_quantize", "beyond_trained")  # options that say how a head is read
+
+
+def head_folder(draft: str | Path) -> Path:
+    """The folder of a head.  ValueError or TypeError if there is none; it names a kind that is spelled alike."""
+    if isinstance(draft, bool):
+        raise TypeError(f"draft must be a folder, a hub id or the name of a kind, got {draft}; nearest setting: draft=None")
+    try:
+        return resolve_folder(draft, "draft")
+    except ValueError as error:
+        if not (meant := nearest_name(str(draft).strip(), [*KINDS, "None"])):
+            raise
+        raise ValueError(f"{error}; nearest setting that works: draft={None if meant == 'None' else meant!r}") from None
+
+
+def find_drafter(draft: str | Path | None, options: EngineOptions) -> str | Path | None:
+    """The name of a kind, or the folder of a head; None for no drafter.  A hub is asked once, here.
+
+    A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
+    or for an option that would do nothing.
+    """
+    if draft is None or kind_of(draft):
+        refuse_idle(options, draft)
+        return draft
+    return head_folder(draft)
+
+
+def open_drafter(
+    found: str | Path | None, options: EngineOptions, target: ModelConfig, target_folder: Path
+) -> OpenDrafter | None:
+    """What `find_drafter` found, by its config and headers; None for no drafter."""
+    if found is None:
+        return None
+    if kind := kind_of(found):
+        return kind.open(target_folder, target)
+
+    def instead() -> str:
+        """A kind that can draft for the target; one with weights rather than one without."""
+        kinds = sorted(all_kinds(), key=lambda kind: not kind.has_files)
+        best = next(kind for kind in kinds if not kind.refusal(target_folder, target))
+        return f"draft={best.name!r}, {best.instead}"
+
+    refuse_itself(Path(found), target_folder, instead)
+    return HeadDrafter(Path(found), target, how_to_read(options))
+
+
+def how_to_read(options: EngineOptions) -> HowToRead:
+    """What these options say of a head's files."""
+    window = options.beyond_trained == "window"
+    return HowToRead(options.draft_format, options.draft_pickle, window, options.draft_quantize)
+
+
+def refuse_idle(options: EngineOptions, draft: str | Path | None) -> None:
+    """ValueError for options that say how a head is read where no head is read."""
+    defaults = EngineOptions()
+    if idle := [name for name in HEADS_ONLY if getattr(options, name) != getattr(defaults, name)]:
+        raise ValueError(
+            f"{idle[0]}={getattr(options, idle[0])!r} would do nothing with draft={draft!r}; nearest setting that works: "
+            f"{idle[0]}={getattr(defaults, idle[0])!r}"
+        )

@@ -1,0 +1,75 @@
+"""What a draft head's files hold, in our own terms, for `specdec inspect`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.draft.formats.open import OpenHead
+from specdec.draft.formats.reading import wanted_tensors
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.kind import Facts
+
+UNKNOWN = "not known without --target"
+EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read")  # what heads over blocks of context lack
+
+
+def facts_of(opened: OpenHead, is_target_known: bool) -> Facts:
+    """is_target_known: whether the head was opened for a target."""
+    reading = opened.reading
+    is_rope_told = reading.meanings.get("rope", "as written").startswith("as written")
+    return Facts(
+        opened.format.name,
+        opened.format.title,
+        spec_facts(reading.spec, is_target_known, is_rope_told),
+        dict(reading.meanings),
+        {name: list(shape) for name, shape in wanted_tensors(reading.spec, reading.names).items()},
+        dict(reading.beside),
+    )
+
+
+def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dict[str, Any]:
+    """The normal form.  is_rope_told: whether the head's own config says its rope."""
+    model = spec.model
+    rope = {"type": model.rope.kind, "theta": model.rope.theta, "factor": model.rope.factor}
+    windows, ids = [kind.window for kind in model.layer_kinds], spec.draft_ids
+    silent, block = not is_target_known and not spec.aux_layers and spec.kind != "eagle1", spec.block
+    facts = {
+        "kind": spec.kind,
+        "layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "target_hidden_size": spec.target_hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
+        "features": UNKNOWN if silent else list(spec.aux_layers) or "final hidden state",
+        "norm before fc": spec.feature_norm,
+        "fc bias": spec.fc_bias,
+        "residual": "normed feature" if spec.norm_before_residual else "raw feature",
+        "recycled": "normed output" if spec.recycles_normed else "raw output",
+        "logits read": "normed output" if spec.kind in ("eagle3", "p-eagle") and spec.norms_logits else "raw output",
+        "norms of q and k": model.qk_norm,
+        "biases of attention": model.qkv_bias,
+        "vocab_size": model.vocab_size,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "draft ids": "the target's" if ids is None else f"{ids[0]} .. {ids[-1]}, by d2t",
+        "embeddings": "own" if spec.own_embeddings else "the target's",
+        "lm_head": "own" if spec.own_lm_head else "the target's",
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope": rope if is_rope_told or is_target_known else UNKNOWN,
+        "windows": windows if any(windows) else "none",
+        "trained_length": spec.trained_length,
+        "dtype": model.dtype,
+    }
+    if block is None:
+        return facts
+    if spec.kind != "p-eagle":
+        facts = {key: value for key, value in facts.items() if key not in EAGLE_ONLY}
+    markov = f"{block.markov} of rank {block.markov_rank}" if block.markov != "none" else "none"
+    reads = {"none": "none", "hidden": "of the row", "markov": "of the row and the token before"}
+    return facts | {
+        "rows of a block": block.size or "not said",
+        "mask token": block.mask_id,
+        "first row": "drafts nothing" if block.skips_anchor else "drafts the next token",
+        "causal blocks": list(block.causal),
+        "markov head": markov,
+        "estimate of acceptance": reads[block.confidence],
+    }

@@ -1,0 +1,92 @@
+"""What a kind of drafter says of itself to those who name, find, load and describe drafters.
+
+A kind is declared in its own folder and listed in `kinds.py`; nobody else knows it by name.  This file imports no torch, so
+that `--help` can ask the kinds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from specdec.draft.drafter import DraftModel
+    from specdec.models.checkpoints.checkpoint import Checkpoint
+    from specdec.models.config import ModelConfig
+    from specdec.models.target import Target
+
+
+class DrafterKind(ABC):
+    """A kind that is named as it is spelled: draft="name".
+
+    name: how it is spelled.  help: the same in the help of `--draft`, with what it is where the name alone does not tell.
+    has_files: whether it reads weights; if not, there is nothing to inspect or to tune.
+    instead: what makes it a choice, said where another drafter can't be taken.
+    pays: where it pays, said where it was slower than plain decoding: (what its chains and trees are called, where they pay).
+    """
+
+    name: str
+    help: str
+    has_files: bool
+    instead: str
+    pays: tuple[str, str] | None = None
+
+    @abstractmethod
+    def meaning(self) -> str:
+        """What it is, for `specdec doctor`."""
+
+    @abstractmethod
+    def open(self, target_folder: Path, target: ModelConfig) -> OpenDrafter:
+        """It for a target, by config and headers.  ValueError if it can't draft for that target."""
+
+    def refusal(self, target_folder: Path, target: ModelConfig) -> str:
+        """Why it can't draft for the target; empty: it can."""
+        return ""
+
+    def offer(self, target: ModelConfig) -> str:
+        """What it is for a target that it can draft for, for `specdec inspect`."""
+        return "yes"
+
+
+class Facts(NamedTuple):
+    """What files hold of a drafter, for `specdec inspect`.
+
+    format: the layout's name.  published_by: who publishes drafters in that layout.
+    head: the drafter in our own terms.  meanings: what keys were taken to mean.
+    tensors: the tensors that are read, with their shapes.  beside: other tensors, and what is made of them.
+    """
+
+    format: str
+    published_by: str
+    head: dict[str, object]
+    meanings: dict[str, str]
+    tensors: dict[str, list[int]]
+    beside: dict[str, str]
+
+
+class OpenDrafter(ABC):
+    """A drafter that is understood and checked against its target, and of which no weight was read.
+
+    model: it without its weights: which trees it grows, what it needs, and how far it writes.
+    checkpoint: what its tensors are; None: it has none.
+    is_apart: whether these files are its own, and not its target's.
+    """
+
+    model: DraftModel
+    checkpoint: Checkpoint | None = None
+    is_apart = False
+
+    @abstractmethod
+    def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftModel:
+        """It with its weights.  To be called once."""
+
+    def unkept(self, target: Checkpoint) -> set[str]:
+        """The checkpoint's tensors that take no memory once it is loaded beside the target."""
+        return set()
+
+    def facts(self) -> Facts:
+        """What its files hold; asked of drafters with files alone."""
+        raise NotImplementedError

@@ -1,0 +1,41 @@
+"""What the files of a target's MTP layers hold, in our own terms, for `specdec inspect`."""
+
+from __future__ import annotations
+
+from specdec.draft.kind import Facts
+from specdec.draft.mtp.spec import MtpSpec
+from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.keys.shared import MTP_COUNT
+
+
+def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
+    model, experts, rules = spec.model, spec.model.experts, spec.rules
+    held = {name: own for name, own in copies(spec).items() if name in checkpoint}
+    head = {
+        "kind": "mtp",
+        "layers": model.num_layers,
+        "weights": how_stored(checkpoint, spec),
+        "levels beyond the layers": "drafted by the last layer again",
+        "hidden_size": model.hidden_size,
+        "attention": f"latent, rank {model.latent_rank}" if model.keeps_latents else "heads",
+        "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
+        "mlp": "dense" if experts is None else f"{experts.count} experts, {experts.chosen} a token, {experts.shared} shared",
+        "features": "final hidden state, after the target's final norm",
+        "join": "hidden state, embedding" if rules.hidden_first else "embedding, hidden state",
+        "first embedding": "zero" if rules.zeroes_first else "kept",
+        "recycled": "normed output" if rules.recycles_normed else "raw output",
+        "vocab_size": model.vocab_size,
+        "embeddings": "the target's",
+        "lm_head": "the target's",
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope": {"type": model.rope.kind, "theta": model.rope.theta, "rotated": model.rope.rotated or "all"},
+    }
+    return Facts(
+        spec.family,
+        "the target's publisher, with the target",
+        head,
+        {MTP_COUNT: f"{model.num_layers}, in {', '.join(f'{prefix}.*' for prefix in spec.prefixes)}"},
+        {name: list(shape) for name, shape in stored_tensors(checkpoint, spec).items()},
+        {name: f"repeats {own}" for name, own in held.items()},
+    )

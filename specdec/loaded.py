@@ -1,0 +1,271 @@
+"""A loaded pair and the thread that runs its engine: turns prompts into checked requests, generates, and closes.
+
+`SpecDecoder` adds how a pair is loaded, streams and the comparison with a reference; `Session` drives one for measurements.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self
+
+from specdec.checks import require_bool
+from specdec.config import SamplingParams
+from specdec.draft.drafter import DraftModel
+from specdec.engine.loop import Engine
+from specdec.engine.owner import EngineOwner
+from specdec.engine.request import Request
+from specdec.generation import Generation
+from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
+from specdec.loading.ranks import Ranks
+from specdec.loading.resolve import EngineSettings
+from specdec.loading.threads import use_threads
+from specdec.models.target import Target
+from specdec.prompts.encode import as_prompt_list, check_length, check_source, check_tokens, encode_prompt, is_one_prompt
+from specdec.prompts.tokenizer import Tokenizer
+from specdec.runner.runner import DeviceRunner
+from specdec.screen.progress import Progress, show_progress
+
+SHOW_SECONDS = 0.1  # between two looks at the numbers that a progress bar shows
+
+
+class Parts(NamedTuple):
+    """What takes memory, and is let go by `close`."""
+
+    model: Target
+    head: DraftModel | None
+    engine: Engine[DeviceRunner]
+
+
+class LoadedDecoder:
+    """What a decoder is made of, and what it does for all its callers; SpecDecoder says what each part is.
+
+    owns_ranks: whether `close` ends the ranks.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        head: DraftModel | None,
+        settings: EngineSettings,
+        tokenizer: Tokenizer,
+        ranks: Ranks | None = None,
+        *,
+        owns_ranks: bool = False,
+    ) -> None:
+        self.settings = settings = settings.with_drafter(head)
+        self.tokenizer, self._ranks, self._owns_ranks = tokenizer, ranks, owns_ranks
+        build = build_engine if ranks is None else ranks.build_engine
+        self._parts: Parts | None = Parts(model, head, build(model, head, settings))
+        self.owner = EngineOwner(self._parts.engine, partial(use_threads, settings.threads))
+        # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
+        self._closing = threading.RLock()
+        self.eos_ids = frozenset(ends_of(tokenizer, model.config))
+        self.grammars = grammars_of(tokenizer, model.config, sorted(self.eos_ids))
+        self._parts.engine.runner.use_grammars(self.grammars)
+        self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
+
+    # ---- what it is made of ----
+
+    @property
+    def model(self) -> Target:
+        return self._open().model
+
+    @property
+    def head(self) -> DraftModel | None:
+        return self._open().head
+
+    @property
+    def engine(self) -> Engine[DeviceRunner]:
+        return self._open().engine
+
+    @property
+    def reasons(self) -> list[str]:
+        """With SpecConfig("auto"), a line for each number of rows that has run: which shape runs there now, and why."""
+        return self.engine.scheduler.speculation.reasons()
+
+    def _open(self) -> Parts:
+        if self._parts is None:
+            raise RuntimeError("this decoder is closed; nearest thing that works: load another one")
+        return self._parts
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Ends all requests with an error, and frees the memory of models, caches and graphs, and the engine's thread.
+
+        Any other call of a closed decoder raises RuntimeError, but for `close`, which does nothing then.  Several threads may
+        close a decoder.  RuntimeError from inside a step, by the tokenizer for example.
+        """
+        if self.owner.is_fork:  # what belongs to the parent process can't be closed here
+            return
+        self.owner.check_outside()
+        with self._closing:
+            self.owner.close()
+            if self._parts is not None:
+                self._finalizer.detach()
+                self._parts.engine.runner.close()
+                self._parts = None
+                self.owner.release()
+                try:
+                    free_memory(self.settings.device)  # an error if the device has failed
+                finally:
+                    if self._ranks is not None and self._owns_ranks:
+                        self._ranks.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- requests ----
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        progress: bool = False,
+    ) -> list[Generation]:
+        """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
+
+        prompts: a string, a list of token ids, chat messages, or a list of such prompts.
+        sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
+        speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
+        progress: show a bar on stderr.
+
+        ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
+        it runs, the other requests finish, and then RuntimeError is raised from its error.  Ctrl-C ends this call's requests.
+        """
+        require_bool("progress", progress, False)
+        listed = as_prompt_list(prompts)
+        requests: list[Request] = []
+        for index, (prompt, params) in enumerate(zip(listed, per_prompt(sampling, len(listed)), strict=True)):
+            name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
+            ids = self.encode(prompt, name)
+            for number in range(params.n):
+                requests.append(self.new_request(ids, params.of_choice(number), name, speculate=speculate))
+        with show_progress("generate", "requests") if progress else nullcontext() as show:
+            return self.run(requests, show)
+
+    def run(self, requests: Sequence[Request], show: Progress | None = None) -> list[Generation]:
+        """Runs requests of `new_request` to their ends, as `generate` does.  show: gets the numbers now and then."""
+        # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
+        ended: SimpleQueue[None] = SimpleQueue()
+        try:
+            self.owner.submit(requests, lambda: ended.put(None))
+            _wait(requests, ended, show)
+        finally:
+            for request in requests:
+                self.owner.cancel(request)
+        return [request.result() for request in requests]
+
+    def encode(self, prompt: Any, name: str = "prompt") -> list[int]:
+        """Token ids of one prompt, checked against the target's vocabulary.  name: what errors call the prompt.
+
+        ValueError and TypeError say what is wrong with it.
+        """
+        self.owner.check_open()
+        return encode_prompt(prompt, name, self.tokenizer, self.model.config.vocab_size)
+
+    def longest_output(self, ids: Sequence[int]) -> int:
+        """How many tokens may follow a prompt; 0 or less: it is longer than max_seq_len or the KV pool.  ids: of `encode`."""
+        encoder = self.model.config.encoder
+        begin = len(ids) if encoder is None else len(encoder.start_ids)
+        return self.engine.longest_text(self.settings.max_seq_len) - begin
+
+    def new_request(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        name: str = "prompt",
+        *,
+        streaming: bool = False,
+        speculate: bool = True,
+    ) -> Request:
+        """A checked request, for callers that submit it themselves, as AsyncSpecDecoder and the benchmark do.
+
+        ids: of `encode`.  name: what errors call the prompt.  streaming: make the text token by token.
+
+        ValueError and TypeError say what is wrong with the prompt's length or its sampling.
+        """
+        self.owner.check_open()
+        require_bool("speculate", speculate, True)
+        if sampling.n != 1:
+            raise ValueError(
+                f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
+                "SpecDecoder.generate, or several calls with different seeds"
+            )
+        config, prompt_ids, source_ids = self.model.config, list(ids), None
+        if config.encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
+            check_source(prompt_ids, name, self.settings.longest_source(config))
+            prompt_ids, source_ids = list(config.encoder.start_ids), prompt_ids
+        check_length(prompt_ids, sampling, name, self.settings.max_seq_len, config.max_position)
+        bad_words = check_tokens(sampling, self.tokenizer, config.vocab_size)
+        if (rule := sampling.grammar_rule) is not None:
+            self.grammars.check(*rule)
+        request = Request.new(
+            prompt_ids,
+            sampling,
+            secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            self.eos_ids,
+            self.tokenizer.decode,
+            streaming,
+            speculate and self.head is not None,
+            source_ids,
+            bad_words,
+            self.grammars.left_after,
+        )
+        self.engine.check(request)
+        return request
+
+
+def _wait(requests: Sequence[Request], ended: SimpleQueue[None], show: Progress | None) -> None:
+    """Waits until all requests have ended.  ended: gets an item from each that has.  show: gets the numbers now and then."""
+    start = time.perf_counter()
+
+    def report(count: int) -> None:
+        if show is not None:
+            tokens, seconds = sum(len(request.output.token_ids) for request in requests), time.perf_counter() - start
+            show(f"{tokens:,} tokens, {tokens / max(seconds, 1e-3):,.0f} tok/s", count, len(requests))
+
+    for count in range(len(requests)):
+        while True:
+            try:
+                ended.get(timeout=None if show is None else SHOW_SECONDS)
+                break
+            except Empty:
+                report(count)
+    report(len(requests))
+
+
+def per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts.  TypeError and ValueError if `sampling` can't be read so."""
+    if sampling is None:
+        sampling = SamplingParams()
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if not isinstance(sampling, Sequence):
+        raise TypeError(
+            f"sampling must be a SamplingParams or a list of them, got {sampling!r} of type {type(sampling).__name__}"
+        )
+    params = list(sampling)
+    for item in params:
+        if not isinstance(item, SamplingParams):
+            raise TypeError(f"sampling must hold SamplingParams, got {item!r} of type {type(item).__name__}")
+    if len(params) != count:
+        raise ValueError(f"sampling must be one SamplingParams or one per prompt ({count}), got {len(params)}")
+    return params

@@ -1,0 +1,27 @@
+"""The numbers that depend on the kind of device, so that neither the scheduler nor the runner has to know the device."""
+
+from __future__ import annotations
+
+import math
+
+# The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
+# benchmarks/rounds/README.md, "Prompts in chunks".
+CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
+DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead
+CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow host, warm-up included
+# A threshold for the keys that a round need not read again if rows read common pages together, (rows - 1) * tokens.  Below it
+# rows read alone, because reading together costs one or two more launches in each layer.  Measured:
+# benchmarks/caches/README.md, "Shared prefixes".  On a CPU reading together gains nothing, because one dense product over all
+# rows' keys serves all rows.
+LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
+MOST_PACKED = 64  # a threshold for queries x heads of a row that read each key; above it reading together gains nothing
+# Both decide whether a chunk is captured: the seconds that a slow host needs to launch a layer, and how many products of two
+# numbers a GPU computes in a second.
+LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
+ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
+POOL_SHARE = 0.85  # share of the GPU memory that is free after the weights; the rest is for activations and graphs
+HOST_POOL_SHARE = 0.4  # share of the host's memory, where weights and everything else must fit too
+# Limits of a pool with prefix caching.  KEPT_TOKENS bounds its tokens, so that lists of pages stay quick and slot numbers stay
+# far below 2**31.  HOST_KEPT_BATCHES bounds it on a CPU, in full batches of longest sequences; the operating system provides
+# that memory only as it is written.
+KEPT_TOKENS, HOST_KEPT_BATCHES = 2**24, 16

@@ -1,0 +1,94 @@
+"""A mixture of experts over weights in 8 or 4 bits: the weighted sum of each token's chosen experts' MLPs.
+
+On a CPU, in float32, under autograd and in a trace the numbers of the weights are computed, and multiplied; the functions of
+models/experts.py do that.  On a GPU the kernel in kernels/experts/mixture_triton.py converts codes on their way to the tensor
+cores, for any number of tokens.  This module knows no model.
+
+Shapes: T tokens, H hidden size, E experts, K experts of a token, P = T * K pairs, F intermediate size of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.ops.launch import has_pdl, use_kernels
+from specdec.ops.products.dense import silu_mul
+from specdec.ops.products.formats.experts import StackedCodes, scales_form
+from specdec.ops.products.stacked import weighted_sum
+from specdec.ops.products.tiles.experts import MOST_READ, ExpertTiles, expert_tiles
+
+
+class Gate(NamedTuple):
+    """How an expert's gate multiplies its up projection: gate * sigmoid(alpha * gate) * up.
+
+    limit: gpt-oss's, which holds gates to at most the limit, and ups between -limit and limit, and adds 1 to them; 0: none.
+    """
+
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[.., F] of [.., 2F]: the first half is the gate's."""
+        if not self.limit:
+            assert self.alpha == 1.0
+            return silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
+
+
+class Form(NamedTuple):
+    """What experts compute besides their products.  Biases: [E, rows of the projection]."""
+
+    gate: Gate = Gate()
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+PLAIN = Form()
+
+
+class CodedExperts(NamedTuple):
+    """gate_up: gate and up projections, 2F rows each; the first F rows are the gate's."""
+
+    gate_up: StackedCodes
+    down: StackedCodes
+    form: Form = PLAIN
+
+
+def runs_on_codes(x_TH: Tensor, experts: CodedExperts) -> bool:
+    """Whether `coded_experts` can compute the mixture."""
+    if not use_kernels(x_TH) or x_TH.dtype == torch.float32 or not has_pdl(x_TH.device):
+        return False
+    stacks = experts.gate_up, experts.down
+    return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group) for stack in stacks)
+
+
+def coded_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts, tiles: ExpertTiles | None = None
+) -> Tensor:
+    """[T, H]: each token's chosen experts' outputs, times their weights (float32), added up in float32.
+
+    tiles: other ones than those for these shapes.
+    """
+    from specdec.ops.products.kernels.experts.mixture_triton import launch_coded_experts
+
+    (T, K), E = chosen_TK.shape, experts.gate_up.matrices
+    pairs, counts_E = chosen_TK.flatten(), None
+    if T * K > MOST_READ:
+        pairs, counts_E = by_expert(chosen_TK, E)
+    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+    form, tiles = experts.form, tiles or expert_tiles(T * K, E)
+    mid_PF = launch_coded_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, tiles)
+    out_PH = launch_coded_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
+    return weighted_sum(out_PH.view(T, K, -1), weights_TK.contiguous())
+
+
+def by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(the numbers of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
+    counts_E = torch.zeros(experts, dtype=torch.int32, device=chosen_TK.device)
+    counts_E.index_add_(0, chosen_TK.flatten(), counts_E.new_ones(chosen_TK.numel()))
+    return chosen_TK.flatten().argsort(stable=True), counts_E

@@ -1,0 +1,1 @@
+"""How weights that are not stored as plain numbers lie in memory, and which numbers they stand for."""

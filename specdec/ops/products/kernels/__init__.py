@@ -1,0 +1,1 @@
+"""The kernels of products, by what their weights are."""

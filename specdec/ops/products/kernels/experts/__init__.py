@@ -1,0 +1,1 @@
+"""Products with stacks of matrices, such as experts'."""

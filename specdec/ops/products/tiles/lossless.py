@@ -1,0 +1,53 @@
+"""The tiles of products with packed weights, chosen by shapes and the kind of GPU alone.
+
+They were measured on an H100 and an H200: benchmarks/products/README.md, "Packed weights".  This module knows no tensor and no
+model.
+
+Shapes: T rows, I in, O out.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from specdec.ops.products.formats.lossless import EIGHT, WIDTH
+from specdec.ops.products.gpus import Kind
+from specdec.ops.products.tiles.quantised import FEW, HopperTiles, Numbers, fitted, shape_of, tile_rows
+
+# By rows of x and a weight's shape: block_o, block_i (0: slices'), splits, warps, stages, slices, registers.
+FEW_ROWS: dict[int, dict[str, Numbers]] = {
+    1: {"square": (16, 0, 1, 4, 5, 4, 64), "tall": (16, 0, 1, 4, 5, 4, 64), "wide": (64, 0, 1, 4, 6, 1, 96),
+        "long": (32, 0, 2, 4, 5, 2, 80)},
+    8: {"square": (64, 0, 4, 4, 3, 1, 96), "tall": (32, 0, 1, 4, 4, 2, 96), "wide": (64, 0, 1, 4, 4, 1, 96),
+        "long": (64, 0, 4, 4, 5, 1, 96)},
+    16: {"square": (64, 256, 2, 4, 4, 1, 96), "tall": (64, 256, 1, 4, 5, 1, 96), "wide": (64, 256, 1, 4, 3, 1, 96),
+         "long": (64, 256, 2, 4, 6, 1, 96)},
+}  # fmt: skip
+# The same by the kind of GPU.  Where an H200 has no numbers for a shape, ordinary weights were as fast on it.
+MORE_ROWS: dict[str, dict[int, dict[str, Numbers]]] = {
+    "H100": {
+        32: {"square": (64, 256, 2, 4, 4, 1, 96), "tall": (64, 256, 1, 4, 4, 1, 96), "wide": (64, 256, 1, 4, 2, 1, 96),
+             "long": (64, 256, 2, 8, 4, 2, 128)},
+        64: {"square": (64, 256, 2, 4, 3, 1, 112), "tall": (64, 128, 1, 8, 6, 2, 144), "wide": (64, 256, 1, 4, 2, 1, 128),
+             "long": (64, 256, 2, 4, 4, 1, 128)},
+    },
+    "H200": {
+        32: {"square": (64, 256, 2, 8, 4, 2, 128), "tall": (64, 256, 1, 4, 4, 1, 96), "wide": (128, 128, 1, 8, 3, 1, 80),
+             "long": (64, 256, 2, 4, 5, 1, 96)},
+        64: {"wide": (64, 128, 1, 4, 4, 1, 128)},
+    },
+}  # fmt: skip
+
+
+@cache
+def packed_tiles(T: int, O: int, I: int, gated: bool, kind: Kind) -> HopperTiles | None:
+    """Tiles of kernels/quantised/hopper_launch.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns;
+    None: the product takes the weight's ordinary numbers.
+
+    kind: of GPU, whose tiles are taken.
+    """
+    if not 0 < T <= FEW or O % (2 * EIGHT if gated else EIGHT) or I % WIDTH:
+        return None
+    rows = tile_rows(T)
+    numbers = (FEW_ROWS | MORE_ROWS[kind.name])[rows].get(shape_of(O, I))
+    return None if numbers is None else fitted(T, O, I, numbers, 2, 12)

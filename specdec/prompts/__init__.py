@@ -1,0 +1,1 @@
+"""What a prompt may be, and how it becomes token ids."""

@@ -1,0 +1,196 @@
+"""A target's tokenizer: texts and chats to token ids, and back.  This module knows a folder of files and no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from specdec.models.gguf.file import is_gguf
+from specdec.models.gguf.tokenizer import gguf_tokenizer
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a folder with one of them holds a tokenizer
+OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
+
+
+class Tokenizer:
+    """A target's Hugging Face tokenizer.  If its folder holds none, prompts must be token ids, and outputs have no text.
+
+    folder: of the target, or its GGUF file.  ValueError if a tokenizer is there that can't be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._inner: Any = None
+        self._pieces: dict[int, str] = {}
+        if is_gguf(folder):
+            self._inner = gguf_tokenizer(folder)
+        elif any((folder / name).is_file() for name in VOCABULARY_FILES):
+            from transformers import AutoTokenizer
+
+            try:
+                self._inner = AutoTokenizer.from_pretrained(folder, config=_short_config(folder))
+            except Exception as error:  # of any kind: transformers checks little of what the files hold
+                raise ValueError(_broken_file(folder, error)) from error
+        if self._inner is not None:
+            # A text that is too long is refused; transformers would warn of it, besides, in words about other code.
+            getattr(self._inner, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text.  ValueError without a tokenizer."""
+        return list(self._need("a text prompt").encode(text))
+
+    def encode_word(self, word: str) -> list[list[int]]:
+        """Token ids of a word within a text: at its beginning, and after a space.  ValueError without a tokenizer."""
+        inner = self._need("bad_words as texts")
+        begin = word.lstrip(" ")
+        texts = [begin, " " + begin] if begin else [word]  # a word of spaces is meant as it stands
+        variants = [list(inner.encode(text, add_special_tokens=False)) for text in texts]
+        if not variants[0]:
+            raise ValueError(f"bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
+        return variants
+
+    def encode_chat(self, messages: list[Any], name: str) -> list[int]:
+        """Token ids of a chat, up to where the answer begins.  name: what errors call the chat.
+
+        ValueError without a tokenizer or a chat template, and if the template refuses the messages or fails on them.
+        """
+        inner = self._need("chat messages")
+        if not self.has_chat_template:
+            raise ValueError(
+                f"{name} holds chat messages, but the tokenizer in {self._folder} has no chat template: neither "
+                "chat_template.jinja nor tokenizer_config.json there holds one; nearest thing that works: a string or token ids"
+            )
+        try:
+            ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        except Exception as error:  # of any kind: a template is a program
+            raise ValueError(self._template_fault(name, error)) from error
+        found = list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+        if not found:
+            raise ValueError(
+                f"the chat template of {self._folder} writes nothing for {name}; expected one that writes "
+                "the chat up to where the answer begins; nearest thing that works: a string or token ids"
+            )
+        return found
+
+    def turn_end(self) -> int | None:
+        """The special token that the chat template writes after an answer; None if it writes none, or there is no template.
+
+        Where a template marks an answer's end by nothing but the next turn's beginning, that is the token.
+        """
+        if not self.has_chat_template:
+            return None
+        answer = "The answer."  # which no template would write by itself
+        chat = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+        try:
+            _, found, after = self._inner.apply_chat_template(chat, tokenize=False).rpartition(answer)
+        except Exception:  # of any kind: a template is a program, and may refuse this chat
+            return None
+        ids = list(self._inner.encode(after.lstrip(), add_special_tokens=False)) if found else []
+        added = self._inner.added_tokens_decoder
+        return ids[0] if ids and ids[0] in added and added[ids[0]].special else None
+
+    @property
+    def eos(self) -> int | None:
+        """The id of its eos_token, which transformers' generate does not read; None if it has none."""
+        return None if self._inner is None else self._inner.eos_token_id
+
+    def decode(self, token_ids: Any) -> str:
+        """The text of the ids, without special tokens; empty without a tokenizer."""
+        if self._inner is None:
+            return ""
+        return self._inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def piece(self, token_id: int) -> str:
+        """The text of one token within a text, of a special token too; "token_id:5" without a tokenizer."""
+        if self._inner is None:
+            return f"token_id:{token_id}"
+        if token_id not in self._pieces:
+            before = self._inner.encode("a", add_special_tokens=False)  # decoders strip the space of a text's first token
+            alone, both = (
+                self._inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                for ids in (before, [*before, token_id])
+            )
+            self._pieces[token_id] = both[len(alone) :] if both.startswith(alone) else self._inner.decode([token_id])
+        return self._pieces[token_id]
+
+    def as_json(self) -> str:
+        """The tokenizer as a tokenizer.json has it.  ValueError without one."""
+        inner = self._need("a grammar")
+        if not getattr(inner, "is_fast", False):
+            raise ValueError(
+                f"a grammar needs a tokenizer that can be written as a tokenizer.json, got {type(inner).__name__} in "
+                f"{self._folder}; nearest thing that works: a folder with a tokenizer.json"
+            )
+        backend = copy(inner.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the target's folder holds a tokenizer."""
+        return self._inner is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be prompts."""
+        return bool(self._inner is not None and self._inner.chat_template)
+
+    def _need(self, what: str) -> Any:
+        if self._inner is None:
+            raise ValueError(f"{what} needs a tokenizer, but {self._folder} holds none; expected lists of token ids")
+        return self._inner
+
+    def _template_fault(self, name: str, error: Exception) -> str:
+        """One line about the error: what the template says against the messages, or what is wrong with the template itself."""
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        template = f"the chat template of {self._folder}"
+        if isinstance(error, TemplateSyntaxError):
+            return f"{template} is broken: line {error.lineno}: {error.message}"
+        if type(error) is TemplateError:  # what `raise_exception` in a template raises
+            return f"{template} refuses {name}: {error}"
+        return f"{template} fails on {name}: {type(error).__name__}: {error}"
+
+
+def _short_config(folder: Path) -> Any:
+    """What AutoTokenizer asks of a target's config to choose a class: the model type.  None where it may ask for more.
+
+    From the folder alone it would make the family's own config class, whose module imports transformers' modelling code: two
+    seconds of a program's start.  A tokenizer that names its class and brings no code of its own does without it.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        names = {name: json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json")}
+        model, tokenizer = names["config.json"], names["tokenizer_config.json"]
+        if "auto_map" in tokenizer or "auto_map" in model or not isinstance(tokenizer["tokenizer_class"], str):
+            return None
+        kind = model["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # AutoTokenizer reads the folder itself, and says what is wrong with it
+    config = PreTrainedConfig()
+    config.model_type = kind
+    return config
+
+
+def _broken_file(folder: Path, error: Exception) -> str:
+    """A message that says which file makes the tokenizer unreadable, as far as that can be known, and why."""
+    found = [folder / name for name in (*VOCABULARY_FILES, *OTHER_FILES) if (folder / name).is_file()]
+    for path in found:
+        if path.suffix == ".model":  # a binary file
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            held = json.loads(text) if path.suffix == ".json" else {}
+        except UnicodeDecodeError as fault:
+            return f"{path} is not UTF-8 text: {fault}"
+        except json.JSONDecodeError as fault:
+            return f"{path} is not JSON: {fault}"
+        if not isinstance(held, dict):
+            return f"{path} must hold a JSON object, got {type(held).__name__}"
+    names = ", ".join(path.name for path in found)
+    return f"transformers can't read the tokenizer in {folder} ({names}): {type(error).__name__}: {error}"

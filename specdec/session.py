@@ -1,0 +1,310 @@
+"""A decoder as measurements drive it: prompts go in, rounds run one by one, and times and sizes come out.
+
+The benchmark touches the engine inside a decoder through this file alone, which knows no cell, budget or report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.quant_cache import as_stored
+from specdec.attention.eager.dense import StoreFn
+from specdec.config import SamplingParams
+from specdec.draft.drafter import DraftModel
+from specdec.draft.eagle.worker import DraftWorker
+from specdec.engine.chunks import Left
+from specdec.engine.needs import RowChoice
+from specdec.engine.request import Request
+from specdec.generation import Generation
+from specdec.loaded import LoadedDecoder
+from specdec.loading.resolve import EngineSettings
+from specdec.loading.threads import use_threads
+from specdec.models.target import Target
+from specdec.runner.phase_clock import PhaseClock
+from specdec.steps import ForceAcceptance, PromptPart, RunChunk, RunRound, TimePhases, Try
+
+R = TypeVar("R")
+
+
+class StepTime(NamedTuple):
+    """Seconds of one round: all of it, and the part in which the host waited for the device."""
+
+    wall: float
+    waited: float
+
+
+class Submitted:
+    """One prompt that was handed to the engine."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @property
+    def is_done(self) -> bool:
+        return self._request.is_done
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made the request fail, if it did."""
+        return self._request.error
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return len(self._request.prompt_ids) + len(self._request.output.token_ids)
+
+
+class PhaseTimes:
+    """Seconds and calls of each phase since the last `clear`."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return dict(self._clock.seconds)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        return dict(self._clock.calls)
+
+    def clear(self) -> None:
+        self._clock.clear()
+
+
+class Session:
+    """Drives one decoder on the thread of the caller, who must be the only one to use it then.
+
+    That thread keeps the decoder's number of torch's threads; see `using_threads`.
+
+    Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
+    """
+
+    def __init__(self, decoder: LoadedDecoder, rehearsed: set[RunChunk | RunRound] | None = None) -> None:
+        """rehearsed: steps of earlier sessions over the same models, whose kernels this process has; gets those of this one."""
+        self.decoder, self._rehearsed = decoder, set() if rehearsed is None else rehearsed
+        self._submitted: list[Request] = []
+
+    # ---- what the decoder is made of ----
+
+    @property
+    def model(self) -> Target:
+        return self.decoder.model
+
+    @property
+    def head(self) -> DraftModel | None:
+        return self.decoder.head
+
+    @property
+    def settings(self) -> EngineSettings:
+        return self.decoder.settings
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether outputs have a text; without a tokenizer they only have token ids."""
+        return self.decoder.tokenizer.is_present
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured so far."""
+        return self.decoder.engine.runner.num_graphs
+
+    @property
+    def readiness(self) -> tuple[int, int, int]:
+        """A pass that changes it compiled or captured something, or met a shape for the first time: it was no usual pass."""
+        return self.decoder.engine.runner.readiness
+
+    @property
+    def rounds_run(self) -> int:
+        """Rounds of the batch so far, steps of plain decoding included."""
+        return self.decoder.engine.totals().rounds
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """Bytes of the KV pool over both models."""
+        return sum(cache.bytes for cache in self.decoder.engine.runner.workers.caches)
+
+    @property
+    def as_stored(self) -> StoreFn | None:
+        """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
+        return as_stored(self.decoder.engine.runner.workers.verifier.cache)
+
+    def together(self, function: Callable[..., R], *given: Any) -> R:
+        """function(workers, *given) on every rank that holds the models; this rank's result."""
+        return self.decoder.engine.runner.together(function, *given)
+
+    @property
+    def chunk_budget(self) -> dict[str, float | None]:
+        """What a chunk of prompts may cost, in tokens of an empty context, and the context that doubles a token's cost."""
+        return asdict(self.decoder.engine.scheduler.budget)
+
+    def choice(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> RowChoice:
+        """How a row with this prompt chooses its tokens."""
+        return self.decoder.new_request(prompt_ids, sampling).choice
+
+    def masks(self, choice: RowChoice, token_ids: Sequence[int]) -> Tensor | None:
+        """int32 [places of the output, words of a mask]: what the row's grammar allows; None: the row has none."""
+        if choice.grammar is None:
+            return None
+        matcher = self.decoder.grammars.matcher(choice.grammar)
+        masks_IX = torch.empty(len(token_ids), -(-self.decoder.model.config.vocab_size // 32), dtype=torch.int32, device="cpu")
+        for place, token in enumerate(token_ids):
+            matcher.fill(masks_IX[place : place + 1].numpy())
+            matcher.take([token])
+        return masks_IX
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, the engine is the caller's, and what runs on a CPU takes as many threads as on the engine's own thread."""
+        use_threads(self.decoder.settings.threads)
+        with self.decoder.owner.turn:
+            yield
+
+    # ---- what is compiled and captured before it is measured ----
+
+    def rehearse(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+        """Compiles side by side what rounds of any number of rows need, and the shortest and the longest chunk of prompts."""
+        steps: list[RunChunk | RunRound] = [*self.rounds_to_come(prompts, sampling), *self.chunks_to_come(prompts, sampling)]
+        if new := [step for step in steps if step not in self._rehearsed]:
+            with self.turn():
+                self.decoder.engine.runner.rehearse(new)
+            self._rehearsed.update(new)
+
+    def capture_rounds(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+        """Captures the rounds of both sides for any number of rows, except those of "auto"; see `make_ready`.
+
+        To be called while nothing runs, and after the first prompt: an 8-bit cache takes its scales from that one.
+        """
+        if self.settings.cuda_graphs:
+            with self.turn():
+                for step in self.rounds_to_come(prompts, sampling):
+                    tried = self.decoder.engine.runner.run(Try(step))
+                    assert tried is not None
+                    tried.read()
+
+    def rounds_to_come(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RunRound]:
+        """All that may come, but for "auto"; none where rounds have grammars, which nobody can run without a text."""
+        scheduler, needs = self.decoder.engine.scheduler, self.choice(prompts[0], sampling).needs
+        if needs.grammar:
+            return []
+        rows, most = scheduler.rows, 1
+        sizes = [most]
+        while scheduler.pads_rows and most < rows:
+            most = min(2 * most, rows)
+            sizes.append(most)
+        return [step for size in sizes for step in scheduler.speculation.rounds(size, needs)]
+
+    def chunks_to_come(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RunChunk]:
+        """The shortest and the longest with which a batch of the prompts would begin."""
+        scheduler, needs = self.decoder.engine.scheduler, self.choice(prompts[0], sampling).needs
+        if needs.grammar:
+            return []
+        chunks = []
+        for first in range(0, len(prompts), scheduler.rows):
+            batch = prompts[first : first + scheduler.rows]
+            shares = scheduler.budget.share([Left(0, len(prompt)) for prompt in batch], 0)
+            parts = tuple(
+                PromptPart(row, tuple(prompt[:tokens]), 0, prompt[tokens] if tokens < len(prompt) else -1)
+                for row, (prompt, tokens) in enumerate(zip(batch, shares, strict=True))
+                if tokens
+            )
+            chunks.append(RunChunk(parts, needs, self.head is not None, sum(shares), may_capture=True))
+        chunks.sort(key=lambda chunk: chunk.cost)
+        return list(dict.fromkeys((chunks[0], chunks[-1])))
+
+    # ---- SpecConfig("auto") ----
+
+    def make_ready(self, sizes: Sequence[int] = ()) -> None:
+        """Captures whatever "auto" may run later, for options that have occurred.  sizes: numbers of rows; none: all."""
+        with self.turn():
+            self.decoder.engine.make_ready(sizes)
+
+    @property
+    def reasons(self) -> list[str]:
+        """For each number of rows that has run, which shape "auto" runs and why."""
+        return self.decoder.reasons
+
+    # ---- forced acceptance ----
+
+    @property
+    def forces_acceptance(self) -> bool:
+        return self.decoder.engine.runner.workers.verifier.synthetic is not None
+
+    def force_acceptance(self, probs: Sequence[float]) -> None:
+        """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
+        self.decoder.engine.runner.run(ForceAcceptance(tuple(probs)))
+
+    # ---- the rule by which drafts are chosen ----
+
+    def share_noise(self, shares: bool) -> None:
+        """Whether drafts are chosen with the target's own noise.  To be called before the first round is captured."""
+        drafter = self.decoder.engine.runner.workers.drafter
+        assert isinstance(drafter, DraftWorker), "only a head's drafter has two rules"
+        drafter.shares_noise = shares
+
+    # ---- whole prompts, as users run them ----
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool
+    ) -> list[Generation]:
+        """RuntimeError if a request fails."""
+        return self.decoder.generate(list(prompts), list(sampling), speculate=speculate)
+
+    # ---- round by round ----
+
+    def submit(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool) -> list[Submitted]:
+        """Queues prompts; the next steps prefill them."""
+        requests = [
+            self.decoder.new_request(self.decoder.encode(prompt), params, speculate=speculate)
+            for prompt, params in zip(prompts, sampling, strict=True)
+        ]
+        with self.turn():
+            self.decoder.engine.submit(requests)
+        self._submitted += requests
+        return [Submitted(request) for request in requests]
+
+    @property
+    def num_running(self) -> int:
+        """Prompts that are prefilled and not finished."""
+        return len(self.decoder.engine.running)
+
+    @property
+    def num_entering(self) -> int:
+        """Prompts that hold a row, and of which a part is yet to be prefilled."""
+        return len(self.decoder.engine.scheduler.seats) - self.num_running
+
+    def step(self) -> None:
+        """Runs one chunk of prompts, or one round."""
+        with self.turn():
+            self.decoder.engine.step()
+
+    def timed_step(self) -> StepTime:
+        readback = self.decoder.engine.runner.readback
+        waited, start = readback.wait_seconds, time.perf_counter()
+        self.step()
+        return StepTime(time.perf_counter() - start, readback.wait_seconds - waited)
+
+    def cancel(self) -> None:
+        """Ends everything that was submitted and is not finished, and frees its place."""
+        with self.turn():
+            for request in self._submitted:
+                self.decoder.engine.cancel(request)
+        self._submitted.clear()
+
+    @contextmanager
+    def timed_phases(self) -> Iterator[PhaseTimes]:
+        """Inside, every phase is waited for and timed, from zero.  That slows rounds."""
+        runner = self.decoder.engine.runner
+        runner.clock.clear()
+        runner.run(TimePhases(True))
+        try:
+            yield PhaseTimes(runner.clock)
+        finally:
+            runner.run(TimePhases(False))

@@ -1,0 +1,149 @@
+"""Products with packed weights on a Hopper GPU, against float64.
+
+Shapes: T rows, I in, O out.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from toolkit.codes import error
+from toolkit.kernels import DEVICE
+
+from specdec.ops.products.formats.lossless import Packed, pack_weight
+from specdec.ops.products.gpus import H100, H200, match_of
+from specdec.ops.products.lossless import packed_gated_linear, packed_linear, packed_linear_terms
+from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
+from specdec.ops.products.terms import Terms, added_up
+from specdec.ops.products.tiles.lossless import packed_tiles
+from specdec.ops.products.tiles.quantised import HopperTiles
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")]
+
+# T, O, I, whether gated, tiles
+SLICED = (
+    (1, 72, 512, True, (1, 32, 512, 1, 8, 3, 4, True, 80)), (1, 1048, 1280, False, (1, 64, 128, 3, 4, 4, 1, True, 128)),
+    (6, 264, 2048, True, (8, 64, 256, 2, 8, 3, 2, True, 96)), (8, 264, 4096, False, (8, 32, 512, 1, 4, 2, 4, True, 96)),
+    (13, 40, 256, False, (16, 128, 128, 1, 8, 2, 1, True, 128)), (1, 264, 1152, False, (1, 32, 512, 2, 8, 3, 4, True, 80)),
+    (6, 264, 1152, False, (8, 64, 256, 2, 8, 3, 2, True, 96)),
+)  # fmt: skip
+WIDE = (
+    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 96)),
+    (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 128)),
+    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, False, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, False, 168)),
+    (19, 264, 2048, True, (32, 64, 256, 2, 8, 3, 2, False, 96)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 128)),
+    (19, 264, 1152, False, (32, 64, 256, 2, 8, 3, 2, False, 96)),
+)  # fmt: skip
+
+
+def random_pair(O: int, I: int, width: float = 1.3) -> tuple[torch.Tensor, Packed]:
+    """A weight, and the same packed.  With a width of 1 rows of 4096 numbers have up to about 13 far ones, with 0 about 3.
+
+    One row is zeros.
+    """
+    weight = 0.02 * torch.randn(O, I, device=DEVICE) * torch.exp(width * torch.randn(O, I, device=DEVICE))
+    weight[O // 2] = 0
+    weight = weight.bfloat16()
+    packed = pack_weight(weight)
+    assert packed is not None
+    return weight, packed
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    if not gated:
+        return want
+    gate, up = want.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_kernels_compute_the_product(wide: bool) -> None:
+    """Keeps out: a far number that is added for another row of x or of the weight, twice, or by no program that shares a tile;
+    columns beyond the last one, where codes are zeros and stand for a number; and what test_quantised_hopper.py keeps out of
+    these kernels.
+    """
+    from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
+
+    for T, O, I, gated, numbers in WIDE if wide else SLICED:
+        tiles = HopperTiles(*numbers)
+        weight, packed = random_pair(2 * O if gated else O, I)
+        assert I < 1024 or packed.most_E.max() > 4, "more than are read together"
+        x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
+        bias = torch.randn(2 * O if gated else O, device=DEVICE, dtype=torch.bfloat16)
+        for b in (bias, None):
+            y = launch_quantised_hopper(x, packed, b, gated, tiles)
+            assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, O, I, gated)
+            if not gated:
+                terms = Terms(launch_quantised_hopper(x, packed, b, gated, tiles, leaves=True), x.dtype)
+                assert terms.terms_STH.shape[0] == tiles.splits and error(terms.tensor(), exact(x, weight, gated, b)) < 4e-3
+                assert error(terms.terms_STH.sum(0), exact(x, weight, gated, b)) < 1e-5, "far numbers that are not exact"
+
+
+@pytest.mark.parametrize("width", [0.0, 1.0])
+def test_chosen_tiles_compute_the_product(width: float) -> None:
+    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for, and terms that are not the
+    product's, bit for bit.
+    """
+    from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
+
+    for O, I, gated in ((4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)):
+        weight, packed = random_pair(O, I, width)
+        for T, kind in product((1, 7, 13, 32, 60), (H100, H200)):
+            tiles = packed_tiles(T, O, I, gated, kind)
+            x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
+            if tiles is not None:
+                assert error(launch_quantised_hopper(x, packed, None, gated, tiles), exact(x, weight, gated)) < 4e-3, (T, O, I)
+            if kind is not match_of(x.device).kind:
+                continue
+            with torch.no_grad():
+                if gated:
+                    y = packed_gated_linear(x, weight, packed, None, FAST)
+                    assert error(y, exact(x, weight, True)) < 6e-3
+                    continue
+                y, terms = packed_linear(x, weight, packed, None, FAST), packed_linear_terms(x, weight, packed, None, FAST)
+                assert tiles is None or (isinstance(terms, Terms) == (tiles.splits > 1) and torch.equal(added_up(terms), y))
+                assert error(y, exact(x, weight, False)) < 4e-3
+
+
+def test_the_copy_is_read_by_few_rows_alone() -> None:
+    """Keeps out: a copy that is read while sums must be taken in one order, while a gradient is recorded, for other dtypes or
+    for more rows than were measured; or by nobody.  The ordinary weight is zeros here, so that one tells which was read.
+    """
+    zeros, packed = torch.zeros(1024, 1024, device=DEVICE, dtype=torch.bfloat16), random_pair(1024, 1024)[1]
+
+    def reads(rows: int, numerics: Numerics, dtype: torch.dtype = torch.bfloat16) -> bool:
+        x = torch.randn(rows, 1024, device=DEVICE, dtype=dtype)
+        products = packed_linear, packed_linear_terms, packed_gated_linear
+        found = {bool(added_up(each(x, zeros.to(dtype), packed, None, numerics)).any()) for each in products}
+        assert len(found) == 1
+        return found.pop()
+
+    with torch.no_grad():
+        assert reads(1, FAST) and reads(8, FAST) and reads(32, FAST)
+        assert not reads(4, INVARIANT) and not reads(4, FAST, torch.float32) and not reads(65, FAST)
+    with torch.enable_grad():
+        assert not reads(4, FAST)
+
+
+def test_a_product_is_the_same_each_time() -> None:
+    """Keeps out: memory that the copy engine fills while warps still read it, counts of far numbers from memory that is no
+    longer theirs (kernels ran without end now and then), which shows in few programs, where two share an SM.
+    """
+    from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
+
+    tilings = [(T, packed_tiles(T, O, I, gated, kind), O, I, gated)
+               for (O, I, gated), kind in product(((28672, 4096, True), (4096, 14336, False)), (H100, H200))
+               for T in (1, 5, 8, 16, 32, 60)]  # fmt: skip
+    tilings.append((16, HopperTiles(16, 64, 256, 1, 4, 3, 1, False, 96), 28672, 4096, True))
+    pairs = {(O, I): random_pair(O, I, 0.0)[1] for _, _, O, I, _ in tilings}
+    for T, tiles, O, I, gated in tilings:
+        if tiles is None:
+            continue
+        x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
+        y = launch_quantised_hopper(x, pairs[O, I], None, gated, tiles)
+        differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for _ in range(300):
+            differ += (launch_quantised_hopper(x, pairs[O, I], None, gated, tiles) != y).any()
+        assert differ.item() == 0, (T, O, I, tiles)

@@ -1,0 +1,92 @@
+"""Packed weights come back bit for bit, on any machine."""
+
+from itertools import product
+
+import pytest
+import torch
+from toolkit.codes import check_tiles
+from toolkit.paths import compiler_s_output
+
+from specdec.ops.products.formats.lossless import MOST_FAR, WIDTH, Packed, pack_weight, packed_size, unpack_weight
+from specdec.ops.products.gpus import H100, H200
+from specdec.ops.products.tiles.lossless import packed_tiles
+
+SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (10240, 8192, False),
+          (57344, 8192, True), (8192, 28672, False), (1024, 512, False), (1024, 128, False), (2056, 1152, False))  # fmt: skip
+
+
+def spread(rows: int, columns: int, width: float) -> torch.Tensor:
+    """Normal numbers whose magnitudes differ by factors of e to the power of `width` more."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    far = torch.exp(width * torch.randn(rows, columns, generator=generator))
+    return (0.02 * torch.randn(rows, columns, generator=generator) * far).bfloat16()
+
+
+def same(packed: Packed | None, weight: torch.Tensor) -> bool:
+    return packed is not None and torch.equal(unpack_weight(packed).view(torch.int16), weight.view(torch.int16))
+
+
+@pytest.mark.parametrize("width", [0.0, 1.0, 1.6])
+def test_every_number_comes_back(width: float) -> None:
+    """Keeps out: a bit at another place, a far number in another row or column, a row without any, sizes that `plan` foresees
+    otherwise.
+    """
+    weight = spread(80, 5 * WIDTH, width)
+    packed = pack_weight(weight)
+    assert packed is not None and same(packed, weight)
+    assert packed.num_bytes == packed_size(80, 5 * WIDTH) + 6 * len(packed.far_N)
+    assert (len(packed.far_N) > 200) == (width > 1) and packed.num_bytes < 1.6 * weight.numel()
+    counts = packed.starts.diff()
+    assert torch.equal(packed.most_E, counts.view(-1, 8).amax(1).int())
+
+
+def test_extremes_come_back() -> None:
+    """Keeps out: zeros, subnormals, infinities and NaNs that become other numbers, and bases at the ends of the exponents."""
+    weight = spread(16, 2 * WIDTH, 0.0)
+    weight[0] = 0
+    weight[1, ::40] = 0
+    weight[2, 3], weight[2, 4], weight[2, 5] = float("inf"), float("-inf"), float("nan")
+    weight[3] = float("inf")
+    weight[4] = 1e-40
+    weight[5] *= 1e-36
+    weight[6] = -3.3e38
+    weight[7, ::5] = 1e-30  # 52 of them
+    weight[8] = -0.0
+    assert same(pack_weight(weight), weight)
+
+
+def test_all_bits_of_a_number_come_back() -> None:
+    """Keeps out: a bit pattern that packing loses.  Each row has 14 exponents and some numbers far from them."""
+    bits = torch.arange(2**16, dtype=torch.int32).short().view(256, 256)  # rows of one sign and two exponents
+    mixed = bits.view(2, 128, 256).transpose(0, 1).reshape(128, 512)  # both signs
+    weight = torch.cat((mixed, mixed.roll(64, 0)[:, :48], mixed[:, : 2 * WIDTH - 48]), 1).view(torch.bfloat16)
+    assert weight.shape[1] % WIDTH == 0 and same(pack_weight(weight), weight)
+
+
+def test_what_can_t_be_packed_is_left() -> None:
+    """Keeps out: other dtypes taken for bfloat16, and rows of which most numbers are far."""
+    weight = spread(16, 2 * WIDTH, 0.0)
+    assert pack_weight(weight.float()) is None and pack_weight(weight.half()) is None
+    assert pack_weight(weight[:, : 2 * WIDTH - 16]) is None and pack_weight(weight[:0]) is None
+    weight[7, : MOST_FAR + 1] = 1e-30
+    assert pack_weight(weight) is None
+    weight[7, MOST_FAR] = 0.02
+    assert same(pack_weight(weight), weight)
+
+
+def test_tiles_fit_a_hopper() -> None:
+    """Keeps out: more shared memory or registers than an SM has, more split tiles than counters, a group of warps without a
+    step, which would wait for one without end.
+    """
+    for kind, T, (O, I, gated) in product((H100, H200), (1, 8, 9, 16, 17, 32, 33, 64, 65, 128), SHAPES):
+        tiles = packed_tiles(T, O, I, gated, kind)
+        if tiles is None:
+            assert T > 64 or (kind is H200 and T > 32 and O < 16384)
+            continue
+        assert tiles.block_i % WIDTH == 0
+        check_tiles(tiles, T, O, I, 12, WIDTH)
+
+
+def test_the_kernels_compile_for_hopper_gpus() -> None:
+    """Keeps out: layouts of words that are no numbers' layouts, which no interpreter sees."""
+    assert compiler_s_output("inside/compiled_packed.py").split() == ["quantised_hopper_kernel", "quantised_sliced_kernel"]
