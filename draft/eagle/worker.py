@@ -53,7 +53,7 @@ class DraftWorker(Drafter):
     def __init__(self, head: StepHead, context: DrafterContext, shares_noise: bool = True) -> None:
         self.head, self.backend = head, context.backend
         self.topk = context.most_topk  # of the first level that rows keep
-        self.shares_noise = shares_noise
+        self.shares_noise, self.few_rows = shares_noise, FEW_ROWS
         (self.cache,) = self.caches = context.caches
         self.rows: EagleRows = EagleRows.empty(
             context.rows,
@@ -125,7 +125,7 @@ class DraftWorker(Drafter):
         """
         assert new.features_BEF is not None
         (B, E), rows = new.tokens_BE.shape, self._rows(state)
-        few = B * E <= FEW_ROWS
+        few = B * E <= self.few_rows
         tables = [self._extend_tables(group, new.base_lens_B, E, last_rows=not few) for group in self._groups(state)]
         self._read_round(rows, tables, new.tokens_BE, self.head.fuse(new.features_BEF.flatten(0, 1)), new.last_B)
         self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))

@@ -319,15 +319,3 @@ class DeviceRunner:
             return state
         assert self.shared is not None
         return state.sharing(self.shared)
-
-
-def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> SharedPrefix | None:
-    """Buffers for the pages that rows read together; None where reading together can't be faster.
-
-    most_packed: a threshold for queries times heads of one row that read each key.  Above it a row alone does so much
-        arithmetic on each key that nothing is gained by reading the key less often.
-    heads_a_key: how many of the target's query heads read one key.
-    """
-    if heads_a_key > most_packed:
-        return None
-    return SharedPrefix.empty(state.pages.table, most_packed // heads_a_key)

@@ -19,6 +19,7 @@ from specdec.config import SpecConfig
 from specdec.engine.request import Request
 from specdec.grammar.library import Grammars
 from specdec.ops.compiling.rehearsal import Rehearsals
+from specdec.ops.cuda_graph import GraphSet
 from specdec.runner import prompts as prompt_runner
 from specdec.runner.first_passes import FirstPasses
 from specdec.runner.readback import Ticket
@@ -193,6 +194,12 @@ class Hooks:
 
         runner.run = replay
         return seen
+
+    def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
+        """Makes these run what rounds give to CUDA graphs: whole rounds, or their phases."""
+        rounds = self._runner.rounds
+        rounds.round_graphs = rounds.phase_graphs = graphs
+        rounds.graph_mode = "round" if whole else "step"
 
     def use_grammars(self, grammars: Grammars) -> None:
         """Gives a decoder without a tokenizer grammars over one of their own."""
