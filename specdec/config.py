@@ -159,9 +159,9 @@ class SamplingOption:
     drafted: bool = False
 
 
-def option(default: Any, check: Check, *meaning: str, hash: bool | None = None, **more: Any) -> Any:
-    """A field of SamplingParams.  meaning: and the metavar, if it has another than N."""
-    return field(default=default, hash=hash, metadata={"option": SamplingOption(default, check, *meaning, **more)})
+def option(default: Any, check: Check, meaning: str = "", *, hash: bool | None = None, **more: Any) -> Any:
+    """A field of SamplingParams."""
+    return field(default=default, hash=hash, metadata={"option": SamplingOption(default, check, meaning, **more)})
 
 
 def _ints(low: int, high: float = math.inf) -> Check:
@@ -215,12 +215,12 @@ class SamplingParams:
     """
 
     max_tokens: int = option(128, _ints(1))
-    temperature: float = option(0.0, _temperature, column=float, step="sampled")
+    temperature: float = option(0.0, _temperature, column=float, step="sampled", drafted=True)
     top_p: float = option(
         1.0,
         _floats(0.0, 1.0, above_low=True),
         "sample from the likeliest tokens that together have this probability",
-        "P",
+        metavar="P",
         column=float,
         step="filtered",
         greedy=False,
@@ -243,7 +243,7 @@ class SamplingParams:
         0.0,
         _floats(0.0, 1.0),
         "sample from tokens at least P times as likely as the likeliest",
-        "P",
+        metavar="P",
         column=float,
         step="min_p",
         greedy=False,
@@ -253,18 +253,18 @@ class SamplingParams:
         1.0,
         _floats(0.01, 100.0),
         "divide logits above 0 of tokens in prompt or output by X",
-        "X",
+        metavar="X",
         column=float,
         step="penalties",
     )
     presence_penalty: float = option(
-        0.0, _floats(-2.0, 2.0), "take X off the logits of tokens in the output", "X", column=float, step="penalties"
+        0.0, _floats(-2.0, 2.0), "take X off the logits of tokens in the output", metavar="X", column=float, step="penalties"
     )
     frequency_penalty: float = option(
         0.0,
         _floats(-2.0, 2.0),
         "take X off a token's logit for each time the output holds it",
-        "X",
+        metavar="X",
         column=float,
         step="penalties",
     )

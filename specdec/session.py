@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from specdec.runner.phase_clock import PhaseClock
 from specdec.steps import ForceAcceptance, PromptPart, RunChunk, RunRound, TimePhases, Try
 
 R = TypeVar("R")
+Submitted: TypeAlias = Request  # a prompt that was handed to the engine
+PhaseTimes: TypeAlias = PhaseClock  # seconds and calls of each phase since the last `clear`
 
 
 class StepTime(NamedTuple):
@@ -38,45 +40,6 @@ class StepTime(NamedTuple):
 
     wall: float
     waited: float
-
-
-class Submitted:
-    """One prompt that was handed to the engine."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    @property
-    def is_done(self) -> bool:
-        return self._request.is_done
-
-    @property
-    def error(self) -> BaseException | None:
-        """What made the request fail, if it did."""
-        return self._request.error
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt and of the output so far."""
-        return len(self._request.prompt_ids) + len(self._request.output.token_ids)
-
-
-class PhaseTimes:
-    """Seconds and calls of each phase since the last `clear`."""
-
-    def __init__(self, clock: PhaseClock) -> None:
-        self._clock = clock
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return dict(self._clock.seconds)
-
-    @property
-    def calls(self) -> dict[str, int]:
-        return dict(self._clock.calls)
-
-    def clear(self) -> None:
-        self._clock.clear()
 
 
 class Session:
@@ -268,7 +231,7 @@ class Session:
         with self.turn():
             self.decoder.engine.submit(requests)
         self._submitted += requests
-        return [Submitted(request) for request in requests]
+        return requests
 
     @property
     def num_running(self) -> int:
@@ -305,6 +268,6 @@ class Session:
         runner.clock.clear()
         runner.run(TimePhases(True))
         try:
-            yield PhaseTimes(runner.clock)
+            yield runner.clock
         finally:
             runner.run(TimePhases(False))

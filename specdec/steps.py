@@ -17,6 +17,7 @@ STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.value
 DRAFTED = frozenset(declared.step for declared in SAMPLING_OPTIONS.values() if declared.drafted)  # steps that drafts know of
 # The columns of the table of rows' options, by type.
 FLOATS = tuple(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is float)
+_UNCHANGED = tuple(SAMPLING_OPTIONS[name].default for name in FLOATS)
 INTS = (*(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is int), "first_end", "processed")
 
 
@@ -74,7 +75,7 @@ class RowOptions(NamedTuple):
     after the options, else 0.  The others: see SamplingParams.
     """
 
-    floats: tuple[float, ...] = tuple(SAMPLING_OPTIONS[name].default for name in FLOATS)
+    floats: tuple[float, ...] = _UNCHANGED
     ints: tuple[int, ...] = (0,) * len(INTS)
 
     @classmethod

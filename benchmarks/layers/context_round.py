@@ -32,11 +32,11 @@ from specdec.draft.ngram.drafter import NgramModel
 from specdec.loading.pair import Loaded
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_device, resolve_settings
-from specdec.models.causal_lm import CausalLM
+from specdec.models.causal_lm import CausalLM, decoder_layer
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLM
+from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 from specdec.options import EngineOptions
@@ -92,7 +92,8 @@ class RandomTarget(NamedTuple):
         share, positions = share_of(self.config, Shard(group.rank, group.size)), settings.max_seq_len + 64
 
         def make() -> Target:
-            return DeepseekLM(share, positions) if isinstance(share, DeepseekConfig) else CausalLM(share, positions)
+            layer = DeepseekLayer if isinstance(share, DeepseekConfig) else decoder_layer
+            return CausalLM(share, positions, layer)
 
         model = build(make, device, settings.dtype)
         for parameter in model.parameters():

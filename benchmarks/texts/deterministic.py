@@ -37,11 +37,12 @@ from specdec.draft.drafter import Drafter
 from specdec.draft.eagle.head import EagleHead
 from specdec.loading import memory
 from specdec.loading.resolve import choose_attention, resolve_settings
+from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ExpertsConfig, IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLM
-from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
+from specdec.models.deepseek.modules import DeepseekLayer
+from specdec.models.diffllama.modules import DifferentialAttention, diffllama_layer
 from specdec.models.experts import Router
 from specdec.models.target import Target
 from specdec.options import EngineOptions
@@ -177,8 +178,8 @@ def models_of(name: str, max_positions: int) -> tuple[Target, EagleHead, Tokeniz
     if config is like_target:
         model, head = random_pair(max_positions, device, config, AUX_LAYERS)
     else:
-        made = DeepseekLM if isinstance(config, DeepseekConfig) else DiffLlamaLM
-        model = build(lambda: made(config, max_positions), device, torch.bfloat16)
+        layer = DeepseekLayer if isinstance(config, DeepseekConfig) else diffllama_layer
+        model = build(lambda: CausalLM(config, max_positions, layer), device, torch.bfloat16)
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         for module in model.modules():

@@ -27,8 +27,7 @@ from toolkit.models import Zoo, ragged_prompts
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.bench.prompt_file import read_prompts
 from specdec.lossless.choice import Text
-from specdec.lossless.passes import DensePasses
-from specdec.lossless.reference import FACTOR, read_text
+from specdec.lossless.reference import FACTOR, passes_of, read_text
 from specdec.session import Session
 
 KEPT = ("auto", "int8", "fp8")
@@ -51,7 +50,7 @@ def decoders(prompts: int, device: str) -> Iterator[tuple[str, str, SpecDecoder,
 
 def measure(decoder: SpecDecoder, prompts: list[Any], sampling: list[SamplingParams]) -> dict[str, Any]:
     """One line, of both sides' texts."""
-    passes, ratios, bounds, tokens, unsure = DensePasses(Session(decoder)), [0.0], [], 0, 0
+    passes, ratios, bounds, tokens, unsure = passes_of(Session(decoder)), [0.0], [], 0, 0
     for speculate in (False, True):
         for out, params in zip(decoder.generate(prompts, sampling, speculate=speculate), sampling, strict=True):
             reading = read_text(passes, Text(out.prompt_token_ids, out.token_ids, params))

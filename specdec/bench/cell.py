@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 
+from specdec.bench.encode import with_seeds
 from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, PlainCell, Side, repeat_ratio
 from specdec.bench.warm_up import Laps, warm_up
 from specdec.config import SamplingParams
@@ -42,7 +42,7 @@ def measure_cell(
     laps: that of the session, which has begun; None: a new one.  explained: differences that other cells of this pair, with
     these prompts, have looked at; gets those of this one.  Where acceptance is forced, the sides' outputs are not compared.
     """
-    params = _with_seeds(sampling, len(prompts))
+    params = with_seeds(sampling, len(prompts))
     baseline, speculative = _run_sides(session, prompts, params, (False, True), repeats, on_pass, laps or Laps())
     outputs = _compare(session, prompts, params, baseline.passes, speculative.passes, {} if explained is None else explained)
     baseline.laps.lap("comparing")
@@ -70,7 +70,7 @@ def measure_plain(
     laps: Laps | None = None,
 ) -> PlainCell:
     """The passes of `measure_cell` for a target without a draft, which has only plain decoding."""
-    params = _with_seeds(sampling, len(prompts))
+    params = with_seeds(sampling, len(prompts))
     (run,) = _run_sides(session, prompts, params, (False,), repeats, on_pass, laps or Laps())
     ratio = repeat_ratio([output.token_ids for output in run.passes[0]])
     empty = _empty_prompts(session, run.passes)
@@ -105,11 +105,6 @@ def _run_sides(
         side.memory, side.reasons = _memory(session), session.reasons
     run("phases", sides, _SideRun.time_phases)
     return sides
-
-
-def _with_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """The sampling of each prompt: prompt i has the seed + i."""
-    return [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(count)]
 
 
 class _SideRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def encode_prompts(
         check_length(ids, sampling, name, engine.max_seq_len or config.max_position, config.max_position)
         encoded.append(ids)
     return encoded
+
+
+def with_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
+    """The sampling of each prompt: prompt i has the seed + i."""
+    return [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(count)]
 
 
 def prompt_facts(prompts: Sequence[Sequence[int]], asked: Sequence[FilePrompt], source: str, *, chat: bool) -> dict[str, Any]:

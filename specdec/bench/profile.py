@@ -148,6 +148,5 @@ def _phase_seconds(session: Session, phases: PhaseTimes) -> dict[str, float]:
     """Seconds of one round by phase."""
     phases.clear()
     wall = session.timed_step().wall
-    seconds = phases.seconds
-    spent = {name: seconds[name] for name in PHASES if name in seconds}
+    spent = {name: phases.seconds[name] for name in PHASES if name in phases.seconds}
     return {**spent, "rest": wall - sum(spent.values())}

@@ -6,7 +6,6 @@ Prints nothing.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -21,7 +20,7 @@ import torch
 from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
 from specdec.bench.cell import Explained, measure_cell, measure_plain
-from specdec.bench.encode import encode_prompts, prompt_facts
+from specdec.bench.encode import encode_prompts, prompt_facts, with_seeds
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.prompt_file import FilePrompt
@@ -31,6 +30,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.loading.about.machine import machine_facts, steal_and_total, versions
+from specdec.loading.build import free_memory
 from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
@@ -272,7 +272,7 @@ def _measure(
     if not options.profile:
         return
     done = any(budget.spec is None and budget.batch_size == size for budget in result.budgets)
-    params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(size)]
+    params = with_seeds(sampling, size)
     kinds = (False,) if session.head is None else (True,) if done else (False, True)
     for speculate in kinds:
         on_pass("profile (speculative)" if speculate else "profile (plain)", options.sides * (options.repeats + 2) + speculate)
@@ -321,7 +321,6 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
 
 
 def _free_memory(device: torch.device) -> None:
-    gc.collect()
+    free_memory(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

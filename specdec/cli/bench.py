@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from specdec.cli.flags import (
     sampling_of,
     tree_shape,
 )
-from specdec.cli.terminal.output import check_files, console, say_plain, write_files
+from specdec.cli.terminal.output import check_files, console, json_writer, say_plain, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SpecConfig
 from specdec.screen.progress import Pace, show_progress
@@ -55,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_files({flag: path for flag, path in (("--json", args.json), ("--plot", args.plot)) if path})
+    check_files({"--json": args.json, "--plot": args.plot})
     if args.plot:
         from specdec.bench.show import plots
 
@@ -102,11 +101,9 @@ def options_of(args: argparse.Namespace) -> BenchOptions:
     )
 
 
-def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Callable[[Path], object]]:
+def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str | None, Callable[[Path], object]]:
     """What writes each file that was asked for."""
-    writers: dict[str, Callable[[Path], object]] = {}
-    if args.json:
-        writers[args.json] = lambda path: path.write_text(json.dumps(measurement.as_json(), indent=1) + "\n")
+    writers: dict[str | None, Callable[[Path], object]] = {args.json: json_writer(measurement.as_json)}
     if args.plot:
         from specdec.bench.show import plots
 

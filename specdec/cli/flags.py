@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from specdec.checks import nearest_name, read_some
 from specdec.cli.terminal.output import complain
-from specdec.config import NOT_GREEDY, GrammarKind, SamplingParams, SpecConfig, idle_options
+from specdec.config import SAMPLING_OPTIONS, SamplingParams, SpecConfig, idle_options
 from specdec.draft.kinds import listed
 from specdec.options import EngineOptions, setting_of
 
@@ -72,29 +72,24 @@ def add_prompt_flags(parser: argparse.ArgumentParser, num_prompts: str) -> None:
 
 # ---- sampling ----
 
-RULES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")  # flags that greedy decoding looks at
-
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    lists: list[tuple[str, str, Callable[[str], Any], str, str]] = [  # options that one number does not give
+        ("stop", "--stop", not_empty, "TEXT", "end before this text"),
+        ("stop_token_ids", "--stop-token-id", int, "ID", "end at this token"),
+        ("logit_bias", "--logit-bias", _bias, "ID=NUMBER", "add NUMBER to a token's logit"),
+        ("bad_words", "--bad-word", not_empty, "TEXT", "a text that the output does not complete"),
+        ("bad_words", "--bad-word-ids", ints, "ID,ID", "ids of tokens that the output does not write one after the other"),
+    ]
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together have this probability")
-    add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
-    add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the likeliest")
-    add("--seed", type=int, metavar="N", help="bench samples with 0 unless told otherwise, generate with a random one")
-    add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
-    add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
-    add("--ignore-eos", action="store_true", help="go on after the end of text")
-    add("--repetition-penalty", type=float, metavar="X", help="divide logits above 0 of tokens in prompt or output by X")
-    add("--presence-penalty", type=float, metavar="X", help="take X off the logits of tokens in the output")
-    add("--frequency-penalty", type=float, metavar="X", help="take X off a token's logit for each time the output holds it")
-    bias = "add NUMBER to a token's logit; may be given several times"
-    add("--logit-bias", type=_bias, action="append", metavar="ID=NUMBER", help=bias)
-    bad_word = "a text that the output does not complete; may be given several times"
-    add("--bad-word", type=not_empty, action="append", metavar="TEXT", help=bad_word)
-    bad_ids = "ids of tokens that the output does not write one after the other; may be given several times"
-    add("--bad-word-ids", type=ints, action="append", metavar="ID,ID", help=bad_ids)
-    add("--min-tokens", type=int, metavar="N", help="nothing ends the text before N tokens")
+    for name, declared in SAMPLING_OPTIONS.items():
+        if declared.meaning:
+            add(flag_of(name), type=declared.column or int, metavar=declared.metavar, help=declared.meaning)
+        elif name == "ignore_eos":
+            add("--ignore-eos", action="store_true", help="go on after the end of text")
+        for _, flag, kind, metavar, meaning in (each for each in lists if each[0] == name):
+            add(flag, type=kind, action="append", metavar=metavar, help=f"{meaning}; may be given several times")
 
 
 def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,21 +102,18 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """Flags that greedy decoding would not look at are errors: nothing is ignored."""
-    given = {name: getattr(args, name) for name in NOT_GREEDY if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
     has_own_draws = {"seed"} if getattr(args, "synthetic_acceptance", None) else set()  # forced acceptance draws by seed
     if idle := idle_options(args.temperature, given.keys() - has_own_draws):
         flags = ", ".join(map(flag_of, idle))
         raise ValueError(f"{flags} would do nothing at --temperature 0 (greedy); give a temperature, or leave it out")
-    given |= {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
-    bias = None if args.logit_bias is None else dict(args.logit_bias)
-    if bias is not None and len(bias) < len(args.logit_bias):
-        raise ValueError("--logit-bias names a token twice; give each token once")
+    if args.logit_bias is not None:
+        given["logit_bias"] = dict(args.logit_bias)
+        if len(given["logit_bias"]) < len(args.logit_bias):
+            raise ValueError("--logit-bias names a token twice; give each token once")
     if args.bad_word and args.bad_word_ids:
         raise ValueError("--bad-word names texts and --bad-word-ids lists of ids; nearest thing that works: all of them as ids")
-    always = dict(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos)
-    always |= dict(stop=args.stop, stop_token_ids=args.stop_token_id, bad_words=args.bad_word or args.bad_word_ids)
-    given |= {name: getattr(args, name, None) for name in get_args(GrammarKind)}
-    return SamplingParams(**always, logit_bias=bias, **given)
+    return SamplingParams(**given, stop_token_ids=args.stop_token_id, bad_words=args.bad_word or args.bad_word_ids)
 
 
 # ---- models and engine ----

@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.flags import (
@@ -58,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = sampling_with_choices(args)
+    sampling = sampling_of(args)
     if sampling.n > 1 and sampling.temperature == 0:
         raise ValueError(
             f"--n {sampling.n} would print one text {sampling.n} times at --temperature 0 (greedy); give a temperature"
@@ -93,12 +92,6 @@ def run(args: argparse.Namespace) -> int:
         draft += "".join(f"\nauto chose for {reason}" for reason in decoder.reasons)
         print(f"{about}{draft}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
     return 0
-
-
-def sampling_with_choices(args: argparse.Namespace) -> SamplingParams:
-    """The options of the shared flags, and those for which only this command has flags."""
-    mode = {"logprobs_mode": args.logprobs_mode} if args.logprobs_mode else {}
-    return replace(sampling_of(args), n=args.n, logprobs=args.logprobs, **mode)
 
 
 def _pair(args: argparse.Namespace) -> tuple[Any, Any]:

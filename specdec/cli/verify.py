@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +22,7 @@ from specdec.cli.flags import (
     sampling_of,
     tree_shape,
 )
-from specdec.cli.terminal.output import check_files, console, write_files
+from specdec.cli.terminal.output import check_files, console, json_writer, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SamplingParams
 
@@ -45,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_files({"--json": args.json} if args.json else {})
+    check_files({"--json": args.json})
     target, draft = pair_of(args, [])
     if draft is None:
         raise ValueError("--draft is missing: verify compares speculative with plain decoding; give the head of the --target")
@@ -53,18 +52,17 @@ def run(args: argparse.Namespace) -> int:
     if sampling.temperature > 0 and sampling.seed is None:
         sampling = replace(sampling, seed=0)
     decoder, prompts, facts = _load(args, target, draft, sampling)
-    seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
+    from specdec.bench.encode import with_seeds
+
     over()
     with decoder:
-        found = decoder.verify(prompts, seeded, progress=True)
+        found = decoder.verify(prompts, with_seeds(sampling, len(prompts)), progress=True)
     try:
         from specdec.lossless.show import print_verification
 
         print_verification(found, console())
     finally:
-        if args.json:
-            result = {**found.as_json(), **facts}
-            write_files({args.json: lambda path: path.write_text(json.dumps(result, indent=1) + "\n")})
+        write_files({args.json: json_writer(lambda: {**found.as_json(), **facts})})
     return 0 if found.passed else 1
 
 

@@ -4,6 +4,9 @@ This module knows no model, only a tokenizer's `decode`.
 
 The text of a request is what decoding its prompt and its output together adds to decoding the prompt alone.  Decoding the
 output alone would give another text: many decoders strip the first space of whatever they are given.
+
+`tokenizers.DecodeStream` can't stand in for it: it fails where a decoder that falls back to bytes takes back what it has shown
+("Invalid prefix encountered"), keeps the last bytes to itself, and knows neither slow tokenizers nor `decode` of a GGUF file's.
 """
 
 from __future__ import annotations

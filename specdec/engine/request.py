@@ -80,6 +80,11 @@ class Request:
         return self.prompt_ids if self.source_ids is None else self.source_ids
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return len(self.prompt_ids) + len(self.output.token_ids)
+
+    @property
     def is_done(self) -> bool:
         """Whether the request has finished, failed or been cancelled."""
         return self.output.finish_reason is not None or self.error is not None or self.cancelled

@@ -80,12 +80,8 @@ def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculatio
     spec = settings.spec
     assert spec is not None
     seconds = CAPTURE_SECONDS if settings.cuda_graphs else 0.0
-    return Speculation(head.shapes(spec), seconds, _most_drafted(head, settings), spec.is_auto, settings.first_accepted)
-
-
-def _most_drafted(head: DraftModel | None, settings: EngineSettings) -> int | None:
-    """The length of a text beyond which nothing is drafted; None: there is no such length."""
-    return head.trained_length if head and settings.options.beyond_trained == "stop" else None
+    longest = head.trained_length if settings.options.beyond_trained == "stop" else None
+    return Speculation(head.shapes(spec), seconds, longest, spec.is_auto, settings.first_accepted)
 
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:

@@ -26,7 +26,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.schemes.size import coded_matrices, matrix_size
+from specdec.models.schemes.size import coded_and_others, coded_matrices, matrix_size
 from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import Format
 from specdec.ops.products.formats.lossless import EIGHT, WIDTH, packed_size
@@ -120,7 +120,7 @@ def plan_memories(
         batch,
         str(config.quantization or f"{settings.dtype}".removeprefix("torch.")),
         at(context, batch),
-        tuple(sum(_page_bytes([config], settings)) // options.page_size for config in models.configs),
+        tuple(sum(kv_page_bytes([c], settings, layer_groups([c], settings))) // options.page_size for c in models.configs),
         memory=0,
         longest=0,
         widest=0,
@@ -174,10 +174,6 @@ def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, items
     return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
 
 
-def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[int, ...]:
-    return kv_page_bytes(configs, settings, layer_groups(configs, settings))
-
-
 def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
     own, config, drafter = pair.checkpoint, pair.chosen.config, pair.drafter
     mtp = mtp_prefixes(config)
@@ -201,10 +197,8 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     a copy for each head (HeadsRMSNorm).
     """
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    formats = coded_matrices(checkpoint, names)
-    coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
-    own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
-    own = [name for name in own if name not in coded_names and not _is_spare_bias(name, formats, config)]
+    formats, others = coded_and_others(checkpoint, names)
+    own = [name for name in others if not _is_spare_bias(name, formats, config)]
     coded = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
     heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
     numbers = sum(

@@ -32,15 +32,18 @@ def explain_divergence(
 
     prompt: the prompt's number.  sampling: as it ran, with a seed if it samples.
     """
-    assert isinstance(session, Session), session
+    if (pair := parting(ids_a, ids_b)) is None:
+        return None
+    asked = read_together(session, text_of(session, prompt_ids, ids_a, sampling), pair).asked if pair else []
+    return difference(prompt, ids_a, ids_b, asked, rounds(session))
+
+
+def parting(ids_a: Sequence[int], ids_b: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Where two outputs part, with either token; empty where one of them ends; None if they are equal."""
     index = first_divergence(ids_a, ids_b)
     if index is None:
         return None
-    if index >= min(len(ids_a), len(ids_b)):
-        return one_ends(prompt, index, ids_a, ids_b)
-    pair = [(index, ids_a[index]), (index, ids_b[index])]
-    a, b = read_together(session, text_of(session, prompt_ids, ids_a, sampling), pair).asked
-    return difference(prompt, a, b, rounds(session))
+    return [(index, ids_a[index]), (index, ids_b[index])] if index < min(len(ids_a), len(ids_b)) else []
 
 
 def text_of(session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams) -> Text:
@@ -49,16 +52,18 @@ def text_of(session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int
     return Text(prompt_ids, token_ids, sampling, choice, session.masks(choice, token_ids))
 
 
-def one_ends(prompt: int, index: int, ids_a: Sequence[int], ids_b: Sequence[int]) -> Divergence:
-    """One output goes on where the other ends: there are no two tokens to compare."""
-    return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
+def difference(
+    prompt: int, ids_a: Sequence[int], ids_b: Sequence[int], judged: Sequence[Judged], may_round: bool
+) -> Divergence:
+    """Where baseline's ids_a and speculation's ids_b part.
 
-
-def difference(prompt: int, a: Judged, b: Judged, may_round: bool) -> Divergence:
-    """Where baseline's token a and speculation's token b stand after the same prefix.
-
-    may_round: whether rounding can decide anything.
+    judged: the tokens of `parting`; none: one output goes on where the other ends.  may_round: whether rounding can decide
+    anything.
     """
+    if not judged:
+        index = min(len(ids_a), len(ids_b))
+        return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
+    a, b = judged
     margins = [each.margin for each in (a, b)]
     margin = None if None in margins else max(margins)  # type: ignore[type-var]
     is_tie = may_round and a.is_explained and b.is_explained

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,36 +25,18 @@ from specdec.ops.products.numerics import FAST
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
-class Source(Protocol):
-    """What passes need of a decoder: a `Session`, or what a rank that has none holds."""
-
-    @property
-    def model(self) -> Target: ...
-    @property
-    def settings(self) -> EngineSettings: ...
-    @property
-    def as_stored(self) -> StoreFn | None: ...
-
-
-class Held(NamedTuple):
-    """A `Source` of a rank that has no session."""
-
-    model: Target
-    settings: EngineSettings
-    as_stored: StoreFn | None
-
-
 class DensePasses:
     """Passes over texts of one decoder.  Nothing else may use the decoder's target meanwhile.
 
+    model, settings: its own.  as_stored: keys and values as its cache would give them back; None: it keeps them exactly.
     choosing: whether the target chooses experts or keys by scores.  steps: whether keys and values are kept in 8 bits.  Where a
     score or a value lies on a border within rounding, a pass may take either side, and its logits are then far off.
     """
 
-    def __init__(self, session: Source) -> None:
-        self.model, self.dtype, self.device = session.model, session.settings.dtype, session.settings.device
-        self._as_stored, self._numerics = session.as_stored, session.settings.numerics
-        self._queries_as_read = rounded_queries if session.settings.options.int8_queries else None
+    def __init__(self, model: Target, settings: EngineSettings, as_stored: StoreFn | None) -> None:
+        self.model, self.dtype, self.device = model, settings.dtype, settings.device
+        self._as_stored, self._numerics = as_stored, settings.numerics
+        self._queries_as_read = rounded_queries if settings.options.int8_queries else None
         config = self.model.config
         self.choosing = config.has_experts or config.most_read is not None
         self.steps = self._as_stored is not None

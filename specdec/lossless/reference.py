@@ -29,7 +29,7 @@ from torch import Tensor
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import Text, least_raise
-from specdec.lossless.passes import DensePasses, Held
+from specdec.lossless.passes import DensePasses
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.runner.workers import Workers
@@ -92,19 +92,24 @@ def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] 
     return Reading(judged[:own], judged[own:], look.bound_I.median().item(), int((look.gap_I <= look.bound_I).sum()))
 
 
+def passes_of(session: Session) -> DensePasses:
+    """Those of the session's decoder."""
+    return DensePasses(session.model, session.settings, session.as_stored)
+
+
 def read_together(session: Session, text: Text, asked: Iterable[tuple[int, int]] = ()) -> Reading:
     """As `read_text`, by all ranks that hold the session's target: each computes its share of every pass."""
     device = session.settings.device
     if session.settings.options.tensor_parallel_size == 1:
         with launching(device), on_device(device):
-            return read_text(DensePasses(session), text, asked)
+            return read_text(passes_of(session), text, asked)
     return session.together(_read_share, session.settings, text, list(asked))
 
 
 def _read_share(workers: Workers, settings: EngineSettings, text: Text, asked: list[tuple[int, int]]) -> Reading:
     verifier, device = workers.verifier, workers.state.lens_B.device
-    held = Held(verifier.model, replace(settings, device=device), as_stored(verifier.cache))
-    return read_text(DensePasses(held), text, asked)
+    passes = DensePasses(verifier.model, replace(settings, device=device), as_stored(verifier.cache))
+    return read_text(passes, text, asked)
 
 
 class _Look:

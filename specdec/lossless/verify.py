@@ -9,9 +9,9 @@ from typing import Any
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.loading.threads import using_threads
-from specdec.lossless.near_tie import difference, first_divergence, one_ends, rounds, text_of
+from specdec.lossless.near_tie import difference, parting, rounds, text_of
 from specdec.lossless.reference import read_together
-from specdec.lossless.verification import Divergence, OffTarget, PromptVerdict, Verification
+from specdec.lossless.verification import OffTarget, PromptVerdict, Verification
 from specdec.screen.progress import Progress
 from specdec.session import Session
 
@@ -72,19 +72,11 @@ def verify(
 
 def _compare(session: Session, number: int, a: Generation, b: Generation, sampling: SamplingParams) -> PromptVerdict:
     """One prompt's plain output a and speculative output b."""
-    index = first_divergence(a.token_ids, b.token_ids)
-    part: Divergence | None = None
-    asked = []
-    if index is not None and index < min(len(a.token_ids), len(b.token_ids)):
-        asked = [(index, a.token_ids[index]), (index, b.token_ids[index])]
-    elif index is not None:
-        part = one_ends(number, index, a.token_ids, b.token_ids)
-    reading = read_together(session, text_of(session, a.prompt_token_ids, a.token_ids, sampling), asked)
-    if asked:
-        mine, theirs = reading.asked
-        part = difference(number, mine, theirs, rounds(session))
-    readings = {"both" if index is None else "baseline": reading}
-    if index is not None:
+    asked = parting(a.token_ids, b.token_ids)
+    reading = read_together(session, text_of(session, a.prompt_token_ids, a.token_ids, sampling), asked or [])
+    part = None if asked is None else difference(number, a.token_ids, b.token_ids, reading.asked, rounds(session))
+    readings = {"both" if part is None else "baseline": reading}
+    if part is not None:
         readings["speculative"] = read_together(session, text_of(session, b.prompt_token_ids, b.token_ids, sampling))
     off = [
         OffTarget(each.index, each.token, each.best, each.margin, each.bound, side)  # type: ignore[arg-type]
@@ -92,7 +84,7 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
         for each in found.off
         if not each.is_explained
     ]
-    tokens = len(a.token_ids) + (0 if index is None else len(b.token_ids))
+    tokens = len(a.token_ids) + (0 if part is None else len(b.token_ids))
     unsure = sum(each.unsure for each in readings.values())
     seed = sampling.seed if sampling.temperature > 0 else None
     return PromptVerdict(number, tokens, b.stats.rounds, part, off, reading.bound, unsure, seed)

@@ -9,8 +9,8 @@ Shapes: T tokens, H hidden size, V vocabulary, R rows asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -76,6 +76,14 @@ class DecoderLayer(PreNormLayer):
         super().__init__(config, SelfAttention(config, config.hidden_size, shares_kv), MLP(config))
 
 
+def decoder_layer(config: ModelConfig, index: int) -> PreNormLayer:
+    """The layer of that number in a target of the Llama family."""
+    return DecoderLayer(config, shares_kv=config.kv_source[index] != index)
+
+
+MakeLayer = Callable[[Any, int], PreNormLayer]  # from a family's config and the layer's number
+
+
 def rows_of(attn: AttentionFn, asked_R: Tensor) -> AttentionFn:
     """The attention of layers that have the queries of these rows only, and no keys and values."""
 
@@ -95,13 +103,14 @@ class CausalLM(Target):
     """A decoder-only language model of the Llama family.
 
     max_positions: length of the rotary table; the table must also cover the look-ahead positions of draft tokens.
+    make_layer: of families with another attention or MLP, what makes the layer of a number, counted from 0.
     """
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, make_layer: MakeLayer = decoder_layer) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.vocabulary = Vocabulary.of(config.vocab_size, ALONE)
         if config.tie_embeddings:
@@ -109,10 +118,6 @@ class CausalLM(Target):
         else:
             self.lm_head = Linear.vocabulary(config.hidden_size, config.vocab_size, config.shard)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)
-
-    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
-        """The decoder layer number `index`, counted from 0.  Families with another attention or MLP override this method."""
-        return DecoderLayer(config, shares_kv=config.kv_source[index] != index)
 
     def forward(
         self,

@@ -54,6 +54,11 @@ class TargetChoice(NamedTuple):
     config: ModelConfig
     refusal: NotComputedHere | None = None
 
+    @property
+    def native(self) -> Family | None:
+        """The family whose modules compute it; None: transformers' code does."""
+        return None if self.backend == "transformers" else family_of(self.config.family)
+
 
 def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -> TargetChoice:
     """As `read_target`, and with what is to become of the weights.  quantize: see EngineOptions.
@@ -118,7 +123,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if native is None:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
-            known = ", ".join(name if (only := _only(name)) == "" else f"{name} {only}" for name in NATIVE)
+            known = ", ".join(f"{name} {own.only}".strip() for name in NATIVE if (own := family_of(name)))
             raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
@@ -128,12 +133,6 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
             raise
         return _fall_back(folder, error)
     return TargetChoice("native", "asked for by name" if backend == "native" else f"a native module for {family!r}", config)
-
-
-def _only(name: str) -> str:
-    family = family_of(name)
-    assert family is not None
-    return family.only
 
 
 def target_json(place: Path) -> dict[str, Any]:
@@ -175,15 +174,13 @@ def refuse_ranks(choice: TargetChoice, size: int) -> None:
 def check_chosen(choice: TargetChoice, folder: Path) -> Checkpoint:
     """The target's tensors, none of them taken.  ValueError for what headers alone show to be wrong."""
     checkpoint = open_target(folder, choice.config)
-    if choice.backend == "transformers":
-        from specdec.models.transformers_backend.load import check_headers
-
-        with _refused_natively(choice):
-            check_headers(checkpoint, choice.config)
+    if choice.native is not None:
+        check_tensors(checkpoint, choice.native, choice.config)
         return checkpoint
-    family = family_of(choice.config.family)
-    assert family is not None
-    check_tensors(checkpoint, family, choice.config)
+    from specdec.models.transformers_backend.load import check_sizes
+
+    with _refused_natively(choice):
+        check_sizes(checkpoint)
     return checkpoint
 
 
@@ -214,17 +211,16 @@ def load_chosen(
     checked: what `check_chosen` gave; None: the folder is checked here.
     """
     checkpoint = checked or check_chosen(choice, folder)
-    if choice.backend == "transformers":
-        refuse_ranks(choice, group.size)
-        from specdec.models.transformers_backend.load import load_transformers_target
+    if choice.native is not None:
+        shard = Shard(group.rank, group.size)
+        model = load_family(choice.native, checkpoint, choice.config, max_positions, device, dtype, shard)
+        join(model, group)
+        return model
+    refuse_ranks(choice, group.size)
+    from specdec.models.transformers_backend.load import load_transformers_target
 
-        with _refused_natively(choice):
-            return load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)
-    family, shard = family_of(choice.config.family), Shard(group.rank, group.size)
-    assert family is not None
-    model = load_family(family, checkpoint, choice.config, max_positions, device, dtype, shard)
-    join(model, group)
-    return model
+    with _refused_natively(choice):
+        return load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)
 
 
 def empty_target(choice: TargetChoice) -> Target:
@@ -232,13 +228,12 @@ def empty_target(choice: TargetChoice) -> Target:
 
     ValueError for a target through transformers' code, which is made as it is loaded.
     """
-    native = None if choice.backend == "transformers" else family_of(choice.config.family)
-    if native is None:
+    if choice.native is None:
         raise ValueError(
             f"only targets of specdec's own modules can be looked at without their weights, and transformers' code computes "
             f"this one ({choice.reason}); nearest thing that works: a target of {', '.join(LLAMA)}"
         )
-    return empty(native, choice.config)
+    return empty(choice.native, choice.config)
 
 
 def family_of(name: Any) -> Family | None:

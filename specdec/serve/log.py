@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from specdec.generation import Generation
+from specdec.serve.process.output import json_line
 from specdec.serve.wire.answers import FINISH_REASONS, usage
 from specdec.serve.wire.errors import LONGEST_MESSAGE, REQUEST_FAILED, ApiError
 from specdec.serve.wire.fields import UNKNOWN_FIELD
@@ -101,9 +100,8 @@ class LineHandler(logging.Handler):
 
 def write_line(event: str, fields: dict[str, Any]) -> None:
     """One line of JSON.  A log that nobody can read any more must not end requests."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
-        sys.stderr.write(json.dumps({"time": now, "event": event, **fields}) + "\n")
+        sys.stderr.write(json_line(event, fields))
         sys.stderr.flush()
     except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal came while a line was being written
         pass

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from specdec import SamplingParams
-from specdec.batch.choose import edited_logits
+from specdec.batch.choose import EDITS, edited_logits
 from specdec.batch.rules import LogitRows
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
@@ -159,6 +159,17 @@ def test_what_ends_a_text_ends_that_of_a_grammar() -> None:
         assert (rules := RowChoice.of(params, 0, [1], (), [EOS]).rules) is not None and rules.ends == ends
     choice = RowChoice.of(SamplingParams(regex="a", stop_token_ids=[2]), 0, [1], (), [EOS])
     assert choice.grammar == Grammar("regex", "a", (2, EOS)) and choice.needs == Needs.of("grammar")
+
+
+def test_a_step_s_place_is_known() -> None:
+    """Keeps out: a declared step that no pass runs, one that runs and no option declares, a drafter's graph without noise that
+    is replayed for rows with noise, tables that are not made for a step that reads them."""
+    others = {"sampled", "filtered", "min_p", "processed"}  # of choose_tokens itself
+    assert {*STEPS} == {*EDITS, *others} and not EDITS.keys() & others
+    assert Needs.of(*STEPS).drafts.steps >= {"sampled", "filtered", "min_p"}
+    tables = {step for step in STEPS if Needs.of(step).rules}
+    assert tables == {"bias", "penalties", "bad_words", "ends"}
+    assert {step for step in STEPS if Needs.of(step).history} == {"penalties", "bad_words"}
 
 
 def test_needs_compose_and_stay_few() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toolkit.serving.options import NUMBERS, other_number
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, cli, shipped
 from specdec.bench.prompt_file import KEYS
 from specdec.cli.entry import build_parser
 from specdec.cli.flags import engine_of, flag_of, sampling_of, tree_shape
-from specdec.cli.generate import sampling_with_choices
 from specdec.options import setting_of, usable_cpus
 from specdec.train.__main__ import build_parser as train_parser
 
@@ -52,25 +52,18 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
 SAMPLED: dict[str, tuple[list[str], Any]] = {
     "max_tokens": (["--max-tokens", "7"], 7),
     "temperature": (["--temperature", "0.5"], 0.5),
-    "top_p": (["--temperature", "1", "--top-p", "0.5"], 0.5),
-    "top_k": (["--temperature", "1", "--top-k", "4"], 4),
-    "seed": (["--temperature", "1", "--seed", "3"], 3),
     "stop": (["--stop", "a", "--stop", "b"], ("a", "b")),
     "stop_token_ids": (["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
     "ignore_eos": (["--ignore-eos"], True),
-    "min_p": (["--temperature", "1", "--min-p", "0.1"], 0.1),
-    "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
-    "presence_penalty": (["--presence-penalty", "0.5"], 0.5),
-    "frequency_penalty": (["--frequency-penalty", "0.5"], 0.5),
     "logit_bias": (["--logit-bias", "5=2"], {5: 2.0}),
     "bad_words": (["--bad-word-ids", "5,6", "--bad-word-ids", "7"], ((5, 6), (7,))),
-    "min_tokens": (["--min-tokens", "3"], 3),
     "json_schema": (["--json-schema", "{}"], "{}"),
     "regex": (["--regex", "a"], "a"),
     "grammar": (["--grammar", "start: x"], "start: x"),
     "logprobs": (["--logprobs", "2"], 2),
     "logprobs_mode": (["--logprobs", "0", "--logprobs-mode", "processed"], "processed"),
     "n": (["--temperature", "1", "--n", "2"], 2),
+    **{name: (["--temperature", "1", flag_of(name), str(other_number(name))], other_number(name)) for name in NUMBERS},
 }
 GENERATE_ALONE = ("logprobs", "logprobs_mode", "n")  # bench and verify compare one text a prompt, and print no probabilities
 NOT_IN_BENCH = ("json_schema", "regex", "grammar")  # rounds with a grammar have a benchmark, texts.grammar_rounds
@@ -145,7 +138,7 @@ def test_every_sampling_option_arrives(name: str, command: str) -> None:
             parser.parse_args([command, *words])
         return
     args = parser.parse_args([command, *words])
-    assert getattr((sampling_with_choices if command == "generate" else sampling_of)(args), name) == value
+    assert getattr(sampling_of(args), name) == value
 
 
 def test_bad_words_may_be_texts() -> None:

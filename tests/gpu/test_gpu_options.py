@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.driver import Driver
+from toolkit.serving.options import NUMBERS, other_number
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
@@ -93,7 +94,8 @@ def test_no_phase_of_them_waits_for_the_device() -> None:
     """Keeps out: a host read in a step that only some batches run."""
     decoder = load(cuda_graphs=False)
     driver = Driver(decoder)
-    everything = {key: value for each in EACH for key, value in each.items()}
+    everything = {name: other_number(name) for name in NUMBERS}
+    everything |= {key: value for each in EACH for key, value in each.items()}
     request = driver.submit(prompts()[0], SamplingParams(**everything))
     while not driver.running:
         driver.step()

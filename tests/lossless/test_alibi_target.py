@@ -6,7 +6,6 @@ Keeps out: a node's distances counted by its number or its slot; slopes that onl
 that reads its target's kind of layer.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,30 +21,32 @@ from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.loading import build
 from specdec.models import registry
-from specdec.models.causal_lm import CausalLM
-from specdec.models.target import TargetOutput
+from specdec.models.causal_lm import DecoderLayer
+from specdec.ops.rope import Rotation
 
 SLOPES = torch.tensor([0.5, 0.25, 0.9, 0.06])
 KINDS = (LayerKind(alibi=True), LayerKind(window=9, alibi=True)) * 2
 
 
-class AlibiLlama(CausalLM):
-    """A Llama whose layers score by distance besides."""
+class AlibiLayer(DecoderLayer):
+    """A Llama's layer that scores by distance besides."""
 
     def forward(
-        self, ids_T: Tensor, positions_T: Tensor, attn: AttentionFn, aux_layers: Sequence[int] = (), rows_R: Any = None
-    ) -> TargetOutput:
+        self, x_TH: Tensor, normed_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Any = None
+    ) -> tuple[Tensor, Any]:
         def with_slopes(layer: int, inputs: LayerInputs, rows_R: Any = None, scoring: Scoring = PLAIN) -> Tensor:
             return attn(layer, inputs, rows_R, replace(scoring, slopes_H=SLOPES))
 
-        return super().forward(ids_T, positions_T, with_slopes, aux_layers, rows_R)
+        return super().forward(x_TH, normed_TH, rotation, with_slopes, layer, rows_R)
 
 
 @pytest.fixture()
 def with_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
     own = registry.family_of("llama")
     assert own is not None
-    alibi = own._replace(parse=lambda *args: replace(own.parse(*args), layer_kinds=KINDS), make=AlibiLlama)
+    alibi = own._replace(
+        parse=lambda *args: replace(own.parse(*args), layer_kinds=KINDS), layer=lambda config, _: AlibiLayer(config)
+    )
     monkeypatch.setattr(registry, "family_of", lambda name: alibi)
 
 

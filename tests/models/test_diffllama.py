@@ -19,15 +19,15 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.eager.dense import DenseAttention
+from specdec.models.causal_lm import CausalLM
 from specdec.models.config import read_json
 from specdec.models.diffllama.config import parse_diffllama
-from specdec.models.diffllama.modules import DiffLlamaLM
 
 CPU = torch.device("cpu")
 NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffLlamaLM:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     return load_target(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 

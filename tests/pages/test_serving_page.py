@@ -35,6 +35,7 @@ from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.process.descriptors import MOST_CONNECTIONS, WANTED
 from specdec.serve.process.output import CLOSING_SECONDS, MOST_HELD
+from specdec.serve.times import TIMES
 from specdec.serve.wire import errors, fields
 from specdec.serve.wire.answers import usage
 from specdec.serve.wire.body import LEAST_RATE
@@ -43,6 +44,8 @@ from specdec.serve.wire.requests import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE,
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "SERVING.md").read_text()
 OF = {"both": (fields.COMPLETIONS, fields.CHAT), "completions": (fields.COMPLETIONS,), "chat": (fields.CHAT,)}
+# Fields that the page leaves to API.md, whose own test compares them with the code.
+OPTIONS = {*fields.SAMPLING_FIELDS} & {*fields.EXTENSIONS}
 ROUTER_STATUS = 404  # of the one error whose status the code takes from the router; a test below asks for it
 Row = tuple[str, ...]
 
@@ -101,7 +104,8 @@ def code_used() -> list[Row]:
     given["temperature"] = DEFAULT_TEMPERATURE
     texts = {name: "" if default in (None, dataclasses.MISSING) else json.dumps(default) for name, default in given.items()}
     texts["max_tokens"] = f"{DEFAULT_MAX_TOKENS} of a completion; of a chat, what the context has left"
-    return [(name, path, texts.get(name, "")) for path, names in fields.USED_FIELDS.items() for name in names]
+    used = [(name, path) for path, names in fields.USED_FIELDS.items() for name in names if name not in OPTIONS]
+    return [(name, path, texts.get(name, "")) for name, path in used]
 
 
 def page_extensions(page: str) -> list[str]:
@@ -109,7 +113,7 @@ def page_extensions(page: str) -> list[str]:
 
 
 def code_extensions() -> list[str]:
-    return list(fields.EXTENSIONS)
+    return [name for name in fields.EXTENSIONS if name not in OPTIONS]
 
 
 def page_neutral(page: str) -> list[Row]:
@@ -279,7 +283,7 @@ def test_the_routers_error_has_the_status_that_the_page_says() -> None:
 def test_numbers_in_the_text_are_the_codes() -> None:
     """Keeps out: a time or a variable that changed in the code alone."""
     assert KEY_VARIABLE in PAGE and f"`Retry-After: {errors.RETRY_SECONDS}`" in PAGE
-    last = run.LAST_SECONDS * 2 + round(CLOSING_SECONDS)  # for answers to what was cut off, connections to close, and the log
+    last = round(TIMES.last * 2 + CLOSING_SECONDS)  # for answers to what was cut off, connections to close, and the log
     assert f"closed after {run.KEEP_ALIVE_SECONDS} s" in PAGE and f"for each {LEAST_RATE >> 10} KiB" in PAGE
     assert f"at most {MOST_CONNECTIONS}" in PAGE and f"up to {WANTED}" in PAGE and f"up to {MOST_HELD >> 20} MiB" in PAGE
     assert f"up to {last} seconds more than the grace period" in PAGE

@@ -8,12 +8,13 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from toolkit.serving.options import NUMBERS, other_number
 from toolkit.serving.server import Served, error_of
 
 from specdec import SamplingParams
 from specdec.serve.wire import grammar, requests
-from specdec.serve.wire.fields import CHAT, COMPLETIONS, USED_FIELDS
-from specdec.serve.wire.requests import SAMPLING_FIELDS, read_plan
+from specdec.serve.wire.fields import CHAT, COMPLETIONS, SAMPLING_FIELDS, USED_FIELDS
+from specdec.serve.wire.requests import read_plan
 
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
 LONG = 36  # tokens, within which penalties change something
@@ -58,32 +59,25 @@ OTHERS = {
     "prompt": "_prompts", "messages": "_messages", "model": "_check_model", "max_tokens": "_max_tokens",
     "max_completion_tokens": "_max_tokens", "n": "read_plan", "stream": "_streaming", "stream_options": "_streaming",
     "speculate": "read_plan", "user": "read_plan", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
-    "top_logprobs": "_chat_logprobs", "logprobs_mode": "_sampling", "response_format": "grammar_of",
+    "top_logprobs": "_chat_logprobs", "response_format": "grammar_of",
     "structured_outputs": "grammar_of", "return_origins": "read_plan",
 }  # fmt: skip
 # Of each field of SamplingParams: fields of a body, and the value that they give it, which is not its default.
 ASKED: dict[str, tuple[dict[str, Any], Any]] = {
     "max_tokens": ({"max_tokens": 7}, 7),
     "temperature": ({"temperature": 0.5}, 0.5),
-    "top_p": ({"top_p": 0.5}, 0.5),
-    "top_k": ({"top_k": 4}, 4),
-    "seed": ({"seed": 3}, 3),
     "stop": ({"stop": ["a", "b"]}, ("a", "b")),
     "stop_token_ids": ({"stop_token_ids": [5]}, (5,)),
     "ignore_eos": ({"ignore_eos": True}, True),
-    "min_p": ({"min_p": 0.1}, 0.1),
-    "repetition_penalty": ({"repetition_penalty": 1.5}, 1.5),
-    "presence_penalty": ({"presence_penalty": 0.5}, 0.5),
-    "frequency_penalty": ({"frequency_penalty": 0.5}, 0.5),
     "logit_bias": ({"logit_bias": {"5": 2}}, {5: 2.0}),
     "bad_words": ({"bad_words": [[5, 6]]}, ((5, 6),)),
-    "min_tokens": ({"min_tokens": 3}, 3),
     "json_schema": ({"response_format": {"type": "json_object"}}, '{"type": "object"}'),
     "regex": ({"structured_outputs": {"regex": "a"}}, "a"),
     "grammar": ({"structured_outputs": {"grammar": "start: x"}}, "start: x"),
     "logprobs": ({"logprobs": 2}, 2),
     "logprobs_mode": ({"logprobs": 0, "logprobs_mode": "processed"}, "processed"),
     "n": ({"n": 2}, 2),  # of the plan, which makes requests of one choice each
+    **{name: ({name: other_number(name)}, other_number(name)) for name in NUMBERS},
 }
 
 
@@ -91,7 +85,7 @@ def test_every_field_has_a_reader() -> None:
     """Keeps out: a field of the table that the server takes and nobody hands on, and a reader of a field that it refuses."""
     used = {*USED_FIELDS[COMPLETIONS], *USED_FIELDS[CHAT]}
     assert not set(SAMPLING_FIELDS) & set(OTHERS)
-    assert used == {*SAMPLING_FIELDS, *OTHERS}, "a new field belongs into SAMPLING_FIELDS, or here beside its reader"
+    assert used == {*SAMPLING_FIELDS, *OTHERS}, "a field that is no option of the same name belongs here, beside its reader"
     readers = {**vars(requests), **vars(grammar)}
     assert [name for name, reader in OTHERS.items() if name not in inspect.getsource(readers[reader])] == []
 

@@ -35,7 +35,13 @@ class StubModel(torch.nn.Module):
         self.row, self.error, self.dtype = torch.tensor(logits), torch.tensor(error), dtype
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
         self.config = SimpleNamespace(
-            num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,), has_experts=False
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=4,
+            layer_kinds=(FULL,),
+            kv_source=(0,),
+            has_experts=False,
+            most_read=None,
         )
         self.vocabulary = Vocabulary.of(len(logits), ALONE)
 

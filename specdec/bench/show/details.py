@@ -5,6 +5,7 @@ The screen with the verdict is `report`'s.  Knows no model and measures nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,15 +16,15 @@ from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Measurement, 
 from specdec.bench.show.advice import NOISY
 from specdec.bench.show.legend import phases_shown
 from specdec.bench.show.words import SYNTHETIC, busy_with, empty_outputs, number, outputs, speed_up, tag_of
-from specdec.config import SamplingParams
+from specdec.config import SAMPLING_OPTIONS, SamplingParams
 from specdec.lossless.verification import Divergence
 from specdec.screen.grid import Grid
 
 DEPTHS_SHOWN = 10
-RARE = (  # options of sampling that are shown only where they are set
-    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens",
-    "stop", "stop_token_ids",
-)  # fmt: skip
+USUAL = ("temperature", "top_p", "top_k", "seed")  # options that are shown where texts are sampled
+RARE = (*(name for name, each in SAMPLING_OPTIONS.items() if each.step and name not in USUAL), "stop", "stop_token_ids")
+MEMORY = ("weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams")
+Values = Callable[[Cell], Iterable[str | Text]]  # what a cell shows in the columns of a table
 SHOWN_DIVERGENCES = 3  # a cell; the JSON holds all
 
 
@@ -58,8 +59,9 @@ def _print_cells(measurement: Measurement, console: Console) -> None:
     more = f"; the first {DEPTHS_SHOWN} of {depths}, all in --json" if depths > DEPTHS_SHOWN else ""
     title = f"{tag}Acceptance by depth in the tree (accepted / reached{more})"
     _print(console, title, _depth_table(cells, min(depths, DEPTHS_SHOWN)))
-    _print(console, f"{tag}Accept length, averaged in two ways", _average_table(cells))
-    _print(console, f"Memory (peak: {cells[0].memory.peak_of}), and text that repeats itself", _memory_table(cells))
+    _print(console, f"{tag}Accept length, averaged in two ways", _table(cells, ("over tokens", "over requests"), _averages))
+    title = f"Memory (peak: {cells[0].memory.peak_of}), and text that repeats itself"
+    _print(console, title, _table(cells, MEMORY, _memory, marked=False))
 
 
 def _print(console: Console, title: str, grid: Grid) -> None:
@@ -112,7 +114,7 @@ def _facts(m: Measurement) -> Table:
 
 
 def _sampled(sampling: dict[str, object]) -> str:
-    parts = [f"{name} {sampling[name]}" for name in ("temperature", "top_p", "top_k", "seed")]
+    parts = [f"{name} {sampling[name]}" for name in USUAL]
     return "sampled with " + ", ".join(parts) + " (+ prompt number)"
 
 
@@ -123,50 +125,47 @@ def _with_rules(sampling: dict[str, object]) -> str:
     return "".join(f", {name} {sampling[name]}" for name in changed)
 
 
-def grid_of(cells: list[Cell], *columns: str, marked: bool = True) -> Grid:
-    """A grid whose first two columns name the cell.  marked: rows are tagged where acceptance was forced."""
+def _table(cells: list[Cell], columns: Sequence[str], values: Values, marked: bool = True) -> Grid:
+    """A row a cell, whose first two columns name it.  marked: rows are tagged where acceptance was forced."""
     is_synthetic = marked and any(cell.outputs.is_synthetic for cell in cells)
-    return Grid(("batch", "S,k,nd"), *columns, tag=SYNTHETIC if is_synthetic else "")
+    grid = Grid(("batch", "S,k,nd"), *columns, tag=SYNTHETIC if is_synthetic else "")
+    for cell in cells:
+        grid.add(str(cell.batch_size), cell.name, *values(cell))
+    return grid
 
 
 def speed_table(cells: list[Cell], predicted: bool) -> Grid:
     """predicted: with the speed-up that was predicted."""
     columns = ["accept\nlength", "baseline\ntok/s", "specdec\ntok/s", "speed-up", *["predicted"] * predicted, "outputs"]
-    grid = grid_of(cells, *columns, marked=False)  # the last column says it
-    for cell in cells:
-        said = "-" if cell.predicted_speed_up is None else f"{cell.predicted_speed_up:.2f}x"
-        grid.add(
-            str(cell.batch_size),
-            cell.name,
-            f"{cell.speculative.counters.accept_length:.2f}",
-            number(cell.baseline.tokens_per_second),
-            number(cell.speculative.tokens_per_second),
-            speed_up(cell.speed_up),
-            *[said] * predicted,
-            outputs(cell),
-        )
-    return grid
+
+    def values(cell: Cell) -> Iterator[str | Text]:
+        yield f"{cell.speculative.counters.accept_length:.2f}"
+        yield from (number(side.tokens_per_second) for side in (cell.baseline, cell.speculative))
+        yield speed_up(cell.speed_up)
+        if predicted:
+            yield "-" if cell.predicted_speed_up is None else f"{cell.predicted_speed_up:.2f}x"
+        yield outputs(cell)
+
+    return _table(cells, columns, values, marked=False)  # the last column says it
 
 
 def plain_table(cells: list[PlainCell], with_memory: bool = True) -> Grid:
-    sizes = ("weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams") if with_memory else ()
-    grid = Grid(("batch",), "tok/s", "plain\nstep", "all\nprefill", *sizes)
+    grid = Grid(("batch",), "tok/s", "plain\nstep", "all\nprefill", *(MEMORY if with_memory else ()))
     for cell in cells:
-        memory, phases = cell.memory, cell.baseline.phases
-        taken = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)] + [f"{cell.repeat_ratio:.2f}"]
+        phases = cell.baseline.phases
         ms = [f"{phases.ms_per_round:.2f} ms", f"{phases.prefill_ms:.2f} ms"]
-        grid.add(str(cell.batch_size), number(cell.baseline.tokens_per_second), *ms, *(taken if with_memory else ()))
+        taken = _memory(cell) if with_memory else []
+        grid.add(str(cell.batch_size), number(cell.baseline.tokens_per_second), *ms, *taken)
     return grid
 
 
 def _why_table(cells: list[Cell]) -> Grid:
-    grid = grid_of(cells, "predicted", "uneven\nends", "prefill", "other", "measured")
-    for cell in cells:
-        factors = cell.speed_up_factors
-        if factors is not None:
-            values = [f"x {factor:.2f}" for factor in factors]
-            grid.add(str(cell.batch_size), cell.name, f"{cell.predicted_speed_up:.2f}x", *values, f"{cell.speed_up:.2f}x")
-    return grid
+    def values(cell: Cell) -> Iterable[str]:
+        factors = (f"x {factor:.2f}" for factor in cell.speed_up_factors or ())
+        return f"{cell.predicted_speed_up:.2f}x", *factors, f"{cell.speed_up:.2f}x"
+
+    explained = [cell for cell in cells if cell.speed_up_factors is not None]
+    return _table(explained, ("predicted", "uneven\nends", "prefill", "other", "measured"), values)
 
 
 def _router_note(settings: dict[str, Any]) -> str:
@@ -218,39 +217,30 @@ def _divergence(part: Divergence) -> str:
 
 
 def _phase_table(cells: list[Cell], names: list[str]) -> Grid:
-    grid = grid_of(cells, "plain\nstep", "whole\nround", *names, "all\nprefill")
-    for cell in cells:
+    def values(cell: Cell) -> Iterable[str]:
         phases = cell.speculative.phases
         parts = [phases.ms(name) for name in names]
-        numbers = [cell.baseline.phases.ms_per_round, phases.ms_per_round, *parts, phases.prefill_ms]
-        grid.add(str(cell.batch_size), cell.name, *(f"{value:.2f}" for value in numbers))
-    return grid
+        return (f"{ms:.2f}" for ms in (cell.baseline.phases.ms_per_round, phases.ms_per_round, *parts, phases.prefill_ms))
+
+    return _table(cells, ("plain\nstep", "whole\nround", *names, "all\nprefill"), values)
 
 
 def _depth_table(cells: list[Cell], depths: int) -> Grid:
-    grid = grid_of(cells, *(str(i + 1) for i in range(depths)))
-    for cell in cells:
-        values = ["-" if value is None else f"{value:.2f}" for value in cell.acceptance_by_depth[:depths]]
-        grid.add(str(cell.batch_size), cell.name, *values, *[""] * (depths - len(values)))
-    return grid
+    def values(cell: Cell) -> Iterable[str]:
+        shares = ["-" if share is None else f"{share:.2f}" for share in cell.acceptance_by_depth[:depths]]
+        return *shares, *[""] * (depths - len(shares))
+
+    return _table(cells, [str(depth + 1) for depth in range(depths)], values)
 
 
-def _average_table(cells: list[Cell]) -> Grid:
-    grid = grid_of(cells, "over tokens", "over requests")
-    for cell in cells:
-        side = cell.speculative
-        values = side.counters.accept_length, side.accept_length_by_request
-        grid.add(str(cell.batch_size), cell.name, *(f"{value:.2f}" for value in values))
-    return grid
+def _averages(cell: Cell) -> Iterable[str]:
+    side = cell.speculative
+    return (f"{length:.2f}" for length in (side.counters.accept_length, side.accept_length_by_request))
 
 
-def _memory_table(cells: list[Cell]) -> Grid:
-    grid = grid_of(cells, "weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams", marked=False)
-    for cell in cells:
-        memory = cell.memory
-        sizes = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)]
-        grid.add(str(cell.batch_size), cell.name, *sizes, f"{cell.repeat_ratio:.2f}")
-    return grid
+def _memory(cell: Cell | PlainCell) -> list[str]:
+    memory = cell.memory
+    return [*map(_bytes, (memory.weights, memory.kv_pool, memory.peak)), f"{cell.repeat_ratio:.2f}"]
 
 
 def _bytes(value: int) -> str:

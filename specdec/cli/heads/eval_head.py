@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.cli.bench import DEFAULT_SPECS
 from specdec.cli.flags import add_option_flags, add_prompt_flags, not_empty, tree_shape
-from specdec.cli.terminal.output import check_files, console, write_files
+from specdec.cli.terminal.output import check_files, console, json_writer, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SamplingParams, SpecConfig
 from specdec.options import EngineOptions
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 HELP = "count offline how many tokens of a draft head its target accepts"
 USED = ("device", "dtype", "max_batch_size", "draft_format", "draft_pickle", "draft_quantize")
-DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
 LEAST_TOKENS = 2  # of an output in which a round runs
 
 
@@ -41,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_files({"--json": args.json} if args.json else {})
+    check_files({"--json": args.json})
     options = EngineOptions(**{name: getattr(args, name) for name in USED})
     SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are none
     if args.max_tokens < LEAST_TOKENS:
@@ -65,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
             lambda done: progress("the head drafts", done, len(prompts)),
         )  # fmt: skip
     _print(specs, found)
-    if args.json:
-        record = _record(args, specs, found, len(prompts))
-        write_files({args.json: lambda path: path.write_text(json.dumps(record, indent=1) + "\n")})
+    write_files({args.json: json_writer(lambda: _record(args, specs, found, len(prompts)))})
     return 0
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.cli.terminal.waiting import over
 from specdec.draft.kinds import listed
@@ -43,8 +44,9 @@ def console(*, stderr: bool = False) -> Console:
     return PipeConsole(stderr=stderr)
 
 
-def check_files(paths: dict[str, str]) -> None:
-    """ValueError unless every file could be written.  paths: of each flag that was given.  To be asked before a long run."""
+def check_files(asked: dict[str, str | None]) -> None:
+    """ValueError unless every file could be written.  asked: the path of each flag, or None.  To be asked before a long run."""
+    paths = {flag: name for flag, name in asked.items() if name is not None}
     for flag, name in paths.items():
         path = Path(name).absolute()
         if path.is_dir():
@@ -73,12 +75,17 @@ def _open_once(path: Path) -> None:
         path.unlink()
 
 
-def write_files(writers: dict[str, Callable[[Path], object]]) -> None:
-    """Calls every writer with its path; OSError names each that failed, after all were tried."""
+def json_writer(data: Callable[[], dict[str, Any]]) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps(data(), indent=1) + "\n")
+
+
+def write_files(writers: dict[str | None, Callable[[Path], object]]) -> None:
+    """Calls every writer with its path, if there is one; OSError names each that failed, after all were tried."""
     failed = []
     for name, write in writers.items():
         try:
-            write(Path(name))
+            if name is not None:
+                write(Path(name))
         except OSError as error:
             failed.append(f"{name} was not written: {error.strerror or error}")
     if failed:

@@ -22,8 +22,8 @@ from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig, RopeConfig, read_json
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
-from specdec.models.registry import TargetChoice, check_chosen, choose_target, family_of, target_json
-from specdec.models.schemes.size import coded_matrices, matrix_size
+from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
+from specdec.models.schemes.size import coded_and_others, matrix_size
 from specdec.prompts.tokenizer import Tokenizer
 
 # Keys of configs that say how experts are chosen, by what they say.
@@ -130,9 +130,7 @@ def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[s
 def count_numbers(checkpoint: Checkpoint, names: list[str]) -> int:
     """How many numbers these tensors stand for: of a matrix in codes its own, and not its scales and zeros."""
     kept = [name for name in names if not name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))]
-    formats = coded_matrices(checkpoint, kept)
-    codes = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
-    plain = [n for n in kept if n not in codes and (n.rpartition(".")[0] not in formats or n.endswith(".bias"))]
+    formats, plain = coded_and_others(checkpoint, kept)
     coded = sum(matrix_size(format, checkpoint, name).numbers for name, format in formats.items())
     return coded + sum(math.prod(checkpoint.shape(name)) for name in plain)
 
@@ -174,7 +172,7 @@ def _drafters(place: Path, config: ModelConfig) -> dict[str, str]:
 def _meanings(chosen: TargetChoice, raw: dict[str, Any], mtp: str) -> dict[str, str]:
     """What keys that are absent were taken to mean; transformers' own classes know theirs.  mtp: see `_drafters`."""
     config = chosen.config
-    family = family_of(config.family) if chosen.backend == "native" else None
+    family = chosen.native
     unsaid = {**family.unsaid, "head_dim": str(config.head_dim)} if family and family.unsaid else {}
     found = {key: f"absent: {meaning}" for key, meaning in unsaid.items() if raw.get(key) is None}
     if config.dtype is None:

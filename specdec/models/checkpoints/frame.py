@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.models.causal_lm import CausalLM
+from specdec.models.causal_lm import CausalLM, MakeLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import Parts, build, copy_, fill_layer, fill_linear, fill_norm
 from specdec.models.checkpoints.mistaken import refuse_head_tensors
@@ -28,7 +28,7 @@ class Family(NamedTuple):
     """What targets of a family have of their own.  Configs are those of `parse`.
 
     parse: from a config.json's object and the file's name, for errors.
-    make: the module of a config (a rank's share of it) and the most positions.
+    layer: makes a decoder layer of a config (a rank's share of it) and a number.
     expect: holds the config's sizes of layers against the checkpoint's headers.  The number of layers was held before.
     parts: how the kinds of attention and MLP in its layers are filled; their norms are filled by name.
     unsaid: of keys that a config may leave out, what that means, in words.
@@ -36,7 +36,7 @@ class Family(NamedTuple):
     """
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
-    make: Callable[[Any, int], CausalLM]
+    layer: MakeLayer
     expect: Callable[[Checkpoint, Any], None]
     parts: Parts
     unsaid: Mapping[str, str] = {}
@@ -58,7 +58,7 @@ def load_family(
     checkpoint: the target's tensors, after `check_tensors`.  config: the whole model's.  shard: this rank's share of it.
     """
     own, late = share_of(config, shard), config.quantization is not None
-    model = build(lambda: family.make(own, max_positions), device, dtype, late)
+    model = build(lambda: CausalLM(own, max_positions, family.layer), device, dtype, late)
     fill_target(model, checkpoint, family.parts)
     checkpoint.finish()
     return model
@@ -89,7 +89,7 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
 
 def empty(family: Family, config: ModelConfig) -> CausalLM:
     """A target without weights, on torch's meta device: what can be asked of it before anything is loaded."""
-    return build(lambda: family.make(config, 1), torch.device("meta"), torch.float32)
+    return build(lambda: CausalLM(config, 1, family.layer), torch.device("meta"), torch.float32)
 
 
 def fill_target(model: CausalLM, checkpoint: Checkpoint, parts: Parts) -> None:

@@ -11,7 +11,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_linear, fill_mlp, fill_norm, fill_numbers, fill_stack
 from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
-from specdec.models.deepseek.modules import DeepseekLM, LatentAttention
+from specdec.models.deepseek.modules import DeepseekLayer, LatentAttention
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP
 
@@ -111,4 +111,4 @@ def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) ->
 
 
 PARTS: Parts = {LatentAttention: _fill_attention, MixtureOfExperts: _fill_experts, MLP: fill_mlp}
-FAMILY = Family(parse_deepseek, DeepseekLM, _expect, PARTS)
+FAMILY = Family(parse_deepseek, DeepseekLayer, _expect, PARTS)

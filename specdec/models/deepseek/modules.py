@@ -1,6 +1,6 @@
-"""Targets of the DeepSeek families: multi-head latent attention (MLA), dense layers and mixtures of experts.
+"""Layers of the DeepSeek families: multi-head latent attention (MLA), dense layers and mixtures of experts.
 
-Section 2.1 of DeepSeek-V2's paper (arXiv 2405.04434) describes MLA.  The forward pass is CausalLM's; only the layers differ.
+Section 2.1 of DeepSeek-V2's paper (arXiv 2405.04434) describes MLA.  The model around them is CausalLM.
 A layer hands its pass's attention latents (attention/latent/mla.py, where it is decided whether the latents of a token are
 expanded to keys and values, or queries are brought down to the latents).  This file knows no phase of a round, no page and no
 tree.
@@ -22,8 +22,7 @@ from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
-from specdec.models.causal_lm import CausalLM, PreNormLayer
-from specdec.models.config import ModelConfig
+from specdec.models.causal_lm import PreNormLayer
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, RMSNorm
@@ -105,13 +104,3 @@ class DeepseekLayer(PreNormLayer):
         dense = config.experts is None or index < config.first_dense
         mlp = MLP(config) if dense else MixtureOfExperts(config, config.experts)
         super().__init__(config, LatentAttention(config, index), mlp)
-
-
-class DeepseekLM(CausalLM):
-    """A DeepSeek V2, V3, V3.2 or GLM-5 model.  max_positions: as of CausalLM."""
-
-    config: DeepseekConfig
-
-    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
-        assert isinstance(config, DeepseekConfig)
-        return DeepseekLayer(config, index)

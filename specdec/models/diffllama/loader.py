@@ -10,7 +10,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Parts, fill_linear, fill_mlp, fill_parts
 from specdec.models.diffllama.config import parse_diffllama
-from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
+from specdec.models.diffllama.modules import DifferentialAttention, diffllama_layer
 from specdec.models.layers import MLP
 from specdec.models.llama.loader import UNSAID, expect_llama
 
@@ -51,4 +51,4 @@ def _factor(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: st
 
 
 PARTS: Parts = {DifferentialAttention: _fill_attention, MLP: fill_mlp}
-FAMILY = Family(parse_diffllama, DiffLlamaLM, expect_llama, PARTS, UNSAID | {"rms_norm_eps": "1e-5"})
+FAMILY = Family(parse_diffllama, diffllama_layer, expect_llama, PARTS, UNSAID | {"rms_norm_eps": "1e-5"})

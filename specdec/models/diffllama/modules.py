@@ -1,6 +1,6 @@
-"""Targets of the DiffLlama family: a Llama whose layers subtract one softmax from another (arXiv 2410.05258).
+"""Layers of the DiffLlama family: those of a Llama which subtract one softmax from another (arXiv 2410.05258).
 
-The forward pass is CausalLM's; only a layer's attention differs.  Checkpoints hold all first heads of the pairs before all
+Only a layer's attention differs from a Llama's.  Checkpoints hold all first heads of the pairs before all
 second ones; here the two key heads of a pair are neighbours, and so are their value heads and their groups of query heads.
 With that order a pair's keys, and its values, are one head of twice the width as they lie in an ordinary cache.
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference
 from specdec.attention.inputs import AttentionFn
-from specdec.models.causal_lm import CausalLM, PreNormLayer
+from specdec.models.causal_lm import PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import lambda_init
 from specdec.models.layers import MLP, projection
@@ -47,15 +47,6 @@ class DifferentialAttention(nn.Module):
         return self.o_proj(attn(layer, inputs, rows_R).flatten(1))
 
 
-class DiffLlamaLayer(PreNormLayer):
+def diffllama_layer(config: ModelConfig, index: int) -> PreNormLayer:
     """A decoder layer with differential attention."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__(config, DifferentialAttention(config, index), MLP(config))
-
-
-class DiffLlamaLM(CausalLM):
-    """A DiffLlama model.  max_positions: as of CausalLM."""
-
-    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
-        return DiffLlamaLayer(config, index)
+    return PreNormLayer(config, DifferentialAttention(config, index), MLP(config))

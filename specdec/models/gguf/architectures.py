@@ -5,7 +5,8 @@ Facts alone: names, and which rows were brought into another order when the file
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from specdec.models.gguf.file import GgufFile
 
@@ -52,10 +53,15 @@ _EXPERTS = {
 }
 
 
+_BIASED = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+
+
 class Architecture(NamedTuple):
     """model_type, model_class: Hugging Face's.  layer: names of tensors of a layer.  sizes: names of keys.
 
     turned: whether rows of queries and keys lie in pairs that rope turns together, not in two halves of each head.
+    biased: keys of config.json that say whether there are biases, and the tensor by which a file says so.
+    also: what config.json says besides, of every such model.  yarn: likewise, of a scaling of positions.
     """
 
     model_type: str
@@ -63,13 +69,24 @@ class Architecture(NamedTuple):
     layer: dict[str, str]
     sizes: dict[str, str]
     turned: bool = False
+    biased: Mapping[str, str] = _BIASED
+    also: Mapping[str, Any] = {}
+    yarn: Mapping[str, Any] = {}
 
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _LAYER, _SIZES, turned=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _LAYER, _SIZES),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _LAYER, _SIZES, biased={}),  # queries, keys and values always have some
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _LAYER | _QK_NORMS, _SIZES),
-    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _GPT_OSS, _SIZES | _EXPERTS),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _GPT_OSS,
+        _SIZES | _EXPERTS,
+        biased={"attention_bias": "blk.0.attn_q.bias"},
+        also={"quantization_config": {"quant_method": "mxfp4"}},
+        yarn={"truncate": False},  # the ends of its blend are no whole dimensions, which no key says
+    ),
 }
 
 

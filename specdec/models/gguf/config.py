@@ -77,16 +77,13 @@ def _rope_and_heads(file: GgufFile, own: dict[str, Any], config: dict[str, Any],
 
 def _as_tensors_say(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     """What a GGUF file says by having a tensor, or by how it stores one."""
-    biased, types = "blk.0.attn_q.bias" in file.tensors, {tensor.type for tensor in file.tensors.values()}
-    said: dict[str, Any] = {
+    types = {tensor.type for tensor in file.tensors.values()}
+    return {
         "tie_word_embeddings": next(name for name, other in TOP.items() if other == "lm_head") + ".weight" not in file.tensors,
         "torch_dtype": "float32" if types == {"F32"} else "float16" if types <= {"F16", "F32"} else "bfloat16",
+        **{key: tensor in file.tensors for key, tensor in architecture.biased.items()},
+        **architecture.also,
     }
-    if architecture.model_type == "gpt_oss":
-        return said | {"attention_bias": biased, "quantization_config": {"quant_method": "mxfp4"}}
-    if architecture.model_type == "qwen2":  # whose queries, keys and values always have biases
-        return said
-    return said | {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
 
 
 def _ends(file: GgufFile, vocab_size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from specdec.models.config import RopeConfig
-from specdec.models.gguf.architectures import ROPE_FACTORS
+from specdec.models.gguf.architectures import ROPE_FACTORS, find_architecture
 from specdec.models.gguf.file import GgufFile
 from specdec.models.layers import inverse_frequencies
 
@@ -20,8 +20,8 @@ def rope_of(file: GgufFile, own: dict[str, Any], head_dim: Any) -> dict[str, Any
     where = f"{file.path}: {file.architecture}.rope"
     theta = own.pop("rope.freq_base", 10000.0)
     scaling = _by_keys(own, where)
-    if scaling is not None and file.architecture == "gpt-oss":  # whose blend's ends are no whole dimensions: no key says so
-        scaling |= {"truncate": False}
+    if scaling is not None:
+        scaling |= find_architecture(file).yarn
     if ROPE_FACTORS in file.tensors:
         if scaling is not None:
             raise ValueError(

@@ -12,7 +12,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention
 from specdec.models.gpt_oss.config import GptOssConfig, is_coded, parse_gpt_oss
-from specdec.models.gpt_oss.modules import BiasedExperts, GptOssLM, SinkAttention
+from specdec.models.gpt_oss.modules import BiasedExperts, SinkAttention, gpt_oss_layer
 from specdec.models.linear import LinearStack
 from specdec.models.schemes.formats import ExpertBlocks
 
@@ -86,4 +86,4 @@ UNSAID = {
     "max_position_embeddings": "131072",
     "rms_norm_eps": "1e-5",
 }
-FAMILY = Family(parse_gpt_oss, GptOssLM, _expect, PARTS, UNSAID, takes=is_coded, only="in mxfp4")
+FAMILY = Family(parse_gpt_oss, gpt_oss_layer, _expect, PARTS, UNSAID, takes=is_coded, only="in mxfp4")

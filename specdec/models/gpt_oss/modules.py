@@ -1,6 +1,6 @@
-"""gpt-oss targets: a Llama with sinks and windows in its attention, and experts with biases in place of an MLP.
+"""Layers of gpt-oss: those of a Llama with sinks and windows in its attention, and experts with biases in place of an MLP.
 
-The forward pass is CausalLM's.  The experts' matrices are stored as codes.
+The model around them is CausalLM.  The experts' matrices are stored as codes.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token, F width of an expert, Q query heads.
 """
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.attention.kinds import Scoring
-from specdec.models.causal_lm import CausalLM, PreNormLayer
-from specdec.models.config import ModelConfig
-from specdec.models.experts import stored_experts
+from specdec.models.causal_lm import PreNormLayer
+from specdec.models.experts import mixture
 from specdec.models.gpt_oss.config import GptOssConfig
 from specdec.models.layers import SelfAttention
 from specdec.models.linear import LinearStack
@@ -66,21 +65,9 @@ class BiasedExperts(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TH)
         form = Form(self.gate, self.gate_up_bias_EG, self.down_bias_EH)
-        return stored_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj, form)
+        return mixture(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj, form)
 
 
-class GptOssLayer(PreNormLayer):
+def gpt_oss_layer(config: GptOssConfig, index: int) -> PreNormLayer:
     """A decoder layer with sinks and experts."""
-
-    def __init__(self, config: GptOssConfig) -> None:
-        super().__init__(config, SinkAttention(config), BiasedExperts(config))
-
-
-class GptOssLM(CausalLM):
-    """A gpt-oss model.  max_positions: as of CausalLM."""
-
-    config: GptOssConfig
-
-    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
-        assert isinstance(config, GptOssConfig)
-        return GptOssLayer(config)
+    return PreNormLayer(config, SinkAttention(config), BiasedExperts(config))

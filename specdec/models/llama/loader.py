@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.models.causal_lm import CausalLM
+from specdec.models.causal_lm import decoder_layer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import LLAMA_PARTS, expect_attention
@@ -24,4 +24,4 @@ def expect_llama(checkpoint: Checkpoint, config: ModelConfig) -> None:
     checkpoint.expect_matrix("model.layers.0.mlp.gate_proj", mlp_shape, "intermediate_size and hidden_size")
 
 
-FAMILY = Family(parse_llama, CausalLM, expect_llama, LLAMA_PARTS, UNSAID)
+FAMILY = Family(parse_llama, decoder_layer, expect_llama, LLAMA_PARTS, UNSAID)

@@ -48,3 +48,10 @@ def coded_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Fo
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
     matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
     return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}
+
+
+def coded_and_others(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, Format], list[str]]:
+    """As `coded_matrices`, and the tensors of ordinary numbers, the biases of coded matrices among them."""
+    formats = coded_matrices(checkpoint, names)
+    codes = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
+    return formats, [n for n in names if n not in codes and (n.rpartition(".")[0] not in formats or n.endswith(".bias"))]

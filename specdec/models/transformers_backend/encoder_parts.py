@@ -17,7 +17,7 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqModelOutput
 
 from specdec.models.transformers_backend.attention import Answer, AttentionCall, answering
-from specdec.models.transformers_backend.parts import Parts, Unsupported, freeze_rope
+from specdec.models.transformers_backend.parts import CountedTokens, Parts, Unsupported, freeze_rope
 
 # Families whose encoder reads tokens and whose layers hand attention nothing but heads and a scale.
 ENCODER_DECODERS = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "t5gemma")
@@ -46,19 +46,6 @@ class CrossKeys(NamedTuple):
     values: Tensor
 
 
-class _OwnTokens:
-    """The decoder's own tokens.  before_T: for each, its position minus its place in the pass."""
-
-    def __init__(self, before_T: Tensor) -> None:
-        self.before_T = before_T
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        return self.before_T
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        return key, value
-
-
 class _EncoderTokens:
     """The encoder's tokens.  layers: what each layer reads.  seen: the keys and values [1, K, S, D] that layers computed."""
 
@@ -72,15 +59,14 @@ class _EncoderTokens:
 
 
 class StoredText(EncoderDecoderCache):
-    """The cache of one pass of a decoder.
+    """The cache of one pass of a decoder over tokens at these positions.
 
-    before_T: see _OwnTokens.
     sign: handed to attention as the keys and values of every cross attention, which then are not computed.  None: each layer
         computes them from the encoder's output, and `seen` holds them after the pass.
     """
 
-    def __init__(self, before_T: Tensor, num_layers: int, sign: Tensor | None) -> None:
-        self.self_attention_cache = _OwnTokens(before_T)
+    def __init__(self, positions_T: Tensor, num_layers: int, sign: Tensor | None) -> None:
+        self.self_attention_cache = CountedTokens(positions_T)
         layers = [] if sign is None else [CrossKeys(sign, sign)] * num_layers
         self.cross_attention_cache = _EncoderTokens(layers)
         self.is_updated = dict.fromkeys(range(num_layers), sign is not None)
@@ -121,9 +107,8 @@ class EncoderDecoderParts(Parts):
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, **more: Any) -> Tensor:
         """The decoder's hidden states [T, H] after the final norm."""
-        before_T = positions_T - torch.arange(positions_T.shape[0], dtype=torch.int64, device=positions_T.device)
         unread = self.decoder.get_input_embeddings().weight.new_empty(1, 1, 1)
-        text = StoredText(before_T, len(self.layers), self._sign)
+        text = StoredText(positions_T, len(self.layers), self._sign)
         return self._decoded(ids_T, text, unread, position_ids=positions_T[None], **more)
 
     def read_text(self, ids_S: Tensor, attend: Answer) -> Tensor:

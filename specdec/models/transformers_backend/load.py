@@ -35,7 +35,7 @@ def load_transformers_target(
 ) -> TransformersTarget:
     """The model of a folder.  ValueError names tensors missing, left over or of another shape, and what can't run here.
 
-    checkpoint: its tensors, after `check_headers`.
+    checkpoint: its tensors, after `check_sizes`.
     """
     folder = checkpoint.folder
     hf_config = load_hf_config(folder)
@@ -57,19 +57,13 @@ def load_transformers_target(
     return target
 
 
-def check_headers(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """ValueError for what headers alone show to be wrong.
-
-    Which tensors are missing or left over, transformers says as it loads them: it renames some, and fuses others.
-    """
-    expect_sizes(checkpoint, load_hf_config(checkpoint.folder))
-
-
-def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
+def check_sizes(checkpoint: Checkpoint) -> None:
     """ValueError if tensors or layers are of other numbers than the config's: transformers would take memory for its sizes.
 
-    Tensors that transformers renames are not compared one by one, but all together.
+    Tensors that transformers renames are not compared one by one, but all together.  Which are missing or left over, it says as
+    it loads them.  Headers alone are read.
     """
+    hf_config = load_hf_config(checkpoint.folder)
     shapes = {name: tuple(p.shape) for name, p in empty_model(hf_config, torch.bfloat16).named_parameters()}
     for name in checkpoint.names():
         if name in shapes:

@@ -77,6 +77,23 @@ class Parts:
         return self.head(inputs_embeds=hidden_TH[None], use_cache=False, return_dict=True).logits[0]
 
 
+class CountedTokens:
+    """Says how many tokens came before, as transformers' caches do, and holds none.
+
+    Some models (Llama 4, encoder-decoders) take a token's position in the text to be that count plus its place in the pass: so
+    the count differs by token.
+    """
+
+    def __init__(self, positions_T: Tensor) -> None:
+        self.before_T = positions_T - torch.arange(positions_T.shape[0], dtype=torch.int64, device=positions_T.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.before_T
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
 def freeze_rope(decoder: nn.Module) -> None:
     """Switches off rotary scalings that transformers recomputes from the largest position of each pass.
 

@@ -25,6 +25,7 @@ from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import AttentionCall, answering
 from specdec.models.transformers_backend.last_rows import Cut, LastRows
 from specdec.models.transformers_backend.make import make_parts
+from specdec.models.transformers_backend.parts import CountedTokens
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
 from specdec.parallel.group import ALONE
@@ -63,7 +64,7 @@ class TransformersTarget(Target):
         """See `Target`."""
         # Nodes after the last position can't be accepted, but a table of learnt positions must not be read there.
         positions_T = positions_T.clamp(max=self.config.max_position - 1)
-        more = {"past_key_values": _CountedTokens(positions_T)} if self._counts_from_cache else {}
+        more = {"past_key_values": CountedTokens(positions_T)} if self._counts_from_cache else {}
         wanted = dict.fromkeys(aux_layers)
         cut = None if rows_R is None else self._cut(len(ids_T), aux_layers, rows_R)
         token = self.captured.set(wanted)  # type: ignore[arg-type]  # filled by the layers
@@ -119,19 +120,3 @@ class TransformersTarget(Target):
         if layer not in self._sinks:
             self._sinks[layer] = sinks_H.float()
         return self._sinks[layer]
-
-
-class _CountedTokens:
-    """Says how many tokens came before, as transformers' caches do, and holds none.
-
-    Llama 4 takes a token's position in the text to be that count plus its place in the pass: so the count differs by token.
-    """
-
-    def __init__(self, positions_T: Tensor) -> None:
-        self.before_T = positions_T - torch.arange(positions_T.shape[0], dtype=torch.int64, device=positions_T.device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        return self.before_T
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        return key, value

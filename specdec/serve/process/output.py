@@ -164,9 +164,14 @@ class Outlet(io.TextIOBase):
 
 def note(lines: int) -> str:
     """The line about lines that were lost."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
     message = f"{lines} lines were dropped here, because nobody read them or the disk was full"
-    return json.dumps({"time": now, "event": "server", "level": "warning", "message": message}) + "\n"
+    return json_line("server", {"level": "warning", "message": message})
+
+
+def json_line(event: str, fields: dict[str, Any]) -> str:
+    """A line of the log."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "event": event, **fields}) + "\n"
 
 
 def lines_dropped() -> int:

@@ -10,19 +10,22 @@ import json
 from typing import Any
 
 from specdec.checks import nearest_name
+from specdec.config import SAMPLING_OPTIONS
 from specdec.serve.wire.errors import wrong
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Options of SamplingParams that are fields of another form, or whose limits depend on other fields.
+READ_APART = ("max_tokens", "min_tokens", "n", "logprobs", "json_schema", "regex", "grammar")
+SAMPLING_FIELDS = tuple(name for name in SAMPLING_OPTIONS if name not in READ_APART)  # the others, fields of the same meaning
 SHARED_FIELDS = (
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids",
-    "ignore_eos", "n", "stream", "stream_options", "speculate", "user", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "bad_words", "min_tokens", "logprobs", "logprobs_mode", "response_format",
-    "structured_outputs", "return_origins",
+    "model", "max_tokens", "max_completion_tokens", "min_tokens", "n", "logprobs", "stream", "stream_options", "speculate",
+    "user", "response_format", "structured_outputs", "return_origins", *SAMPLING_FIELDS,
 )  # fmt: skip
 USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
+OPENAI = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")  # of SAMPLING_FIELDS
 EXTENSIONS = (  # of the fields above, those that OpenAI does not have
-    "top_k", "stop_token_ids", "ignore_eos", "speculate", "min_p", "repetition_penalty", "bad_words", "min_tokens",
-    "logprobs_mode", "structured_outputs", "return_origins",
+    "min_tokens", "speculate", "structured_outputs", "return_origins",
+    *(name for name in SAMPLING_FIELDS if name not in OPENAI),
 )  # fmt: skip
 
 # OpenAI's fields that specdec does not support, and the values besides null that say no more than leaving the field out.

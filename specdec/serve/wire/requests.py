@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.checks import require_bool, require_int
-from specdec.config import SamplingParams
+from specdec.checks import field_of, require_bool, require_int
+from specdec.config import LARGEST_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
 from specdec.prompts.encode import chat_fault
 from specdec.serve.wire.errors import ApiError, wrong
@@ -18,6 +18,7 @@ from specdec.serve.wire.fields import (
     MESSAGE_FIELDS,
     NEUTRAL_MESSAGE_VALUES,
     NEUTRAL_STREAM_VALUES,
+    SAMPLING_FIELDS,
     STREAM_OPTIONS,
     only_used,
     used_fields,
@@ -26,13 +27,8 @@ from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
-SAMPLING_FIELDS = (  # that are fields of SamplingParams of the same meaning
-    "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
-)  # fmt: skip
 LONGEST_ID = 10  # digits of a token id
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
-LARGEST_SEED = 2**63 - 1
 LARGEST_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in an error
 
 
@@ -137,19 +133,19 @@ def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
-    """The checked options of sampling; each is checked alone, so that an error names its field."""
+    """The checked options of sampling.  An error names the field of the body that says what the option is."""
     given = {name: values[name] for name in SAMPLING_FIELDS if name in values}
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = _logit_bias(given["logit_bias"])
-    for name, value in given.items():
-        _checked(name, lambda name, value: SamplingParams(**{name: value}), value)
-    for name, rule in grammar_of(values).items():
-        _checked(name, lambda _, both: SamplingParams(**both), {"ignore_eos": given.get("ignore_eos", False), **rule})
-        given |= rule
     given["logprobs"] = _chat_logprobs(values) if path == CHAT else _completion_logprobs(values)
-    mode = {"logprobs_mode": values["logprobs_mode"]} if "logprobs_mode" in values else {}
-    _checked("logprobs_mode", lambda _, mode: SamplingParams(logprobs=given["logprobs"], **mode), mode)
-    sampling = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **given, **mode})
+    fields = {}
+    for name, rule in grammar_of(values).items():
+        given |= rule
+        fields = dict.fromkeys(rule, name)
+    try:
+        sampling = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **given})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise wrong(fields.get(field_of(error), field_of(error)), str(error)) from None
     if sampling.seed is not None and sampling.seed + n - 1 > LARGEST_SEED:
         nearest = LARGEST_SEED - n + 1
         raise wrong("seed", f"seed + n - 1 must be at most {LARGEST_SEED}; nearest setting that works: seed={nearest}")

@@ -11,8 +11,7 @@ from specdec import EngineOptions, SamplingParams
 from specdec.lossless import widen
 from specdec.lossless.choice import Text, least_raise
 from specdec.lossless.near_tie import difference, explain_divergence, first_divergence
-from specdec.lossless.passes import DensePasses
-from specdec.lossless.reference import Judged
+from specdec.lossless.reference import Judged, passes_of
 from specdec.lossless.verification import Divergence
 from specdec.models.linear import Multiplying, use_numerics
 from specdec.ops.noise.gumbel import gumbel_noise
@@ -112,7 +111,7 @@ def test_no_raise_helps_a_token_that_is_banned() -> None:
     text, free = Text([1, 2, 3], [2, 3], SamplingParams(regex="a"), masks_IX=masks_IX), Text([1, 2, 3], [2, 3], GREEDY)
     assert least_raise(text, 0, logits_V, 3) is None and least_raise(text, 1, logits_V, 3) == 0.0
     assert least_raise(text, 0, logits_V, 1) == pytest.approx(1.0, abs=1e-4)
-    assert difference(0, judged(3, None), judged(2, 0.0), may_round=True).verdict == "DIVERGED"
+    assert difference(0, [3], [2], [judged(3, None), judged(2, 0.0)], may_round=True).verdict == "DIVERGED"
     places = [-2, -1, 0, 1]
     scores, unmasked = (each.scores(logits_V.expand(4, -1), places) for each in (text, free))
     assert torch.equal(scores[[0, 1, 3]], unmasked[[0, 1, 3]]) and scores[2, 3] == -torch.inf < unmasked[2, 3]
@@ -134,9 +133,9 @@ def test_a_wide_pass_that_fails_leaves_the_model_as_it_was(zoo: Zoo, monkeypatch
         use_numerics(model, INVARIANT)
         layer = model.layers[1]
         hook = layer.mlp.register_forward_hook(fail)
-        with pytest.raises(ZeroDivisionError), DensePasses(session).wide():
+        with pytest.raises(ZeroDivisionError), passes_of(session).wide():
             assert all(module.numerics is FAST for module in model.modules() if isinstance(module, Multiplying))
-            DensePasses(session).hidden([1, 2, 3])
+            passes_of(session).hidden([1, 2, 3])
         hook.remove()
         assert {name: (weight.dtype, weight.data_ptr()) for name, weight in model.named_parameters()} == before
         assert all(module.numerics is INVARIANT for module in model.modules() if isinstance(module, Multiplying))

@@ -19,8 +19,7 @@ from torch import Tensor
 from specdec import SamplingParams
 from specdec.lossless import reference
 from specdec.lossless.choice import Text
-from specdec.lossless.passes import DensePasses
-from specdec.lossless.reference import FACTOR, LEADING, PASSES_STEPS, PROMPT_PLACES, read_text
+from specdec.lossless.reference import FACTOR, LEADING, PASSES_STEPS, PROMPT_PLACES, passes_of, read_text
 
 V = LEADING + 8
 
@@ -127,7 +126,7 @@ def test_passes_nearby_differ_by_their_numbers_alone(zoo: Zoo, dtype: str, monke
     with zoo.decoder("llama", None, None, dtype=dtype) as decoder:
         session = StubSession()
         session.model, session.settings = decoder.model, decoder.settings
-        passes, weight = DensePasses(session), decoder.model.embed_tokens.weight
+        passes, weight = passes_of(session), decoder.model.embed_tokens.weight
         before, tables = weight.clone(), list[Tensor]()
         monkeypatch.setattr(passes, "hidden", lambda ids: weight.clone())
         for seed, number in ((1, 0), (2, 0), (1, 1), (1, 2)):

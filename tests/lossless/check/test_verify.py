@@ -19,8 +19,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.lossless import reference, widen
 from specdec.lossless.choice import Text
-from specdec.lossless.passes import DensePasses
-from specdec.lossless.reference import read_text
+from specdec.lossless.reference import passes_of, read_text
 from specdec.lossless.widen import widened
 from specdec.session import Session
 from specdec.verify import tables, verifier
@@ -155,7 +154,7 @@ def test_a_widened_model_computes_in_the_wider_dtype_and_is_itself_again(zoo: Zo
         held, exact = ((*model.parameters(), *model.buffers()) for model in (narrow.model, wide.model))
         for weight, other in zip(held, exact, strict=True):
             other.copy_(weight)  # rounded, as the narrow model's are
-        ids, passes = PROMPTS[5], [DensePasses(Session(decoder)) for decoder in (narrow, wide)]
+        ids, passes = PROMPTS[5], [passes_of(Session(decoder)) for decoder in (narrow, wide)]
         want = passes[1].logits(passes[1].hidden(ids))
         with passes[0].wide():
             got = passes[0].logits(passes[0].hidden(ids))
@@ -174,9 +173,9 @@ def test_a_long_prompt_and_a_long_output_are_read_in_pieces(zoo: Zoo, monkeypatc
     decoder, prompt = decoder_of(zoo, "bfloat16"), (PROMPTS[4] * 5)[:90]
     (out,) = decoder.generate(prompt, SamplingParams(max_tokens=30))
     wrong = [*out.token_ids[:20], (out.token_ids[20] + 1) % 40, *out.token_ids[21:]]
-    whole = read_text(DensePasses(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
+    whole = read_text(passes_of(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
     monkeypatch.setattr(reference, "PIECE", 7)
-    pieces = read_text(DensePasses(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
+    pieces = read_text(passes_of(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
     assert [(each.index, each.token, each.best) for each in whole.off] == [
         (each.index, each.token, each.best) for each in pieces.off
     ]

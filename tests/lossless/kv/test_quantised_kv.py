@@ -24,7 +24,7 @@ from specdec.cli.entry import build_parser
 from specdec.cli.flags import engine_of
 from specdec.engine.pages.groups import ALL
 from specdec.loading.memory import kv_page_bytes
-from specdec.lossless.passes import DensePasses
+from specdec.lossless.reference import passes_of
 from specdec.session import Session
 
 CASES = [
@@ -199,7 +199,7 @@ def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> No
     """Keeps out: texts over 8-bit KV judged by logits over the exact values, or of the exact queries, which differ."""
     decoder = zoo.decoder("llama", kv_cache_dtype="int8_keys", int8_queries=True)
     ids = ragged_prompts(40, 5)[4]
-    passes = DensePasses(Session(decoder))
+    passes = passes_of(Session(decoder))
     with torch.inference_mode():
         got_V = passes.logits(passes.hidden(ids))[-1]
     kinds, cache = decoder.model.config.layer_kinds, Driver(decoder).cache("target")

@@ -21,9 +21,9 @@ from toolkit.prompts import dense_logits, paged_logits
 from specdec import SpecConfig
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.latent import mla
+from specdec.models.causal_lm import CausalLM
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
-from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.yarn import YarnRope
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> DeepseekZoo:
     return DeepseekZoo(tmp_path_factory.mktemp("deepseek"))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     return load_target(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 

@@ -24,9 +24,9 @@ from specdec.attention.caches.sparse_cache import SparseLatentView
 from specdec.attention.latent import mla
 from specdec.attention.sparse import inputs as sparse_inputs
 from specdec.loading.build import doubling_context
+from specdec.models.causal_lm import CausalLM
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
-from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.kv import kv_read_bytes, make_cache
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> SparseZoo:
     return SparseZoo(tmp_path_factory.mktemp("sparse"))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     return load_target(folder, parse_deepseek(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers(zoo: SparseZoo, name: str, monkeypatch
     torch.testing.assert_close(alone[len(PROMPTS[2]) :], dense_logits(model, PROMPTS[2][::-1]), **close)
 
 
-def v3_of(folder: Path, to: Path) -> DeepseekLM:
+def v3_of(folder: Path, to: Path) -> CausalLM:
     """The same weights as a DeepSeek V3 target, without its indexers."""
     tensors = load_file(folder / "model.safetensors")
     raw = read_json(folder / "config.json")

@@ -9,9 +9,9 @@ from toolkit.deepseek import save_deepseek
 from toolkit.oracles.quantised import SCHEMES, as_codes
 
 from specdec.attention.eager.dense import DenseAttention
+from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import fill_stack
-from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.linear import Linear, LinearStack
 from specdec.models.registry import choose_target, load_chosen
@@ -19,9 +19,9 @@ from specdec.models.schemes.config import parse_quantization
 from specdec.parallel.shard import Shard
 
 
-def logits(folder: Path, tokens: int) -> tuple[DeepseekLM, torch.Tensor]:
+def logits(folder: Path, tokens: int) -> tuple[CausalLM, torch.Tensor]:
     model = load_chosen(choose_target(folder), folder, 64, torch.device("cpu"), torch.float32, False)
-    assert isinstance(model, DeepseekLM)
+    assert isinstance(model, CausalLM)
     ids = torch.randint(0, 40, (tokens,), generator=torch.Generator().manual_seed(tokens))
     with torch.inference_mode():
         attn = DenseAttention(model.config.layer_kinds)

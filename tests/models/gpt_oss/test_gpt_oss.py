@@ -20,8 +20,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.eager.dense import DenseAttention
 from specdec.cli.entry import main
+from specdec.models.causal_lm import CausalLM
 from specdec.models.gpt_oss.config import parse_gpt_oss
-from specdec.models.gpt_oss.modules import BiasedExperts, GptOssLM
+from specdec.models.gpt_oss.modules import BiasedExperts
 from specdec.models.registry import choose_target
 from specdec.models.schemes.config import parse_quantization
 from specdec.models.sharding import share_of
@@ -38,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
 
 
-def load(folder: Path, shard: Shard = WHOLE) -> GptOssLM:
+def load(folder: Path, shard: Shard = WHOLE) -> CausalLM:
     return load_target(folder, choose_target(folder).config, 64, CPU, torch.float32, shard)
 
 

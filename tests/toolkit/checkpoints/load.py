@@ -9,7 +9,7 @@ from specdec.models.checkpoints.frame import load_family
 from specdec.models.config import ModelConfig, read_target_json
 from specdec.models.keys.ends import with_ends
 from specdec.models.llama.config import parse_llama
-from specdec.models.registry import TargetChoice, check_chosen, family_of
+from specdec.models.registry import TargetChoice, check_chosen
 from specdec.parallel.shard import WHOLE, Shard
 
 
@@ -22,6 +22,6 @@ def load_target(
     folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> CausalLM:
     """As `load_chosen` loads it for a group of ranks."""
-    checkpoint, family = check_chosen(TargetChoice("native", "asked for by name", config), folder), family_of(config.family)
-    assert family is not None
-    return load_family(family, checkpoint, config, max_positions, device, dtype, shard)
+    choice = TargetChoice("native", "asked for by name", config)
+    assert choice.native is not None
+    return load_family(choice.native, check_chosen(choice, folder), config, max_positions, device, dtype, shard)
