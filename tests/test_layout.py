@@ -13,6 +13,7 @@ from toolkit.paths import ROOT
 from toolkit.rules.imports import MAY_IMPORT, ROOMS, layer, module_name, package_files, wrong_imports
 from toolkit.rules.patches import patches
 from toolkit.rules.private_names import borrowed_names
+from toolkit.rules.source import parsed
 
 OPTIONAL = (
     "triton",
@@ -50,7 +51,7 @@ def oversized(root: Path) -> list[str]:
         text, name = path.read_text(), path.relative_to(root)
         if (lines := len(text.splitlines())) > MAX_FILE:
             found.append(f"{name}: {lines} lines, at most {MAX_FILE}")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
                 lines, most = node.end_lineno - node.lineno + 1, MAX_KERNEL if kernel else MAX_FUNCTION
@@ -72,7 +73,7 @@ def entangled(root: Path) -> list[str]:
     found = []
     for path in sorted((root / "tests").rglob("*.py")):
         name = path.relative_to(root)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else modules
             if any(part.startswith(("test_", "conftest")) for module in modules for part in module.split(".")):
@@ -83,7 +84,7 @@ def entangled(root: Path) -> list[str]:
 
 
 def undocumented(root: Path) -> list[str]:
-    return [str(p.relative_to(root)) for p in all_files(root) if not ast.get_docstring(ast.parse(p.read_text()))]
+    return [str(p.relative_to(root)) for p in all_files(root) if not ast.get_docstring(parsed(p))]
 
 
 def packaging_faults(root: Path) -> list[str]:
