@@ -2,8 +2,8 @@
 
 This module knows neither the verifier nor the drafter.
 
-Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token.  Of log-probabilities: R rows of logits, W
-a rank's run of the vocabulary, k likeliest tokens, Y = 1 + 2k numbers of a token.
+Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token.  Of log-probabilities: R rows of logits,
+W a rank's run of the vocabulary, k likeliest tokens, Y = 1 + 2k numbers of a token.
 """
 
 from __future__ import annotations
