@@ -17,8 +17,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import HeadsView
 from specdec.attention.context.divided import DividedContext
 from specdec.batch.choose import choose_tokens
-from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult
-from specdec.batch.logprobs import token_logprobs
+from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs
 from specdec.batch.masks import BitMasks
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling

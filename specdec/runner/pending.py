@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.batch.logprobs import read_logprobs
+from specdec.batch.emitted import read_logprobs
 from specdec.runner.readback import Readback
 from specdec.steps import Emitted
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 
-from specdec.batch.logprobs import read_logprobs, token_logprobs
+from specdec.batch.emitted import read_logprobs, token_logprobs
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Logprobs
 

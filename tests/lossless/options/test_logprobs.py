@@ -14,7 +14,7 @@ from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from transformers import AutoModelForCausalLM
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
-from specdec.batch.logprobs import read_logprobs, token_logprobs
+from specdec.batch.emitted import read_logprobs, token_logprobs
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Logprobs
 
