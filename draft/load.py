@@ -119,7 +119,7 @@ def _share_copies(head: DraftHead, target: Target, folder: Path) -> None:
     A target whose language-model head is stored in 8 or 4 bits has only nearly the same numbers, so the head keeps its copy.
     """
     weights = {"embed_tokens.weight": (head.embed_tokens.weight, target.embed_tokens.weight)}
-    shares_lm_head = target.lm_head.planes is None
+    shares_lm_head = not target.lm_head.is_quantised
     if shares_lm_head:
         own_head, its_head = (part.tensors()["weight"].tensor for part in (head.lm_head, target.lm_head))
         weights["lm_head.weight"] = own_head, its_head

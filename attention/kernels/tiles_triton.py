@@ -39,6 +39,16 @@ class PagedTiles(NamedTuple):
     hopper: bool = False
     joined: bool = False
 
+    def within(self, room: int, key_bytes: int, query_bytes: int) -> PagedTiles:
+        """These tiles with as many stages as the GPU has shared memory for: those for 128 dims were measured with 227 KB.
+
+        room: bytes that a program may have.  key_bytes: of a key and its value, and query_bytes of a query, as tiles hold them.
+        """
+        block = self.block_n * key_bytes  # of each stage but one
+        others = self.block_m * (query_bytes + self.block_n * 2)  # queries, and weights of 16 bits
+        most = 1 + (room - others) // block
+        return self if self.stages <= most else self._replace(stages=max(1, most))
+
 
 def padded(D: int, int8_product: bool = False) -> int:
     """The side of a tile that holds D numbers: tiles have power-of-two sides, and a tensor-core product needs at least 16

@@ -31,7 +31,7 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
-from specdec.ops.launch import chained, has_pdl
+from specdec.ops.launch import chained, has_pdl, shared_memory
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
 
@@ -134,9 +134,11 @@ class TritonBackend(Backend):
             # along (ptxas 12.8) takes their address from a register that it has not set.
             wanted = min(packed, 32)
         kept = quant_of(view), segment.causal, waves, segment.max_keys, rounds_queries(view)
-        tiles = hopper_tiles(q_THD, view, segment, scoring, programs) or paged_tiles(
-            wanted, widest, q_THD.element_size(), *kept
-        )
+        tiles = hopper_tiles(q_THD, view, segment, scoring, programs)
+        if tiles is None:
+            key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
+            tiles = paged_tiles(wanted, widest, q_THD.itemsize, *kept)
+            tiles = tiles.within(shared_memory(q_THD.device), key_bytes, padded(k.shape[2]) * q_THD.itemsize)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 

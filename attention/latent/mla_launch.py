@@ -194,7 +194,8 @@ def latent_tiles(
     large = generation in (9, 10)  # 227 KB of shared memory; other GPUs may have 99
     if wanted < 64 or not large:
         ample = large and dims[1] <= 576
-        return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(min(wanted, 32), 32, 4, 2, 256)
+        most = 16 if scaled and not large else 32  # codes lie there besides the numbers that they stand for
+        return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(min(wanted, most), 32, 4, 2, 256)
     # An 8-bit latent's rotated part is bfloat16, and the Hopper kernel copies it as it is.
     hopper = generation == 9 and dims == (512, 576) and not local and (not scaled or dtype == torch.bfloat16) and has_gluon()
     return LatentTiles(64, 64 if generation == 9 else 32, 8, 2, 256, hopper)

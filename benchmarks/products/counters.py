@@ -57,8 +57,8 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
 
     from products.gemm import LAYER, new_weight
     from products.quantised_tiles import random_codes
-    from specdec.ops.products.dense import gated_linear, linear
-    from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear
+    from specdec.ops.products.dense import DenseWeight
+    from specdec.ops.products.quantised import QuantisedWeight
 
     torch.set_grad_enabled(False)
     mark = torch.empty(7, device="cuda")
@@ -67,13 +67,13 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
             O, I = LAYER[name]
             x = torch.randn(T, I, device="cuda", dtype=torch.bfloat16)
             plain = kind == "bf16"
-            weight: Any = new_weight(O, I) if plain else random_codes(kind, O, I, 128 if kind == "int4" else 0)
-            product: Any = (linear, gated_linear) if plain else (quantised_linear, quantised_gated_linear)
+            codes: Any = None if plain else random_codes(kind, O, I, 128 if kind == "int4" else 0)
+            weight = DenseWeight(new_weight(O, I)) if plain else QuantisedWeight(codes)
             torch.cuda.synchronize()
             if profiled:
                 torch.cuda.profiler.start()
             mark.fill_(1.0)
-            product[name == "gate_up"](x, weight)
+            weight.gated(x) if name == "gate_up" else weight.matmul(x)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
 

@@ -108,8 +108,8 @@ def trials(rows: list[int], sweeps: bool) -> list[Trial]:
 
 def candidates(own: ExpertTiles, T: int) -> Iterator[ExpertTiles]:
     forms = ((32, 2), (64, 4)) if T <= 6 else ((64, 4), (128, 4))
-    for (block_o, warps), unroll in itertools.product(forms, (1, 2)):
-        yield ExpertTiles(own.block_t, block_o, warps, 3, unroll)
+    for (block_n, warps), unroll in itertools.product(forms, (1, 2)):
+        yield ExpertTiles(own.block_m, block_n, warps, 3, unroll)
 
 
 def layer_of(trial: Trial) -> Layer:

@@ -40,7 +40,7 @@ from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequ
 from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.products.tiles.lossless import packed_tiles
-from specdec.ops.products.tiles.quantised import ALONE, HopperTiles, hopper_tiles
+from specdec.ops.products.tiles.quantised import ALONE, Kernel, QuantisedTiles, hopper_tiles
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))
@@ -54,7 +54,7 @@ LAYERS = 4
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 
 
-Choice = HopperTiles | None  # None: cuBLAS
+Choice = QuantisedTiles | None  # None: cuBLAS
 
 
 class Trial(NamedTuple):
@@ -63,10 +63,10 @@ class Trial(NamedTuple):
     kind: Stored
     group: int
     shape: str
-    tiles: HopperTiles
+    tiles: QuantisedTiles
 
     @property
-    def compiled(self) -> tuple[Stored, int, bool, HopperTiles]:
+    def compiled(self) -> tuple[Stored, int, bool, QuantisedTiles]:
         """What one compiled kernel is for."""
         return self.kind, self.group, self.shape == "gate_up", self.tiles
 
@@ -74,12 +74,13 @@ class Trial(NamedTuple):
 def trials() -> list[Trial]:
     """All candidates, those of most use first."""
     found = []
-    for block_t, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128, 96, 192), FORMATS, SHAPES):
-        for block_o, block_i, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_t, {}).get(shape, ()):
-            alone = block_t <= ALONE
+    for block_m, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128, 96, 192), FORMATS, SHAPES):
+        for block_n, block_k, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_m, {}).get(shape, ()):
+            alone = block_m <= ALONE
             a_word = 2 if kind == "packed" else codes_a_word(kind)
-            width = slices * 64 * a_word if alone else block_i
-            tiles = HopperTiles(block_t, block_o, width, splits, warps, stages, slices, alone, registers)
+            width = slices * 64 * a_word if alone else block_k
+            kernel: Kernel = "warp_hopper" if alone else "warpgroup_hopper"
+            tiles = QuantisedTiles(kernel, block_m, block_n, width, splits, warps, stages, slices, registers)
             found.append(Trial(kind, group, shape, tiles))
     return found
 
@@ -108,8 +109,8 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
     weight = random_weight(trial.kind, 544 if gated else 528, SHAPES[trial.shape][1], trial.group)
     worst = 0.0
     try:
-        size = trial.tiles.block_t
-        for T in {max(1, size - 3), size, size if trial.tiles.alone else size + 6}:
+        size = trial.tiles.block_m
+        for T in {max(1, size - 3), size, size if trial.tiles.kernel == "warp_hopper" else size + 6}:
             x = torch.randn(T, weight.columns, device="cuda", dtype=torch.bfloat16)
             error = difference(added_up(product_of(x, trial.shape, trial.tiles, weight)), x, weight, gated)
             worst = max(worst, error) if error == error else math.inf
@@ -139,7 +140,7 @@ def main() -> None:
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
               "date": time.strftime("%Y-%m-%d"), "rows": [], "layers": []}  # fmt: skip
     sizes = {size for T in args.rows for size in ROWS[T]}
-    todo = [each for each in trials() if each.tiles.block_t in sizes and each.kind in args.kinds]
+    todo = [each for each in trials() if each.tiles.block_m in sizes and each.kind in args.kinds]
     for found in sweep(todo, args.rows, args.kinds, args.seconds, args.processes):
         for name, rows in found.items():
             result[name] += rows
@@ -225,10 +226,10 @@ def timed(
     return rows, best
 
 
-def fits(tiles: HopperTiles, T: int, O: int) -> bool:
+def fits(tiles: QuantisedTiles, T: int, O: int) -> bool:
     """Whether these tiles are tried with T rows, and a split product has counters enough."""
-    count = math.ceil(T / tiles.block_t) * math.ceil(O / tiles.block_o) * tiles.of_program
-    return tiles.block_t in ROWS[T] and (tiles.splits == 1 or count <= ARRIVALS)
+    count = math.ceil(T / tiles.block_m) * math.ceil(O / tiles.block_n) * tiles.of_program
+    return tiles.block_m in ROWS[T] and (tiles.splits == 1 or count <= ARRIVALS)
 
 
 def layers(

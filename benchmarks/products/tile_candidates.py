@@ -23,7 +23,7 @@ TWO_PARTS: dict[int, dict[str, tuple[tuple[int, ...], ...]]] = {
         "down": ((64, 128, 2, 4, 3, 1, 144), (128, 128, 4, 8, 3, 1, 168), (128, 128, 3, 8, 3, 1, 168)),
     },
 }  # fmt: skip
-# By kind, tiles' rows of x and shape: block_o, block_i (0: as slices are), splits, warps, stages, slices, registers.
+# By kind, tiles' rows of x and shape: block_n, block_k (0: as slices are), splits, warps, stages, slices, registers.
 CANDIDATES: dict[Stored, dict[int, dict[str, tuple[tuple[int, ...], ...]]]] = {
     "e4m3": {
         1: {

@@ -104,10 +104,8 @@ def _weights(module: Target | DraftModel, rows: int) -> int:
     for table in _tables(module):
         if not any(matrix.holds(table) for matrix in matrices):
             tensors.pop(table.data_ptr(), None)
-    packed = {
-        matrix.weight.data_ptr(): matrix for matrix in matrices if matrix.packed is not None and matrix.weight is not None
-    }
-    unread = sum(sum(map(_bytes, matrix.parameters())) - matrix.read_bytes(rows) for matrix in packed.values())
+    once = {next(matrix.parameters()).data_ptr(): matrix for matrix in matrices}  # some read less than what is stored
+    unread = sum(sum(map(_bytes, matrix.parameters())) - matrix.read_bytes(rows) for matrix in once.values())
     return sum(map(_bytes, tensors.values())) - unread
 
 

@@ -222,6 +222,12 @@ class Cell:
         return self.speculative.tokens_per_second / self.baseline.tokens_per_second
 
     @property
+    def gain(self) -> float:
+        """The speed-up of a cell that has one."""
+        assert self.speed_up is not None
+        return self.speed_up
+
+    @property
     def speed_ups(self) -> list[float]:
         """The speed-up of each timed repeat alone.  How far they lie apart says how quiet the machine was."""
         return [fast / plain for fast, plain in zip(self.speculative.rates, self.baseline.rates, strict=True)]
@@ -300,6 +306,17 @@ class Measurement:
         """Whether anything went wrong with the outputs: some differ, are empty, or were never written."""
         wrong = any(cell.outputs.are_wrong for cell in self.cells) or any(cell.empty for cell in self.plain_cells)
         return bool(self.failures) or wrong
+
+    @property
+    def right(self) -> list[Cell]:
+        """The cells that have a speed-up."""
+        return [cell for cell in self.cells if cell.speed_up is not None]
+
+    @property
+    def best(self) -> dict[int, Cell]:
+        """Of these the fastest of each batch size."""
+        sizes = dict.fromkeys(cell.batch_size for cell in self.right)
+        return {size: max((c for c in self.right if c.batch_size == size), key=lambda c: c.gain) for size in sizes}
 
     def baselines(self, batch_size: int) -> list[float]:
         """Tokens per second of every timed pass of plain decoding at this batch size.  They are equal but for noise."""

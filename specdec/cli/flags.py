@@ -74,7 +74,7 @@ def add_prompt_flags(parser: argparse.ArgumentParser, num_prompts: str) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    lists = [  # options that one number does not give
+    lists: list[tuple[str, str, Callable[[str], Any], str, str]] = [  # options that one number does not give
         ("stop", "--stop", not_empty, "TEXT", "end before this text"),
         ("stop_token_ids", "--stop-token-id", int, "ID", "end at this token"),
         ("logit_bias", "--logit-bias", _bias, "ID=NUMBER", "add NUMBER to a token's logit"),

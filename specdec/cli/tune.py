@@ -103,9 +103,9 @@ def check_folder(path: Path) -> None:
 
 def line_of(row: Row, done: int, of: int) -> str:
     product, tiles = row.product, "cuBLAS" if row.tiles is None else ",".join(map(str, row.tiles))
-    kind, rows = " (gate and up)" if product.gated else "", "1 row" if row.T == 1 else f"{row.T} rows"
+    kind, rows = " (gate and up)" if product.gated else "", "1 row" if row.M == 1 else f"{row.M} rows"
     verdict = f"-> {row.after:.1f} us with {tiles}" if row.is_kept else "as it was"
-    return f"{done:>3}/{of} {product.O} x {product.I}{kind}, {rows}: {row.before:.1f} us {verdict}; {row.tried} tried"
+    return f"{done:>3}/{of} {product.N} x {product.K}{kind}, {rows}: {row.before:.1f} us {verdict}; {row.tried} tried"
 
 
 def _rows(text: str) -> tuple[int, ...]:

@@ -21,7 +21,9 @@ from specdec.models.making import made_now, new_weight
 from specdec.ops.operator import is_traced
 from specdec.ops.products.experts import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
 from specdec.ops.products.grouped import has_grouped_product
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
+from specdec.ops.products.tiles.experts import StackedTiles
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
 
@@ -93,25 +95,26 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.gate(x_TH)
-        if self.gate_up_proj.planes is not None:
-            return self.shared_experts(x_TH) + stored_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj)
-        gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in (self.gate_up_proj, self.down_proj))
-        run = ordered_experts if self.gate.numerics.is_invariant else run_experts
-        return self.shared_experts(x_TH) + run(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+        stacks, numerics = (self.gate_up_proj, self.down_proj), self.gate.numerics
+        return self.shared_experts(x_TH) + mixture(x_TH, weights_TK, chosen_TK, *stacks, numerics=numerics)
 
 
-def stored_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN
-) -> Tensor:
-    """The sum of experts that are stored as codes: by the kernel that reads codes, or by their numbers."""
-    assert gate_up.planes is not None and down.planes is not None
-    experts = CodedExperts(gate_up.planes.weight, down.planes.weight, form)
-    if runs_on_codes(x_TH, experts):
-        return coded_experts(x_TH, weights_TK, chosen_TK, experts)
-    if 3 * chosen_TK.numel() <= gate_up.count and not is_traced(x_TH):  # numbers of few codes alone
-        gate_up_TKGH, down_TKHF = (stack.chosen(chosen_TK, x_TH.dtype) for stack in (gate_up, down))
-        return paired_experts(x_TH, weights_TK, chosen_TK, gate_up_TKGH, down_TKHF, form)
+def mixture(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
+    numerics: Numerics = FAST,
+) -> Tensor:  # fmt: skip
+    """[T, H]: the weighted sum of each token's chosen experts, by the kernel that reads codes, or by numbers."""
+    if gate_up.codes is not None and down.codes is not None:
+        experts = CodedExperts(gate_up.codes, down.codes, form)
+        if runs_on_codes(x_TH, experts):
+            return coded_experts(x_TH, weights_TK, chosen_TK, experts, numerics)
+        if 3 * chosen_TK.numel() <= gate_up.count and not is_traced(x_TH):  # numbers of few codes alone
+            gate_up_TKGH, down_TKHF = (codes.chosen(chosen_TK, x_TH.dtype) for codes in (experts.gate_up, experts.down))
+            return paired_experts(x_TH, weights_TK, chosen_TK, gate_up_TKGH, down_TKHF, form)
     gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in (gate_up, down))
+    if numerics.is_invariant:
+        assert form is PLAIN
+        return ordered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
     return run_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
 
 
@@ -160,12 +163,22 @@ def grouped_experts(
     return _weighted(in_order_PH.view(T, K, -1), weights_TK, x_TH.dtype)
 
 
-def ordered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
-    """The sum by kernels that add up in one order, whatever tokens are computed beside each other.  On a GPU alone."""
+def ordered_experts(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    chosen_TK: Tensor,
+    gate_up_EGH: Tensor,
+    down_EHF: Tensor,
+    tiles: StackedTiles | None = None,
+) -> Tensor:
+    """The sum by kernels that add up in one order, whatever tokens are computed beside each other.  On a GPU alone.
+
+    tiles: other ones than the policy's.
+    """
     (T, K), E = chosen_TK.shape, gate_up_EGH.shape[0]
     order_P, counts_E = by_expert(chosen_TK, E)
-    mid_PF = experts_linear(x_TH, gate_up_EGH, order_P, counts_E, K, gated=True)
-    out_PH = experts_linear(mid_PF, down_EHF, order_P, counts_E, K, gated=False)
+    mid_PF = experts_linear(x_TH, gate_up_EGH, order_P, counts_E, K, gated=True, tiles=tiles)
+    out_PH = experts_linear(mid_PF, down_EHF, order_P, counts_E, K, gated=False, tiles=tiles)
     return weighted_sum(out_PH.view(T, K, -1), weights_TK)
 
 

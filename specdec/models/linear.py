@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from specdec.models.making import made_now, making, new_weight
 from specdec.models.schemes.planes import PackedPlanes, Planes
-from specdec.models.schemes.rows import CodedRows, restored
+from specdec.models.schemes.rows import CodedRows
 from specdec.models.schemes.stacks import StackPlanes
-from specdec.ops.products.dense import gated_linear, linear, linear_terms
-from specdec.ops.products.formats.experts import chosen_of, dequantise_stack
+from specdec.ops.products.dense import DenseWeight
+from specdec.ops.products.formats.experts import StackedCodes
 from specdec.ops.products.formats.lossless import EIGHT, pack_weight
-from specdec.ops.products.formats.quantised import dequantise
-from specdec.ops.products.lossless import packed_gated_linear, packed_linear, packed_linear_terms, reads_packed
+from specdec.ops.products.gpus import Kind
+from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear, quantised_linear_terms
+from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.terms import Terms
+from specdec.ops.products.weight import Weight
 from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]
@@ -159,22 +160,24 @@ class Linear(Multiplying):
 
     def forward(self, x: Tensor, terms: bool = False) -> Tensor | Terms:
         """terms: whether the reader can add up terms, as norms do (RMSNorm.add).  Ranks that share columns exchange sums."""
-        terms = terms and self.shape()[1] == self.in_features
-        if self.planes is not None:
-            product = quantised_linear_terms if terms else quantised_linear
-            return product(self.planes.ordered(x), self.planes.weight, self.bias)
-        if self.packed is not None:
-            of_packed = packed_linear_terms if terms else packed_linear
-            return of_packed(x, self._numbers, self.packed.weight, self.bias, self.numerics)
-        return (linear_terms if terms else linear)(x, self._numbers, self.bias, self.numerics)
+        return self.stored.matmul(x, self.bias, self.numerics, terms=terms and self.shape()[1] == self.in_features)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
+        return self.stored.gated(x_TI, self.bias, self.numerics)
+
+    @property
+    def stored(self) -> Weight:
+        """The weight as it multiplies."""
         if self.planes is not None:
-            return quantised_gated_linear(self.planes.ordered(x_TI), self.planes.weight, self.bias)
-        if self.packed is not None:
-            return packed_gated_linear(x_TI, self._numbers, self.packed.weight, self.bias, self.numerics)
-        return gated_linear(x_TI, self._numbers, self.bias, self.numerics)
+            return QuantisedWeight(self.planes.weight, self.planes.order_I)
+        dense = DenseWeight(self._numbers)
+        return dense if self.packed is None else LosslessWeight(dense, self.packed.weight)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether codes stand for the weight's numbers."""
+        return self.planes is not None
 
     @property
     def _numbers(self) -> nn.Parameter:
@@ -187,12 +190,7 @@ class Linear(Multiplying):
 
     def rows(self, ids_R: Tensor) -> Tensor:
         """The rows [R, I] of these numbers, counted over all parts."""
-        if self.planes is None:
-            return self._numbers[ids_R]
-        weight, dtype = self.planes.weight, self.planes.scales_OG.dtype
-        zeros_RG = None if weight.zeros_OG is None else weight.zeros_OG[ids_R]
-        chosen = weight._replace(codes_OJ=weight.codes_OJ[ids_R], scales_OG=weight.scales_OG[ids_R], zeros_OG=zeros_RG)
-        return restored(dequantise(chosen, dtype), self.planes.order_I)
+        return self.stored.rows(ids_R)
 
     @property
     def device(self) -> torch.device:
@@ -247,12 +245,10 @@ class Linear(Multiplying):
         """Whether the weight is this very tensor, as the language-model head of a model with tied embeddings is."""
         return self.weight is not None and self.weight.data_ptr() == table.data_ptr()
 
-    def read_bytes(self, rows: int) -> int:
-        """Bytes that a product of that many rows reads of the matrix."""
-        stored: list[Tensor] = list(self.parameters())
-        if self.packed is not None and reads_packed(self.packed.weight, rows):
-            stored = [*self.packed.buffers(), *([] if self.bias is None else [self.bias])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in stored)
+    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+        """Bytes that a product of that many rows reads of the matrix.  kind: of GPU; None: of the one where the matrix lies."""
+        of_bias = 0 if self.bias is None else self.bias.numel() * self.bias.element_size()
+        return self.stored.read_bytes(rows, kind) + of_bias
 
 
 def use_numerics(model: nn.Module, numerics: Numerics) -> None:
@@ -273,7 +269,7 @@ def pack_matrices(*models: nn.Module) -> int:
 class LinearStack(nn.Module):
     """N matrices of one shape and with the same parts, such as one projection of all experts of a layer.  No bias.
 
-    numbers, chosen: who multiplies with them chooses the product by their number and dtype (models/experts.py).
+    numbers, codes: who multiplies with them chooses the product by their number and dtype (models/experts.py).
     shard, role: of all matrices, as `Linear.column` and `Linear.row` cut one.
     weight_NOI, planes: the numbers, or the codes of all matrices one above the other; the other one is None.
     """
@@ -298,15 +294,12 @@ class LinearStack(nn.Module):
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """All matrices [N, O, I]: the weight itself, or numbers computed of the codes."""
-        if self.planes is None:
-            return self._own
-        return dequantise_stack(self.planes.weight, dtype)
+        return self._own if self.codes is None else self.codes.numbers(dtype)
 
-    def chosen(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The matrices of these numbers [..., O, I]."""
-        if self.planes is None:
-            return self._own[ids]
-        return dequantise_stack(chosen_of(self.planes.weight, ids), dtype).unflatten(0, ids.shape)
+    @property
+    def codes(self) -> StackedCodes | None:
+        """The codes of all matrices; None: they are stored as numbers."""
+        return None if self.planes is None else self.planes.weight
 
     def shape(self, part: str) -> tuple[int, int]:
         """Rows and columns of the checkpoint's matrices of a part, of which this rank's are a part."""

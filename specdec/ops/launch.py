@@ -31,26 +31,7 @@ Rules for every chained kernel C.  Breaking one is a data race, which tests may 
   question arises one kernel further in front.
 - B never triggers, or is no chained kernel (cuBLAS, torch): C starts when B is complete, and may read everything.
 
-Which kernel triggers when, and which reads before a wait depend on it:
-- Late: matrix products (right after their wait, halfway through their loop or after it), the paged and latent attention
-  kernels, those that read leaves, the stores of latents and of an indexer's keys, the conversion of 8-bit latents, the merge
-  of latents' states, the scores and the selection of sparse attention, the scans and merge of top-k, the least kept logits,
-  the search for the border of filters, logits that the token before corrects, the steps of a chain of such tokens, and last
-  positions.  Because products trigger late, the norm in front of the qkv projection is complete when the store after the
-  projection starts.  So the store may read positions and slots before its wait, and attention, which follows the store, may
-  read tables, lengths and first keys before its own, as long as all of these were written before that norm.  By the same
-  reasoning it may read keys and values of earlier passes, which a segment says it holds (`Segment.fresh`).  Because paged
-  attention triggers late, the suffix and merge kernel after it may read queries, and the suffix's keys and table, before its
-  wait.  The second product of experts of codes comes after the first one, so it may read the choices of experts before its
-  wait.  In front of the least kept logits is a product or a correction of logits, and in front of a scan one of these three;
-  so both may read the rows' lengths, seeds and options before their waits.  In front of a chain's second and later steps is a
-  step, which waited for the product of all levels' own logits; so these steps may read them before their waits.
-- Never: the product of gate and up with a prompt's rows; the first-keys kernel, and the one that counts what a rank keeps.
-  Attention reads first keys and lengths before its wait, and may be the next kernel.
-- Early, though they wait for other ranks: exchanges between GPUs.  All their programs run when they have triggered, so that no
-  kernel after them can take a place that they need.  They read what other ranks send only after their wait.
-- Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/products/README.md, "Why
-  the tiles and rules are what they are").
+compiling/chains.py is the table of all kernels: when each triggers and why, and what it reads before its wait.
 """
 
 from __future__ import annotations
@@ -67,6 +48,7 @@ from torch import Tensor
 
 from specdec.ops.operator import is_traced
 
+PDL_FROM = (9, 0)  # the first compute capability whose launches can be chained
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -95,7 +77,17 @@ def has_gluon() -> bool:
 @cache
 def has_pdl(device: torch.device) -> bool:
     """Whether kernels can be chained by programmatic dependent launch: on compute capability 9.0 or later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_FROM
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have.  Triton's interpreter on a CPU knows no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
+    bytes_: int = properties.shared_memory_per_block_optin
+    return bytes_
 
 
 _launching: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)

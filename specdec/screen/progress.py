@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TextIO
 
-Progress = Callable[[str, int, int], None]  # what runs now, how many of its parts are done, how many there are
+State = tuple[str, int, int]  # what runs now, how many of its parts are done, how many there are
+Progress = Callable[[str, int, int], None]  # takes a state
 
 
 class Pace(NamedTuple):
@@ -61,16 +62,25 @@ def show_progress(name: str, parts: str, stream: TextIO | None = None, pace: Pac
 
 
 class PlainLines:
-    """Prints what runs now: first after `pace.first` seconds, then ever more rarely."""
+    """Prints what runs now: first after `pace.first` seconds, then ever more rarely.
+
+    ended: nothing is printed once it is set.
+    """
 
     def __init__(
-        self, name: str, parts: str, stream: TextIO, clock: Callable[[], float] = time.monotonic, pace: Pace = PACE
+        self,
+        name: str,
+        parts: str,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        pace: Pace = PACE,
+        ended: threading.Event | None = None,
     ) -> None:
         self._name, self._parts, self._stream, self._clock, self._pace = name, parts, stream, clock, pace
         self._start, self._due = clock(), pace.first
         self._what, self._done, self._of = "", 0, 1
         self._begun = (self._start, 0)  # when the present work was first told of, and how much of it was done then
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._ended = threading.Lock(), ended or threading.Event()
 
     def __call__(self, what: str, done: int, of: int) -> None:
         with self._lock:
@@ -90,9 +100,12 @@ class PlainLines:
             return max(self._pace.wait, self._due - elapsed)
 
     @contextmanager
-    def kept_up(self) -> Iterator[PlainLines]:
-        """Prints lines that are due in a thread, too, as long as the context lasts."""
-        thread = threading.Thread(target=self._keep_up, name="specdec-progress", daemon=True)
+    def kept_up(self, ask: Callable[[], State] | None = None) -> Iterator[PlainLines]:
+        """Prints lines that are due in a thread, too, as long as the context lasts.
+
+        ask: gives the present state, where nobody tells it, until nothing runs; first after `pace.quiet` seconds.
+        """
+        thread = threading.Thread(target=self._keep_up, args=(ask,), name="specdec-progress", daemon=True)
         thread.start()
         try:
             yield self
@@ -100,12 +113,14 @@ class PlainLines:
             self._ended.set()
             thread.join(timeout=1.0)  # a log that nobody reads may hold it
 
-    def _keep_up(self) -> None:
-        try:
-            while not self._ended.wait(self.print_if_due()):
-                pass
-        except (OSError, ValueError):  # the stream was closed: the call goes on without lines
-            pass
+    def _keep_up(self, ask: Callable[[], State] | None) -> None:
+        with suppress(OSError, ValueError):  # the stream was closed, or its disk is full: the call goes on without lines
+            if ask is None:
+                while not self._ended.wait(self.print_if_due()):
+                    pass
+            elif not self._ended.wait(self._pace.quiet) and not self._stream.closed:
+                while not self._ended.wait(self._pace.tick) and (state := ask())[0]:
+                    self(*state)
 
     def _line(self, now: float) -> str:
         """The state after `now - start` seconds, and how long the present work will go on, if that is a minute or more."""

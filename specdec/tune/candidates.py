@@ -1,6 +1,6 @@
 """Tiles that are tried for a product: those that the tables name, and their neighbours.
 
-Shapes: T rows.
+Shapes: M rows.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ STREAMS = (  # rows of the weight, columns of a step, splits, warps, stages
 )  # fmt: skip
 
 
-def candidates(T: int, product: Product, match: Match) -> list[ProductTiles | None]:
-    """Different tiles for T rows, of which the first are those of the GPU's kind.  None: cuBLAS."""
-    assert 0 < T <= MOST_ROWS
-    O, I, gated, dtype = product
-    built_in = [product_tiles(T, O, I, dtype, gated, kind) for kind in ((match.kind, H100) if match.hopper else (H100,))]
-    block_t = max(8, 1 << (T - 1).bit_length())
-    streams = [ProductTiles(block_t, *stream) for stream in STREAMS]
-    hopper = _hopper(padded_rows(T), product) if match.hopper and O % (16 if gated else 8) == 0 and I % 8 == 0 else []
+def candidates(M: int, product: Product, match: Match) -> list[ProductTiles | None]:
+    """Different tiles for M rows, of which the first are those of the GPU's kind.  None: cuBLAS."""
+    assert 0 < M <= MOST_ROWS
+    N, K, gated, dtype = product
+    built_in = [product_tiles(M, N, K, dtype, gated, kind) for kind in ((match.kind, H100) if match.hopper else (H100,))]
+    block_m = max(8, 1 << (M - 1).bit_length())
+    streams = [ProductTiles("stream_triton", block_m, *stream) for stream in STREAMS]
+    hopper = _hopper(padded_rows(M), product) if match.hopper and N % (16 if gated else 8) == 0 and K % 8 == 0 else []
 
     def fits(tiles: ProductTiles) -> bool:
-        return tiles.shared_bytes(dtype.itemsize) <= WHOLE_SM and tiles.splits <= -(-I // tiles.block_i)
+        return tiles.shared_bytes(dtype.itemsize) <= WHOLE_SM and tiles.splits <= -(-K // tiles.block_k)
 
     return list(dict.fromkeys([*built_in, *filter(fits, (*streams, *hopper)), None]))
 
 
-def _hopper(block_t: int, product: Product) -> list[ProductTiles]:
+def _hopper(block_m: int, product: Product) -> list[ProductTiles]:
     """Tiles of the kernel for Hopper: one program an SM or two, and as many splits as fill the SMs, or twice as many."""
-    found, tiles = [], -(-product.O // 64)
-    for block_i in (128, 256):
-        stage = (64 + block_t) * block_i * product.dtype.itemsize
+    found, tiles = [], -(-product.N // 64)
+    for block_k in (128, 256):
+        stage = (64 + block_m) * block_k * product.dtype.itemsize
         for room in (HALF_SM, WHOLE_SM):
             for splits in {1, max(1, SMS // tiles), max(1, 2 * SMS // tiles)}:
                 stages = min(12, room // stage)
                 if stages > 1:
-                    found.append(ProductTiles(block_t, 64, block_i, splits, 4, stages, lag=0 if block_t <= 16 else 1))
+                    found.append(ProductTiles("stream_hopper", block_m, 64, block_k, splits, 4, stages))
     return found

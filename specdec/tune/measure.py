@@ -3,7 +3,7 @@
 Products of a decode step read their weights out of memory and follow each other directly.  So a CUDA graph is timed that runs
 through copies of the weight which are larger than the GPU's cache.
 
-Shapes: T rows, I in, O out.
+Shapes: M rows, K in, N out.
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ class Bench:
 
     def __init__(self, product: Product, device: torch.device) -> None:
         self.product, self.device = product, device
-        copies = math.ceil(COLD_BYTES / (product.O * product.I * product.dtype.itemsize))
+        copies = math.ceil(COLD_BYTES / (product.N * product.K * product.dtype.itemsize))
         self._generator = torch.Generator(device)
-        made = [self._random(product.O) for _ in range(copies)]
-        self._weights = [weight.mul_(product.I**-0.5) for weight in made]
+        made = [self._random(product.N) for _ in range(copies)]
+        self._weights = [weight.mul_(product.K**-0.5) for weight in made]
 
-    def rows(self, T: int) -> Tensor:
-        return self._random(T)
+    def rows(self, M: int) -> Tensor:
+        return self._random(M)
 
     def _random(self, rows: int) -> Tensor:
         dtype = self.product.dtype
-        return torch.randn(rows, self.product.I, generator=self._generator, device=self.device, dtype=dtype)
+        return torch.randn(rows, self.product.K, generator=self._generator, device=self.device, dtype=dtype)
 
-    def compile(self, T: int, tiles: list[ProductTiles | None], rehearsals: Rehearsals | None) -> None:
+    def compile(self, M: int, tiles: list[ProductTiles | None], rehearsals: Rehearsals | None) -> None:
         """Compiles for all these tiles side by side; None: Triton can't, and compiles each where it is launched."""
         if rehearsals is None:
             return
-        x_TI = self.rows(T)
-        waits = [rehearsals.rehearse(partial(self._run, x_TI, each)) for each in tiles]
+        x_MK = self.rows(M)
+        waits = [rehearsals.rehearse(partial(self._run, x_MK, each)) for each in tiles]
         rehearsals.begin()
         for wait in waits:
             wait()
 
-    def is_right(self, T: int, tiles: ProductTiles | None) -> bool:
+    def is_right(self, M: int, tiles: ProductTiles | None) -> bool:
         """Whether these tiles give the product; also False where no kernel can be made of them."""
-        x_TI, weight = self.rows(T), self._weights[0]
-        y_TO = x_TI.float() @ weight.float().T
+        x_MK, weight = self.rows(M), self._weights[0]
+        y_MN = x_MK.float() @ weight.float().T
         if self.product.gated:
-            gate, up = y_TO.chunk(2, -1)
-            y_TO = torch.nn.functional.silu(gate) * up
+            gate, up = y_MN.chunk(2, -1)
+            y_MN = torch.nn.functional.silu(gate) * up
         try:
-            got = with_tiles(x_TI, weight, self.product.gated, tiles).float()
+            got = with_tiles(x_MK, weight, self.product.gated, tiles).float()
         except Exception:  # Triton has an error of its own for each thing that a GPU lacks
             return False
-        return bool((got - y_TO).norm() <= MOST_ERROR * y_TO.norm())
+        return bool((got - y_MN).norm() <= MOST_ERROR * y_MN.norm())
 
-    def microseconds(self, T: int, tiles: ProductTiles | None) -> float:
+    def microseconds(self, M: int, tiles: ProductTiles | None) -> float:
         """The median time of a product."""
-        x_TI = self.rows(T)
+        x_MK = self.rows(M)
         todo = self._weights * math.ceil(LEAST_PRODUCTS / len(self._weights))
-        self._run(x_TI, tiles)
+        self._run(x_MK, tiles)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for weight in todo:
-                with_tiles(x_TI, weight, self.product.gated, tiles)
+                with_tiles(x_MK, weight, self.product.gated, tiles)
         times = []
         for _ in range(UNCOUNTED + REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -85,5 +85,5 @@ class Bench:
             times.append(1e3 * start.elapsed_time(end) / len(todo))
         return statistics.median(times[UNCOUNTED:])
 
-    def _run(self, x_TI: Tensor, tiles: ProductTiles | None) -> Tensor:
-        return with_tiles(x_TI, self._weights[0], self.product.gated, tiles)
+    def _run(self, x_MK: Tensor, tiles: ProductTiles | None) -> Tensor:
+        return with_tiles(x_MK, self._weights[0], self.product.gated, tiles)

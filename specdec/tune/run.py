@@ -1,6 +1,6 @@
 """Measures the tiles of products and keeps what is faster than the tables.
 
-Shapes: T rows.
+Shapes: M rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     """What was measured for a number of rows of a product.  before, after: microseconds with the kind's tiles, and the best."""
 
     product: Product
-    T: int
+    M: int
     tried: int
     before: float
     after: float
@@ -55,9 +55,9 @@ def tune(
         with on_device(device), torch.inference_mode():
             for product in products:
                 bench, tiles = Bench(product, device), dict[int, ProductTiles | None]()
-                for T in sorted(set(rows)):
-                    row = measure_rows(bench, T, rehearsals)
-                    tiles[T], done = row.tiles, done + 1
+                for M in sorted(set(rows)):
+                    row = measure_rows(bench, M, rehearsals)
+                    tiles[M], done = row.tiles, done + 1
                     show(row, done, len(products) * len(set(rows)))
                 table.products[product] = Measured(tiles, datetime.date.today().isoformat(), target)
                 table.save(path_for(gpu))
@@ -67,17 +67,17 @@ def tune(
     return table
 
 
-def measure_rows(bench: Bench, T: int, rehearsals: Rehearsals | None) -> Row:
-    """The best tiles for T rows: all candidates once, then the best of them again, in turns with the kind's own."""
-    own, *others = candidates(T, bench.product, match_of(bench.device))
-    bench.compile(T, [own, *others], rehearsals)
-    right = [tiles for tiles in others if bench.is_right(T, tiles)]
-    finalists = sorted(right, key=lambda tiles: bench.microseconds(T, tiles))[:FINALISTS]
-    times = {tiles: [bench.microseconds(T, tiles)] for tiles in (own, *finalists)}
+def measure_rows(bench: Bench, M: int, rehearsals: Rehearsals | None) -> Row:
+    """The best tiles for M rows: all candidates once, then the best of them again, in turns with the kind's own."""
+    own, *others = candidates(M, bench.product, match_of(bench.device))
+    bench.compile(M, [own, *others], rehearsals)
+    right = [tiles for tiles in others if bench.is_right(M, tiles)]
+    finalists = sorted(right, key=lambda tiles: bench.microseconds(M, tiles))[:FINALISTS]
+    times = {tiles: [bench.microseconds(M, tiles)] for tiles in (own, *finalists)}
     for _ in range(2):
         for tiles, found in times.items():
-            found.append(bench.microseconds(T, tiles))
+            found.append(bench.microseconds(M, tiles))
     best = min(times, key=lambda tiles: min(times[tiles]))
     before, after = min(times[own]), min(times[best])
     is_kept = after <= GAIN * before
-    return Row(bench.product, T, 1 + len(others), before, after, best if is_kept else own, is_kept)
+    return Row(bench.product, M, 1 + len(others), before, after, best if is_kept else own, is_kept)

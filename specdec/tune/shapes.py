@@ -81,5 +81,5 @@ def checkpoint_products(target: str | Path, draft: str | Path | None, dtype: tor
 def products_of(model: nn.Module, dtype: torch.dtype) -> Iterable[Product]:
     """The products of a model, in any order; some may come more than once."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.weight is not None:
+        if isinstance(module, Linear) and not module.is_quantised:
             yield Product(module.out_features, module.in_features, "gate_proj" in module.parts.sizes, dtype)

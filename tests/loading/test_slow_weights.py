@@ -16,6 +16,7 @@ from specdec.models.schemes.slow import GROUPS, slowness
 from specdec.ops.products import quantised as linear
 from specdec.ops.products.formats.quantised import Kind, quantise
 from specdec.ops.products.gpus import H200, Match
+from specdec.ops.products.numerics import FAST
 from specdec.options import EngineOptions
 
 TARGET, DRAFT = shipped.target_folder(), shipped.draft_folder()
@@ -83,7 +84,7 @@ def test_the_rule_is_that_of_the_products(
     monkeypatch.setattr(linear, "has_pdl", lambda _: capability >= (9, 0))
     monkeypatch.setattr(linear, "match_of", lambda _: Match(H200, "", capability == (9, 0)))
     weight = quantise(torch.randn(256, 512), kind, group)
-    has_kernel = linear._tiles(torch.zeros(1, 512, dtype=dtype), weight, False) is not None
+    has_kernel = linear.QuantisedWeight(weight)._tiles(torch.zeros(1, 512, dtype=dtype), False, FAST) is not None
     why, helps = slowness({group}, capability, dtype)
     assert has_kernel == ("anew" not in why)
     assert not helps or slowness({0}, capability, torch.bfloat16) == ("", "")

@@ -3,7 +3,7 @@ that may does, on a CPU: targets of all families, heads of all kinds, ordinary w
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from toolkit.parallel.many import FAMILIES, FEATURES, IDS, SAMPLINGS, Pair
 from torch import Tensor
 
 from specdec import SpecConfig, SpecDecoder
-from specdec.models import linear as products
-from specdec.ops.products.terms import Terms
+from specdec.models.linear import Linear
+from specdec.ops.products.numerics import Numerics
+from specdec.ops.products.terms import Terms, added_up
+from specdec.ops.products.weight import Weight
 
 QUANTISED = [(each.pair, each.options) for each in FEATURES if "quantize" in each.options and len(each.options) == 1]
 DRAFTED = {each.pair.name: each.pair for each in FEATURES if each.name.startswith(("MTP", "one pass"))}
@@ -26,16 +28,27 @@ def test_whoever_reads_a_product_takes_terms(
     """Keeps out: a family, a head or a layer's end that takes terms for the product, which only a GPU would show."""
     left = []
 
-    def leave(y: Tensor) -> Terms:
-        left.append(y.shape)
-        return Terms(torch.stack((y.float(), torch.zeros_like(y, dtype=torch.float32))), y.dtype)
+    class Leaves(NamedTuple):
+        """A weight whose products are left as terms wherever they may be."""
+
+        plain: Weight
+
+        def matmul(self, x: Tensor, bias: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
+            y = added_up(self.plain.matmul(x, bias, numerics))
+            if not terms:
+                return y
+            left.append(y.shape)
+            return Terms(torch.stack((y.float(), torch.zeros_like(y, dtype=torch.float32))), y.dtype)
+
+        def gated(self, x: Tensor, bias: Tensor | None, numerics: Numerics) -> Tensor:
+            return self.plain.gated(x, bias, numerics)
 
     spec = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8)
     with SpecDecoder.from_pretrained(
         *pair.make(tmp_path), spec, device="cpu", max_seq_len=80, smoke=False, **options
     ) as decoder:
         expected = [out.token_ids for out in decoder.generate(IDS, SAMPLINGS)]
-        plain, of_codes = products.linear, products.quantised_linear
-        monkeypatch.setattr(products, "linear_terms", lambda *given: leave(plain(*given)))
-        monkeypatch.setattr(products, "quantised_linear_terms", lambda *given: leave(of_codes(*given)))
+        stored = Linear.stored.fget
+        assert stored is not None
+        monkeypatch.setattr(Linear, "stored", property(lambda matrix: Leaves(stored(matrix))))
         assert [out.token_ids for out in decoder.generate(IDS, SAMPLINGS)] == expected and left

@@ -6,7 +6,7 @@ from torch import Tensor
 from specdec.ops.products.formats.quantised import Codes, Kind, codes_a_word, dequantise, pack
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.tiles.dense import two_parts
-from specdec.ops.products.tiles.quantised import HopperTiles
+from specdec.ops.products.tiles.quantised import QuantisedTiles
 from toolkit.kernels import DEVICE
 
 # kind, columns of a scale, whether there are zeros
@@ -40,20 +40,20 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def check_tiles(tiles: HopperTiles, T: int, O: int, I: int, bits: int, width: int, terms: bool = False) -> None:
+def check_tiles(tiles: QuantisedTiles, T: int, O: int, I: int, bits: int, width: int, terms: bool = False) -> None:
     """Fails if tiles for T rows and a weight [O, I] do not fit a Hopper GPU.
 
     bits: of a number of the weight.  width: columns of a slice.  terms: whether a norm adds up what splits compute.
     """
-    more = two_parts(tiles.block_t)[1]
+    more = two_parts(tiles.block_m)[1]
     assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (terms or tiles.splits == 1))
-    stage = tiles.block_o * tiles.block_i * bits // 8 + (T > 1) * tiles.block_t * tiles.block_i * 2
-    sums = 4 * tiles.block_o * tiles.block_t if tiles.slices > 1 else 0
-    row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
+    stage = tiles.block_n * tiles.block_k * bits // 8 + (T > 1) * tiles.block_m * tiles.block_k * 2
+    sums = 4 * tiles.block_n * tiles.block_m if tiles.slices > 1 else 0
+    row = 2 * -(-I // tiles.splits) + 2 * tiles.block_k + 512 * tiles.warps if T == 1 else 0
     assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
-    assert tiles.alone or tiles.block_o // tiles.of_program in (64, 128)
+    assert tiles.kernel == "warp_hopper" or tiles.block_n // tiles.of_program in (64, 128)
     assert 24 <= tiles.others <= 256 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
-    counted = -(-O // tiles.block_o) * -(-T // tiles.block_t) * tiles.of_program
-    assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
-    assert not tiles.alone or tiles.block_i == tiles.slices * width
-    assert tiles.alone or -(-I // tiles.block_i) // tiles.splits >= tiles.slices
+    counted = -(-O // tiles.block_n) * -(-T // tiles.block_m) * tiles.of_program
+    assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-I // tiles.block_k))
+    assert tiles.kernel == "warpgroup_hopper" or tiles.block_k == tiles.slices * width
+    assert tiles.kernel == "warp_hopper" or -(-I // tiles.block_k) // tiles.splits >= tiles.slices

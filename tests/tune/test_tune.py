@@ -55,7 +55,7 @@ def test_no_candidate_splits_more_than_there_is() -> None:
     for match in (Match(H200, "", True), Match(H200, "", False)):
         for T in (1, 16, 64):
             own, *others = candidates(T, SMALL, match)
-            assert all(tiles is None or tiles.splits <= -(-SMALL.I // tiles.block_i) for tiles in others[1:])
+            assert all(tiles is None or tiles.splits <= -(-SMALL.K // tiles.block_k) for tiles in others[1:])
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -89,8 +89,8 @@ def test_candidates_begin_with_the_kinds_own(T: int, match: Match) -> None:
         assert found[0] == product_tiles(T, O, I, dtype, gated, match.kind if match.hopper else H100)
         assert None in found and len(set(found)) == len(found) > 5
         tiles = [each for each in found if each is not None]
-        assert all(each.block_t >= T and each.shared_bytes(2) <= 232448 for each in tiles)
-        assert match.hopper or all(each.lag < 0 for each in tiles)
+        assert all(each.block_m >= T and each.shared_bytes(2) <= 232448 for each in tiles)
+        assert match.hopper or all(each.kernel != "stream_hopper" for each in tiles)
 
 
 class Times:

@@ -33,8 +33,8 @@ def test_products_take_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(products, "_launch", lambda *given: (taken.append(given[-1]), launch(*given))[1])
         for T in (1, 9, 16):
             for product, multiply in ((qkv, linear), (pair, gated_linear)):
-                x_TI = torch.randn(T, product.I, device=device, dtype=torch.bfloat16)
-                weight_OI = torch.randn(product.O, product.I, device=device, dtype=torch.bfloat16) * product.I**-0.5
+                x_TI = torch.randn(T, product.K, device=device, dtype=torch.bfloat16)
+                weight_OI = torch.randn(product.N, product.K, device=device, dtype=torch.bfloat16) * product.K**-0.5
                 exact_TO = x_TI.double() @ weight_OI.double().T
                 if product.gated:
                     gate, up = exact_TO.chunk(2, -1)

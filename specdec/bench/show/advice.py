@@ -32,11 +32,10 @@ def advice(measurement: Measurement) -> list[Tip]:
     """All tips."""
     if measurement.plain_cells:
         return [Tip("--draft ngram, or --draft DIR with a trained head", "there was no draft to speculate with")]
-    right = [cell for cell in measurement.cells if cell.speed_up is not None]
-    tips = [*_wrong(measurement), *_slower(measurement, right), *_chain(measurement)]
+    tips = [*_wrong(measurement), *_slower(measurement), *_chain(measurement)]
     if measurement.synthetic_acceptance is None:
-        tips += _shapes(right)
-    return [*tips, *_noise(measurement, right), *_texts(right), *_profile(measurement, right)]
+        tips += _shapes(measurement)
+    return [*tips, *_noise(measurement), *_texts(measurement.right), *_profile(measurement)]
 
 
 def _wrong(measurement: Measurement) -> list[Tip]:
@@ -48,11 +47,10 @@ def _wrong(measurement: Measurement) -> list[Tip]:
     return tips
 
 
-def _slower(measurement: Measurement, right: list[Cell]) -> list[Tip]:
+def _slower(measurement: Measurement) -> list[Tip]:
     """About batch sizes at which even the best shape is slower than plain decoding."""
-    settings, tips = measurement.settings, list[Tip]()
-    sizes = list(dict.fromkeys(cell.batch_size for cell in right))
-    lost = [size for size in sizes if max(_gain(cell) for cell in right if cell.batch_size == size) < 1]
+    settings, right, tips = measurement.settings, measurement.right, list[Tip]()
+    lost = [size for size, cell in measurement.best.items() if cell.gain < 1]
     if not lost:
         return tips
     at = "at batch " + ", ".join(map(str, lost))
@@ -70,13 +68,9 @@ def _slower(measurement: Measurement, right: list[Cell]) -> list[Tip]:
     return tips
 
 
-def _shapes(right: list[Cell]) -> list[Tip]:
-    measured, tips = {cell.name for cell in right}, list[Tip]()
-    best: dict[int, Cell] = {}
-    for cell in right:
-        if cell.batch_size not in best or _gain(cell) > _gain(best[cell.batch_size]):
-            best[cell.batch_size] = cell
-    for size, cell in best.items():
+def _shapes(measurement: Measurement) -> list[Tip]:
+    measured, tips = {cell.name for cell in measurement.right}, list[Tip]()
+    for size, cell in measurement.best.items():
         found = better_levels(cell)
         if found is None or found[0].label in measured:
             continue
@@ -116,8 +110,9 @@ def better_levels(cell: Cell) -> tuple[SpecConfig, float] | None:
     return SpecConfig(count, topk, count + 1 if topk == 1 else min(nodes, 1 + topk + topk * topk * (count - 1))), gain
 
 
-def _noise(measurement: Measurement, right: list[Cell]) -> list[Tip]:
+def _noise(measurement: Measurement) -> list[Tip]:
     """About speed-ups that another run may not show."""
+    right = measurement.right
     if cold := [cell for cell in right if cell.baseline.cold_timed or cell.speculative.cold_timed]:
         at = f"at batch {cold[0].batch_size} with {cold[0].name}"
         return [Tip("--repeats 5", f"kernels were compiled or graphs captured in passes that were timed {at}")]
@@ -157,12 +152,7 @@ def _chain(measurement: Measurement) -> list[Tip]:
     return [Tip(f"--spec {CHAIN.label}", "on a CPU every node of a tree costs time, and a chain has the fewest")]
 
 
-def _profile(measurement: Measurement, right: list[Cell]) -> list[Tip]:
-    if not right or measurement.budgets or any(cell.spec[0] == "auto" for cell in measurement.cells):
+def _profile(measurement: Measurement) -> list[Tip]:
+    if not measurement.right or measurement.budgets or any(cell.spec[0] == "auto" for cell in measurement.cells):
         return []
     return [Tip("--profile", "it shows where each millisecond of a round goes, beside the least that is possible")]
-
-
-def _gain(cell: Cell) -> float:
-    assert cell.speed_up is not None
-    return cell.speed_up

@@ -52,14 +52,12 @@ def _failed(measurement: Measurement) -> list[Text]:
 
 def _speeds(measurement: Measurement) -> list[Text]:
     """A line for each batch size, about its best shape, and one about shapes that are slower than the baseline beside it."""
-    tag, right = tag_of(measurement), [cell for cell in measurement.cells if cell.speed_up is not None]
-    sizes = list(dict.fromkeys(cell.batch_size for cell in right))
-    best = {size: max((cell for cell in right if cell.batch_size == size), key=_speed_up) for size in sizes}
+    tag, best = tag_of(measurement), measurement.best
     lines = [_speed(measurement, cell, tag) for cell in list(best.values())[:MOST_LINES]]
     if len(best) > MOST_LINES:
         lines.append(Text(f"and {len(best) - MOST_LINES} more batch sizes below", "dim"))
-    if slower := [cell for cell in right if _speed_up(cell) < 1 <= _speed_up(best[cell.batch_size]) and not _is_even(cell)]:
-        shown = "; ".join(f"batch {cell.batch_size} with {cell.name} ({_speed_up(cell):.2f}x)" for cell in slower[:MOST_LINES])
+    if slower := [cell for cell in measurement.right if cell.gain < 1 <= best[cell.batch_size].gain and not _is_even(cell)]:
+        shown = "; ".join(f"batch {cell.batch_size} with {cell.name} ({cell.gain:.2f}x)" for cell in slower[:MOST_LINES])
         more = f" and {len(slower) - MOST_LINES} more below" if len(slower) > MOST_LINES else ""
         lines.append(Text(f"{tag}{SLOWER}: {shown}{more}", RED))
     return lines
@@ -67,7 +65,7 @@ def _speeds(measurement: Measurement) -> list[Text]:
 
 def _speed(measurement: Measurement, cell: Cell, tag: str) -> Text:
     """About the best shape of a batch size."""
-    ratio, shapes = _speed_up(cell), len({each.name for each in measurement.cells})
+    ratio, shapes = cell.gain, len({each.name for each in measurement.cells})
     if ratio < 1 and not _is_even(cell):
         best = f", the best of {shapes} shapes" if shapes > 1 else ""
         return Text(f"{tag}{SLOWER} at batch {cell.batch_size}: {ratio:.2f}x with {cell.name}{best}", RED)
@@ -95,14 +93,9 @@ def _plain(measurement: Measurement) -> list[Text]:
     return lines
 
 
-def _speed_up(cell: Cell) -> float:
-    assert cell.speed_up is not None
-    return cell.speed_up
-
-
 def _is_even(cell: Cell) -> bool:
     """Whether the table shows no difference."""
-    return f"{_speed_up(cell):.2f}" == "1.00"
+    return f"{cell.gain:.2f}" == "1.00"
 
 
 def _places(cells: Sequence[Cell]) -> str:

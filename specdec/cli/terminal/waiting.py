@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from specdec.screen.progress import PACE, Pace, PlainLines
 from specdec.startup import STARTUP
@@ -25,13 +25,9 @@ def told_if_slow(name: str, pace: Pace = PACE) -> Iterator[None]:
     global _over
     _over = threading.Event()
     STARTUP.begin("importing")
-    watch = threading.Thread(target=_tell, args=(name, _over, pace), name="specdec-waiting", daemon=True)
-    watch.start()
-    try:
+    # A bar would fight with the hub's own.
+    with PlainLines(name, PARTS, sys.stderr, pace=pace, ended=_over).kept_up(lambda: STARTUP.doing):
         yield
-    finally:
-        over()
-        watch.join(1.0)  # it may wait for whoever reads stderr
 
 
 def over() -> None:
@@ -39,12 +35,3 @@ def over() -> None:
     without a call.  Does nothing the second time.
     """
     _over.set()
-
-
-def _tell(name: str, ended: threading.Event, pace: Pace) -> None:
-    show = PlainLines(name, PARTS, sys.stderr, pace=pace)  # counts seconds from here; a bar would fight with the hub's own
-    with suppress(OSError, ValueError):  # stderr was closed, or its disk is full
-        if ended.wait(pace.quiet) or sys.stderr.closed:
-            return
-        while not ended.wait(pace.tick) and STARTUP.doing[0]:
-            show(*STARTUP.doing)

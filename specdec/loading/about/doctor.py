@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec import shipped
+from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
@@ -28,7 +29,7 @@ from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.registry import choose_target
 from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
-from specdec.ops.launch import has_pdl
+from specdec.ops.launch import PDL_FROM, has_gluon, has_pdl, has_triton
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.tuned.here import look
 from specdec.options import EngineOptions, setting_of
@@ -45,6 +46,7 @@ def print_details(make_console: Callable[[], Console]) -> None:
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
+        *((f"kernels of GPU {i}", kernels_line(torch.cuda.get_device_capability(i))) for i in range(len(facts["gpus"]))),
         *((f"tiles of GPU {i}", tiles_line(torch.device("cuda", i))) for i in range(len(facts["gpus"]))),
         ("driver", facts["driver"] or "no NVIDIA driver found"),
         ("ranks", _ranks_line(len(facts["gpus"]))),
@@ -63,6 +65,19 @@ def print_details(make_console: Callable[[], Console]) -> None:
     console.print(pairs("Weights of 8 and 4 bits", scheme_rows()), "")
     pair = "complete" if shipped.is_complete() else "incomplete: bench and generate need --target and --draft"
     console.print(pairs("Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)]), "")
+
+
+def kernels_line(capability: tuple[int, int]) -> str:
+    """Which of specdec's kernels a GPU of that compute capability gets, and which it does not."""
+    if not has_triton():
+        return "none: Triton is not installed"
+    products = "products too" if capability >= PDL_FROM else "but for products, which cuBLAS computes below 9.0"
+    kinds = [f"Triton's for any GPU, {products}"]
+    if capability == (9, 0):
+        kinds.append("Hopper's own" if has_gluon() else "none of Hopper's own, because this Triton has no Gluon")
+    at_least = ".".join(map(str, FP8_LEAST_ARCHITECTURE))
+    kinds.append("float8" if capability >= FP8_LEAST_ARCHITECTURE else f"no float8, which takes {at_least}")
+    return "; ".join(kinds)
 
 
 def tiles_line(device: torch.device) -> str:

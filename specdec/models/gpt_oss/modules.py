@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specdec.attention.kinds import Scoring
 from specdec.models.causal_lm import PreNormLayer
-from specdec.models.experts import stored_experts
+from specdec.models.experts import mixture
 from specdec.models.gpt_oss.config import GptOssConfig
 from specdec.models.layers import SelfAttention
 from specdec.models.linear import LinearStack
@@ -65,7 +65,7 @@ class BiasedExperts(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TH)
         form = Form(self.gate, self.gate_up_bias_EG, self.down_bias_EH)
-        return stored_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj, form)
+        return mixture(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj, form)
 
 
 def gpt_oss_layer(config: GptOssConfig, index: int) -> PreNormLayer:

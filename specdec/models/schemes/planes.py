@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from specdec.models.schemes.rows import CodedRows
 from specdec.ops.products.formats.lossless import Packed
 from specdec.ops.products.formats.quantised import Codes, Kind, row_bytes
-from specdec.ops.rows import take_columns
 
 
 class KeptPlanes(nn.Module):
@@ -63,13 +62,9 @@ class Planes(KeptPlanes):
         self.order_I: Tensor | None
         self.register_buffer("order_I", like.order_I)
 
-    def ordered(self, x: Tensor) -> Tensor:
-        """x [..., I] with its columns sorted as those of the codes are."""
-        return x if self.order_I is None else take_columns(x, self.order_I)
-
     @property
     def weight(self) -> Codes:
-        """Its columns may be sorted by their groups: it is multiplied with `ordered(x)`."""
+        """Its columns are sorted as order_I says."""
         return Codes(self.kind, self.codes_OJ, self.scales_OG, self.zeros_OG, self.columns, self.group)
 
     def unlike(self, part: CodedRows) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.ops.products.formats.quantised import Codes, Kind, dequantise, pack
+from specdec.ops.products.quantised import restored
 
 
 class CodedRows(NamedTuple):
@@ -64,8 +65,3 @@ class CodedRows(NamedTuple):
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """[P, I]: what the codes stand for, rounded once, in the order of the matrix's columns."""
         return restored(dequantise(self.packed(), dtype), self.order_I)
-
-
-def restored(numbers_PI: Tensor, order_I: Tensor | None) -> Tensor:
-    """Numbers whose columns are in some order (see `CodedRows`), in that of the matrix."""
-    return numbers_PI if order_I is None else torch.empty_like(numbers_PI).index_copy_(1, order_I.long(), numbers_PI)

@@ -1,1 +1,1 @@
-"""What happens to kernels before they are launched for the first time."""
+"""What is known of kernels before they are launched, and what happens to them before they are for the first time."""

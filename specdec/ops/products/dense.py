@@ -6,83 +6,95 @@ follows.  Products of up to 192 rows with wide weights use the one in wide_trito
 one in gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The
 policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
 
-Shapes: T rows, I in, O out, F of a gated pair.
+Shapes: M rows, K in, N out, F of a gated pair.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.ops.launch import has_pdl, use_kernels
+from specdec.ops.launch import has_pdl, shared_memory, use_kernels
 from specdec.ops.operator import define, is_traced, use_operator
-from specdec.ops.products.gpus import H100, match_of
+from specdec.ops.products.gpus import H100, Kind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.terms import Terms
 from specdec.ops.products.tiles.dense import FEW, ProductTiles
 from specdec.ops.products.tuned.here import tuned_table
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
-    """x W^T + bias: [T, O], summed in float32 and rounded once."""
-    if use_operator(x_TI):
-        return LINEAR(x_TI, weight_OI, bias_O)
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    """x W^M + bias: [M, N], summed in float32 and rounded once."""
+    if use_operator(x_MK):
+        return LINEAR(x_MK, weight_NK, bias_N)
     if numerics.is_invariant:
-        return _invariant(x_TI, weight_OI, bias_O, False, numerics)
-    tiles = _tiles(x_TI, weight_OI, False, numerics)
-    return F.linear(x_TI, weight_OI, bias_O) if tiles is None else _launch(x_TI, weight_OI, bias_O, False, tiles)
+        return _invariant(x_MK, weight_NK, bias_N, False, numerics)
+    tiles = _tiles(x_MK, weight_NK, False, numerics)
+    return F.linear(x_MK, weight_NK, bias_N) if tiles is None else _launch(x_MK, weight_NK, bias_N, False, tiles)
 
 
-def linear_terms(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numerics: Numerics = FAST) -> Tensor | Terms:
-    """`linear`, or the terms of programs that share columns: adding them up in the product's kernel would be one more wait.
-
-    The bias is a part of the first term; `linear` adds it last.  Their sum is `linear`, bit for bit, up to FEW rows; with more,
-    cuBLAS may compute `linear`.
-    """
-    if not is_traced(x_TI) and not numerics.is_invariant:
-        tiles = _tiles(x_TI, weight_OI, False, numerics, terms=True)
-        if tiles is not None and tiles.lag >= 0 and tiles.splits > 1:
-            from specdec.ops.products.kernels.dense.stream_hopper import launch_hopper_linear
-
-            return Terms(launch_hopper_linear(x_TI, weight_OI, bias_O, False, tiles, leaves=True), x_TI.dtype)
-    return linear(x_TI, weight_OI, bias_O, numerics)
-
-
-def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
-    """silu_mul(linear(x, W, bias)): [T, F].  The first F rows of W are the gate's, the other F are up's.
+def gated_linear(x_MK: Tensor, weight_2FK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    """silu_mul(linear(x, W, bias)): [M, F].  The first F rows of W are the gate's, the other F are up's.
 
     The fused kernel keeps gate and up in float32 until they are multiplied, whereas the definition rounds them to x's dtype
     first.  In bf16 the two differ by norm(a - b) / norm(a) < 6e-3, and the fused result is closer to the exact product.
     """
-    if use_operator(x_TI):
-        return GATED_LINEAR(x_TI, weight_2FI, bias_2F)
+    if use_operator(x_MK):
+        return GATED_LINEAR(x_MK, weight_2FK, bias_2F)
     if numerics.is_invariant:
-        return _invariant(x_TI, weight_2FI, bias_2F, True, numerics)
-    tiles = _tiles(x_TI, weight_2FI, True, numerics)
+        return _invariant(x_MK, weight_2FK, bias_2F, True, numerics)
+    tiles = _tiles(x_MK, weight_2FK, True, numerics)
     if tiles is None:
-        return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
-    return _launch(x_TI, weight_2FI, bias_2F, True, tiles)
+        return silu_mul(F.linear(x_MK, weight_2FK, bias_2F))
+    return _launch(x_MK, weight_2FK, bias_2F, True, tiles)
 
 
-def with_tiles(x_TI: Tensor, weight_OI: Tensor, gated: bool, tiles: ProductTiles | None) -> Tensor:
+class DenseWeight(NamedTuple):
+    """A weight whose numbers are stored as they are (see `Weight`)."""
+
+    values_NK: Tensor
+
+    def matmul(
+        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, terms: bool = False
+    ) -> Tensor | Terms:
+        """The bias is a part of the first term; `linear` adds it last.  The sum of terms is `linear`, bit for bit, up to FEW
+        rows; with more, cuBLAS may compute `linear`.
+        """
+        if terms and not is_traced(x_MK) and not numerics.is_invariant:
+            tiles = _tiles(x_MK, self.values_NK, False, numerics, terms=True)
+            if tiles is not None and tiles.kernel == "stream_hopper" and tiles.splits > 1:
+                return Terms(_launch(x_MK, self.values_NK, bias_N, False, tiles, leaves=True), x_MK.dtype)
+        return linear(x_MK, self.values_NK, bias_N, numerics)
+
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+        return gated_linear(x_MK, self.values_NK, bias_2F, numerics)
+
+    def rows(self, ids_R: Tensor) -> Tensor:
+        return self.values_NK[ids_R]
+
+    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+        return self.values_NK.numel() * self.values_NK.element_size()
+
+
+def with_tiles(x_MK: Tensor, weight_NK: Tensor, gated: bool, tiles: ProductTiles | None) -> Tensor:
     """`linear`, or `gated_linear`, with tiles that the caller chooses; None: through cuBLAS.  For whoever measures tiles."""
     if tiles is not None:
-        return _launch(x_TI, weight_OI, None, gated, tiles)
-    y_TO = F.linear(x_TI, weight_OI)
-    return silu_mul(y_TO) if gated else y_TO
+        return _launch(x_MK, weight_NK, None, gated, tiles)
+    y_MN = F.linear(x_MK, weight_NK)
+    return silu_mul(y_MN) if gated else y_MN
 
 
-def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+def silu_mul(gate_up_M2F: Tensor) -> Tensor:
     """silu(gate) * up: [..., F].  gate and up are the two halves of the last dim."""
-    if use_kernels(gate_up_T2F) and gate_up_T2F.dim() == 2 and gate_up_T2F.stride(1) == 1:
+    if use_kernels(gate_up_M2F) and gate_up_M2F.dim() == 2 and gate_up_M2F.stride(1) == 1:
         from specdec.ops.products.kernels.dense.stream_triton import launch_silu_mul
 
-        return launch_silu_mul(gate_up_T2F)
-    gate, up = gate_up_T2F.chunk(2, dim=-1)
+        return launch_silu_mul(gate_up_M2F)
+    gate, up = gate_up_M2F.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -95,25 +107,25 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, terms: bo
         return None
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
-    O, I = weight.shape
+    N, K = weight.shape
     match, tma = match_of(x.device), tma_reads(x, weight)
     kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
-    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind, tuned_table(x.device) if tma else None, terms)
-    if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
+    tiles = numerics.product_tiles(x.shape[0], N, K, x.dtype, gated, kind, tuned_table(x.device) if tma else None, terms)
+    if tiles is None or tiles.shared_bytes(x.element_size()) > shared_memory(x.device):
         return None
-    return tiles if tiles.block_t <= FEW or tma_reads(x, weight) else None
+    return tiles if tiles.kernel == "stream_triton" or tma else None
 
 
 def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, numerics: Numerics) -> Tensor:
     """The product whose rows do not depend on each other.  It never falls back to a library."""
     assert use_kernels(x) and has_pdl(x.device) and x.dtype == weight.dtype and weight.is_contiguous()
-    x_TI = x.reshape(-1, x.shape[-1])
-    (T, I), O = x_TI.shape, weight.shape[0]
-    tiles = numerics.product_tiles(T, O, I, x.dtype, gated)
-    assert tiles is not None and (T <= FEW or tma_reads(weight)), "refused where the decoder is built"
-    if x_TI.stride(1) != 1 or not tma_reads(x_TI):
-        x_TI = x_TI.contiguous()
-    return _launch(x_TI, weight, bias, gated, tiles).unflatten(0, x.shape[:-1])
+    x_MK = x.reshape(-1, x.shape[-1])
+    (M, K), N = x_MK.shape, weight.shape[0]
+    tiles = numerics.product_tiles(M, N, K, x.dtype, gated)
+    assert tiles is not None and (M <= FEW or tma_reads(weight)), "refused where the decoder is built"
+    if x_MK.stride(1) != 1 or not tma_reads(x_MK):
+        x_MK = x_MK.contiguous()
+    return _launch(x_MK, weight, bias, gated, tiles).unflatten(0, x.shape[:-1])
 
 
 def tma_reads(*matrices: Tensor) -> bool:
@@ -121,34 +133,30 @@ def tma_reads(*matrices: Tensor) -> bool:
     return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
-    if tiles.fetchers:
-        from specdec.ops.products.kernels.dense.gated_hopper import launch_gated_hopper
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles, leaves: bool = False) -> Tensor:
+    """The product by the kernel that the tiles name.  leaves: as of stream_hopper.py's."""
+    match tiles.kernel:
+        case "stream_triton":
+            from specdec.ops.products.kernels.dense.stream_triton import launch_linear
 
-        assert gated
-        return launch_gated_hopper(x, weight, bias, tiles, _sms(x.device))
-    if tiles.lag >= 0:
-        from specdec.ops.products.kernels.dense.stream_hopper import launch_hopper_linear
+            return launch_linear(x, weight, bias, gated, tiles)
+        case "wide_triton":
+            from specdec.ops.products.kernels.dense.wide_triton import launch_wide_linear
 
-        return launch_hopper_linear(x, weight, bias, gated, tiles)
-    if tiles.columns:
-        from specdec.ops.products.kernels.dense.tiled_triton import launch_tiled_linear
+            return launch_wide_linear(x, weight, bias, gated, tiles)
+        case "tiled_triton":
+            from specdec.ops.products.kernels.dense.tiled_triton import launch_tiled_linear
 
-        return launch_tiled_linear(x, weight, bias, gated, tiles)
-    if tiles.block_t > FEW:
-        from specdec.ops.products.kernels.dense.wide_triton import launch_wide_linear
+            return launch_tiled_linear(x, weight, bias, gated, tiles)
+        case "stream_hopper":
+            from specdec.ops.products.kernels.dense.stream_hopper import launch_hopper_linear
 
-        return launch_wide_linear(x, weight, bias, gated, tiles)
-    from specdec.ops.products.kernels.dense.stream_triton import launch_linear
+            return launch_hopper_linear(x, weight, bias, gated, tiles, leaves)
+        case "gated_hopper":
+            from specdec.ops.products.kernels.dense.gated_hopper import launch_gated_hopper
 
-    return launch_linear(x, weight, bias, gated, tiles)
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
-    return properties.shared_memory_per_block_optin
+            assert gated
+            return launch_gated_hopper(x, weight, bias, tiles, _sms(x.device))
 
 
 @cache

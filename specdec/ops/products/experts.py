@@ -17,8 +17,9 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul
 from specdec.ops.products.formats.experts import StackedCodes, scales_form
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import weighted_sum
-from specdec.ops.products.tiles.experts import MOST_READ, ExpertTiles, expert_tiles
+from specdec.ops.products.tiles.experts import MOST_READ, ExpertTiles
 
 
 class Gate(NamedTuple):
@@ -68,20 +69,21 @@ def runs_on_codes(x_TH: Tensor, experts: CodedExperts) -> bool:
 
 
 def coded_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts, tiles: ExpertTiles | None = None
-) -> Tensor:
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts, numerics: Numerics = FAST,
+    tiles: ExpertTiles | None = None, most_read: int = MOST_READ,
+) -> Tensor:  # fmt: skip
     """[T, H]: each token's chosen experts' outputs, times their weights (float32), added up in float32.
 
-    tiles: other ones than those for these shapes.
+    tiles: other ones than the policy's.  most_read: pairs in which programs find their own; more are sorted first.
     """
     from specdec.ops.products.kernels.experts.mixture_triton import launch_coded_experts
 
     (T, K), E = chosen_TK.shape, experts.gate_up.matrices
     pairs, counts_E = chosen_TK.flatten(), None
-    if T * K > MOST_READ:
+    if T * K > most_read:
         pairs, counts_E = by_expert(chosen_TK, E)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    form, tiles = experts.form, tiles or expert_tiles(T * K, E)
+    form, tiles = experts.form, tiles or numerics.expert_tiles(T * K, E)
     mid_PF = launch_coded_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, tiles)
     out_PH = launch_coded_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
     return weighted_sum(out_PH.view(T, K, -1), weights_TK.contiguous())

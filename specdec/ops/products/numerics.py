@@ -8,15 +8,19 @@ alone, bit for bit.
 This module knows the choices, and neither kernels nor models.  Choices of attention belong to its backends: make_backend
 (attention/attend.py) is told the policy too.
 
-Shapes: T rows, I in, O out.
+Shapes: M rows, K in, N out.
 """
 
 from __future__ import annotations
 
 import torch
 
+from specdec.ops.products.formats.quantised import Kind as Values
 from specdec.ops.products.gpus import H100, Kind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
+from specdec.ops.products.tiles.experts import ExpertTiles, StackedTiles, expert_tiles, stacked_tiles
+from specdec.ops.products.tiles.lossless import packed_tiles
+from specdec.ops.products.tiles.quantised import QuantisedTiles, hopper_tiles, quantised_tiles
 from specdec.ops.products.tuned.table import Product, TunedTable
 
 FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
@@ -33,16 +37,16 @@ class Numerics:
 
     def product_tiles(
         self,
-        T: int,
-        O: int,
-        I: int,
+        M: int,
+        N: int,
+        K: int,
         dtype: torch.dtype,
         gated: bool,
         kind: Kind = H100,
         tuned: TunedTable | None = None,
         terms: bool = False,
     ) -> ProductTiles | None:
-        """The tiles of a product of T rows with a weight [O, I]; None: cuBLAS computes it.
+        """The tiles of a product of M rows with a weight [N, K]; None: cuBLAS computes it.
 
         gated: whether the weight holds gate and up rows.
         kind: the kind of GPU whose tiles are taken.
@@ -50,10 +54,28 @@ class Numerics:
         terms: whether a norm adds up what programs that share columns have computed.
         """
         if tuned is not None:
-            is_known, tiles = tuned.find(T, Product(O, I, gated, dtype))
+            is_known, tiles = tuned.find(M, Product(N, K, gated, dtype))
             if is_known:
                 return tiles
-        return product_tiles(T, O, I, dtype, gated, kind, terms)
+        return product_tiles(M, N, K, dtype, gated, kind, terms)
+
+    def quantised_tiles(
+        self, M: int, N: int, K: int, values: Values, group: int, zeros: bool, gated: bool, terms: bool, hopper: bool
+    ) -> QuantisedTiles | None:
+        """Those of a quantised weight [N, K], of the kind `values`; None: it is dequantised, and cuBLAS computes the product.
+
+        group, zeros: as of hopper_tiles.  hopper: whether the kernels for Hopper GPUs can run.
+        """
+        tiles = hopper_tiles(M, N, K, values, group, zeros, gated, terms) if hopper else None
+        return tiles or quantised_tiles(M, N, K, values)
+
+    def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
+        """Those of a weight that is kept in 12 bits too; None: the product takes its ordinary numbers."""
+        return packed_tiles(M, N, K, gated, kind)
+
+    def expert_tiles(self, pairs: int, experts: int) -> ExpertTiles:
+        """Those of a mixture of quantised experts."""
+        return expert_tiles(pairs, experts)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         """How many of a token's heads one program norms, rotates and stores before attention: a power of two."""
@@ -68,9 +90,9 @@ class Invariant(Numerics):
 
     def product_tiles(
         self,
-        T: int,
-        O: int,
-        I: int,
+        M: int,
+        N: int,
+        K: int,
         dtype: torch.dtype,
         gated: bool,
         kind: Kind = H100,
@@ -78,7 +100,22 @@ class Invariant(Numerics):
         terms: bool = False,
     ) -> ProductTiles:
         assert dtype in (torch.bfloat16, torch.float16), dtype
-        return invariant_tiles(T, O, I, gated)
+        return invariant_tiles(M, N, K, gated)
+
+    def quantised_tiles(
+        self, M: int, N: int, K: int, values: Values, group: int, zeros: bool, gated: bool, terms: bool, hopper: bool
+    ) -> QuantisedTiles | None:
+        raise AssertionError("refused where the decoder is built")
+
+    def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: Kind) -> None:
+        return None  # its kernels add up in the order of their own tiles
+
+    def expert_tiles(self, pairs: int, experts: int) -> ExpertTiles:
+        raise AssertionError("refused where the decoder is built")
+
+    def stacked_tiles(self, rows: int) -> StackedTiles:
+        """Those of a stack of matrices with about `rows` rows of x each; under `FAST` torch multiplies with a stack."""
+        return stacked_tiles(rows)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         return super().heads_a_program(1, heads)

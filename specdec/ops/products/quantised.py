@@ -1,14 +1,15 @@
-"""Products of activations with weights of 8 or 4 bits: `quantised_linear` and `quantised_gated_linear`.
+"""A weight in 8 or 4 bits.
 
-On a CPU, under autograd and in a trace each function runs its definition: the weight's numbers are computed in x's dtype, and
-multiplied.  On a Hopper GPU, products of up to some hundred rows use the kernels in hopper_launch.py.  Elsewhere, few rows
-use the one in stream_triton.py.  For more rows the numbers are computed into a scratch that cuBLAS reads.  This module knows
-no model.
+On a CPU, under autograd and in a trace its products are as defined: the weight's numbers are computed in x's dtype, and
+multiplied.  On a GPU a kernel converts the codes on their way to the tensor cores, for the rows that tiles/quantised.py names.
+For more rows the numbers are computed into a scratch that cuBLAS reads.  This module knows no model.
 
-Shapes: T rows, I in, O out, F of a gated pair.
+Shapes: M rows, K in, N out, F of a gated pair, R rows asked for.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,65 +18,84 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.quantised import Codes, dequantise
-from specdec.ops.products.gpus import match_of
+from specdec.ops.products.gpus import Kind, match_of
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.terms import Terms
-from specdec.ops.products.tiles.dense import ProductTiles
-from specdec.ops.products.tiles.quantised import HopperTiles, hopper_tiles, quantised_tiles
+from specdec.ops.products.tiles.quantised import QuantisedTiles
+from specdec.ops.rows import take_columns
 
 
-def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor:
-    """x W^T + bias: [T, O]."""
-    if tiles := _tiles(x_TI, weight, False):
-        return _launch(x_TI, weight, bias_O, False, tiles)
-    return F.linear(x_TI, _numbers(x_TI, weight), bias_O)
+class QuantisedWeight(NamedTuple):
+    """See `Weight`.
 
-
-def quantised_linear_terms(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor | Terms:
-    """`quantised_linear`, or terms where programs share columns.
-
-    With more than FEW rows tiles may differ from those of `quantised_linear`, and so may the last bits of their sum.
+    order_K: which of the matrix's columns each column of the codes is, where they are sorted by their groups; None: the same.
     """
-    tiles = _tiles(x_TI, weight, False, terms=True)
-    if isinstance(tiles, HopperTiles) and tiles.splits > 1:
+
+    codes: Codes
+    order_K: Tensor | None = None
+
+    def matmul(
+        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, terms: bool = False
+    ) -> Tensor | Terms:
+        """With more than FEW rows tiles may differ where terms are asked for, and so may the last bits of their sum."""
+        x_MK = self._ordered(x_MK)
+        if terms:
+            tiles = self._tiles(x_MK, False, numerics, terms=True)
+            if tiles is not None and tiles.kernel != "stream_triton" and tiles.splits > 1:
+                return Terms(self._launch(x_MK, bias_N, False, tiles, leaves=True), x_MK.dtype)
+        if tiles := self._tiles(x_MK, False, numerics):
+            return self._launch(x_MK, bias_N, False, tiles)
+        return F.linear(x_MK, self._dequantised(x_MK), bias_N)
+
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+        x_MK = self._ordered(x_MK)
+        if tiles := self._tiles(x_MK, True, numerics):
+            return self._launch(x_MK, bias_2F, True, tiles)
+        return silu_mul(F.linear(x_MK, self._dequantised(x_MK), bias_2F))
+
+    def rows(self, ids_R: Tensor) -> Tensor:
+        codes = self.codes
+        zeros_RG = None if codes.zeros_OG is None else codes.zeros_OG[ids_R]
+        own = codes._replace(codes_OJ=codes.codes_OJ[ids_R], scales_OG=codes.scales_OG[ids_R], zeros_OG=zeros_RG)
+        return restored(dequantise(own, codes.scales_OG.dtype), self.order_K)
+
+    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+        stored = self.codes.codes_OJ, self.codes.scales_OG, self.codes.zeros_OG
+        return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        """x with its columns sorted as those of the codes are."""
+        return x if self.order_K is None else take_columns(x, self.order_K)
+
+    def _dequantised(self, x: Tensor) -> Tensor:
+        """The weight [N, K] in x's dtype."""
+        if not use_kernels(x) or self.codes.scales_OG.dtype == torch.float64:  # scales have 64 bits while a text is proven
+            return dequantise(self.codes, x.dtype)
+        from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
+
+        return launch_dequantise(self.codes, x.dtype)
+
+    def _launch(self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, leaves: bool = False) -> Tensor:
+        if tiles.kernel == "stream_triton":
+            from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
+
+            return launch_quantised_linear(x, self.codes, bias, gated, tiles)
         from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-        return Terms(launch_quantised_hopper(x_TI, weight, bias_O, False, tiles, leaves=True), x_TI.dtype)
-    return quantised_linear(x_TI, weight, bias_O)
+        return launch_quantised_hopper(x, self.codes, bias, gated, tiles, leaves)
+
+    def _tiles(self, x: Tensor, gated: bool, numerics: Numerics, terms: bool = False) -> QuantisedTiles | None:
+        """A kernel's tiles; None where none runs.  terms: whether a norm may add up what splits have computed."""
+        if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
+            return None
+        codes = self.codes
+        hopper = x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, codes.codes_OJ)
+        return numerics.quantised_tiles(
+            x.shape[0], codes.codes_OJ.shape[0], codes.columns, codes.kind, codes.group, codes.zeros_OG is not None, gated,
+            terms, hopper,
+        )  # fmt: skip
 
 
-def quantised_gated_linear(x_TI: Tensor, weight: Codes, bias_2F: Tensor | None = None) -> Tensor:
-    """silu(gate) * up: [T, F].  The first F rows of W are the gate's, the other F are up's."""
-    if tiles := _tiles(x_TI, weight, True):
-        return _launch(x_TI, weight, bias_2F, True, tiles)
-    return silu_mul(F.linear(x_TI, _numbers(x_TI, weight), bias_2F))
-
-
-def _numbers(x: Tensor, weight: Codes) -> Tensor:
-    """The weight [O, I] in x's dtype."""
-    if not use_kernels(x) or weight.scales_OG.dtype == torch.float64:  # scales have 64 bits while a text is proven
-        return dequantise(weight, x.dtype)
-    from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
-
-    return launch_dequantise(weight, x.dtype)
-
-
-def _launch(x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: ProductTiles | HopperTiles) -> Tensor:
-    if isinstance(tiles, HopperTiles):
-        from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
-
-        return launch_quantised_hopper(x, weight, bias, gated, tiles)
-    from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
-
-    return launch_quantised_linear(x, weight, bias, gated, tiles)
-
-
-def _tiles(x: Tensor, weight: Codes, gated: bool, terms: bool = False) -> ProductTiles | HopperTiles | None:
-    """A kernel's tiles; None where none runs.  terms: whether a norm may add up what splits have computed."""
-    if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
-        return None
-    shape = x.shape[0], weight.codes_OJ.shape[0], weight.columns
-    if x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.codes_OJ):
-        tiles = hopper_tiles(*shape, weight.kind, weight.group, weight.zeros_OG is not None, gated, terms)
-        if tiles is not None:
-            return tiles
-    return quantised_tiles(*shape, weight.kind)
+def restored(numbers_RK: Tensor, order_K: Tensor | None) -> Tensor:
+    """Numbers whose columns are sorted as those of the codes are, in the matrix's order."""
+    return numbers_RK if order_K is None else torch.empty_like(numbers_RK).index_copy_(1, order_K.long(), numbers_RK)

@@ -11,25 +11,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.ops.products.tiles.dense import invariant_stacked_tiles
+from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.tiles.experts import StackedTiles
 
 
-def each_linear(x_TBI: Tensor, weight_BOI: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, B, O] of that dtype: row b of each token times matrix b, summed in float32 and rounded once."""
+def each_linear(x_TBI: Tensor, weight_BOI: Tensor, dtype: torch.dtype, tiles: StackedTiles | None = None) -> Tensor:
+    """[T, B, O] of that dtype: row b of each token times matrix b, summed in float32 and rounded once.
+
+    tiles: other ones than the policy's, here and below.
+    """
     out_TBO = x_TBI.new_empty(*x_TBI.shape[:2], weight_BOI.shape[1], dtype=dtype)
-    each_linear_into(x_TBI, weight_BOI, out_TBO)
+    each_linear_into(x_TBI, weight_BOI, out_TBO, tiles)
     return out_TBO
 
 
-def each_linear_into(x_TBI: Tensor, weight_BOI: Tensor, out_TBO: Tensor) -> None:
+def each_linear_into(x_TBI: Tensor, weight_BOI: Tensor, out_TBO: Tensor, tiles: StackedTiles | None = None) -> None:
     """`each_linear` into memory that need not be contiguous, but for a row's numbers."""
     from specdec.ops.products.kernels.experts.stacked_triton import launch_each_linear
 
     if x_TBI.shape[0]:
-        launch_each_linear(x_TBI, weight_BOI, out_TBO, invariant_stacked_tiles(x_TBI.shape[0]))
+        launch_each_linear(x_TBI, weight_BOI, out_TBO, tiles or INVARIANT.stacked_tiles(x_TBI.shape[0]))
 
 
-def experts_linear(x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Tensor, chosen: int, *, gated: bool) -> Tensor:
+def experts_linear(
+    x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Tensor, chosen: int, *, gated: bool,
+    tiles: StackedTiles | None = None,
+) -> Tensor:  # fmt: skip
     """Each pair's product with its expert's matrix.  The product of an MLP's first layer is gated, and that of its second not.
 
     order_P: the numbers of pairs sorted by expert, int64.  counts_E: how many pairs each expert has, int32.  chosen: K.
@@ -38,7 +45,7 @@ def experts_linear(x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Ten
     """
     from specdec.ops.products.kernels.experts.stacked_triton import launch_experts_linear
 
-    tiles = invariant_stacked_tiles(-(-order_P.shape[0] // weight_EOI.shape[0]))
+    tiles = tiles or INVARIANT.stacked_tiles(-(-order_P.shape[0] // weight_EOI.shape[0]))
     return launch_experts_linear(x, weight_EOI, order_P, counts_E, chosen, gated, tiles)
 
 

@@ -81,7 +81,7 @@ def test_a_quick_start_says_nothing(command: str, capsys: pytest.CaptureFixture[
     assert entry.main([command, *COMMANDS[command]], Pace(quiet=600.0)) == 0
     said = capsys.readouterr().err
     assert not [line for line in said.splitlines() if line.startswith(f"specdec: {command}: ") and "verify: " not in line], said
-    assert not [thread for thread in threading.enumerate() if thread.name == "specdec-waiting"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "specdec-progress"]
 
 
 def test_nothing_is_said_after_the_first_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,13 +95,13 @@ def test_nothing_is_said_after_the_first_output(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
     with pytest.raises(RuntimeError), waiting.told_if_slow("test", pace):
         raise RuntimeError
-    assert not [thread for thread in threading.enumerate() if thread.name == "specdec-waiting"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "specdec-progress"]
 
 
 def test_python_callers_get_no_lines(capfd: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a library that writes to its caller's stderr."""
     with SpecDecoder.from_pretrained(shipped.target_folder(), device="cpu"):
-        assert not [thread for thread in threading.enumerate() if thread.name == "specdec-waiting"]
+        assert not [thread for thread in threading.enumerate() if thread.name == "specdec-progress"]
     assert capfd.readouterr() == ("", "")
 
 

@@ -12,7 +12,6 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops.products import experts as coded
 from specdec.ops.products.experts import PLAIN, CodedExperts, Form, Gate, coded_experts, runs_on_codes
 from specdec.ops.products.formats.experts import (
     StackedCodes,
@@ -107,10 +106,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:
-        monkeypatch.setattr(coded, "expert_tiles", lambda *_: ExpertTiles(4, 64, 4, 2, unroll=2))
+SMALL = None if HAS_GPU else ExpertTiles(4, 64, 4, 2, unroll=2)  # the interpreter takes long for large tiles
 
 
 @pytest.mark.parametrize("columns", [128, 96, 200, 7])
@@ -138,28 +134,25 @@ def test_numbers_are_those_of_single_matrices() -> None:
     assert torch.equal(dequantise_stack(powers, torch.float64).flatten(0, 1), dequantise(plain, torch.float64))
 
 
-@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("sorts", [False, True], ids=["read", "sorted"])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_mixture_equals_its_definition(name: str, sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_equals_its_definition(name: str, sorts: bool) -> None:
     """Keeps out: rows of another expert, an expert's later pairs left out, gates taken for ups, columns beyond the last one,
     a scale, a zero or a bias of another row or group, and a limit on the wrong side.
     """
-    monkeypatch.setattr(coded, "MOST_READ", 0 if sorts else 64)
     H, F = (128, 128) if name == "int4" else (160, 32)
     experts = experts_of(FORMS[name], 3, H, F, Gate(1.7, 7.0) if name == "mxfp4" else None)
     x, (weights_TK, chosen_TK) = rand(5, H, seed=2) / 8, choice(5, 3, 2)
     with torch.inference_mode():
-        got = coded_experts(x, weights_TK, chosen_TK, experts)
+        got = coded_experts(x, weights_TK, chosen_TK, experts, tiles=SMALL, most_read=0 if sorts else 64)
     assert got.dtype == DTYPE and error(got, exact(x, weights_TK, chosen_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
 
 
-@pytest.mark.usefixtures("small_tiles")
 def test_one_token_equals_its_definition() -> None:
     """Keeps out: an expert of another place, where no program looks for other pairs."""
     experts, x, (weights_TK, chosen_TK) = experts_of(FORMS["fp8 rows"], 4, 128, 32), rand(1, 128, seed=3) / 8, choice(1, 4, 3)
     with torch.inference_mode():
-        got = coded_experts(x, weights_TK, chosen_TK, experts)
+        got = coded_experts(x, weights_TK, chosen_TK, experts, tiles=SMALL)
     assert error(got, exact(x, weights_TK, chosen_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
 
 
@@ -193,7 +186,7 @@ def test_what_the_kernel_can_not_read() -> None:
     assert not any(scales_form(kind, group) for kind, group in (("e2m1", 16), ("e4m3", 64), ("int8", 32), ("int4", 16)))
     x = torch.ones(1, 128)
     assert not runs_on_codes(x, experts_of(FORMS["int4"], 2, 128, 128))
-    assert expert_tiles(8, 128).block_t == 8 and expert_tiles(4096, 32).block_t == 64
+    assert expert_tiles(8, 128).block_m == 8 and expert_tiles(4096, 32).block_m == 64
 
 
 GPT_OSS, QWEN, V3 = (2880, 2880, 32, 4), (2048, 768, 128, 8), (7168, 2048, 16, 8)

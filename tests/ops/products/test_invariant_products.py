@@ -15,7 +15,7 @@ from specdec.ops.products.dense import silu_mul
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.dense.tiled_triton import launch_tiled_linear
 from specdec.ops.products.numerics import FAST, INVARIANT
-from specdec.ops.products.tiles.dense import FEW, ProductTiles, invariant_tiles
+from specdec.ops.products.tiles.dense import FEW, STEP, ProductTiles, invariant_tiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 LARGE = [(6144, 4096, False), (4096, 4096, False), (4096, 14336, False), (28672, 4096, True), (32768, 4096, False)]
@@ -30,7 +30,7 @@ def test_the_tiled_product_equals_the_definition(T: int, O: int, I: int, splits:
     """Keeps out: tiles of rows swapped, a split left out or counted twice, stores beyond T or O, a bias per split."""
     x, bias = torch.randn(T, I).to(DEVICE, DTYPE), torch.randn(2 * O if gated else O).to(DEVICE, DTYPE)
     weight = torch.randn(2 * O if gated else O, I).to(DEVICE, DTYPE)
-    tiles = ProductTiles(16, 128 if HAS_GPU else 32, 64, splits, 4, 3, 192 if splits > 1 else -(-I // 64) * 64)
+    tiles = ProductTiles("tiled_triton", 16, 128 if HAS_GPU else 32, 64, splits, 4, 3)
     for b in (bias, None):
         want = F.linear(x.double(), weight.double(), None if b is None else b.double())
         want = silu_mul(want) if gated else want
@@ -44,21 +44,21 @@ def test_columns_are_cut_alike_for_all_rows(O: int, I: int, gated: bool) -> None
     cuts = set()
     for T in ROWS:
         tiles = invariant_tiles(T, O, I, gated)
-        steps = -(-I // tiles.block_i)
-        by_program = -(-steps // tiles.splits) * tiles.block_i
-        cuts.add((tiles.splits, 0 if tiles.splits == 1 else tiles.columns or by_program))
-        most = 2 * tiles.block_o if tiles.columns or tiles.block_t > FEW else tiles.block_o
-        assert tiles.warps % 4 == 0 and most >= 64 and tiles.block_t >= 16
+        step = tiles.block_k if tiles.kernel == "stream_triton" else STEP
+        steps = -(-I // step)
+        cuts.add((tiles.splits, 0 if tiles.splits == 1 else -(-steps // tiles.splits) * step))
+        most = tiles.block_n if tiles.kernel == "stream_triton" else 2 * tiles.block_n
+        assert tiles.warps % 4 == 0 and most >= 64 and tiles.block_m >= 16
         assert tiles.shared_bytes(2) <= 227 * 1024
-        assert tiles.splits == 1 or T > FEW or -(-O // tiles.block_o) <= ARRIVALS
+        assert tiles.splits == 1 or T > FEW or -(-O // tiles.block_n) <= ARRIVALS
     assert len(cuts) == 1
 
 
 def test_narrow_weights_have_a_program_for_every_sm() -> None:
     """Keeps out: trees of many rows that leave half of the GPU without work."""
     for I in (4096, 14336):
-        assert -(-4096 // 128) * -(-256 // invariant_tiles(256, 4096, I, False).block_t) == 128
-    assert invariant_tiles(256, 6144, 4096, False).block_t == 128
+        assert -(-4096 // 128) * -(-256 // invariant_tiles(256, 4096, I, False).block_m) == 128
+    assert invariant_tiles(256, 6144, 4096, False).block_m == 128
 
 
 def test_heads_a_program_and_the_switch() -> None:

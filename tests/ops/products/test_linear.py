@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.ops.products.dense import gated_linear, linear, silu_mul
 from specdec.ops.products.gpus import H100, H200, nearest
-from specdec.ops.products.kernels.dense import stream_triton as linear_triton
+from specdec.ops.products.kernels.dense import stream_triton
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, launch_linear, launch_silu_mul
 from specdec.ops.products.kernels.dense.wide_triton import launch_wide_linear
 from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
@@ -67,7 +67,7 @@ def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool,
         rand(2 * O if gated else O, I, dtype=dtype),
         rand(2 * O if gated else O, dtype=dtype),
     )
-    tiles = ProductTiles(max(8, 1 << (T - 1).bit_length()), 32, 32, splits, 4, 3)
+    tiles = ProductTiles("stream_triton", max(8, 1 << (T - 1).bit_length()), 32, 32, splits, 4, 3)
     check(launch_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
     check(launch_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
@@ -75,9 +75,9 @@ def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool,
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize(("T", "block_t"), [(27, 32), (33, 48), (48, 48), (150, 192)])
+@pytest.mark.parametrize(("T", "block_m"), [(27, 32), (33, 48), (48, 48), (150, 192)])
 @pytest.mark.parametrize(("O", "I"), [(72, 64), (40, 104)])
-def test_wide_equals_the_definition(T: int, block_t: int, O: int, I: int, gated: bool, dtype: torch.dtype) -> None:
+def test_wide_equals_the_definition(T: int, block_m: int, O: int, I: int, gated: bool, dtype: torch.dtype) -> None:
     """Keeps out: the second piece of x or the second tile of the weight at the wrong rows, or either of them transposed; stores
     beyond T or O.
     """
@@ -86,7 +86,7 @@ def test_wide_equals_the_definition(T: int, block_t: int, O: int, I: int, gated:
         rand(2 * O if gated else O, I, dtype=dtype),
         rand(2 * O if gated else O, dtype=dtype),
     )
-    tiles = ProductTiles(block_t, 128 if HAS_GPU else 32, 32 if block_t == 192 else 64, 1, 4, 3)
+    tiles = ProductTiles("wide_triton", block_m, 128 if HAS_GPU else 32, 32 if block_m == 192 else 64, 1, 4, 3)
     check(launch_wide_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
     check(launch_wide_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
@@ -94,11 +94,11 @@ def test_wide_equals_the_definition(T: int, block_t: int, O: int, I: int, gated:
 def test_a_split_leaves_its_counters_as_it_found_them() -> None:
     """Keeps out: stale arrivals, by which a second launch or a graph's replay sums too early; sums in order of arrival."""
     x, weight = rand(5, 256), rand(48, 256)
-    tiles = ProductTiles(8, 16, 32, 4, 4, 2)
+    tiles = ProductTiles("stream_triton", 8, 16, 32, 4, 4, 2)
     outs = [launch_linear(x, weight, None, False, tiles) for _ in range(3)]
     check(outs[0], exact(x, weight, None, False), torch.float32)
     assert all(torch.equal(outs[0], out) for out in outs)
-    assert not linear_triton.arrivals_of(x.device).any()
+    assert not stream_triton.arrivals_of(x.device).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,12 +136,11 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
                     ours = ours or (terms and hopper and O == 4096 and 0 < T <= 192)
                     assert (tiles is not None) == ours or dtype == torch.float32
                     if tiles is not None:
-                        assert tiles.block_t >= T or tiles.lag == 1 or tiles.fetchers
+                        assert tiles.block_m >= T or (tiles.kernel.endswith("_hopper") and tiles.block_m > 16)
                         assert tiles.shared_bytes(dtype.itemsize) <= 232_448
-                        assert tiles.splits == 1 or -(-O // tiles.block_o) <= ARRIVALS
-                        assert tiles.lag < 0 or (
-                            kind == H200 and O % 8 == I % 8 == 0 and tiles.splits <= -(-I // tiles.block_i)
-                        )
+                        assert tiles.splits == 1 or -(-O // tiles.block_n) <= ARRIVALS
+                        if tiles.kernel == "stream_hopper":
+                            assert kind == H200 and O % 8 == I % 8 == 0 and tiles.splits <= -(-I // tiles.block_k)
 
 
 @pytest.mark.parametrize(
@@ -167,16 +166,16 @@ def test_a_gpu_takes_the_tiles_of_its_kind_or_of_the_nearest(
 @pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper GPUs")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("T", "O", "I", "tiles", "lag", "gated"),
-    [(1, 72, 264, (8, 64, 256, 1, 4, 3), 0, False), (6, 1048, 4096, (8, 64, 256, 2, 4, 6), 0, False),
-     (8, 264, 1000, (8, 128, 128, 1, 4, 3), 0, True), (16, 40, 104, (16, 64, 128, 1, 4, 5), 0, True),
-     (31, 72, 1000, (32, 64, 128, 3, 4, 4), 1, True), (33, 328, 72, (64, 64, 64, 2, 4, 4), 1, False),
-     (64, 1048, 4096, (64, 64, 128, 1, 4, 6), 1, False), (44, 1048, 4096, (48, 64, 128, 2, 4, 7), 1, False),
-     (48, 264, 1000, (48, 64, 128, 1, 4, 3), 1, True), (192, 136, 1000, (192, 128, 64, 4, 8, 5), 1, False),
-     (250, 264, 512, (256, 128, 64, 1, 8, 4), 1, True), (700, 520, 264, (192, 128, 64, 1, 8, 5), 1, False)],
+    ("T", "O", "I", "tiles", "gated"),
+    [(1, 72, 264, (8, 64, 256, 1, 4, 3), False), (6, 1048, 4096, (8, 64, 256, 2, 4, 6), False),
+     (8, 264, 1000, (8, 128, 128, 1, 4, 3), True), (16, 40, 104, (16, 64, 128, 1, 4, 5), True),
+     (31, 72, 1000, (32, 64, 128, 3, 4, 4), True), (33, 328, 72, (64, 64, 64, 2, 4, 4), False),
+     (64, 1048, 4096, (64, 64, 128, 1, 4, 6), False), (44, 1048, 4096, (48, 64, 128, 2, 4, 7), False),
+     (48, 264, 1000, (48, 64, 128, 1, 4, 3), True), (192, 136, 1000, (192, 128, 64, 4, 8, 5), False),
+     (250, 264, 512, (256, 128, 64, 1, 8, 4), True), (700, 520, 264, (192, 128, 64, 1, 8, 5), False)],
 )  # fmt: skip
 def test_hopper_equals_the_definition(
-    T: int, O: int, I: int, tiles: tuple[int, ...], lag: int, gated: bool, dtype: torch.dtype
+    T: int, O: int, I: int, tiles: tuple[int, int, int, int, int, int], gated: bool, dtype: torch.dtype
 ) -> None:
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a split without columns, stores beyond
     T or O.
@@ -186,7 +185,7 @@ def test_hopper_equals_the_definition(
     rows = 2 * O if gated else O
     x, weight, bias = strided(T, I, dtype), rand(rows, I, dtype=dtype), rand(rows, dtype=dtype)
     for b in (bias, None):
-        got = launch_hopper_linear(x, weight, b, gated, ProductTiles(*tiles[:6], lag=lag))
+        got = launch_hopper_linear(x, weight, b, gated, ProductTiles("stream_hopper", *tiles))
         check(got, exact(x, weight, b, gated), dtype)
 
 
@@ -203,7 +202,7 @@ def test_gated_hopper_equals_the_definition(T: int, O: int, I: int, programs: in
     """
     from specdec.ops.products.kernels.dense.gated_hopper import launch_gated_hopper
 
-    tiles = ProductTiles(128, 256, 64, 1, 4, 4, fetchers=1)
+    tiles = ProductTiles("gated_hopper", 128, 256, 64, 1, 4, 4)
 
     x, weight, bias = strided(T, I, dtype), rand(2 * O, I, dtype=dtype), rand(2 * O, dtype=dtype)
     for b in (bias, None):

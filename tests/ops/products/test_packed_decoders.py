@@ -13,8 +13,7 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
 from specdec.models.linear import Linear
-from specdec.ops.products import lossless as linear
-from specdec.ops.products.formats.lossless import Packed
+from specdec.ops.products.lossless import LosslessWeight
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")]
@@ -40,13 +39,13 @@ def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.
     target = save_target(tmp_path / "target", "llama", **SIZES)
     pair = target, save_eagle3(tmp_path / "head", target, intermediate_size=2048)
     read: dict[int, set[int]] = defaultdict(set)  # of each copy, by where it lies: numbers of rows
-    launch = linear._launch
+    launch = LosslessWeight._launch
 
-    def noted(x: Tensor, packed: Packed, *more: Any, **named: Any) -> Tensor:
-        read[packed.low_OJ.data_ptr()].add(len(x))
-        return launch(x, packed, *more, **named)
+    def noted(weight: LosslessWeight, x: Tensor, *more: Any) -> Tensor:
+        read[weight.packed.low_OJ.data_ptr()].add(len(x))
+        return launch(weight, x, *more)
 
-    monkeypatch.setattr(linear, "_launch", noted)
+    monkeypatch.setattr(LosslessWeight, "_launch", noted)
     for mode, spec in CELLS:
         read.clear()
         with load(pair, spec, cuda_graphs=mode, **options) as decoder:

@@ -3,6 +3,7 @@
 Shapes: T rows, I in, O out.
 """
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,30 +11,31 @@ import torch
 from toolkit.codes import error
 from toolkit.kernels import DEVICE
 
+from specdec.ops.products.dense import DenseWeight
 from specdec.ops.products.formats.lossless import Packed, pack_weight
 from specdec.ops.products.gpus import H100, H200, match_of
-from specdec.ops.products.lossless import packed_gated_linear, packed_linear, packed_linear_terms
+from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.products.tiles.lossless import packed_tiles
-from specdec.ops.products.tiles.quantised import HopperTiles
+from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")]
 
 # T, O, I, whether gated, tiles
-SLICED = (
-    (1, 72, 512, True, (1, 32, 512, 1, 8, 3, 4, True, 80)), (1, 1048, 1280, False, (1, 64, 128, 3, 4, 4, 1, True, 128)),
-    (6, 264, 2048, True, (8, 64, 256, 2, 8, 3, 2, True, 96)), (8, 264, 4096, False, (8, 32, 512, 1, 4, 2, 4, True, 96)),
-    (13, 40, 256, False, (16, 128, 128, 1, 8, 2, 1, True, 128)), (1, 264, 1152, False, (1, 32, 512, 2, 8, 3, 4, True, 80)),
-    (6, 264, 1152, False, (8, 64, 256, 2, 8, 3, 2, True, 96)),
+WARP = (
+    (1, 72, 512, True, (1, 32, 512, 1, 8, 3, 4, 80)), (1, 1048, 1280, False, (1, 64, 128, 3, 4, 4, 1, 128)),
+    (6, 264, 2048, True, (8, 64, 256, 2, 8, 3, 2, 96)), (8, 264, 4096, False, (8, 32, 512, 1, 4, 2, 4, 96)),
+    (13, 40, 256, False, (16, 128, 128, 1, 8, 2, 1, 128)), (1, 264, 1152, False, (1, 32, 512, 2, 8, 3, 4, 80)),
+    (6, 264, 1152, False, (8, 64, 256, 2, 8, 3, 2, 96)),
 )  # fmt: skip
-WIDE = (
-    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 96)),
-    (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 128)),
-    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, False, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, False, 168)),
-    (19, 264, 2048, True, (32, 64, 256, 2, 8, 3, 2, False, 96)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 128)),
-    (19, 264, 1152, False, (32, 64, 256, 2, 8, 3, 2, False, 96)),
+WARPGROUP = (
+    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, 96)),
+    (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, 128)),
+    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, 168)),
+    (19, 264, 2048, True, (32, 64, 256, 2, 8, 3, 2, 96)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, 128)),
+    (19, 264, 1152, False, (32, 64, 256, 2, 8, 3, 2, 96)),
 )  # fmt: skip
 
 
@@ -66,8 +68,8 @@ def test_the_kernels_compute_the_product(wide: bool) -> None:
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-    for T, O, I, gated, numbers in WIDE if wide else SLICED:
-        tiles = HopperTiles(*numbers)
+    for T, O, I, gated, numbers in WARPGROUP if wide else WARP:
+        tiles = QuantisedTiles("warpgroup_hopper" if wide else "warp_hopper", *numbers)
         weight, packed = random_pair(2 * O if gated else O, I)
         assert I < 1024 or packed.most_E.max() > 4, "more than are read together"
         x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
@@ -97,12 +99,13 @@ def test_chosen_tiles_compute_the_product(width: float) -> None:
                 assert error(launch_quantised_hopper(x, packed, None, gated, tiles), exact(x, weight, gated)) < 4e-3, (T, O, I)
             if kind is not match_of(x.device).kind:
                 continue
+            stored = LosslessWeight(DenseWeight(weight), packed)
             with torch.no_grad():
                 if gated:
-                    y = packed_gated_linear(x, weight, packed, None, FAST)
+                    y = stored.gated(x)
                     assert error(y, exact(x, weight, True)) < 6e-3
                     continue
-                y, terms = packed_linear(x, weight, packed, None, FAST), packed_linear_terms(x, weight, packed, None, FAST)
+                y, terms = added_up(stored.matmul(x)), stored.matmul(x, terms=True)
                 assert tiles is None or (isinstance(terms, Terms) == (tiles.splits > 1) and torch.equal(added_up(terms), y))
                 assert error(y, exact(x, weight, False)) < 4e-3
 
@@ -115,8 +118,9 @@ def test_the_copy_is_read_by_few_rows_alone() -> None:
 
     def reads(rows: int, numerics: Numerics, dtype: torch.dtype = torch.bfloat16) -> bool:
         x = torch.randn(rows, 1024, device=DEVICE, dtype=dtype)
-        products = packed_linear, packed_linear_terms, packed_gated_linear
-        found = {bool(added_up(each(x, zeros.to(dtype), packed, None, numerics)).any()) for each in products}
+        stored = LosslessWeight(DenseWeight(zeros.to(dtype)), packed)
+        products = stored.matmul, partial(stored.matmul, terms=True), stored.gated
+        found = {bool(added_up(each(x, None, numerics)).any()) for each in products}
         assert len(found) == 1
         return found.pop()
 
@@ -136,7 +140,7 @@ def test_a_product_is_the_same_each_time() -> None:
     tilings = [(T, packed_tiles(T, O, I, gated, kind), O, I, gated)
                for (O, I, gated), kind in product(((28672, 4096, True), (4096, 14336, False)), (H100, H200))
                for T in (1, 5, 8, 16, 32, 60)]  # fmt: skip
-    tilings.append((16, HopperTiles(16, 64, 256, 1, 4, 3, 1, False, 96), 28672, 4096, True))
+    tilings.append((16, QuantisedTiles("warpgroup_hopper", 16, 64, 256, 1, 4, 3, 1, 96), 28672, 4096, True))
     pairs = {(O, I): random_pair(O, I, 0.0)[1] for _, _, O, I, _ in tilings}
     for T, tiles, O, I, gated in tilings:
         if tiles is None:

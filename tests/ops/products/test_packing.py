@@ -83,7 +83,7 @@ def test_tiles_fit_a_hopper() -> None:
         if tiles is None:
             assert T > 64 or (kind is H200 and T > 32 and O < 16384)
             continue
-        assert tiles.block_i % WIDTH == 0
+        assert tiles.block_k % WIDTH == 0
         check_tiles(tiles, T, O, I, 12, WIDTH)
 
 

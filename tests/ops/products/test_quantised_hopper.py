@@ -11,9 +11,9 @@ from toolkit.codes import FORMATS, check_tiles, error, exact, random_weight
 from toolkit.kernels import DEVICE
 
 from specdec.ops.products.formats.quantised import Kind, codes_a_word, pack
-from specdec.ops.products.quantised import quantised_linear_terms
+from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.terms import Terms, added_up
-from specdec.ops.products.tiles.quantised import FEW, MANY, MANY_PLAIN, SEEN, HopperTiles, hopper_tiles
+from specdec.ops.products.tiles.quantised import FEW, MANY, MANY_PLAIN, SEEN, QuantisedTiles, hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
@@ -49,24 +49,24 @@ def test_tiles_fit_a_hopper() -> None:
             if tiles is None:
                 continue
             check_tiles(tiles, T, O, I, 16 // a_word, 64 * a_word, terms)
-            assert tiles.alone or group % (tiles.block_i // 2) == 0
+            assert tiles.kernel == "warp_hopper" or group % (tiles.block_k // 2) == 0
 
 
 # T, O, I, whether gated, tiles; a slice's columns are of the kind
-SLICED = (
-    (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4, True, 80)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1, True, 128)),
-    (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2, True, 80)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1, True, 128)),
-    (8, 264, 4096, False, (8, 32, 0, 1, 4, 2, 4, True, 80)),
+WARP = (
+    (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4, 80)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1, 128)),
+    (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2, 80)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1, 128)),
+    (8, 264, 4096, False, (8, 32, 0, 1, 4, 2, 4, 80)),
 )  # fmt: skip
-WIDE = (
-    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, False, 96)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, False, 80)),
-    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, False, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, False, 168)),
-    (130, 264, 2048, True, (128, 128, 128, 3, 8, 4, 1, False, 168)),
-    (190, 328, 1280, False, (128, 64, 256, 2, 4, 2, 1, False, 144)),
-    (200, 264, 1024, True, (192, 128, 128, 1, 8, 3, 1, False, 168)),
-    (90, 1048, 1280, False, (96, 64, 128, 1, 4, 4, 1, False, 128)),
-    (150, 72, 512, True, (160, 128, 128, 1, 8, 3, 1, False, 168)),
-    (19, 264, 2048, True, (32, 64, 128, 2, 8, 4, 2, False, 80)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, False, 80)),
+WARPGROUP = (
+    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 1, 96)), (64, 264, 1024, True, (64, 64, 128, 1, 4, 4, 1, 80)),
+    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 1, 128)), (70, 264, 2048, True, (32, 256, 128, 2, 8, 3, 1, 168)),
+    (130, 264, 2048, True, (128, 128, 128, 3, 8, 4, 1, 168)),
+    (190, 328, 1280, False, (128, 64, 256, 2, 4, 2, 1, 144)),
+    (200, 264, 1024, True, (192, 128, 128, 1, 8, 3, 1, 168)),
+    (90, 1048, 1280, False, (96, 64, 128, 1, 4, 4, 1, 128)),
+    (150, 72, 512, True, (160, 128, 128, 1, 8, 3, 1, 168)),
+    (19, 264, 2048, True, (32, 64, 128, 2, 8, 4, 2, 80)), (64, 1048, 1280, False, (64, 64, 128, 1, 8, 3, 2, 80)),
 )  # fmt: skip
 
 
@@ -81,11 +81,11 @@ def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool,
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-    for T, O, I, gated, numbers in WIDE if wide else SLICED:
-        tiles = HopperTiles(*numbers)
-        if tiles.alone:  # a slice is 64 words
-            tiles = tiles._replace(block_i=tiles.slices * 64 * codes_a_word(kind))
-        if group and (I % group or group % (tiles.block_i // 2) and not tiles.alone):
+    for T, O, I, gated, numbers in WARPGROUP if wide else WARP:
+        tiles = QuantisedTiles("warpgroup_hopper" if wide else "warp_hopper", *numbers)
+        if tiles.kernel == "warp_hopper":  # a slice is 64 words
+            tiles = tiles._replace(block_k=tiles.slices * 64 * codes_a_word(kind))
+        if group and (I % group or group % (tiles.block_k // 2) and tiles.kernel == "warpgroup_hopper"):
             continue
         weight = random_weight(kind, group, zeros, 2 * O if gated else O, I)
         x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
@@ -120,7 +120,7 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -
         assert error(y, exact(x, weight, gated)) < 4e-3, (T, O, I)
         if not gated:
             with torch.no_grad():
-                terms = quantised_linear_terms(x, weight)
+                terms = QuantisedWeight(weight).matmul(x, terms=True)
             assert isinstance(terms, Terms) == (of_terms.splits > 1), (T, O, I)
             assert torch.equal(added_up(terms), y) if tiles == of_terms else T > FEW, (T, O, I)
             assert error(added_up(terms), exact(x, weight, gated)) < 4e-3, (T, O, I)

@@ -15,9 +15,8 @@ from specdec.ops.products.formats.quantised import Kind, dequantise, pack, quant
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
-from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear
-from specdec.ops.products.tiles.dense import ProductTiles
-from specdec.ops.products.tiles.quantised import quantised_tiles
+from specdec.ops.products.quantised import QuantisedWeight
+from specdec.ops.products.tiles.quantised import QuantisedTiles, quantised_tiles
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -68,8 +67,8 @@ def test_a_product_is_that_of_the_numbers() -> None:
     """The definition, which a CPU runs."""
     x, bias = rand(3, 64, seed=1), torch.arange(48.0, device=DEVICE)
     weight = random_weight("int4", 32, True, 48, 64)
-    assert error(quantised_linear(x, weight, bias), exact(x, weight, False, bias)) < 1e-6
-    assert error(quantised_gated_linear(x, weight, bias), exact(x, weight, True, bias)) < 1e-6
+    assert error(QuantisedWeight(weight).matmul(x, bias), exact(x, weight, False, bias)) < 1e-6
+    assert error(QuantisedWeight(weight).gated(x, bias), exact(x, weight, True, bias)) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
@@ -82,7 +81,7 @@ def test_the_kernel_computes_the_product(kind: Kind, group: int, zeros: bool) ->
         weight = random_weight(kind, group, zeros, 20, I)
         x = rand(5, I, seed=2)
         bias = rand(20, seed=3) if gated else None
-        y = launch_quantised_linear(x, weight, bias, gated, ProductTiles(8, 16, 128, splits, 4, 2))
+        y = launch_quantised_linear(x, weight, bias, gated, QuantisedTiles("stream_triton", 8, 16, 128, splits, 4, 2))
         assert error(y, exact(x, weight, gated, bias)) < 1e-6, (gated, I)
 
 
@@ -90,7 +89,7 @@ def test_the_kernel_takes_more_rows_than_a_tile() -> None:
     """Keeps out: rows of the second tile read or stored as the first one's."""
     weight, x = random_weight("int4", 32, False, 20, 64), rand(11, 64, seed=5)
     for gated in (False, True):
-        y = launch_quantised_linear(x, weight, None, gated, ProductTiles(8, 16, 64, 1, 4, 2))
+        y = launch_quantised_linear(x, weight, None, gated, QuantisedTiles("stream_triton", 8, 16, 64, 1, 4, 2))
         assert error(y, exact(x, weight, gated)) < 1e-6
 
 
@@ -105,7 +104,7 @@ def test_the_kernel_computes_the_numbers(kind: Kind, group: int, zeros: bool) ->
 def test_the_kernel_takes_half_precision() -> None:
     """Keeps out: codes converted to another type than x's."""
     weight, x = random_weight("e4m3", 0, False, 32, 128), rand(2, 128, seed=4).half()
-    y = launch_quantised_linear(x, weight, None, False, ProductTiles(8, 16, 128, 1, 4, 2))
+    y = launch_quantised_linear(x, weight, None, False, QuantisedTiles("stream_triton", 8, 16, 128, 1, 4, 2))
     assert y.dtype == torch.float16 and error(y, exact(x, weight, False)) < 1e-3
 
 
@@ -135,7 +134,8 @@ def test_products_on_a_gpu(kind: Kind, group: int, zeros: bool, dtype: torch.dty
         for T, (O, I), gated in product((1, 5, 16, 33, 64, 65, 300), ((512, 1024), (320, 2048)), (False, True)):
             weight = random_weight(kind, group, zeros, O, I)
             x = torch.randn(T, I, device=DEVICE, dtype=dtype)
-            y = (quantised_gated_linear if gated else quantised_linear)(x, weight)
+            stored = QuantisedWeight(weight)
+            y = stored.gated(x) if gated else stored.matmul(x)
             assert error(y, exact(x, weight, gated)) < (4e-3 if T <= 64 else 8e-3), (T, O, I, gated)
 
 
@@ -144,9 +144,9 @@ def test_tiles_fit_the_kernel() -> None:
     shapes = (6144, 4096), (28672, 4096), (4096, 14336), (64, 96), (128256, 16384)
     for (kind, group, _), T, (O, I) in product(FORMATS, (1, 8, 9, 32, 33, 64), shapes):
         tiles = quantised_tiles(T, O, I, kind)
-        assert tiles is not None and tiles.block_t >= T and tiles.splits <= -(-I // tiles.block_i)
-        assert not group or tiles.block_i % group == 0 or group % tiles.block_i == 0
-        assert tiles.splits == 1 or -(-O // (tiles.block_o // 2)) <= ARRIVALS
-        shared = tiles.stages * (tiles.block_o * row_bytes(kind, tiles.block_i) + 2 * tiles.block_t * tiles.block_i)
+        assert tiles is not None and tiles.block_m >= T and tiles.splits <= -(-I // tiles.block_k)
+        assert not group or tiles.block_k % group == 0 or group % tiles.block_k == 0
+        assert tiles.splits == 1 or -(-O // (tiles.block_n // 2)) <= ARRIVALS
+        shared = tiles.stages * (tiles.block_n * row_bytes(kind, tiles.block_k) + 2 * tiles.block_m * tiles.block_k)
         assert shared <= 220_000
     assert quantised_tiles(65, 6144, 4096, "e4m3") is None

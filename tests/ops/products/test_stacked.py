@@ -14,22 +14,16 @@ from torch import Tensor
 
 from specdec.models.config import ExpertsConfig
 from specdec.models.experts import Router, masked_experts, ordered_experts
-from specdec.ops.products import stacked
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.stacked import each_linear
-from specdec.ops.products.tiles.dense import StackedTiles
+from specdec.ops.products.tiles.experts import StackedTiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+SMALL = None if HAS_GPU else StackedTiles(4, 16, 16, 4, 2)  # the interpreter takes long for large tiles
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(0.3).to(DEVICE, DTYPE)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:
-        monkeypatch.setattr(stacked, "invariant_stacked_tiles", lambda rows: StackedTiles(4, 16, 16, 4, 2))
 
 
 def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +33,6 @@ def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
     return torch.rand(T, K).to(DEVICE), scores_TE.topk(K).indices.to(DEVICE)
 
 
-@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("T", "K"), [(7, 2), (1, 3)])
 def test_experts_equal_the_definition(T: int, K: int) -> None:
     """Keeps out: rows of another expert in a tile, an expert without rows, gates taken for ups, weights of other pairs."""
@@ -47,21 +40,19 @@ def test_experts_equal_the_definition(T: int, K: int) -> None:
     weights_TK, chosen_TK = choice(T, 5, K)
     want = masked_experts(x.double(), weights_TK.double(), chosen_TK, gate_up.double(), down.double())
     with torch.inference_mode():
-        got = ordered_experts(x, weights_TK, chosen_TK, gate_up, down)
+        got = ordered_experts(x, weights_TK, chosen_TK, gate_up, down, SMALL)
     assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
 
 
-@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("along", [True, False], ids=["rows", "columns"])
 def test_each_matrix_equals_the_definition(along: bool) -> None:
     """Keeps out: matrices that lie transposed read as they are, strided rows, columns beyond the last one."""
     weight = rand(3, 20, 24) if along else rand(3, 24, 20).transpose(1, 2)
     x = rand(5, 3, 30, seed=1)[..., 6:]
-    got, want = each_linear(x, weight, torch.float32), torch.einsum("tbi,boi->tbo", x.double(), weight.double())
+    got, want = each_linear(x, weight, torch.float32, SMALL), torch.einsum("tbi,boi->tbo", x.double(), weight.double())
     assert got.dtype == torch.float32 and (got.double() - want).norm() < 1e-3 * want.norm()
 
 
-@pytest.mark.usefixtures("small_tiles")
 def test_a_router_chooses_as_its_definition() -> None:
     """Keeps out: logits rounded to 16 bits on the way, by which near experts change places."""
     router = Router(40, ExpertsConfig(8, 3, 8, 1, "sigmoid", 4, 2, True, 2.5)).to(DEVICE, DTYPE).requires_grad_(False)

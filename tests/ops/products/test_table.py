@@ -15,12 +15,14 @@ from specdec.ops.products.gpus import H200
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tuned import here
-from specdec.ops.products.tuned.table import Measured, Origin, Product, TunedTable, path_for, read
+from specdec.ops.products.tuned.table import FORMAT, Measured, Origin, Product, TunedTable, path_for, read
 
 QKV = Product(6144, 4096, False, torch.bfloat16)
 GATE_UP = Product(28672, 4096, True, torch.bfloat16)
-ONE, EIGHT = ProductTiles(8, 32, 128, 1, 4, 4), ProductTiles(8, 64, 256, 2, 4, 6, lag=0)
-FORTY = ProductTiles(48, 64, 128, 1, 4, 3, lag=1)  # x in pieces of 32 and 16 rows
+ONE, EIGHT = (
+    ProductTiles("stream_triton", 8, 32, 128, 1, 4, 4), ProductTiles("stream_hopper", 8, 64, 256, 2, 4, 6),
+)  # fmt: skip
+FORTY = ProductTiles("stream_hopper", 48, 64, 128, 1, 4, 3)  # x in pieces of 32 and 16 rows
 ORIGIN = Origin.here("NVIDIA H200")
 
 
@@ -48,7 +50,7 @@ def test_rows_take_the_next_larger_number_measured(table: TunedTable) -> None:
         0: (False, None), 1: (True, ONE), 2: (True, EIGHT), 8: (True, EIGHT), 9: (True, None), 64: (True, None),
         65: (False, None),
     }  # fmt: skip
-    for other in (QKV._replace(O=6145), QKV._replace(gated=True), QKV._replace(dtype=torch.float16)):
+    for other in (QKV._replace(N=6145), QKV._replace(gated=True), QKV._replace(dtype=torch.float16)):
         assert table.find(1, other) == (False, None)
 
 
@@ -78,7 +80,7 @@ def test_other_tables_are_not_taken(table: TunedTable, tmp_path: Path, change: d
 
 
 def damaged(change: Any) -> Any:
-    data = {"format": 1, **vars(ORIGIN), "products": [
+    data = {"format": FORMAT, **vars(ORIGIN), "products": [
         {"out": 64, "in": 64, "gated": False, "dtype": "bfloat16", "date": "2026-11-22", "target": "t",
          "tiles": {"8": ONE._asdict()}},
     ]}  # fmt: skip
@@ -89,17 +91,18 @@ def damaged(change: Any) -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda data: data.update(format=2),
+        lambda data: data.update(format=1),
         lambda data: data.pop("products"),
         lambda data: data["products"][0].pop("in"),
         lambda data: data["products"][0].update(dtype="no_dtype"),
         lambda data: data["products"][0].update(dtype="nn"),
         lambda data: data["products"][0].update(tiles={}),
         lambda data: data["products"][0]["tiles"].update({"16": ONE._asdict()}),
-        lambda data: data["products"][0]["tiles"]["8"].update(block_o=48),
-        lambda data: data["products"][0]["tiles"]["8"].update(block_t=48),
-        lambda data: data["products"][0]["tiles"]["8"].update(block_t=56, lag=1),
+        lambda data: data["products"][0]["tiles"]["8"].update(block_n=48),
+        lambda data: data["products"][0]["tiles"]["8"].update(block_m=48),
+        lambda data: data["products"][0]["tiles"]["8"].update(block_m=56, kernel="stream_hopper"),
         lambda data: data["products"][0]["tiles"]["8"].update(splits=0),
+        lambda data: data["products"][0]["tiles"]["8"].update(kernel="gated_hopper"),
         lambda data: data["products"][0]["tiles"]["8"].update(stages=2.5),
         lambda data: data["products"][0]["tiles"]["8"].update(colour=1),
         lambda data: data["products"].append(7),
@@ -112,7 +115,7 @@ def test_damaged_tables_are_named(tmp_path: Path, change: Any) -> None:
     assert read(path, ORIGIN)[0] is not None
     path.write_text(json.dumps(damaged(change)))
     found, why = read(path, ORIGIN)
-    assert found is None and ("damaged" in why or "format 2" in why)
+    assert found is None and ("damaged" in why or "format 1" in why)
 
 
 def test_a_file_that_is_no_table(tmp_path: Path) -> None:

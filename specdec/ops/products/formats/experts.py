@@ -53,6 +53,14 @@ class StackedCodes(NamedTuple):
     def has_powers(self) -> bool:
         return self.scales_RG.dtype == torch.uint8
 
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """[N, O, I], in that dtype."""
+        return dequantise_stack(self, dtype)
+
+    def chosen(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The matrices of these numbers [..., O, I]."""
+        return dequantise_stack(chosen_of(self, ids), dtype).unflatten(0, ids.shape)
+
 
 def scales_form(kind: Kind, group: int) -> str:
     """Where the kernel finds scales of groups of so many columns; empty: it can't read them.

@@ -1,6 +1,6 @@
-"""The tiles of products with experts' weights in 8 or 4 bits, chosen by shapes alone.  Knows no tensor and no model.
+"""The tiles of products with experts' weights, chosen by shapes alone.  Knows no tensor and no model.
 
-They were measured on an H200: benchmarks/products/README.md, "Experts in 8 and 4 bits".
+Those of weights in 8 or 4 bits were measured on an H200: benchmarks/products/README.md, "Experts in 8 and 4 bits".
 
 Shapes: P pairs of a token and an expert, E experts.
 """
@@ -17,12 +17,12 @@ MOST_READ = 512  # threshold in pairs: programs find their pairs in more by sort
 class ExpertTiles(NamedTuple):
     """What one program works on.
 
-    block_t: pairs (padded).  block_o: rows of a matrix.  warps, stages: Triton's.  unroll: steps of 128 columns between two
+    block_m: pairs (padded).  block_n: rows of a matrix.  warps, stages: Triton's.  unroll: steps of 128 columns between two
         looks at the pipeline.
     """
 
-    block_t: int
-    block_o: int
+    block_m: int
+    block_n: int
     warps: int
     stages: int
     unroll: int = 1
@@ -32,9 +32,26 @@ class ExpertTiles(NamedTuple):
 def expert_tiles(pairs: int, experts: int) -> ExpertTiles:
     """By how many pairs there are, and how many an expert has on average."""
     each = -(-pairs // experts)
-    block_t = min(64, max(8, 1 << (each // 2).bit_length()))
-    if block_t > 16:
-        return ExpertTiles(block_t, 64, 4, 3)
-    if block_t > 8:
-        return ExpertTiles(block_t, 128, 4, 3)
+    block_m = min(64, max(8, 1 << (each // 2).bit_length()))
+    if block_m > 16:
+        return ExpertTiles(block_m, 64, 4, 3)
+    if block_m > 8:
+        return ExpertTiles(block_m, 128, 4, 3)
     return ExpertTiles(8, 128, 4, 3, unroll=2) if pairs > FEW else ExpertTiles(8, 32, 2, 3, unroll=2)
+
+
+class StackedTiles(NamedTuple):
+    """What one program of stacked_triton.py's kernels works on.  block_k: columns of a step; the other names as above."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def stacked_tiles(rows: int) -> StackedTiles:
+    """Tiles for a stack of matrices with about `rows` rows of x each.  The order of sums is that of `invariant_tiles`."""
+    if rows <= 32:
+        return StackedTiles(16 if rows <= 16 else 32, 64, 128, 4, 4)
+    return StackedTiles(64, 128, 64, 4, 4) if rows <= 64 else StackedTiles(128, 128, 64, 8, 4)

@@ -3,7 +3,7 @@
 They were measured on an H100 and an H200: benchmarks/products/README.md, "Packed weights".  This module knows no tensor and no
 model.
 
-Shapes: T rows, I in, O out.
+Shapes: M rows, K in, N out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import cache
 
 from specdec.ops.products.formats.lossless import EIGHT, WIDTH
 from specdec.ops.products.gpus import Kind
-from specdec.ops.products.tiles.quantised import FEW, HopperTiles, Numbers, fitted, shape_of, tile_rows
+from specdec.ops.products.tiles.quantised import FEW, Numbers, QuantisedTiles, fitted, shape_of, tile_rows
 
-# By rows of x and a weight's shape: block_o, block_i (0: slices'), splits, warps, stages, slices, registers.
+# By rows of x and a weight's shape: block_n, block_k (0: slices'), splits, warps, stages, slices, registers.
 FEW_ROWS: dict[int, dict[str, Numbers]] = {
     1: {"square": (16, 0, 1, 4, 5, 4, 64), "tall": (16, 0, 1, 4, 5, 4, 64), "wide": (64, 0, 1, 4, 6, 1, 96),
         "long": (32, 0, 2, 4, 5, 2, 80)},
@@ -40,14 +40,14 @@ MORE_ROWS: dict[str, dict[int, dict[str, Numbers]]] = {
 
 
 @cache
-def packed_tiles(T: int, O: int, I: int, gated: bool, kind: Kind) -> HopperTiles | None:
-    """Tiles of kernels/quantised/hopper_launch.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns;
+def packed_tiles(M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
+    """Tiles of kernels/quantised/hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns;
     None: the product takes the weight's ordinary numbers.
 
     kind: of GPU, whose tiles are taken.
     """
-    if not 0 < T <= FEW or O % (2 * EIGHT if gated else EIGHT) or I % WIDTH:
+    if not 0 < M <= FEW or N % (2 * EIGHT if gated else EIGHT) or K % WIDTH:
         return None
-    rows = tile_rows(T)
-    numbers = (FEW_ROWS | MORE_ROWS[kind.name])[rows].get(shape_of(O, I))
-    return None if numbers is None else fitted(T, O, I, numbers, 2, 12)
+    rows = tile_rows(M)
+    numbers = (FEW_ROWS | MORE_ROWS[kind.name])[rows].get(shape_of(N, K))
+    return None if numbers is None else fitted(M, N, K, numbers, 2, 12)

@@ -4,17 +4,17 @@ The numbers of packed weights are in ops/products/tiles/lossless.py, and become 
 Most were measured on an H200, for some numbers of rows: benchmarks/products/README.md, "Weights in 8 and 4 bits".  This
 module knows no tensor and no model.
 
-Shapes: T rows, I in, O out.
+Shapes: M rows, K in, N out.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specdec.ops.products.formats.quantised import Kind, codes_a_word
-from specdec.ops.products.tiles.dense import SMS, ProductTiles
+from specdec.ops.products.tiles.dense import SMS
 
 MOST_TILES = 1024  # of a split product: as many as there are counters of arrivals
 FEW = 64  # threshold in rows of x: tiles of more are chosen by waves, and left to cuBLAS where the Hopper kernels don't run
@@ -30,34 +30,40 @@ ALONE = 8  # threshold in rows of x: more are multiplied by four warps together
 LOADERS, LOADER = 4, 24  # warps that the loading warp counts for, and registers that a thread of it keeps
 
 
-class HopperTiles(NamedTuple):
-    """What one program of hopper_launch.py's kernels works on.
+Kernel = Literal["stream_triton", "warp_hopper", "warpgroup_hopper"]  # files of kernels/quantised/
 
-    block_t: rows of x (padded): a power of two, or the sum of two.
-    block_o: rows of the weight.
-    block_i: columns of a step.
+
+class QuantisedTiles(NamedTuple):
+    """Which kernel computes a product, and what one program of it works on.
+
+    kernel: warp_hopper multiplies with each warp alone, warpgroup_hopper with four together (wgmma).
+    block_m: rows of x (padded): a power of two, or the sum of two.
+    block_n: rows of the weight.
+    block_k: columns of a step.
     splits: programs that share a tile's columns.
     warps: that multiply.
     stages: steps whose codes are in shared memory at one time.
-    slices: groups of warps that take different columns; others take different rows.
-    alone: whether each warp multiplies alone, and slices are of a step; else four do together, and slices take steps in turn.
+    slices: groups of warps that take different columns (of a step in warp_hopper, steps in turn in warpgroup_hopper); others
+        take different rows.
     registers: of a thread, before the loading warp's are given to the others.
+
+    Of stream_triton, which other GPUs run too, slices and registers say nothing.
     """
 
-    block_t: int
-    block_o: int
-    block_i: int
+    kernel: Kernel
+    block_m: int
+    block_n: int
+    block_k: int
     splits: int
     warps: int
     stages: int
-    slices: int
-    alone: bool
-    registers: int
+    slices: int = 1
+    registers: int = 0
 
     @property
     def of_program(self) -> int:
         """Tiles of the weight that a program's groups of four warps take."""
-        return 1 if self.alone else self.warps // 4 // self.slices
+        return 1 if self.kernel == "warp_hopper" else self.warps // 4 // self.slices
 
     @property
     def others(self) -> int:
@@ -67,7 +73,7 @@ class HopperTiles(NamedTuple):
 
 
 Numbers = tuple[int, int, int, int, int, int, int]  # as the tables below name them
-# By codes of a word, rows of x and a weight's shape: block_o, block_i (0: slices'), splits, warps, stages, slices, registers.
+# By codes of a word, rows of x and a weight's shape: block_n, block_k (0: slices'), splits, warps, stages, slices, registers.
 MEASURED: dict[int, dict[int, dict[str, Numbers]]] = {
     2: {
         1: {"square": (16, 0, 1, 4, 5, 4, 64), "tall": (16, 0, 1, 4, 5, 4, 64), "wide": (128, 0, 1, 4, 5, 1, 128),
@@ -122,76 +128,77 @@ US_OF_TERMS, US_OF_SUMS = 2.0, 6.0
 
 @cache
 def hopper_tiles(
-    T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, gated: bool, terms: bool = False
-) -> HopperTiles | None:
-    """Tiles of hopper_launch.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None: another one.
+    M: int, N: int, K: int, kind: Kind, group: int, zeros: bool, gated: bool, terms: bool = False
+) -> QuantisedTiles | None:
+    """Tiles of hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns; None: another one.
 
     group: columns of a scale, 0: all.  zeros: whether there are zeros.  terms: whether splits are added up by a norm.  Products
     of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
     """
     a_word = codes_a_word(kind)
     if (
-        not 0 < T <= (MANY if group else MANY_PLAIN)
+        not 0 < M <= (MANY if group else MANY_PLAIN)
         or (kind, group, zeros) not in SEEN
-        or O % (16 if gated else 8)
-        or I % (64 * a_word)
+        or N % (16 if gated else 8)
+        or K % (64 * a_word)
     ):
         return None
-    if T > FEW:
-        return by_waves(T, O, I, a_word, group > 0, terms)
-    block_t, shape = tile_rows(T), shape_of(O, I)
-    numbers = MEASURED[a_word][block_t][shape]
-    if group and a_word == 2 and block_t == 64 and shape == "wide":
+    if M > FEW:
+        return by_waves(M, N, K, a_word, group > 0, terms)
+    block_m, shape = tile_rows(M), shape_of(N, K)
+    numbers = MEASURED[a_word][block_m][shape]
+    if group and a_word == 2 and block_m == 64 and shape == "wide":
         numbers = WIDE_GROUPED_64
-    return fitted(T, O, I, numbers, a_word, 16 // a_word)
+    return fitted(M, N, K, numbers, a_word, 16 // a_word)
 
 
-def by_waves(T: int, O: int, I: int, a_word: int, grouped: bool, terms: bool) -> HopperTiles:
+def by_waves(M: int, N: int, K: int, a_word: int, grouped: bool, terms: bool) -> QuantisedTiles:
     """The tiles with the shortest waves: each starts when all programs of the one before have ended."""
     waves = WAVES[a_word, grouped]
 
     def us(size: tuple[int, int], splits: int) -> float:
-        tiles_t, tiles = _parts(T, size[0]), _parts(T, size[0]) * _parts(O, size[1])
-        sums = tiles_t * size[0] * O * splits / 1e6 if splits > 1 else 0
-        return _parts(tiles * splits, SMS) * waves[size] * I / PASS / splits + (US_OF_TERMS if terms else US_OF_SUMS) * sums
+        tiles_m, tiles = _parts(M, size[0]), _parts(M, size[0]) * _parts(N, size[1])
+        sums = tiles_m * size[0] * N * splits / 1e6 if splits > 1 else 0
+        return _parts(tiles * splits, SMS) * waves[size] * K / PASS / splits + (US_OF_TERMS if terms else US_OF_SUMS) * sums
 
     def may(size: tuple[int, int], splits: int) -> bool:
         if splits == 1:
             return True
-        halves = 2 * _parts(T, size[0]) * _parts(O, size[1])  # of tiles: two groups of warps count apart
+        halves = 2 * _parts(M, size[0]) * _parts(N, size[1])  # of tiles: two groups of warps count apart
         is_counted = terms or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
-        return is_counted and halves <= MOST_TILES and I >= 2 * splits * SIZES[size][1]
+        return is_counted and halves <= MOST_TILES and K >= 2 * splits * SIZES[size][1]
 
     size, splits = min((each for each in product(waves, (1, 2, 3, 4)) if may(*each)), key=lambda each: us(*each))
-    block_o, block_i, _, warps, stages, slices, registers = SIZES[size]
-    return HopperTiles(size[0], block_o, block_i, splits, warps, stages, slices, False, registers)
+    block_n, block_k, _, warps, stages, slices, registers = SIZES[size]
+    return QuantisedTiles("warpgroup_hopper", size[0], block_n, block_k, splits, warps, stages, slices, registers)
 
 
-def tile_rows(T: int) -> int:
-    """Rows of a tile of x that holds T rows."""
-    return 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
+def tile_rows(M: int) -> int:
+    """Rows of a tile of x that holds M rows."""
+    return 1 if M == 1 else max(8, 1 << (M - 1).bit_length())
 
 
-def shape_of(O: int, I: int) -> str:
+def shape_of(N: int, K: int) -> str:
     """The measured shape of weight that this one is most like."""
-    return "wide" if O >= WIDE else "long" if I > LONG else "square" if O <= 4096 else "tall"
+    return "wide" if N >= WIDE else "long" if K > LONG else "square" if N <= 4096 else "tall"
 
 
-def fitted(T: int, O: int, I: int, numbers: Numbers, a_word: int, bits: int) -> HopperTiles:
+def fitted(M: int, N: int, K: int, numbers: Numbers, a_word: int, bits: int) -> QuantisedTiles:
     """Measured numbers as tiles for this weight, with no more stages than fit.  bits: of a number of the weight."""
-    block_t = tile_rows(T)
-    block_o, block_i, splits, warps, stages, slices, registers = numbers
-    alone = block_t <= ALONE
-    block_i = 64 * slices * a_word if alone else block_i
-    if not alone and I <= block_i:  # too few steps to take turns; a group of warps holds sums of at most 128 rows
-        warps, slices = 4 * _parts(block_o, 128), 1
-    tiles = HopperTiles(block_t, block_o, block_i, 1, warps, stages, slices, alone, registers)
-    count, steps = _parts(O, block_o) * tiles.of_program, _parts(I, block_i)
-    if O > 8192 or count > MOST_TILES:
+    block_m = tile_rows(M)
+    block_n, block_k, splits, warps, stages, slices, registers = numbers
+    alone = block_m <= ALONE
+    block_k = 64 * slices * a_word if alone else block_k
+    if not alone and K <= block_k:  # too few steps to take turns; a group of warps holds sums of at most 128 rows
+        warps, slices = 4 * _parts(block_n, 128), 1
+    kernel: Kernel = "warp_hopper" if alone else "warpgroup_hopper"
+    tiles = QuantisedTiles(kernel, block_m, block_n, block_k, 1, warps, stages, slices, registers)
+    count, steps = _parts(N, block_n) * tiles.of_program, _parts(K, block_k)
+    if N > 8192 or count > MOST_TILES:
         splits = 1
     splits = max(1, min(splits, steps // 2))
-    stage = block_i * block_o * bits // 8 + (2 * block_i * block_t if T > 1 else 0)
-    row = 2 * _parts(I, splits) + 1024 * warps if T == 1 else 0
+    stage = block_k * block_n * bits // 8 + (2 * block_k * block_m if M > 1 else 0)
+    row = 2 * _parts(K, splits) + 1024 * warps if M == 1 else 0
     return tiles._replace(splits=splits, stages=max(2, min(stages, (SHARED - row) // stage)))
 
 
@@ -200,34 +207,37 @@ def _parts(whole: int, size: int) -> int:
 
 
 @cache
-def quantised_tiles(T: int, O: int, I: int, kind: Kind) -> ProductTiles | None:
-    """The kernel's tiles for T rows and a weight of O rows and I columns; None: the weight is converted, and cuBLAS is used."""
-    if not 0 < T <= FEW:
+def quantised_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None:
+    """The kernel's tiles for M rows and a weight of N rows and K columns; None: the weight is converted, and cuBLAS is used."""
+    if not 0 < M <= FEW:
         return None
-    block_t = max(8, 1 << (T - 1).bit_length())
+    block_m = max(8, 1 << (M - 1).bit_length())
     few = _of_4_bits if codes_a_word(kind) == 4 else _of_8_bits
-    tiles = few(block_t, O, I) if block_t <= 16 else _of_more_rows(block_t, O, I, kind)
-    count = -(-O // tiles.block_o)
+    tiles = few(block_m, N, K) if block_m <= 16 else _of_more_rows(block_m, N, K, kind)
+    count = -(-N // tiles.block_n)
     splits = tiles.splits if count <= MOST_TILES else 1
-    return tiles._replace(splits=min(splits, -(-I // tiles.block_i)))
+    return tiles._replace(splits=min(splits, -(-K // tiles.block_k)))
 
 
-def _of_8_bits(block_t: int, O: int, I: int) -> ProductTiles:
-    if O >= WIDE:
-        return ProductTiles(block_t, 128, 256, 1, 8, 3)
-    if I > LONG:
-        return ProductTiles(block_t, 64, 256, 4, 2, 5)
-    return ProductTiles(block_t, 32, 256, 4, 2, 5) if O <= 4096 else ProductTiles(block_t, 64, 256, 1, 4, 5)
+_stream = partial(QuantisedTiles, "stream_triton")
 
 
-def _of_4_bits(block_t: int, O: int, I: int) -> ProductTiles:
-    if O < WIDE and I > LONG:
-        return ProductTiles(block_t, 32, 256, 4, 2, 3)
-    return ProductTiles(block_t, 32, 256, 2 if O <= 4096 else 1, 2, 6)
+def _of_8_bits(block_m: int, N: int, K: int) -> QuantisedTiles:
+    if N >= WIDE:
+        return _stream(block_m, 128, 256, 1, 8, 3)
+    if K > LONG:
+        return _stream(block_m, 64, 256, 4, 2, 5)
+    return _stream(block_m, 32, 256, 4, 2, 5) if N <= 4096 else _stream(block_m, 64, 256, 1, 4, 5)
 
 
-def _of_more_rows(block_t: int, O: int, I: int, kind: Kind) -> ProductTiles:
+def _of_4_bits(block_m: int, N: int, K: int) -> QuantisedTiles:
+    if N < WIDE and K > LONG:
+        return _stream(block_m, 32, 256, 4, 2, 3)
+    return _stream(block_m, 32, 256, 2 if N <= 4096 else 1, 2, 6)
+
+
+def _of_more_rows(block_m: int, N: int, K: int, kind: Kind) -> QuantisedTiles:
     """17 to 64 rows.  Splits give every SM a program or two."""
-    if O >= WIDE and codes_a_word(kind) == 2 and block_t <= 32:
-        return ProductTiles(block_t, 128, 256, 1, 8, 3)
-    return ProductTiles(block_t, 64, 128, min(4, max(1, 2 * SMS // -(-O // 64))), 4, 4)
+    if N >= WIDE and codes_a_word(kind) == 2 and block_m <= 32:
+        return _stream(block_m, 128, 256, 1, 8, 3)
+    return _stream(block_m, 64, 128, min(4, max(1, 2 * SMS // -(-N // 64))), 4, 4)

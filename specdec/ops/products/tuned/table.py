@@ -3,7 +3,7 @@
 There is one file for each kind of GPU, in the user's cache.  A file counts for the GPU, the version of Triton and the kernels
 with which it was made, and for nothing else.  This module knows no kernel and measures nothing.
 
-Shapes: T rows, I in, O out.
+Shapes: M rows, K in, N out.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 
 from specdec.ops.products.tiles.dense import ProductTiles
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 # What measured tiles are true of.
 KERNELS = ("dense.py", "kernels/dense/stream_triton.py", "kernels/dense/stream_hopper.py", "tiles/dense.py")
 
 
 class Product(NamedTuple):
-    """A product with a weight of O rows and I columns.  gated: whether the weight holds gate and up rows."""
+    """A product with a weight of N rows and K columns.  gated: whether the weight holds gate and up rows."""
 
-    O: int
-    I: int
+    N: int
+    K: int
     gated: bool
     dtype: torch.dtype
 
@@ -82,12 +82,12 @@ class TunedTable:
     origin: Origin
     products: dict[Product, Measured] = field(default_factory=dict)
 
-    def find(self, T: int, product: Product) -> tuple[bool, ProductTiles | None]:
-        """Whether T rows of that product were measured, and their tiles; None: cuBLAS."""
+    def find(self, M: int, product: Product) -> tuple[bool, ProductTiles | None]:
+        """Whether M rows of that product were measured, and their tiles; None: cuBLAS."""
         measured = self.products.get(product)
         if measured is not None:
             for rows, tiles in measured.tiles.items():
-                if 0 < T <= rows:
+                if 0 < M <= rows:
                     return True, tiles
         return False, None
 
@@ -112,7 +112,7 @@ class TunedTable:
     def _as_data(self) -> dict[str, Any]:
         products = [
             {
-                "out": product.O, "in": product.I, "gated": product.gated, "dtype": str(product.dtype).removeprefix("torch."),
+                "out": product.N, "in": product.K, "gated": product.gated, "dtype": str(product.dtype).removeprefix("torch."),
                 "date": found.date, "target": found.target,
                 "tiles": {str(rows): None if tiles is None else tiles._asdict() for rows, tiles in found.tiles.items()},
             }
@@ -156,10 +156,11 @@ def _product_of(data: dict[str, Any]) -> tuple[Product, Measured]:
 def _tiles_of(rows: int, data: dict[str, Any]) -> ProductTiles:
     """Tiles of which a launch can be made: a file that somebody changed must not end in an illegal access."""
     tiles = ProductTiles(**data)
-    assert all(type(number) is int for number in tiles), f"tiles are integers, got {tuple(tiles)}"
-    of_x = tiles.block_t & (tiles.block_t - 1) if tiles.lag >= 0 else 0  # the larger one of two pieces, if there are two
-    powers = of_x or tiles.block_t, tiles.block_t - of_x, tiles.block_o, tiles.block_i, tiles.warps
+    assert tiles.kernel in ("stream_triton", "stream_hopper"), f"a kernel for decoding, got {tiles.kernel!r}"
+    assert all(type(number) is int for number in tiles[1:]), f"tiles are integers, got {tuple(tiles)}"
+    # A tile of x may have two pieces.  This is the larger one then, else 0.
+    of_x = tiles.block_m & (tiles.block_m - 1) if tiles.kernel == "stream_hopper" else 0
+    powers = of_x or tiles.block_m, tiles.block_m - of_x, tiles.block_n, tiles.block_k, tiles.warps
     assert all(number > 0 and number & (number - 1) == 0 for number in powers), f"powers of two, got {powers}"
-    assert tiles.fetchers == 0, "a warp that only loads is for prompts, whose products are not tuned"
-    assert rows <= tiles.block_t and tiles.splits > 0 and tiles.stages > 0, f"{rows} rows, got {tuple(tiles)}"
+    assert rows <= tiles.block_m and tiles.splits > 0 and tiles.stages > 0, f"{rows} rows, got {tuple(tiles)}"
     return tiles

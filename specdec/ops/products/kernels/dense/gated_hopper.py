@@ -169,18 +169,18 @@ def launch_gated_hopper(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, 
 
     programs: at most as many as the GPU has SMs.
     """
-    (T, I), O, outs = x_TI.shape, weight_OI.shape[0] // 2, tiles.block_o // 2
+    (T, I), O, outs = x_TI.shape, weight_OI.shape[0] // 2, tiles.block_n // 2
     assert T > 0 and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1 and O % 8 == 0
     assert x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2 and (bias_O is None or bias_O.shape == (2 * O,))
-    assert tiles.block_t == 2 * GROUP and tiles.warps == 4
+    assert tiles.block_m == 2 * GROUP and tiles.warps == 4
     y_TO = x_TI.new_empty(T, O)
-    number = triton.cdiv(T, tiles.block_t) * triton.cdiv(O, outs)
+    number = triton.cdiv(T, tiles.block_m) * triton.cdiv(O, outs)
     gated_linear_kernel[(min(programs, number),)](
-        TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], tma_layout(2)),
-        TensorDescriptor(weight_OI, [2, O, I], [O * I, I, 1], [2, outs, tiles.block_i], tma_layout(3)),
+        TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_m, tiles.block_k], tma_layout(2)),
+        TensorDescriptor(weight_OI, [2, O, I], [O * I, I, 1], [2, outs, tiles.block_k], tma_layout(3)),
         TensorDescriptor(y_TO, [T, O], [O, 1], [GROUP, outs], tma_layout(2)),
         weight_OI if bias_O is None else bias_O, T, O, I,
-        GROUP=GROUP, OUTS=outs, BLOCK_I=tiles.block_i, STAGES=tiles.stages, TOGETHER=TOGETHER,
+        GROUP=GROUP, OUTS=outs, BLOCK_I=tiles.block_k, STAGES=tiles.stages, TOGETHER=TOGETHER,
         REGISTERS=REGISTERS, FETCHER=FETCHER_REGISTERS, HAS_BIAS=bias_O is not None, num_warps=tiles.warps,
     )  # fmt: skip
     return y_TO

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 TOGETHER = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
 EIGHT = 8  # rows of the gate that alternate with as many of up
+LATE = 16  # threshold in rows of a tile of x: of more, the tensor cores are a step late, which keeps them busy
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
@@ -211,16 +212,16 @@ def launch_hopper_linear(
 ) -> Tensor:
     """[T, O], or [T, F] if gated.  Rows of x and of the weight must start at multiples of 16 bytes, and O be one of 8.
 
-    tiles.block_t is a power of two or the sum of two.  Split products are counted as by launch_linear.
+    tiles.block_m is a power of two or the sum of two.  Split products are counted as by launch_linear.
     leaves: the result is [splits, T, O] float32, what each split has computed.
     """
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, parts = (rows // 2, 2) if gated else (rows, 1)
-    low, high = two_parts(tiles.block_t)
+    low, high = two_parts(tiles.block_m)
     assert T > 0 and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1 and O % EIGHT == 0
     assert x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2 and (bias_O is None or bias_O.shape == (rows,))
-    assert tiles.splits == 1 or T <= tiles.block_t
-    num_tiles = triton.cdiv(rows, tiles.block_o)
+    assert tiles.splits == 1 or T <= tiles.block_m
+    num_tiles = triton.cdiv(rows, tiles.block_n)
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
     if leaves:
@@ -228,14 +229,14 @@ def launch_hopper_linear(
         y_TO = partials = arrivals = x_TI.new_empty(tiles.splits, T, O, dtype=torch.float32)
     elif tiles.splits > 1:
         assert num_tiles <= ARRIVALS
-        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
+        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_n, tiles.block_m, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
-    x_low = _rows_of(x_TI, low, tiles)
-    hopper_linear_kernel[(num_tiles * triton.cdiv(T, tiles.block_t), tiles.splits)](
+    x_low, lag = _rows_of(x_TI, low, tiles), 0 if tiles.block_m <= LATE else 1
+    hopper_linear_kernel[(num_tiles * triton.cdiv(T, tiles.block_m), tiles.splits)](
         x_low, _rows_of(x_TI, high, tiles) if high else x_low, _groups_of(weight_OI, parts, tiles),
         weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I,
-        LOW=low, HIGH=high, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
-        PARTS=parts, LAG=tiles.lag, MANY=T > tiles.block_t, TOGETHER=TOGETHER, LEAVES=leaves, HAS_BIAS=bias_O is not None,
+        LOW=low, HIGH=high, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
+        PARTS=parts, LAG=lag, MANY=T > tiles.block_m, TOGETHER=TOGETHER, LEAVES=leaves, HAS_BIAS=bias_O is not None,
         num_warps=tiles.warps, **chained(x_TI.device),
     )  # fmt: skip
     return y_TO
@@ -243,12 +244,12 @@ def launch_hopper_linear(
 
 def _rows_of(x_TI: Tensor, rows: int, tiles: ProductTiles) -> TensorDescriptor:
     """The copy engine's descriptor of tiles of `rows` rows of x."""
-    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, tiles.block_i], tma_layout(2))
+    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, tiles.block_k], tma_layout(2))
 
 
 def _groups_of(weight_OI: Tensor, parts: int, tiles: ProductTiles) -> TensorDescriptor:
     """The copy engine's descriptor of a weight's tiles, in which 8 rows of each part alternate."""
     rows, I = weight_OI.shape
-    O, groups = rows // parts, tiles.block_o // parts // EIGHT
+    O, groups = rows // parts, tiles.block_n // parts // EIGHT
     shape, strides = [O // EIGHT, parts, EIGHT, I], [EIGHT * I, O * I, I, 1]
-    return TensorDescriptor(weight_OI, shape, strides, [groups, parts, EIGHT, tiles.block_i], tma_layout(4))
+    return TensorDescriptor(weight_OI, shape, strides, [groups, parts, EIGHT, tiles.block_k], tma_layout(4))

@@ -153,27 +153,27 @@ def silu_mul_kernel(gate_up, out, stride, blocks, F, BLOCK: tl.constexpr, PDL: t
 
 
 def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
-    """[T, O], or [T, F] if gated.  The rows of x may be strided; there are at most tiles.block_t of them.
+    """[T, O], or [T, F] if gated.  The rows of x may be strided; there are at most tiles.block_m of them.
 
     A split product counts its programs' arrivals in memory that all launches on a device share, so a device must run such
     products on one stream at a time.
     """
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O = rows // 2 if gated else rows
-    assert 0 < T <= tiles.block_t and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1
+    assert 0 < T <= tiles.block_m and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1
     assert x_TI.dtype == weight_OI.dtype and (bias_O is None or bias_O.shape == (rows,))
-    outs = tiles.block_o // 2 if gated else tiles.block_o
+    outs = tiles.block_n // 2 if gated else tiles.block_n
     num_tiles = triton.cdiv(O, outs)
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
     if tiles.splits > 1:
         assert num_tiles <= ARRIVALS
-        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
+        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_n, tiles.block_m, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
     linear_kernel[(num_tiles, tiles.splits)](
         x_TI, weight_OI, weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I, x_TI.stride(0),
-        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
-        GATED=gated, HAS_BIAS=bias_O is not None, EVEN_O=O % outs == 0, EVEN_I=I % tiles.block_i == 0, AHEAD=AHEAD,
+        BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
+        GATED=gated, HAS_BIAS=bias_O is not None, EVEN_O=O % outs == 0, EVEN_I=I % tiles.block_k == 0, AHEAD=AHEAD,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TI.device),
     )  # fmt: skip
     return y_TO

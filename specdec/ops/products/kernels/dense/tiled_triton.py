@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.ops.launch import chained
 from specdec.ops.products.kernels.dense.wide_triton import store_pair
+from specdec.ops.products.tiles.dense import STEP
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
@@ -69,18 +70,19 @@ def tiled_linear_kernel(
 def launch_tiled_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
     """[T, O], or [T, F] if gated.  Rows of x and of the weight must start at multiples of 16 bytes."""
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
-    O, half = rows // 2 if gated else rows, tiles.block_o // 2
+    O, half = rows // 2 if gated else rows, tiles.block_n // 2
     assert weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1 and x_TI.dtype == weight_OI.dtype
     assert bias_O is None or bias_O.shape == (rows,)
-    assert tiles.columns % tiles.block_i == 0 and tiles.columns * tiles.splits >= I
+    columns = -(-triton.cdiv(I, STEP) // tiles.splits) * STEP  # of a split
+    assert columns % tiles.block_k == 0
     y_TO = x_TI.new_empty(T, O)
     if T:
-        programs = triton.cdiv(O, half if gated else tiles.block_o) * triton.cdiv(T, tiles.block_t)
+        programs = triton.cdiv(O, half if gated else tiles.block_n) * triton.cdiv(T, tiles.block_m)
         tiled_linear_kernel[(programs,)](
-            TensorDescriptor(x_TI, list(x_TI.shape), list(x_TI.stride()), [tiles.block_t, tiles.block_i]),
-            TensorDescriptor(weight_OI, list(weight_OI.shape), list(weight_OI.stride()), [half, tiles.block_i]),
-            weight_OI if bias_O is None else bias_O, y_TO, T, O, I, tiles.columns,
-            BLOCK_T=tiles.block_t, HALF=half, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
+            TensorDescriptor(x_TI, list(x_TI.shape), list(x_TI.stride()), [tiles.block_m, tiles.block_k]),
+            TensorDescriptor(weight_OI, list(weight_OI.shape), list(weight_OI.stride()), [half, tiles.block_k]),
+            weight_OI if bias_O is None else bias_O, y_TO, T, O, I, columns,
+            BLOCK_T=tiles.block_m, HALF=half, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
             GATED=gated, HAS_BIAS=bias_O is not None, TOGETHER=TOGETHER,
             num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TI.device),
         )  # fmt: skip

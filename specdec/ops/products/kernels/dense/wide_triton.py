@@ -143,22 +143,22 @@ def store_pair(
 
 
 def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
-    """[T, O], or [T, F] if gated.  The rows of x may be strided; tiles.block_t is a power of two or the sum of two."""
+    """[T, O], or [T, F] if gated.  The rows of x may be strided; tiles.block_m is a power of two or the sum of two."""
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
-    O, half = rows // 2 if gated else rows, tiles.block_o // 2
-    low = 1 << (tiles.block_t.bit_length() - 1)
-    high = tiles.block_t - low
-    assert 0 < T <= tiles.block_t and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1
+    O, half = rows // 2 if gated else rows, tiles.block_n // 2
+    low = 1 << (tiles.block_m.bit_length() - 1)
+    high = tiles.block_m - low
+    assert 0 < T <= tiles.block_m and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1
     assert x_TI.dtype == weight_OI.dtype and (bias_O is None or bias_O.shape == (rows,)) and tiles.splits == 1
     y_TO = x_TI.new_empty(T, O)
-    kernel, of_weight = wide_linear_kernel, _tiles_of(weight_OI, half, tiles.block_i)
+    kernel, of_weight = wide_linear_kernel, _tiles_of(weight_OI, half, tiles.block_k)
     if high >= ROWS_OF_FIRST:
         parts, kernel = 2 if gated else 1, x_first_linear_kernel
-        of_weight = _tiles_of(weight_OI.view(parts, O, I), parts, tiles.block_o // parts, tiles.block_i)
-    kernel[(triton.cdiv(O, half if gated else tiles.block_o),)](
-        _tiles_of(x_TI, low, tiles.block_i), _tiles_of(x_TI, high or low, tiles.block_i), of_weight,
+        of_weight = _tiles_of(weight_OI.view(parts, O, I), parts, tiles.block_n // parts, tiles.block_k)
+    kernel[(triton.cdiv(O, half if gated else tiles.block_n),)](
+        _tiles_of(x_TI, low, tiles.block_k), _tiles_of(x_TI, high or low, tiles.block_k), of_weight,
         weight_OI, weight_OI if bias_O is None else bias_O, y_TO, T, O, I,
-        LOW=low, HIGH=high, HALF=half, BLOCK_I=tiles.block_i, STAGES=tiles.stages, GATED=gated,
+        LOW=low, HIGH=high, HALF=half, BLOCK_I=tiles.block_k, STAGES=tiles.stages, GATED=gated,
         HAS_BIAS=bias_O is not None, AHEAD=AHEAD, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TI.device),
     )  # fmt: skip
     return y_TO

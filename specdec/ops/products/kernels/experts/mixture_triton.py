@@ -275,8 +275,8 @@ def launch_coded_experts(
     assert bias_EO is None or (bias_EO.shape == (weight.matrices, rows) and bias_EO.is_contiguous())
     y_PO = x.new_empty(P, O)
     scales = weight.scales_RG.view(torch.int32) if weight.has_powers else weight.scales_RG
-    programs = P if counts_E is None else min(P, weight.matrices) + P // tiles.block_t  # the most tiles of rows there can be
-    coded_experts_kernel[(triton.cdiv(O, tiles.block_o // 2 if gate else tiles.block_o), programs)](
+    programs = P if counts_E is None else min(P, weight.matrices) + P // tiles.block_m  # the most tiles of rows there can be
+    coded_experts_kernel[(triton.cdiv(O, tiles.block_n // 2 if gate else tiles.block_n), programs)](
         x, weight.codes_RJ.view(torch.int16), scales, scales if weight.zeros_RG is None else weight.zeros_RG,
         x if bias_EO is None else bias_EO, chosen_P, chosen_P if counts_E is None else counts_E, y_PO,
         P, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
@@ -286,7 +286,7 @@ def launch_coded_experts(
         KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
         HAS_ZEROS=weight.zeros_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
-        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
+        BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PO

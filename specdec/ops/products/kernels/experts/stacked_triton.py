@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.tiles.dense import StackedTiles
+from specdec.ops.products.tiles.experts import StackedTiles
 
 
 @triton.jit
@@ -155,11 +155,11 @@ def launch_experts_linear(
     O = rows // 2 if gated else rows
     assert x.stride(1) == 1 and x.shape[1] == I and weight_EOI.is_contiguous() and x.dtype == weight_EOI.dtype
     y_PO = x.new_empty(P, O)
-    outs = tiles.block_o // 2 if gated else tiles.block_o
-    of_rows = min(P, E) + P // tiles.block_t  # the most tiles of rows that P pairs can have
+    outs = tiles.block_n // 2 if gated else tiles.block_n
+    of_rows = min(P, E) + P // tiles.block_m  # the most tiles of rows that P pairs can have
     experts_linear_kernel[(of_rows * triton.cdiv(O, outs),)](
         x, weight_EOI, order_P, counts_E, y_PO, of_rows, x.stride(0), O=O, I=I, CHOSEN=chosen, EXPERTS=E,
-        PADDED_EXPERTS=triton.next_power_of_2(E), BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i,
+        PADDED_EXPERTS=triton.next_power_of_2(E), BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k,
         STAGES=tiles.stages, GATED=gated, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PO
@@ -181,8 +181,8 @@ def launch_each_linear(x_TBI: Tensor, weight_BOI: Tensor, out_TBO: Tensor, tiles
     (T, B, I), O = x_TBI.shape, weight_BOI.shape[1]
     assert weight_BOI.shape == (B, O, I) and out_TBO.shape == (T, B, O) and x_TBI.stride(2) == out_TBO.stride(2) == 1
     assert 1 in weight_BOI.stride()[1:] and x_TBI.dtype == weight_BOI.dtype
-    each_linear_kernel[(triton.cdiv(O, tiles.block_o) * triton.cdiv(T, tiles.block_t), B)](
+    each_linear_kernel[(triton.cdiv(O, tiles.block_n) * triton.cdiv(T, tiles.block_m), B)](
         x_TBI, weight_BOI, out_TBO, T, *x_TBI.stride()[:2], *weight_BOI.stride(), *out_TBO.stride()[:2], O=O, I=I,
-        ALONG_I=weight_BOI.stride(2) == 1, BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i,
+        ALONG_I=weight_BOI.stride(2) == 1, BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k,
         STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TBI.device),
     )  # fmt: skip

@@ -81,10 +81,10 @@ def launch_dequantise(weight: Codes, dtype: torch.dtype) -> Tensor:
     assert weight.scales_OG.dtype != torch.float64
     assert weight.group % TILE == 0, weight.group
     run = TILE * codes_a_word(weight.kind)
-    block_o, runs = NUMBERS // COLUMNS, COLUMNS // run
-    dequantise_kernel[(triton.cdiv(O, block_o), triton.cdiv(J, runs * TILE))](
+    block_n, runs = NUMBERS // COLUMNS, COLUMNS // run
+    dequantise_kernel[(triton.cdiv(O, block_n), triton.cdiv(J, runs * TILE))](
         words_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG, out_OI,
         O, weight.columns, J, weight.scales_OG.shape[1], KIND=weight.kind, GROUP=weight.group,
-        HAS_ZEROS=weight.zeros_OG is not None, BLOCK_O=block_o, RUNS=runs,
+        HAS_ZEROS=weight.zeros_OG is not None, BLOCK_O=block_n, RUNS=runs,
     )  # fmt: skip
     return out_OI

@@ -44,7 +44,7 @@ from specdec.ops.products.tiles.quantised import LOADER
 
 if TYPE_CHECKING:
     from specdec.ops.products.formats.quantised import Codes
-    from specdec.ops.products.tiles.quantised import HopperTiles
+    from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 
 class _Planes(NamedTuple):
@@ -81,7 +81,7 @@ def _planes(weight: Codes | Packed) -> _Planes:
 
 
 def launch_quantised_hopper(
-    x_TI: Tensor, weight: Codes | Packed, bias_O: Tensor | None, gated: bool, tiles: HopperTiles, leaves: bool = False
+    x_TI: Tensor, weight: Codes | Packed, bias_O: Tensor | None, gated: bool, tiles: QuantisedTiles, leaves: bool = False
 ) -> Tensor:
     """[T, O], or [T, F] if gated, in bfloat16.  Rows of x must start at multiples of 16 bytes, and O be one of 8.
 
@@ -90,10 +90,11 @@ def launch_quantised_hopper(
     of = _planes(weight)
     (T, I), rows = x_TI.shape, len(of.words_OJ)
     O, parts = (rows // 2, 2) if gated else (rows, 1)
-    assert 0 < T and (T <= tiles.block_t or not tiles.alone) and of.columns == I and x_TI.stride(1) == 1 and O % EIGHT == 0
+    is_warp = tiles.kernel == "warp_hopper"
+    assert 0 < T and (T <= tiles.block_m or not is_warp) and of.columns == I and x_TI.stride(1) == 1 and O % EIGHT == 0
     assert of.kind != "packed" or I % WIDTH == 0
     assert x_TI.dtype == torch.bfloat16 and (bias_O is None or bias_O.shape == (rows,))
-    num_tiles = triton.cdiv(rows, tiles.block_o) * triton.cdiv(T, tiles.block_t)
+    num_tiles = triton.cdiv(rows, tiles.block_n) * triton.cdiv(T, tiles.block_m)
     most_counted = num_tiles * tiles.of_program
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
@@ -102,80 +103,80 @@ def launch_quantised_hopper(
         y_TO = partials = arrivals = x_TI.new_empty(tiles.splits, T, O, dtype=torch.float32)
     elif tiles.splits > 1:
         assert most_counted <= ARRIVALS
-        of_tile = tiles.block_o // tiles.of_program, max(8, tiles.block_t)
+        of_tile = tiles.block_n // tiles.of_program, max(8, tiles.block_m)
         partials = x_TI.new_empty(most_counted, tiles.splits, *of_tile, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
     planes = *of.scales, of.scales[0] if bias_O is None else bias_O, y_TO, partials, arrivals
     sizes = T, O, I, of.groups, x_TI.stride(0)
     common: dict[str, Any] = dict(
-        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=two_parts(tiles.block_t)[0],
-        BLOCK_O=tiles.block_o // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
+        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=two_parts(tiles.block_m)[0],
+        BLOCK_O=tiles.block_n // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         LEAVES=leaves, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip
-    launch = _launch_sliced if tiles.alone else _launch_wide
+    launch = _launch_warp if is_warp else _launch_warpgroup
     launch(x_TI, of, parts, tiles, (num_tiles, tiles.splits), (*planes, *sizes), common)
     return y_TO
 
 
-def _launch_sliced(
-    x_TI: Tensor, of: _Planes, parts: int, tiles: HopperTiles, grid: tuple[int, int], others: tuple[Any, ...],
+def _launch_warp(
+    x_TI: Tensor, of: _Planes, parts: int, tiles: QuantisedTiles, grid: tuple[int, int], others: tuple[Any, ...],
     common: dict[str, Any],
 ) -> None:  # fmt: skip
     """Each warp multiplies alone.  others: the kernel's arguments from the scales on."""
     (T, I), width, slices = x_TI.shape, 64 * of.a_word, tiles.slices
-    steps = triton.cdiv(I, tiles.block_i)
+    steps = triton.cdiv(I, tiles.block_k)
     assert of.group == 0 or (width % of.group == 0 and width // of.group <= 4), of.group
-    assert tiles.block_i == slices * width and I % width == 0 and steps >= tiles.splits
-    codes = _slices_of(of.words_OJ, 64, parts, tiles.block_o, slices)
-    highs = _slices_of(of.high_OJ, 32, parts, tiles.block_o, slices) if of.kind == "packed" else codes
+    assert tiles.block_k == slices * width and I % width == 0 and steps >= tiles.splits
+    codes = _slices_of(of.words_OJ, 64, parts, tiles.block_n, slices)
+    highs = _slices_of(of.high_OJ, 32, parts, tiles.block_n, slices) if of.kind == "packed" else codes
     shape, strides = [of.a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
-    block = [of.a_word, slices, tiles.block_t, 64]
-    x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, tma_layout(4))
+    block = [of.a_word, slices, tiles.block_m, 64]
+    x_tiles = codes if tiles.block_m == 1 else TensorDescriptor(x_TI, shape, strides, block, tma_layout(4))
     quantised_sliced_kernel[grid](
         x_TI, x_tiles, codes, highs, *others, SLICES=slices, num_warps=tiles.warps,
-        STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_t == 1 else 0, **common,
+        STEPS=triton.cdiv(steps, tiles.splits) if tiles.block_m == 1 else 0, **common,
     )  # fmt: skip
 
 
-def _launch_wide(
-    x_TI: Tensor, of: _Planes, parts: int, tiles: HopperTiles, grid: tuple[int, int], others: tuple[Any, ...],
+def _launch_warpgroup(
+    x_TI: Tensor, of: _Planes, parts: int, tiles: QuantisedTiles, grid: tuple[int, int], others: tuple[Any, ...],
     common: dict[str, Any],
 ) -> None:  # fmt: skip
     """Four warps multiply together.  others: the kernel's arguments from the scales on."""
     is_packed, slices, leaves = of.kind == "packed", tiles.slices, common["LEAVES"]
-    steps = triton.cdiv(x_TI.shape[1], tiles.block_i)
-    assert of.group in (0, tiles.block_i // 2) or of.group % tiles.block_i == 0, of.group
-    assert tiles.block_i % (WIDTH if is_packed else 32 * of.a_word) == 0
+    steps = triton.cdiv(x_TI.shape[1], tiles.block_k)
+    assert of.group in (0, tiles.block_k // 2) or of.group % tiles.block_k == 0, of.group
+    assert tiles.block_k % (WIDTH if is_packed else 32 * of.a_word) == 0
     assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
-    block_o, block_j = tiles.block_o // tiles.of_program, tiles.block_i // of.a_word
-    codes = _codes_of(of.words_OJ, parts, block_o, block_j)
-    highs = _codes_of(of.high_OJ, parts, block_o, block_j // 2) if is_packed else codes
-    rows, more = two_parts(tiles.block_t)  # the second part has no counters of its own, and no far numbers
+    block_n, block_j = tiles.block_n // tiles.of_program, tiles.block_k // of.a_word
+    codes = _codes_of(of.words_OJ, parts, block_n, block_j)
+    highs = _codes_of(of.high_OJ, parts, block_n, block_j // 2) if is_packed else codes
+    rows, more = two_parts(tiles.block_m)  # the second part has no counters of its own, and no far numbers
     assert not more or (more & (more - 1) == 0 and slices == 1 and (leaves or tiles.splits == 1) and not is_packed)
-    x_tiles = _columns_of(x_TI, rows, tiles.block_i)
-    more_tiles = _columns_of(x_TI, more, tiles.block_i) if more else x_tiles
+    x_tiles = _columns_of(x_TI, rows, tiles.block_k)
+    more_tiles = _columns_of(x_TI, more, tiles.block_k) if more else x_tiles
     quantised_hopper_kernel[grid](
-        x_TI, x_tiles, more_tiles, codes, highs, *others, MORE=more, BLOCK_I=tiles.block_i, TILES=tiles.of_program,
+        x_TI, x_tiles, more_tiles, codes, highs, *others, MORE=more, BLOCK_I=tiles.block_k, TILES=tiles.of_program,
         TURNS=slices, OTHERS=tiles.others, num_warps=4, **common,
     )  # fmt: skip
 
 
-def _columns_of(x_TI: Tensor, rows: int, block_i: int) -> TensorDescriptor:
+def _columns_of(x_TI: Tensor, rows: int, block_k: int) -> TensorDescriptor:
     """The copy engine's descriptor of tiles of x."""
-    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, block_i], tma_layout(2))
+    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, block_k], tma_layout(2))
 
 
-def _codes_of(words_OJ: Tensor, parts: int, block_o: int, block_j: int) -> TensorDescriptor:
+def _codes_of(words_OJ: Tensor, parts: int, block_n: int, block_j: int) -> TensorDescriptor:
     """The copy engine's descriptor of tiles of words of codes, in which 8 rows of each part alternate."""
     rows, J = words_OJ.shape
-    O, groups = rows // parts, block_o // parts // EIGHT
+    O, groups = rows // parts, block_n // parts // EIGHT
     shape, strides = [O // EIGHT, parts, EIGHT, J], [EIGHT * J, O * J, J, 1]
     return TensorDescriptor(words_OJ, shape, strides, [groups, parts, EIGHT, block_j], tma_layout(4, block_j))
 
 
-def _slices_of(words_OJ: Tensor, width: int, parts: int, block_o: int, slices: int) -> TensorDescriptor:
+def _slices_of(words_OJ: Tensor, width: int, parts: int, block_n: int, slices: int) -> TensorDescriptor:
     """The same in slices of `width` words, each of which lies in shared memory by itself."""
     rows, J = words_OJ.shape
-    O, groups = rows // parts, block_o // parts // EIGHT
+    O, groups = rows // parts, block_n // parts // EIGHT
     shape, strides = [J // width, O // EIGHT, parts, EIGHT, width], [width, EIGHT * J, O * J, J, 1]
     return TensorDescriptor(words_OJ, shape, strides, [slices, groups, parts, EIGHT, width], tma_layout(5, width))

@@ -29,7 +29,7 @@ from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, arrivals_
 
 if TYPE_CHECKING:
     from specdec.ops.products.formats.quantised import Codes
-    from specdec.ops.products.tiles.dense import ProductTiles
+    from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
@@ -267,31 +267,31 @@ def value_of_4_bits(word_OJ, zero_O, KIND: tl.constexpr, DTYPE: tl.constexpr):
     return (((code_OJ & 15) - 8).to(tl.float32) - zero_O[:, None]).to(DTYPE)
 
 
-def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
-    """[T, O], or [T, F] if gated.  The rows of x may be strided; a split product has at most tiles.block_t of them.
+def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: QuantisedTiles) -> Tensor:
+    """[T, O], or [T, F] if gated.  The rows of x may be strided; a split product has at most tiles.block_m of them.
 
     What launch_linear says of split products holds here too.
     """
     (T, I), rows = x_TI.shape, weight.codes_OJ.shape[0]
     O = rows // 2 if gated else rows
-    assert 0 < T and (T <= tiles.block_t or tiles.splits == 1) and weight.columns == I and x_TI.stride(1) == 1
+    assert 0 < T and (T <= tiles.block_m or tiles.splits == 1) and weight.columns == I and x_TI.stride(1) == 1
     assert bias_O is None or bias_O.shape == (rows,)
-    outs = tiles.block_o // 2 if gated else tiles.block_o
+    outs = tiles.block_n // 2 if gated else tiles.block_n
     num_tiles = triton.cdiv(O, outs)
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
     scales_OG, zeros_OG = weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG
     if tiles.splits > 1:
         assert num_tiles <= ARRIVALS
-        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
+        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_n, tiles.block_m, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
-    quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(T, tiles.block_t))](
+    quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(T, tiles.block_m))](
         x_TI, weight.codes_OJ.view(torch.int16), scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO,
         partials, arrivals, T, O, I, weight.codes_OJ.shape[1] // 2, scales_OG.shape[1], x_TI.stride(0),
         KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None,
         ASM=x_TI.dtype == torch.bfloat16 and x_TI.is_cuda,
-        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
-        GATED=gated, HAS_BIAS=bias_O is not None, EVEN_O=O % outs == 0, EVEN_I=I % tiles.block_i == 0, AHEAD=AHEAD,
+        BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
+        GATED=gated, HAS_BIAS=bias_O is not None, EVEN_O=O % outs == 0, EVEN_I=I % tiles.block_k == 0, AHEAD=AHEAD,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TI.device),
     )  # fmt: skip
     return y_TO

@@ -1,0 +1,147 @@
+"""Which kernel triggers when, and which of its arguments it reads before its wait: the rules are in launch.py.
+
+tests/ops/compiling/test_chains.py holds the table against the source.  It can't see what a read rests on: which kernels may
+stand in front.  So a kernel that is added, that comes to stand elsewhere, or that reads something more before its wait has to
+be thought through here first.  Weights, tables of norms and rotations, and numbers that the host has set may always be read,
+because no kernel writes them.
+
+This module knows names and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Trigger = Literal["early", "late", "never", "unchained"]
+
+
+class Group(NamedTuple):
+    """Kernels that trigger alike.
+
+    trigger: before their wait, after it, or never.  unchained: they have no wait either.
+    why: what this is good for.
+    others: kernels that read nothing before their wait, by name.  reads: for others the arguments that they read there.
+    """
+
+    trigger: Trigger
+    why: str
+    others: str
+    reads: dict[str, str]
+
+
+class Chain(NamedTuple):
+    """One kernel.  reads: the arguments that it reads before its wait."""
+
+    trigger: Trigger
+    why: str
+    reads: frozenset[str]
+
+
+GROUPS = (
+    Group(
+        "early",
+        "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
+        "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks own_slots "
+        "largest_queries float8_queries latent_path path join next_tokens finish_chain best_paths block_tables fork "
+        "best_nodes first_level expand accept path_tables",
+        {
+            "add_rms_norm": "weight",
+            "take_columns": "order",
+            "subtract": "factor",
+            "rope_store": "positions slots table",
+            "sinks": "sinks",
+            "suffix_merge": "at cache_seqlens kv q scales slopes slot_table starts",
+            "fill_pairs": "mask",
+        },
+    ),
+    Group(
+        "early",
+        "All programs of an exchange between GPUs run when they have triggered, so no kernel after them can take a place "
+        "that they need. They read what other ranks send only after their wait.",
+        "",
+        {"flat": "table", "few_rows": "table weight", "many_rows": "table weight", "swap_states": "table"},
+    ),
+    Group(
+        "late",
+        "The norm in front of the qkv projection is complete when the store behind it starts, and so are the tables, "
+        "lengths and first keys made before that norm, which store and attention read before their waits. The second "
+        "product of experts of codes reads their choices, which the first one has waited for.",
+        "tiled_linear experts_linear weighted_sum each_linear quantised_sliced quantised_hopper",
+        {
+            "coded_experts": "chosen codes counts",
+            "hopper_linear": "weight_tiles",
+            "linear": "weight",
+            "wide_linear": "weight",
+            "x_first_linear": "weight",
+            "quantised_linear": "codes",
+        },
+    ),
+    Group(
+        "late",
+        "The merge behind attention reads queries, and the suffix's keys, table and lengths, before its wait.",
+        "",
+        {
+            "latent_leaves": "cache_seqlens cu_seqlens_q page_table",
+            "leaves": "cache_seqlens cu_seqlens_q page_table starts",
+            "paged_hopper": "cache_seqlens cu_seqlens_q starts",
+            "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
+            "latent_hopper": "cache_seqlens cu_seqlens_q",
+            "latent_attention": "cache_seqlens cu_seqlens_q starts",
+        },
+    ),
+    Group(
+        "late",
+        "Attention behind the store reads tables and lengths before its wait.",
+        "upconvert",
+        {"store_latent": "positions slots table", "store_index": "positions slots table"},
+    ),
+    Group(
+        "late",
+        "What the indexer, its selection and attention over chosen keys read before their waits lies further in front.",
+        "latent_merge",
+        {
+            "rows_hopper": "counts",
+            "merge_rows": "counts",
+            "row_scores": "page_table paged_T path_T rows_T",
+            "rows_scores": "cache_seqlens cu_seqlens_q page_table paged_T path_T",
+            "filter": "paged_T path_T",
+            "select": "paged_T path_T rows_T",
+        },
+    ),
+    Group(
+        "late",
+        "A scan, or the search for the least kept logits, comes behind a product or one of these, and reads the rows' "
+        "lengths, seeds and options before its wait; a chain's later step reads all levels' own logits, which the first "
+        "step has waited for.",
+        "row_tops narrow border sample_scan merge arrange",
+        {
+            "least_logits": "min_p temperature top_k top_p",
+            "scan": "lens offsets seeds temperature",
+            "corrected_logits": "w2",
+            "chain_step": "own w2",
+        },
+    ),
+    Group(
+        "late",
+        "What is behind reads positions before its wait as soon as one more kernel is in front.",
+        "last_positions",
+        {},
+    ),
+    Group(
+        "never",
+        "Attention reads first keys and lengths before its wait, and may be the next kernel.",
+        "counts first_keys",
+        {},
+    ),
+    Group(
+        "unchained",
+        "It is launched without the attribute: it starts when the kernel in front is complete, and may read everything.",
+        "gated_linear dequantise match_keys",
+        {},
+    ),
+)
+CHAINS = {
+    f"{name}_kernel": Chain(group.trigger, group.why, frozenset(group.reads.get(name, "").split()))
+    for group in GROUPS
+    for name in (*group.others.split(), *group.reads)
+}

@@ -1,0 +1,101 @@
+"""What products, experts and norms of real widths launch: see passes.py.
+
+Shapes: T tokens, H hidden size, F intermediate size, O out, I in, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
+from specdec.ops.products.dense import gated_linear, linear, linear_terms, silu_mul
+from specdec.ops.products.experts import CodedExperts, Form, Gate, coded_experts, runs_on_codes
+from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps_of
+from specdec.ops.products.formats.quantised import Codes, row_bytes
+from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear, quantised_linear_terms
+from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
+from specdec.ops.rows import prepend, take_columns, take_rows, take_run
+from toolkit.ahead.made import DTYPES, HIDDEN, VOCABULARY, counts, floats, halves, ids, may_be_deterministic
+
+
+def products() -> None:
+    """A layer of 8 and of 70 billion parameters, the last product, and expert stacks of an invariant policy."""
+    for rows in (1, 6, 16, 32, 60, 128, 192, 512, 2048):
+        for H, F in ((4096, 14336), (8192, 28672)):
+            x, wide = halves(rows, H), halves(rows, F)
+            linear(x, halves(H + H // 2, H))
+            linear_terms(x, halves(H, H))
+            linear_terms(wide, halves(H, F))
+            gated_linear(x, halves(2 * F, H))
+            if may_be_deterministic():
+                linear(x, halves(H, H), halves(H), INVARIANT)
+                gated_linear(x, halves(2 * F, H), None, INVARIANT)
+        linear(halves(rows, HIDDEN), halves(VOCABULARY, HIDDEN))
+        silu_mul(halves(rows, 2 * 14336))
+    for T in (1, 60, 2048):
+        E, K, H, F = 128, 8, 2048, 768
+        order, each = ids(T * K), counts(E)
+        if may_be_deterministic():
+            each_linear(halves(T, 128, 128), halves(128, 512, 128), torch.bfloat16)
+            experts_linear(halves(T, H), halves(E, 2 * F, H), order, each, K, gated=True)
+            experts_linear(halves(T * K, F), halves(E, H, F), order, each, K, gated=False)
+        weighted_sum(halves(T, K, H), floats(T, K))
+
+
+def quantised_products() -> None:
+    for kind, group, zeros in (
+        ("e4m3", 0, False),
+        ("int8", 128, True),
+        ("int4", 128, True),
+        ("int4", 32, False),
+        ("e2m1", 32, False),
+    ):
+        for dtype in DTYPES[: 2 if kind == "int4" else 1]:
+            for rows in (1, 6, 16, 60, 192, 2048):
+                for O, I, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True)):
+                    groups = I // group if group else 1
+                    weight = Codes(
+                        kind, torch.empty(O, row_bytes(kind, I), dtype=torch.uint8), halves(O, groups, dtype=dtype),
+                        torch.empty(O, groups, dtype=torch.int8) if zeros else None, I, group,
+                    )  # fmt: skip
+                    x = halves(rows, I, dtype=dtype)
+                    if gated:
+                        quantised_gated_linear(x, weight)
+                    else:
+                        quantised_linear(x, weight)
+                        quantised_linear_terms(x, weight)
+
+
+def coded_mixtures() -> None:
+    """Experts of 8 and 4 bits, those of gpt-oss among them."""
+    forms = (("e4m3", 0), ("e4m3", 128), ("int8", 0), ("int4", 128), ("int4", 32), ("e2m1", 32))
+    for kind, group in forms:
+        E, K, H, F = (32, 4, 2880, 2880) if kind == "e2m1" else (128, 8, 2048, 768)
+        gpt_oss = kind == "e2m1"
+
+        def stack(O: int, I: int) -> StackedCodes:
+            planes = torch.empty(E * O, steps_of(I) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
+            scales = halves(E * O, -(-I // group) if group else 1)  # noqa: B023
+            if gpt_oss:  # noqa: B023
+                scales = torch.empty(E * O, 4 * steps_of(I), dtype=torch.uint8)  # noqa: B023
+            return StackedCodes(kind, E, planes, scales, None, I, group)  # noqa: B023
+
+        form = Form(Gate(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
+        experts = CodedExperts(stack(2 * F, H), stack(H, F), form)
+        for T in (1, 6, 60, 2048):
+            if runs_on_codes(halves(T, H), experts):
+                coded_experts(halves(T, H), floats(T, K), ids(T, K), experts)
+
+
+def norms_and_rows() -> None:
+    for H in (2048, 4096, 7168):
+        for T in (1, 60, 2048):
+            x, delta, weight = halves(T, H), halves(T, H), halves(H)
+            rms_norm(x, weight, 1e-5)
+            add_rms_norm(x, delta, weight, 1e-5)
+            pair_rms_norm(ids(T), halves(VOCABULARY, H), weight, x, weight, 1e-5)
+    take_rows(halves(8, 60, HIDDEN), ids(8, 6))
+    take_run(halves(8, 60, HIDDEN), ids(8), 4)
+    take_columns(halves(8, HIDDEN), counts(HIDDEN))
+    prepend(ids(8), ids(8, 5))

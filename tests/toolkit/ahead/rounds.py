@@ -1,0 +1,109 @@
+"""What rounds launch between the layers: sampling, drafts, acceptance, exchanges of ranks.  See passes.py.
+
+Shapes: B sequences, N nodes or rows of each, R = B * N, K topk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.attention.pages import PageTable
+from specdec.batch.masks import BitMasks, masked_logits
+from specdec.draft.block.rounds.correct_triton import launch_corrected_logits, launch_greedy_chain
+from specdec.draft.block.rounds.grow_triton import launch_best_paths
+from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
+from specdec.draft.block.rounds.tables_triton import launch_block_tables
+from specdec.draft.ngram.lookup import Text
+from specdec.draft.ngram.lookup_triton import launch_match_keys
+from specdec.draft.tree.branches_triton import launch_fork
+from specdec.draft.tree.build_tree_triton import launch_best_nodes
+from specdec.draft.tree.expand import Beam, Candidates
+from specdec.draft.tree.expand_triton import launch_expand, launch_first_level
+from specdec.ops.noise.border import borders
+from specdec.ops.noise.floor import Filters
+from specdec.ops.noise.gumbel import Noise, gumbel_noise, perturb
+from specdec.ops.noise.sample import sampled_tokens
+from specdec.ops.topk import greedy_tokens, top_tokens
+from specdec.parallel.scan_triton import launch_scan_ranks
+from specdec.parallel.symmetric.flat_triton import launch_flat
+from specdec.parallel.symmetric.rows_triton import launch_rows
+from specdec.verify.accept_triton import launch_accept
+from specdec.verify.tables_triton import launch_path_tables
+from toolkit.ahead.made import HIDDEN, PAGE, VOCABULARY, counts, floats, halves, here, ids, inbox_of
+
+
+def filters_of(B: int) -> Filters:
+    options = floats(B, 6)
+    return Filters(options[:, 0], ids(B), options[:, 1], options[:, 2])
+
+
+def sampling() -> None:
+    """Top-k, greedy and sampled tokens of logits, filters, shared noise, and bans."""
+    for V, dtype in ((VOCABULARY, torch.bfloat16), (32000, torch.float32)):
+        for B, N in ((1, 1), (1, 60), (8, 60)):
+            R = B * N
+            logits, options = torch.empty(R, V, dtype=dtype), filters_of(B)
+            noise = Noise(options.temperature_B, ids(B), counts(B), 1, 1.0, 1.0)
+            filtered = noise._replace(floor_weight=4.0, filters=options)
+            top_tokens(logits, 8)
+            top_tokens(logits, 8, noise=filtered)
+            top_tokens(logits, 8, ids(V))
+            greedy_tokens(logits)
+            greedy_tokens(logits, noise=noise)
+            perturb(logits, noise)
+            perturb(logits, filtered, ids(V))
+            border = borders(logits, options)
+            for cut in (None, border):
+                sampled_tokens(logits, options.temperature_B, ids(B), ids(R), cut)
+            masked_logits(logits, BitMasks(counts(2, N, -(-V // 32)), counts(B)))
+    gumbel_noise(ids(4), ids(4), 32000)
+
+
+def drafting() -> None:
+    """Trees of EAGLE heads, blocks and n-grams."""
+    pages, device = PageTable(counts(8, 512), PAGE), here()
+    for B in (1, 8):
+        for K in (4, 10):
+            candidates = Candidates.empty(B, K, 6, device)
+            launch_first_level(candidates, ids(B, K), floats(B, K))
+            beam = Beam(ids(B, K), floats(B, K), ids(B, K), ids(B, K))
+            for offsets in (None, ids(32000)):
+                launch_expand(candidates, 2, beam, halves(B * K, 32000), offsets)
+            launch_best_nodes(candidates, ids(B), 60)
+            launch_best_paths(floats(B, 7, K), ids(B, 7, K), ids(B), 60)
+            own = PageTable(counts(B, 512), PAGE)
+            launch_fork(own, counts(B), ids(B, K), halves(B, HIDDEN), counts(B, 0))
+            launch_fork(own, counts(B), ids(B, K), halves(B * K, HIDDEN), counts(B * K, 3))
+        for rank in (64, 256):
+            w1, w2, offsets = halves(VOCABULARY, rank), halves(32000, rank), ids(32000)
+            launch_corrected_logits(halves(B, 32000), ids(B * 8), w1, w2)
+            launch_greedy_chain(halves(B, 7, 32000), ids(B), w1, w2, offsets)
+    launch_fill_pairs(ids(8, 6), ids(8), halves(8, 6, HIDDEN), 5, halves(1, HIDDEN), 12)
+    launch_block_tables(pages, counts(8), counts(8), ids(8, 6), ids(8), 16, 5)
+    launch_match_keys(Text(counts(1 << 16), pages, counts(8), None), 8)
+
+
+def verifying() -> None:
+    from specdec.batch.tree import DraftTree
+
+    class State:
+        """The columns of a batch that acceptance reads."""
+
+        lens_B, bonus_B, active_B, speculates_B = counts(8), ids(8), counts(8), counts(8)
+
+    for N, depth in ((60, 7), (7, 6)):
+        tree = DraftTree(ids(8, N), ids(8, N), depth, is_chain=N == depth + 1)
+        launch_accept(tree, ids(8, N), State())  # type: ignore[arg-type]
+        launch_path_tables(PageTable(counts(8, 512), PAGE), counts(8), ids(8, N), depth + 1)
+
+
+def exchanges() -> None:
+    """Sums, gathers and swaps of 2 and of 8 ranks."""
+    for ranks in (2, 8):
+        inbox = inbox_of(ranks)
+        for T, few in ((1, True), (60, True), (2048, False)):
+            launch_rows(inbox, 1, 10**9, halves(T, HIDDEN), halves(T, HIDDEN), halves(HIDDEN), 1e-5, few)
+            launch_rows(inbox, 1, 10**9, None, halves(T, HIDDEN), None, 0.0, few)
+        for kind in ("sum", "gather", "swap"):
+            launch_flat(inbox, 1, 10**9, halves(ranks, 4096), kind)  # type: ignore[arg-type]
+        launch_scan_ranks(halves(60, VOCABULARY // ranks), 8, True, lambda own: ids(ranks, len(own)), 1)  # noqa: B023
