@@ -34,7 +34,6 @@ HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they connect
 END_SECONDS = 5.0  # that a rank is given to leave by itself
 WORD_SECONDS = 3.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
-SILENCE_SECONDS = 0.3  # that the end of a rank may take to be seen, once another one has told an error
 END = None  # the message after the last one
 
 T = TypeVar("T")
@@ -105,12 +104,13 @@ class Followers:
     """All ranks but the first, as the first one sees them.
 
     pipes: to each.  processes: theirs, if this process has started them.
+    silence_seconds: that the end of a rank may take to be seen, once another one has told an error.
     failure: why a rank has failed, the first one included; empty while all are well.
     group: the first rank's, once it has joined; its exchanges end if a rank fails, and at `close`.  device: where they run.
     """
 
-    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any]) -> None:
-        self.seat, self._pipes, self._processes = seat, pipes, processes
+    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any], silence_seconds: float = 0.3) -> None:
+        self.seat, self._pipes, self._processes, self._silence_seconds = seat, pipes, processes, silence_seconds
         self.failure = ""
         self.group: Group = ALONE
         self.device = torch.device("cpu")
@@ -224,7 +224,7 @@ class Followers:
 
         That error may come of the other's end, and be told sooner.  A rank that has told an error ends too.
         """
-        told, until = {first}, time.monotonic() + SILENCE_SECONDS
+        told, until = {first}, time.monotonic() + self._silence_seconds
         while not self.failure and (left := until - time.monotonic()) > 0:
             for pipe in wait(list(rank_of), left):
                 assert isinstance(pipe, Connection)
