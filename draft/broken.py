@@ -18,30 +18,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.draft.head import DraftHead
-from specdec.draft.smoke import Misreading, variant
+from specdec.draft.smoke import Look, Misreading, Seen, variant
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 
 
+class FilesLook(Look):
+    """Of heads with files of their own."""
+
+    def repairs(self, head: DraftHead, target: Target, seen: Seen) -> Iterator[Misreading]:
+        return replaced_parts(head, target, seen.chosen_P)
+
+    def empty(self, head: DraftHead) -> str:
+        return zeros_in(head)
+
+    def doubt(self, head: DraftHead) -> str:
+        return map_of_zeros(head)
+
+
 def replaced_parts(head: Any, target: Target, chosen_P: Tensor) -> Iterator[Misreading]:
     """The head with the target's rows in place of its own, and with another vocabulary map.  chosen_P: the target's tokens."""
-    spec, layers = head.config, head.config.aux_layers
+    spec = head.config
     if spec.model.hidden_size != target.config.hidden_size:
         return
     if spec.own_embeddings:
-        other = variant(head, spec, embed_tokens=target.embed_tokens)
-        yield "the target's embeddings in place of its own (embed_tokens)", other, layers
+        other = variant(head, embed_tokens=target.embed_tokens)
+        yield Misreading("the target's embeddings in place of its own (embed_tokens)", other)
     if spec.own_lm_head:
         rows_VH = target.lm_head.rows(_ids_of(head, target))
         rows = nn.Parameter(rows_VH.to(target.embed_tokens.weight.dtype), requires_grad=False)
-        other = variant(head, spec, lm_head=Linear.of(rows))
-        yield "the target's rows in place of its own lm_head", other, layers
+        yield Misreading("the target's rows in place of its own lm_head", variant(head, lm_head=Linear.of(rows)))
     if spec.draft_ids is not None and spec.own_lm_head:
         state = ", which is all zeros," if head.d2t_V is None else ""
-        other = variant(head, spec)
+        other = variant(head)
         other.d2t_V = _map_by_rows(head, target, chosen_P.unique())
-        yield f"d2t{state} made anew by the likeness of lm_head's rows to the target's", other, layers
+        yield Misreading(f"d2t{state} made anew by the likeness of lm_head's rows to the target's", other)
 
 
 def map_of_zeros(head: DraftHead) -> str:

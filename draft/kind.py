@@ -30,10 +30,11 @@ class DrafterKind(ABC):
 
     name: str
     help: str
-    has_files: bool
+    has_files = False
     instead: str
     pays: tuple[str, str] | None = None
 
+    @property
     @abstractmethod
     def meaning(self) -> str:
         """What it is, for `specdec doctor`."""
@@ -67,21 +68,23 @@ class Facts(NamedTuple):
     beside: dict[str, str]
 
 
-class OpenDrafter(ABC):
-    """A drafter that is understood and checked against its target, and of which no weight was read.
+class OpenDrafter:
+    """A drafter that is understood and checked against its target, without its weights.  Kinds with files extend it.
 
     model: it without its weights: which trees it grows, what it needs, and how far it writes.
     checkpoint: what its tensors are; None: it has none.
     is_apart: whether these files are its own, and not its target's.
     """
 
-    model: DraftModel
     checkpoint: Checkpoint | None = None
     is_apart = False
 
-    @abstractmethod
+    def __init__(self, model: DraftModel) -> None:
+        self.model = model
+
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftModel:
-        """It with its weights.  To be called once."""
+        """It with its weights.  max_positions: length of its rotary table.  To be called once."""
+        return self.model
 
     def unkept(self, target: Checkpoint) -> set[str]:
         """The checkpoint's tensors that take no memory once it is loaded beside the target."""

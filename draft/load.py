@@ -1,4 +1,4 @@
-"""Loads a head of any kind from a folder of any layout that can be read, strictly.  Knows kinds of heads, and no layout.
+"""Loads a head of any kind from a folder of any layout that can be read, strictly.  Knows neither kinds nor layouts.
 
 A reader (`formats/`) says what the folder means; every tensor is checked by its header before memory is taken, and used or
 refused by name.
@@ -6,21 +6,15 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.fill import fill_dflash, fill_dspark, fill_peagle
-from specdec.draft.block.peagle import PEagleHead
-from specdec.draft.eagle.fill import fill_eagle1, fill_eagle3
-from specdec.draft.eagle.head import Eagle1Head, Eagle3Head
+from specdec.draft.formats.empty import class_of, empty_head
 from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
-from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.parts import fill
 from specdec.draft.head import DraftHead
 from specdec.draft.kind import OpenDrafter
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -30,27 +24,6 @@ from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 
 
-class Kind(NamedTuple):
-    """A kind of head.  make: from its spec and the most positions.  fill: from its tensors' names and the checkpoint."""
-
-    make: Callable[..., DraftHead]
-    fill: Callable[[Any, Any, Any], None]
-
-
-KINDS = {
-    "eagle1": Kind(Eagle1Head, fill_eagle1),
-    "eagle3": Kind(Eagle3Head, fill_eagle3),
-    "p-eagle": Kind(PEagleHead, fill_peagle),
-    "dflash": Kind(DFlashHead, fill_dflash),
-    "dspark": Kind(DSparkHead, fill_dspark),
-}
-
-
-def empty_head(spec: HeadSpec) -> DraftHead:
-    """The head without its weights: what can be asked of it before anything is loaded."""
-    return build(lambda: KINDS[spec.kind].make(spec, 1), torch.device("meta"), torch.float32)
-
-
 class HeadDrafter(OpenDrafter):
     """A head's folder, opened for its target.  ValueError: see `open_head`."""
 
@@ -58,7 +31,8 @@ class HeadDrafter(OpenDrafter):
 
     def __init__(self, folder: Path, target: ModelConfig, how: HowToRead) -> None:
         self.opened = open_head(folder, target, how)
-        self.model, self.checkpoint = empty_head(self.opened.reading.spec), self.opened.files.checkpoint
+        super().__init__(empty_head(self.opened.reading.spec))
+        self.checkpoint = self.opened.files.checkpoint
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
         return build_head(self.opened, target, max_positions, device, dtype)
@@ -89,9 +63,8 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     files, _, reading = opened
     spec, checkpoint = reading.spec, files.checkpoint
     own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
-    kind = KINDS[spec.kind]
-    head = build(lambda: kind.make(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
-    kind.fill(head, reading.names, checkpoint)
+    head = build(lambda: class_of(spec.kind)(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
+    fill(head.parts(reading.names), checkpoint)
     if spec.own_embeddings:
         copy_(head.embed_tokens.weight, checkpoint, "embed_tokens.weight")
     else:

@@ -23,15 +23,12 @@ from torch import Tensor, nn
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.draft.drafter import Impression
-from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
-from specdec.draft.step_head import StepHead
+from specdec.draft.head import Head as AnyHead
 from specdec.models.layers import Rotary
 from specdec.models.target import Target
 
-Head = TypeVar("Head", bound=DraftHead)
-AnyHead = DraftHead | StepHead
-Misreading = tuple[str, Any, tuple[int, ...]]  # a name, the head read so, the layers that it reads
+Module = TypeVar("Module", bound=nn.Module)
 
 # Drafts of a chain: as many as the default tree has levels.  A misreading may spare a chain's first draft (one of the state
 # that is recycled does), and several in a row tell readings apart that one draft hardly does.
@@ -45,6 +42,14 @@ LEAST_GAIN, LEAST_RATIO = 0.05, 2.0  # of a reading that is clearly better
 DOUBTFUL = 0.1  # below this share, parts of the files are doubted too, which takes memory for other tables
 MOST_ORDERED = 4  # layers whose orders are all tried
 LEAST_PAIRS = 24  # with fewer, chance decides
+
+
+class Misreading(NamedTuple):
+    """head: read so.  layers: those whose outputs it reads then; None: its own."""
+
+    name: str
+    head: Any
+    layers: tuple[int, ...] | None = None
 
 
 class Finding(NamedTuple):
@@ -142,7 +147,7 @@ class Look(ABC):
             return Finding(as_read, None, broken, first)
         least = max(LEAST_RATIO * as_read, as_read + LEAST_GAIN)
         for name, other, layers in self._readings(head, target, seen, as_read) if least <= 1.0 else ():
-            accepted, _ = self.accepted(seen, other, layers, least)
+            accepted, _ = self.accepted(seen, other, layers_of(other) if layers is None else layers, least)
             if accepted >= least:
                 better, least = (name, accepted), accepted
         cant_pay = as_read < LEAST_ACCEPTED and better is None
@@ -187,49 +192,55 @@ def is_right(head: AnyHead, logits: Tensor, chosen: Tensor) -> Tensor:
     return (ids if head.d2t_V is None else ids + head.d2t_V[ids]) == chosen
 
 
-def misread_layers(head: Head, target: Target) -> Iterator[tuple[str, Head, tuple[int, ...]]]:
+def misread_layers(head: DraftHead, target: Target) -> Iterator[Misreading]:
     """Other layers of the target, which heads of all kinds that read several may be mistaken for."""
     layers, N = head.config.aux_layers, target.config.num_layers
     for off, name in ((1, "higher"), (-1, "lower")):
         if 0 <= layers[0] + off and layers[-1] + off < N:
-            yield f"ids of the target's layers read as one {name}", head, tuple(layer + off for layer in layers)
+            yield Misreading(f"ids of the target's layers read as one {name}", head, tuple(layer + off for layer in layers))
     for order in list(permutations(layers))[1:] if len(layers) <= MOST_ORDERED else [layers[::-1]]:
         name = "the opposite order" if order == layers[::-1] else f"the order {', '.join(map(str, order))}"
-        yield f"features put side by side in {name}", head, order
+        yield Misreading(f"features put side by side in {name}", head, order)
 
 
-def misread_config(head: Head, target: Target) -> Iterator[tuple[str, Head, tuple[int, ...]]]:
+def misread_feature(head: AnyHead, target: Target) -> Iterator[Misreading]:
+    """The final hidden state, which some runtimes take before its norm."""
+    if not target.config.features_refusal:
+        yield Misreading("the feature taken before the target's final norm", head, (target.config.num_layers - 1,))
+
+
+def misread_config(head: DraftHead, target: Target) -> Iterator[Misreading]:
     """Another rope, and another vocabulary map."""
     spec = head.config
     if spec.model.rope != target.config.rope and spec.model.head_dim == target.config.head_dim:
         rotary = Rotary(target.config.rope, spec.model.head_dim, len(head.rotary.table)).to(head.rotary.table)
-        yield "the target's rope in place of the head's own", variant(head, spec, rotary=rotary), spec.aux_layers
+        yield Misreading("the target's rope in place of the head's own", variant(head, rotary=rotary))
     if spec.draft_ids is not None and head.d2t_V is not None:
         ids_V = torch.arange(len(spec.draft_ids), dtype=torch.int64, device=head.d2t_V.device)
         if bool((head.d2t_V.diff() > 0).all()):
-            other = variant(head, spec)
+            other = variant(head)
             other.d2t_V = head.d2t_V - ids_V
-            yield "d2t read as the target's ids, and not as offsets", other, spec.aux_layers
-
-
-def variant(head: Head, spec: HeadSpec, **parts: nn.Module) -> Head:
-    """The head under another spec, with some parts replaced.  It shares all weights."""
-    other = copy(head)
-    other._modules, other._buffers = {**head._modules, **parts}, dict(head._buffers)
-    other.config = spec
-    return other
+            yield Misreading("d2t read as the target's ids, and not as offsets", other)
 
 
 def misread_residual(head: Any) -> Iterator[Misreading]:
     """The first layer of EAGLE-3 and P-EAGLE heads: its residual, and its norms."""
-    spec = head.config
-    yield (
-        f"the residual taken as the {'raw' if spec.norm_before_residual else 'normed'} feature (norm_before_residual)",
-        variant(head, replace(spec, norm_before_residual=not spec.norm_before_residual)),
-        spec.aux_layers,
-    )
-    yield (
-        "input_layernorm and hidden_norm exchanged",
-        variant(head, spec, input_layernorm=head.hidden_norm, hidden_norm=head.input_layernorm),
-        spec.aux_layers,
-    )
+    before = head.config.norm_before_residual
+    name = f"the residual taken as the {'raw' if before else 'normed'} feature (norm_before_residual)"
+    yield Misreading(name, respecified(head, norm_before_residual=not before))
+    exchanged = variant(head, input_layernorm=head.hidden_norm, hidden_norm=head.input_layernorm)
+    yield Misreading("input_layernorm and hidden_norm exchanged", exchanged)
+
+
+def variant(module: Module, **parts: nn.Module) -> Module:
+    """The module with some parts replaced.  It shares all weights."""
+    other = copy(module)
+    other._modules, other._buffers = {**module._modules, **parts}, dict(module._buffers)
+    return other
+
+
+def respecified(head: Any, **fields: Any) -> Any:
+    """The head with other fields of its spec."""
+    other = variant(head)
+    other.config = replace(head.config, **fields)
+    return other

@@ -14,30 +14,14 @@ from torch import Tensor
 
 from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
-from specdec.draft.drafter import DraftModel
+from specdec.draft.head import Head
 from specdec.limits import MAX_PAUSE
-from specdec.parallel.group import ALONE, Group
-from specdec.parallel.vocabulary import Vocabulary
 
 
-class StepHead(DraftModel):
-    """hidden_size: H.  feature_size: F.
-
-    vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
-    d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
-    """
+class StepHead(Head):
+    """hidden_size: H."""
 
     hidden_size: int
-    vocabulary: Vocabulary
-    group: Group = ALONE
-    d2t_V: Tensor | None
-
-    def check(self, spec: SpecConfig) -> None:
-        most = self.vocabulary.size
-        if spec.topk > most:
-            raise ValueError(
-                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
-            )
 
     def slots(self, spec: SpecConfig) -> int:
         branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
@@ -45,10 +29,6 @@ class StepHead(DraftModel):
 
     def passes(self, spec: SpecConfig) -> int:
         return spec.max_steps
-
-    @abstractmethod
-    def fuse(self, features_TF: Tensor) -> Tensor:
-        """Target features to the head's own width [T, H].  The worker does this once, when features come from the target."""
 
     @abstractmethod
     def forward(
@@ -70,7 +50,3 @@ class StepHead(DraftModel):
         """`forward`, and its result's `logits`, for the branches of one level of a draft."""
         next_TH = self(ids_T, hidden_TH, positions_T, attn)
         return next_TH, self.logits(next_TH)
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V]: logits over the draft vocabulary."""

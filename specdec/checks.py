@@ -181,10 +181,7 @@ def require_bias(name: str, value: Any) -> dict[int, float]:
             raise TypeError(f"{name} must have token ids as keys, got {token!r} of type {type(token).__name__}")
         if not 0 <= token < 2**31:
             raise ValueError(f"{name} must have token ids of at least 0 as keys, got {token}")
-    return {
-        require_int(name, token, 0, 2**31 - 1): require_float(f"{name}[{token}]", added, -100.0, 100.0)
-        for token, added in value.items()
-    }
+    return {int(token): require_float(f"{name}[{token}]", added, -100.0, 100.0) for token, added in value.items()}
 
 
 def require_words(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
@@ -192,15 +189,13 @@ def require_words(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, .
     expected = f"{name} must be a list of strings or a list of lists of ints"
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise TypeError(f"{expected}, got {value!r} of type {type(value).__name__}")
-    if all(isinstance(word, str) for word in value):
-        for word in value:
+    are_texts = all(isinstance(word, str) for word in value)
+    for word in value:
+        if are_texts:
             require_characters(name, word)
-        words: Any = tuple(value)
-    else:
-        for word in value:
-            if not isinstance(word, Sequence) and not is_array(word) or isinstance(word, str | bytes):
-                raise TypeError(f"{expected}, got {word!r} of type {type(word).__name__} among them")
-        words = tuple(require_ids(f"{name}[{number}]", word) for number, word in enumerate(value))
+        elif not isinstance(word, Sequence) and not is_array(word) or isinstance(word, str | bytes):
+            raise TypeError(f"{expected}, got {word!r} of type {type(word).__name__} among them")
+    words = tuple(value if are_texts else (require_ids(f"{name}[{number}]", word) for number, word in enumerate(value)))
     if not all(words):
         raise ValueError(f"{name} must not hold an empty word: every text would hold it; leave it out")
     return words

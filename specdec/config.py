@@ -5,11 +5,11 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 from specdec.checks import (
@@ -136,13 +136,12 @@ def _candidates(steps: int, topk: int) -> int:
 
 # ---- how a request is sampled ----
 
-Check = Callable[[str, Any], Any]  # (name, value) -> the value as it is kept; ValueError or TypeError if it is not allowed
-
 
 @dataclass(frozen=True)
 class SamplingOption:
     """What a field of SamplingParams is, besides its name and type.  All who handle options follow from it.
 
+    check: of the name and a value; None is allowed besides where it is the default.
     meaning, metavar: what the command line says of an option that one flag gives as a number.
     column: the type of its column in the table of rows (see RowOptions); None: it is no number of a row.
     step: which step of the pass over logits it takes (see Needs), where it is not what it is by default; empty: none.
@@ -150,7 +149,7 @@ class SamplingOption:
     """
 
     default: Any
-    check: Check
+    check: Callable[[str, Any], Any]
     meaning: str = ""
     metavar: str = "N"
     column: type[float] | type[int] | None = None
@@ -158,22 +157,15 @@ class SamplingOption:
     greedy: bool = True
     drafted: bool = False
 
+    def checked(self, name: str, value: Any) -> Any:
+        """The value as it is kept; ValueError or TypeError, marked with the name, if it is not allowed."""
+        with about(name):
+            return None if value is None and self.default is None else self.check(name, value)
 
-def option(default: Any, check: Check, meaning: str = "", *, hash: bool | None = None, **more: Any) -> Any:
+
+def option(default: Any, check: Callable[[str, Any], Any], meaning: str = "", *, hash: bool | None = None, **more: Any) -> Any:
     """A field of SamplingParams."""
     return field(default=default, hash=hash, metadata={"option": SamplingOption(default, check, meaning, **more)})
-
-
-def _ints(low: int, high: float = math.inf) -> Check:
-    return lambda name, value: require_int(name, value, low, high)
-
-
-def _floats(low: float, high: float, *, above_low: bool = False) -> Check:
-    return lambda name, value: require_float(name, value, low, high, above_low=above_low)
-
-
-def _or_none(check: Check) -> Check:
-    return lambda name, value: None if value is None else check(name, value)
 
 
 def _temperature(name: str, value: Any) -> float:
@@ -187,7 +179,8 @@ def _temperature(name: str, value: Any) -> float:
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    max_tokens: the most tokens to generate.  temperature: 0 is greedy; top_p, top_k, min_p and seed then change nothing.
+    max_tokens: the most tokens to generate.
+    temperature: 0 is greedy; top_p, top_k, min_p, top_n_sigma and seed then change nothing.
     seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
     stop: strings that end the text, and are not part of it.  stop_token_ids: ids that end it, besides the model's own EOS.
     ignore_eos: go on after the model's EOS.  min_tokens: nothing ends the text before so many tokens but max_tokens.
@@ -198,7 +191,9 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once, and once for each occurrence.
     bad_words: texts, or lists of ids, that the output does not complete.
 
-    These say what is sampled from, in the order temperature, top_k, top_p, min_p:
+    These say what is sampled from, in the order top_n_sigma, temperature, top_k, top_p, min_p:
+    top_n_sigma: tokens whose logit is within so many standard deviations (of the logits that are not banned) of the best one's;
+    0 keeps all.
     top_k: the so many best tokens; 0 keeps all.  top_p: the smallest set that reaches this probability.
     min_p: tokens at least this many times as likely as the best one.
 
@@ -214,11 +209,11 @@ class SamplingParams:
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
-    max_tokens: int = option(128, _ints(1))
+    max_tokens: int = option(128, partial(require_int, low=1))
     temperature: float = option(0.0, _temperature, column=float, step="sampled", drafted=True)
     top_p: float = option(
         1.0,
-        _floats(0.0, 1.0, above_low=True),
+        partial(require_float, low=0.0, high=1.0, above_low=True),
         "sample from the likeliest tokens that together have this probability",
         metavar="P",
         column=float,
@@ -227,21 +222,27 @@ class SamplingParams:
         drafted=True,
     )
     top_k: int = option(
-        0, _ints(0, 2**31 - 1), "sample from the N likeliest tokens", column=int, step="filtered", greedy=False, drafted=True
+        0,
+        partial(require_int, low=0, high=2**31 - 1),
+        "sample from the N likeliest tokens",
+        column=int,
+        step="filtered",
+        greedy=False,
+        drafted=True,
     )
     seed: int | None = option(
         None,
-        _or_none(_ints(-(2**63), LARGEST_SEED)),
+        partial(require_int, low=-(2**63), high=LARGEST_SEED),
         "bench samples with 0 unless told otherwise, generate with a random one",
         column=int,
         greedy=False,
     )
-    stop: str | Sequence[str] | None = option(None, _or_none(require_texts))
-    stop_token_ids: Sequence[int] | None = option(None, _or_none(require_ids))
-    ignore_eos: bool = option(False, lambda name, value: require_bool(name, value, False))
+    stop: str | Sequence[str] | None = option(None, require_texts)
+    stop_token_ids: Sequence[int] | None = option(None, require_ids)
+    ignore_eos: bool = option(False, partial(require_bool, nearest=False))
     min_p: float = option(
         0.0,
-        _floats(0.0, 1.0),
+        partial(require_float, low=0.0, high=1.0),
         "sample from tokens at least P times as likely as the likeliest",
         metavar="P",
         column=float,
@@ -251,41 +252,52 @@ class SamplingParams:
     )
     repetition_penalty: float = option(
         1.0,
-        _floats(0.01, 100.0),
+        partial(require_float, low=0.01, high=100.0),
         "divide logits above 0 of tokens in prompt or output by X",
         metavar="X",
         column=float,
         step="penalties",
     )
     presence_penalty: float = option(
-        0.0, _floats(-2.0, 2.0), "take X off the logits of tokens in the output", metavar="X", column=float, step="penalties"
+        0.0,
+        partial(require_float, low=-2.0, high=2.0),
+        "take X off the logits of tokens in the output",
+        metavar="X",
+        column=float,
+        step="penalties",
     )
     frequency_penalty: float = option(
         0.0,
-        _floats(-2.0, 2.0),
+        partial(require_float, low=-2.0, high=2.0),
         "take X off a token's logit for each time the output holds it",
         metavar="X",
         column=float,
         step="penalties",
     )
-    logit_bias: Mapping[int, float] | None = option(None, _or_none(require_bias), step="bias", hash=False)
-    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = option(None, _or_none(require_words), step="bad_words")
-    min_tokens: int = option(0, _ints(0), "nothing ends the text before N tokens", step="ends")
-    json_schema: str | Mapping[str, Any] | None = option(
-        None, _or_none(lambda name, value: schema_as_json(value)), step="grammar"
-    )
-    regex: str | None = option(None, _or_none(require_text), step="grammar")
-    grammar: str | None = option(None, _or_none(require_text), step="grammar")
-    logprobs: int | None = option(None, _or_none(_ints(0, MAX_LOGPROBS)))
+    logit_bias: Mapping[int, float] | None = option(None, require_bias, step="bias", hash=False)
+    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = option(None, require_words, step="bad_words")
+    min_tokens: int = option(0, partial(require_int, low=0), "nothing ends the text before N tokens", step="ends")
+    json_schema: str | Mapping[str, Any] | None = option(None, schema_as_json, step="grammar")
+    regex: str | None = option(None, require_text, step="grammar")
+    grammar: str | None = option(None, require_text, step="grammar")
+    logprobs: int | None = option(None, partial(require_int, low=0, high=MAX_LOGPROBS))
     logprobs_mode: LogprobsMode = option(
-        "raw", lambda name, value: require_choice(name, value, get_args(LogprobsMode), "raw"), step="processed"
+        "raw", partial(require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
-    n: int = option(1, _ints(1, MAX_CHOICES))
+    n: int = option(1, partial(require_int, low=1, high=MAX_CHOICES))
+    top_n_sigma: float = option(
+        0.0,
+        partial(require_float, low=0.0, high=100.0),
+        "sample from tokens within X standard deviations of the largest logit; 0 is all",
+        metavar="X",
+        column=float,
+        step="top_n_sigma",
+        greedy=False,
+    )
 
     def __post_init__(self) -> None:
         for name, declared in SAMPLING_OPTIONS.items():
-            with about(name):
-                store(self, **{name: declared.check(name, getattr(self, name))})
+            store(self, **{name: declared.checked(name, getattr(self, name))})
         for name, fault in self._faults():
             with about(name):
                 raise ValueError(fault)

@@ -17,7 +17,6 @@ STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.value
 DRAFTED = frozenset(declared.step for declared in SAMPLING_OPTIONS.values() if declared.drafted)  # steps that drafts know of
 # The columns of the table of rows' options, by type.
 FLOATS = tuple(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is float)
-_UNCHANGED = tuple(SAMPLING_OPTIONS[name].default for name in FLOATS)
 INTS = (*(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is int), "first_end", "processed")
 
 
@@ -69,22 +68,21 @@ class Needs(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """How a row chooses its tokens, as numbers of the columns FLOATS and INTS, of which the defaults change nothing.
+    """How a row chooses its tokens, as numbers of the columns FLOATS and INTS.
 
     first_end: the first position at which a token of TokenRules.ends may stand.  processed: 1 where log-probabilities are those
     after the options, else 0.  The others: see SamplingParams.
     """
 
-    floats: tuple[float, ...] = _UNCHANGED
-    ints: tuple[int, ...] = (0,) * len(INTS)
+    floats: tuple[float, ...]
+    ints: tuple[int, ...]
 
     @classmethod
     def of(cls, **numbers: float) -> RowOptions:
-        """Some of the numbers by name."""
+        """Some numbers by name; the others change nothing."""
         assert numbers.keys() <= {*FLOATS, *INTS}, numbers
-        neutral = cls()
-        floats = tuple(float(numbers.get(name, value)) for name, value in zip(FLOATS, neutral.floats, strict=True))
-        return cls(floats, tuple(int(numbers.get(name, value)) for name, value in zip(INTS, neutral.ints, strict=True)))
+        every = {name: declared.default or 0 for name, declared in SAMPLING_OPTIONS.items()} | numbers
+        return cls(tuple(float(every[name]) for name in FLOATS), tuple(int(every.get(name, 0)) for name in INTS))
 
     @property
     def first_end(self) -> int:

@@ -33,6 +33,38 @@ entry.PACE = Pace(quiet=600.0)  # what a command says of a long start would depe
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine
 
 
+# The first tier, `-m quick`: the files that find most faults a second, but for their slow tests.
+QUICK = """
+attention/caches/test_quant_cache attention/context/test_exchange attention/context/test_ownership attention/test_backends
+attention/test_cross attention/test_dense attention/test_matrix attention/test_plan
+batch/test_draws batch/test_logprobs batch/test_masks batch/test_rules batch/test_sampling batch/test_state
+door/test_cli_flags door/test_door_errors door/test_options door/test_prompts door/test_settings
+draft/ngram/test_lookup draft/test_ancestry draft/test_kernels draft/test_load draft/test_rows draft/test_tree
+engine/pages/test_copies engine/pages/test_page_groups engine/pages/test_pages engine/pages/test_shared_prefix
+engine/speculation/test_busy_machines engine/speculation/test_estimates engine/speculation/test_pause
+engine/test_chunks engine/test_detokenize engine/test_endings engine/test_engine engine/test_kept engine/test_not_finite
+engine/test_scheduler engine/test_text
+grammar/test_completion grammar/test_grammar_rows grammar/test_keywords
+lossless/check/test_reference lossless/test_alibi_target lossless/test_lossless lossless/test_lossless_families
+lossless/test_random_traffic
+models/test_config_values models/test_forward models/test_linear models/test_strict
+ops/noise/test_floor ops/noise/test_gumbel ops/noise/test_gumbel_triton ops/noise/test_sample
+runner/test_rehearsal
+serve/test_metrics_and_log serve/test_refused serve/wire/test_answers
+verify/test_accept verify/test_commit verify/test_divided verify/test_kernels
+""".split()
+
+
+def is_quick(path: Path) -> bool:
+    return str(path.relative_to(ROOT / "tests").with_suffix("")) in QUICK
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The first tier imports no other file of tests."""
+    tests = collection_path.suffix == ".py" and collection_path.stem.startswith("test_")
+    return True if tests and config.option.markexpr == "quick" and not is_quick(collection_path) else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Processes that share the files (`--dist loadfile`) take them as they are listed, not those of few tests last."""
     config.option.loadscopereorder = False
@@ -40,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first cases are slow.
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow.  What is quick is marked.
 
     Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
     with nothing to do.
@@ -58,6 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
             if seen[test] > marker.kwargs.get("keep", 1):
                 item.add_marker(pytest.mark.slow)
+        if is_quick(item.path) and not item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.quick)
 
 
 def pytest_collection_finish() -> None:

@@ -113,16 +113,18 @@ def float8_queries_kernel(
         tl.store(to_M[:, None] + d[None, :], x_MD.to(out.dtype.element_ty), mask=ok_MD)
 
 
-def launch_float8_queries(q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """`float8_queries` in one launch, or in two."""
+def launch_float8_queries(
+    q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int, block_m: int = BLOCK_M, most: int = MOST_PROGRAMS
+) -> tuple[Tensor, Tensor]:
+    """`float8_queries` in one launch, or in two.  most: programs that share a row's queries of a kv head."""
     (T, H, D), R = q_THD.shape, cu_seqlens_q.shape[0] - 1
     assert q_THD.stride(2) == 1 and H % num_kv_heads == 0 and cu_seqlens_q.dtype == torch.int32
     out_THD = torch.empty((T, H, D), dtype=torch.float8_e4m3fn, device=q_THD.device)
     scale_RK = torch.empty((R, num_kv_heads), dtype=torch.float32, device=q_THD.device)
     group, pairs = H // num_kv_heads, R * num_kv_heads
-    blocks = triton.cdiv(max_seqlen_q * group, BLOCK_M)
-    programs = 1 if blocks <= FEW_BLOCKS else min(blocks, MOST_PROGRAMS)
-    dims = dict(KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=D, PADDED_DIM=triton.next_power_of_2(D), BLOCK_M=BLOCK_M)
+    blocks = triton.cdiv(max_seqlen_q * group, block_m)
+    programs = 1 if blocks <= FEW_BLOCKS else min(blocks, most)
+    dims = dict(KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=D, PADDED_DIM=triton.next_power_of_2(D), BLOCK_M=block_m)
     options = dict(num_warps=4, **chained(q_THD.device))
     largest, strides = scale_RK, q_THD.stride()[:2]
     if programs > 1:

@@ -16,10 +16,9 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.split_cache import PairedView
-from specdec.attention.invariant import plan as leaves
 from specdec.attention.invariant.latents import attend_latents
 from specdec.attention.invariant.leaves_triton import leaves_kernel, path_kernel
-from specdec.attention.invariant.plan import BLOCK_M, LeavesPlan, octaves_of
+from specdec.attention.invariant.plan import BLOCK_M, LEAVES, Leaves, LeavesPlan, octaves_of
 from specdec.attention.invariant.states_triton import join_kernel
 from specdec.attention.kernels.tiles_triton import padded, programs_at_once
 from specdec.attention.kernels.triton_backend import TritonBackend, check_view, factors, strides_of
@@ -34,20 +33,21 @@ WARPS, STAGES = 4, 3  # of every product: with other numbers of warps tensor cor
 
 
 class InvariantBackend(TritonBackend):
-    """programs: as of TritonBackend."""
+    """programs: as of TritonBackend.  leaves: how keys are divided."""
 
-    def __init__(self, programs: int | None = None) -> None:
+    def __init__(self, programs: int | None = None, leaves: Leaves = LEAVES) -> None:
         super().__init__(programs, INVARIANT)
+        self.leaves = leaves
 
     def prepare(self, plan: AttentionPlan) -> LeavesPlan:  # type: ignore[override]
         (paged,) = plan.segments
-        return LeavesPlan(paged, plan.suffix)
+        return LeavesPlan(paged, plan.suffix, self.leaves)
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: LeavesPlan, scoring: Scoring = PLAIN) -> AttentionState:  # type: ignore[override]
         return self._answer(q_THD, view, prepared, scoring)
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._answer(q_THD, view, LeavesPlan(segment, None), scoring)
+        return self._answer(q_THD, view, LeavesPlan(segment, None, self.leaves), scoring)
 
     def _answer(self, q_THD: Tensor, view: KVView, plan: LeavesPlan, scoring: Scoring) -> AttentionState:
         q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
@@ -71,7 +71,7 @@ def _attend_heads(
     in_scratch = suffix is not None or not shares.one
     values, sums = plan.scratch(T, H, shares.states, D, q_THD.device) if in_scratch else state
     shapes = {"HEAD_DIM": D, "PADDED_DIM": padded(D), "HAS_STARTS": paged.starts_T is not None, "BLOCK_N": block_n(D),
-              "LEAST": leaves.LEAST, "OCTAVES": octaves_of(paged.span)}  # fmt: skip
+              "LEAST": plan.leaves.least, "OCTAVES": octaves_of(paged.span, plan.leaves.least)}  # fmt: skip
     reads = {"KV_HEADS": K, "GROUP": H // K, "KEY_PARTS": D // part, "PAGE_SIZE": paged.pages.page_size,
              "SOFTCAP": scoring.softcap is not None, "ONE": shares.one, "BLOCK_M": BLOCK_M, **shapes}  # fmt: skip
     starts_T = paged.cache_seqlens if paged.starts_T is None else paged.starts_T
@@ -85,7 +85,7 @@ def _attend_heads(
     if not shares.one:
         join_kernel[(T * H,)](
             values, sums, paged.cache_seqlens, starts_T, *state, shares.states, nodes, HEADS=H, TREE=suffix is not None,
-            CHUNK=leaves.JOINED, **shapes, num_warps=1, **chained(q_THD.device),
+            CHUNK=plan.leaves.joined, **shapes, num_warps=1, **chained(q_THD.device),
         )  # fmt: skip
     if suffix is not None:
         assert suffix.rows == T == paged.rows * nodes and not paged.causal and not paged.ragged

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.invariant import plan as leaves
 from specdec.attention.invariant.latents_triton import latent_leaves_kernel, latent_path_kernel
 from specdec.attention.invariant.plan import BLOCK_M, LeavesPlan, octaves_of, pieces
 from specdec.attention.invariant.states_triton import join_kernel
@@ -29,14 +28,14 @@ def attend_latents(q_THL: Tensor, view: LatentView, plan: LeavesPlan, scoring: S
     assert isinstance(view, MLAView) and view.latent.dtype == q_THL.dtype and view.width == L
     assert scoring.scale is not None and scoring.scale > 0 and scoring.softcap is None and scoring.slopes_H is None
     assert paged.starts_T is None and q_THL.stride(2) == 1
-    parts, nodes = pieces(C), paged.max_seqlen_q
+    parts, nodes = pieces(C, plan.leaves.piece), paged.max_seqlen_q
     D = C // parts
     state = AttentionState.empty((T, H * parts, D), q_THL.dtype, device)  # of as many heads as pieces
     if T:
         shares = plan.shares(T, H * parts, D, paged.rows * parts, H, programs)
         in_scratch = suffix is not None or not shares.one
         values, sums = plan.scratch(T, H * parts, shares.states, D, device) if in_scratch else state
-        order = {"BLOCK_N": BLOCK_N, "LEAST": leaves.LEAST, "OCTAVES": octaves_of(None)}
+        order = {"BLOCK_N": BLOCK_N, "LEAST": plan.leaves.least, "OCTAVES": octaves_of(None, plan.leaves.least)}
         stored = LatentKeys.of(view)
         strides = {name: stored.options[name] for name in ("LATENT_STRIDE", "ROPE_STRIDE")}
         shapes = {"HEADS": H, "PARTS": parts, "DIM": D, "PADDED_DIM": padded(D), "ROPE": L - C, "PADDED_ROPE": padded(L - C),
@@ -50,7 +49,7 @@ def attend_latents(q_THL: Tensor, view: LatentView, plan: LeavesPlan, scoring: S
         if not shares.one:
             join_kernel[(T * H * parts,)](
                 values, sums, paged.cache_seqlens, paged.cache_seqlens, *state, shares.states, nodes, HEADS=H * parts,
-                HEAD_DIM=D, PADDED_DIM=padded(D), HAS_STARTS=False, TREE=suffix is not None, CHUNK=leaves.JOINED, **order,
+                HEAD_DIM=D, PADDED_DIM=padded(D), HAS_STARTS=False, TREE=suffix is not None, CHUNK=plan.leaves.joined, **order,
                 num_warps=1, **chained(device),
             )  # fmt: skip
         if suffix is not None:

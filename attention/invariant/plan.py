@@ -1,6 +1,6 @@
 """How the leaves of a sequence are counted on the host, and who computes which of them, by shapes alone.
 
-states_triton.py says what leaves are.  Any choice made here gives the same bits, but for those of LEAST and OCTAVES.  This
+states_triton.py says what leaves are.  Any choice made here gives the same bits, but for those of `least` and OCTAVES.  This
 module knows no kernel.
 
 Shapes: T queries, H heads, D width of a value, S states of a query.
@@ -17,12 +17,22 @@ from torch import Tensor
 from specdec.attention.segment import Segment
 
 BLOCK_M = 64  # packed queries x heads of a tile: with another number tensor cores would add up in another order
-LEAST, OCTAVES = 128, 4  # keys of the first leaves, and how often their length doubles
+OCTAVES = 4  # how often the length of leaves doubles
 IN_OCTAVE = 16  # leaves of one length
 FULL_GPU = 0.8  # threshold: the share of the GPU that has work if each program computes all leaves of its queries
 MOST_SCRATCH = 1 << 28  # threshold in bytes: with more memory for states, each program computes all leaves of its queries
 PIECE = 256  # the most columns of a latent that one program adds up: longer ones are cut into two equal pieces
-JOINED = 8  # states that the joining kernel loads together
+
+
+class Leaves(NamedTuple):
+    """least: keys of the first leaves.  joined: states that the joining kernel loads together.  piece: as PIECE."""
+
+    least: int = 128
+    joined: int = 8
+    piece: int = PIECE
+
+
+LEAVES = Leaves()
 
 
 class Shares(NamedTuple):
@@ -48,16 +58,17 @@ class Shares(NamedTuple):
 class LeavesPlan:
     """A plan, and the scratch memory that its layers share.
 
-    paged: prefixes, or causal rows.  suffix: the nodes' paths if there are trees.
+    paged: prefixes, or causal rows.  suffix: the nodes' paths if there are trees.  leaves: how keys are divided.
     """
 
     paged: Segment
     suffix: Segment | None
+    leaves: Leaves = LEAVES
     _scratch: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def shares(self, T: int, H: int, D: int, rows: int, group: int, programs: int) -> Shares:
         """rows: of keys, over all sequences and kv heads.  group: heads that read the same keys.  programs: of the GPU."""
-        tiles, most = -(-self.paged.max_seqlen_q * group // BLOCK_M), most_leaves(self.paged)
+        tiles, most = -(-self.paged.max_seqlen_q * group // BLOCK_M), most_leaves(self.paged, self.leaves.least)
         one = most == 1 or rows * tiles >= FULL_GPU * programs or 4 * T * H * most * D > MOST_SCRATCH
         return Shares(tiles, rows * tiles, 1 if one else most, 2 if one else most)
 
@@ -70,30 +81,30 @@ class LeavesPlan:
         return self._scratch[T, H, S, D]
 
 
-def pieces(rank: int) -> int:
+def pieces(rank: int, most: int = PIECE) -> int:
     """Into how many pieces the kernels cut latents of that rank; 0: they can't read such latents."""
-    return 1 if rank <= PIECE else 2 if rank <= 2 * PIECE and rank % 2 == 0 else 0
+    return 1 if rank <= most else 2 if rank <= 2 * most and rank % 2 == 0 else 0
 
 
-def octaves_of(span: int | None) -> int:
+def octaves_of(span: int | None, least: int) -> int:
     """How often the length of leaves doubles.  A layer that reads a span of keys gets leaves of a 16th of the span at most."""
-    return OCTAVES if span is None else min(OCTAVES, max(0, (span // (IN_OCTAVE * LEAST)).bit_length() - 1))
+    return OCTAVES if span is None else min(OCTAVES, max(0, (span // (IN_OCTAVE * least)).bit_length() - 1))
 
 
-def most_leaves(segment: Segment) -> int:
+def most_leaves(segment: Segment, least: int) -> int:
     """The most leaves that the keys of one tile's queries can lie in, by what the host knows."""
-    octaves, capacity = octaves_of(segment.span), segment.pages.capacity
-    whole = leaves_before(capacity, octaves)
+    octaves, capacity = octaves_of(segment.span, least), segment.pages.capacity
+    whole = leaves_before(capacity, octaves, least)
     if segment.span is None:
         return whole
-    near = segment.span + segment.max_seqlen_q + LEAST  # keys that may lie across the border of one leaf more
-    return min(whole, leaves_before(near, octaves) + 1)
+    near = segment.span + segment.max_seqlen_q + least  # keys that may lie across the border of one leaf more
+    return min(whole, leaves_before(near, octaves, least) + 1)
 
 
-def leaves_before(position: int, octaves: int) -> int:
+def leaves_before(position: int, octaves: int, least: int) -> int:
     """How many leaves begin before a position; at least 1.  `states_triton.leaf_of` is the same for the kernels."""
     leaves, first = 0, 0
     while first < position:
-        first += LEAST << min(leaves // IN_OCTAVE, octaves)
+        first += least << min(leaves // IN_OCTAVE, octaves)
         leaves += 1
     return max(1, leaves)

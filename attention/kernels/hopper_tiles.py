@@ -26,12 +26,15 @@ LEAST_PAGE = 16  # the tensor cores sum 16 keys at a time
 WIDTHS = (64, 128, 256)  # head dims
 
 
-def hopper_tiles(q_THD: Tensor, view: object, segment: Segment, scoring: Scoring, programs: int) -> PagedTiles | None:
+def hopper_tiles(
+    q_THD: Tensor, view: object, segment: Segment, scoring: Scoring, programs: int, measured: bool | None = None
+) -> PagedTiles | None:
     """The tiles of paged_hopper.py's kernel for a segment; None: paged_triton.py's kernel reads it.
 
-    programs: how many programs the GPU is taken to run at once.
+    programs: how many programs the GPU is taken to run at once.  measured: whether it counts as measured; None: as it is.
     """
-    if not (is_measured(q_THD.device) and isinstance(view, MHAView) and scoring.slopes_H is None):
+    measured = is_measured(q_THD.device) if measured is None else measured
+    if not (measured and isinstance(view, MHAView) and scoring.slopes_H is None):
         return None
     (_, H, D), K, P = q_THD.shape, view.kv.shape[2], segment.pages.page_size
     group, aligned = H // K, all(number * 2 % 16 == 0 for number in (*q_THD.stride()[:2], view.kv.stride(0)))

@@ -42,6 +42,7 @@ class TritonBackend(Backend):
     """Split-KV paged attention, and a kernel that fuses suffix and merge.
 
     programs: how many programs the GPU is taken to run at once; None: one for each SM.
+    hopper: whether the kernels for Hopper are taken wherever they can be; None: on GPUs on which they were measured.
     numerics: the policy that is asked about the store.  How keys are read belongs to the backend: attention/invariant/ has the
         other way.
 
@@ -52,8 +53,8 @@ class TritonBackend(Backend):
     name = "triton"
     reads_no_lengths = True
 
-    def __init__(self, programs: int | None = None, numerics: Numerics = FAST) -> None:
-        self.programs, self.numerics = programs, numerics
+    def __init__(self, programs: int | None = None, numerics: Numerics = FAST, hopper: bool | None = None) -> None:
+        self.programs, self.numerics, self.hopper = programs, numerics, hopper
 
     def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, StoredView)
@@ -134,7 +135,7 @@ class TritonBackend(Backend):
             # along (ptxas 12.8) takes their address from a register that it has not set.
             wanted = min(packed, 32)
         kept = quant_of(view), segment.causal, waves, segment.max_keys, rounds_queries(view)
-        tiles = hopper_tiles(q_THD, view, segment, scoring, programs)
+        tiles = hopper_tiles(q_THD, view, segment, scoring, programs, self.hopper)
         if tiles is None:
             key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
             tiles = paged_tiles(wanted, widest, q_THD.itemsize, *kept)

@@ -7,8 +7,8 @@ There are two ways to compute the same numbers.
 - Expanded, for long prompts: every head gets keys and values of its own.  This takes less arithmetic for each pair of query and
   key, and a fixed amount of work for each key.  Both forms round differently, so an invariant policy never takes it.
 
-A pass is expanded if some row has more than EXPAND_ABOVE queries.  Layers do not choose; the plan decides.  The tokens of a
-long prompt that were cached before (by an earlier chunk, or as a cached prefix) are expanded EXPANDED_TOKENS at a time, and the
+A pass is expanded if some row has more queries than a limit (limits.py).  Layers do not choose; the plan decides.  Tokens of a
+long prompt that were cached before (by an earlier chunk, or as a cached prefix) are expanded a few at a time, and the
 states are merged.  A cache in 8 bits is read as it is by passes of few queries a row, and converted first for others
 (upconvert.py).
 
@@ -19,7 +19,8 @@ rows, W keys of a row at a time, E expanded keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import Scoring
+from specdec.attention.latent.limits import Limits, usual_limits
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
@@ -42,12 +44,6 @@ from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear_into
 from specdec.parallel.group import ALONE, Group
 
-# Threshold in queries a row, measured: benchmarks/latent/README.md, "Why the tiles and rules are what they are".  Prompts in
-# captured graphs must not pass it (`most_captured_cost`): the host decides into how many chunks the cached part of a row is
-# cut, and a graph would freeze that number.
-EXPAND_ABOVE = 512
-EXPANDED_TOKENS = 4096  # cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16
-
 
 @dataclass
 class LatentInputs(LayerInputs):
@@ -57,6 +53,7 @@ class LatentInputs(LayerInputs):
     latent_TL: latents, neither normed nor rotated.
     up_HXC: each head's projection from latents to keys (first N rows) and values (last V rows).
     numerics: the policy that chooses the form, and the products with up_HXC.
+    limits: from which sizes on which form is chosen.
     """
 
     q_THQ: Tensor
@@ -64,6 +61,7 @@ class LatentInputs(LayerInputs):
     up_HXC: Tensor
     prep: LatentPrep
     numerics: Numerics = FAST
+    limits: Limits = field(default_factory=usual_limits)
 
     @property
     def nope_dim(self) -> int:
@@ -75,13 +73,13 @@ class LatentInputs(LayerInputs):
         assert isinstance(view, LatentView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
         whole = call.rows_R is None and call.kind.reads_all
         may_expand = whole and not self.numerics.is_invariant
-        prompt = call.once("expanded prompt", ExpandedPrompt.of) if may_expand else None
+        prompt = call.once("expanded prompt", partial(ExpandedPrompt.of, limits=self.limits)) if may_expand else None
         if prompt is not None:
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
             return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
         q_RHL, workspace = self.absorbed(call, view), None
         if whole and call.plan.divided is None:
-            workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype))
+            workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype, self.limits))
         if workspace is None:
             return absorbed_values(call.attend(q_RHL), up_HXC[:, N:], self.numerics)
         state = call.finish(workspace.state(call.backend, q_RHL, view, call.scoring))
@@ -189,15 +187,17 @@ class ExpandedPrompt:
     own: each row's queries over the row's own new keys only, which are packed one row after the other like the queries.
     cached: the segment of the keys before them, over the cache: those that this rank keeps.
     lens_DB: int32, how many of these keys each rank keeps.  group: the ranks.
+    most: cached latents that are expanded at once, over all rows.
     """
 
     own: Segment
     cached: Segment
     lens_DB: Tensor
     group: Group
+    most: int
 
     @classmethod
-    def of(cls, plan: AttentionPlan) -> ExpandedPrompt | None:
+    def of(cls, plan: AttentionPlan, limits: Limits) -> ExpandedPrompt | None:
         """The expanded form of a plan; None if the pass is absorbed.
 
         Only prompts have so many queries a row that they are expanded, and a prompt's plan is one causal segment.  Where ranks
@@ -207,14 +207,14 @@ class ExpandedPrompt:
         queries = prompt.max_seqlen_q
         if divided is not None and plan.positions_T is not None:
             queries = plan.positions_T.shape[0]
-        if len(plan.parts) > 1 or not prompt.causal or queries <= EXPAND_ABOVE or prompt.starts_T is not None:
+        if len(plan.parts) > 1 or not prompt.causal or queries <= limits.expand_above or prompt.starts_T is not None:
             return None
         lens_B = prompt.cu_seqlens_q.diff()
         slots_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
         own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
         cached, group = (prompt, ALONE) if divided is None else divided
         kept_B = prompt.cache_seqlens - lens_B if divided is None else cached.cache_seqlens
-        return cls(own, cached, group.gather(kept_B), group)
+        return cls(own, cached, group.gather(kept_B), group, limits.expanded_tokens)
 
     def state(
         self, backend: Backend, view: LatentView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
@@ -239,7 +239,7 @@ class ExpandedPrompt:
         cached, (pages_BW, P), (D, B) = self.cached, self.cached.pages, self.lens_DB.shape
         most = cached.max_cached
         assert most is not None, "a long prompt's plan must say how much of it is cached"
-        size = max(1, EXPANDED_TOKENS // (B * D))
+        size = max(1, self.most // (B * D))
         for start in range(0, most, size):
             W = min(size, most - start)
             lens_DB = (self.lens_DB - start).clamp(min=0, max=W)

@@ -2,7 +2,7 @@
 
 The kernels multiply codes with their scales as they load them, once for each tile of queries.  For a few queries a row that
 costs less than writing converted latents to memory and reading them again; for many queries it costs more.  The rule is one
-number, UPCONVERT_FROM.
+number, `convert_from` (limits.py).
 
 The workspace holds the latents of as many rows as fit, one row after the other, each from a page's first slot on.  Rows that do
 not fit are converted and attended to afterwards, in the same memory.
@@ -22,14 +22,12 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kinds import Scoring
+from specdec.attention.latent.limits import Limits
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import use_kernels
 
-# Threshold in queries a row, measured: benchmarks/latent/README.md, "Why the tiles and rules are what they are".
-UPCONVERT_FROM = 32
-WORKSPACE_TOKENS = 65536  # with DeepSeek's dims they take 75 MB in bf16; a single row may be longer
 PAGE = 64  # tokens of a workspace's page: what the kernels load fastest
 
 
@@ -100,26 +98,29 @@ class Workspace:
     latent_NL: Tensor
 
     @classmethod
-    def of_plan(cls, plan: AttentionPlan, view: LatentView, dtype: torch.dtype) -> Workspace | None:
+    def of_plan(cls, plan: AttentionPlan, view: LatentView, dtype: torch.dtype, limits: Limits) -> Workspace | None:
         """The workspace of a plan's pass; None if its queries read the cache itself.
 
         Only prompts have so many queries a row, and a prompt's plan is one causal segment.  In a captured graph it does not say
         how much of a row is cached, so nobody would know the workspace's size.
         """
         prompt = plan.segments[0]
-        converts = view.rounds and prompt.max_seqlen_q >= UPCONVERT_FROM
+        converts = view.rounds and prompt.max_seqlen_q >= limits.convert_from
         if not converts or len(plan.parts) > 1 or not prompt.causal or prompt.max_cached is None or prompt.starts_T is not None:
             return None
-        return cls.of(prompt, view.width, dtype)
+        return cls.of(prompt, view.width, dtype, limits.workspace_tokens)
 
     @classmethod
-    def of(cls, prompt: Segment, width: int, dtype: torch.dtype) -> Workspace:
-        """The workspace of a causal segment that says how much of it was cached before.  It reads nothing from the device."""
+    def of(cls, prompt: Segment, width: int, dtype: torch.dtype, tokens: int) -> Workspace:
+        """The workspace of a causal segment that says how much of it was cached before.  It reads nothing from the device.
+
+        tokens: converted at once.
+        """
         assert prompt.max_cached is not None and prompt.causal and prompt.starts_T is None
         lens_B, B = prompt.cache_seqlens, prompt.rows
         most = min(prompt.max_cached + prompt.max_seqlen_q, prompt.pages.capacity)
         room = -(-most // PAGE) * PAGE
-        firsts = first_rows([room] * B, WORKSPACE_TOKENS)
+        firsts = first_rows([room] * B, tokens)
         starts_B = workspace_starts(lens_B, firsts, PAGE)
         table_BW = starts_B[:, None] // PAGE + torch.arange(room // PAGE, dtype=torch.int32, device=lens_B.device)
         row_B, chunks = torch.arange(B, dtype=torch.int64, device=lens_B.device), []

@@ -29,9 +29,6 @@ from specdec.attention.sparse.indexer import indexer_scores, select_rows
 from specdec.attention.sparse.segment import sparse_segment
 
 CHOSEN = "keys chosen by the last indexer"
-# Numbers of absorbed queries at once.  They are four times as wide as the queries that they are made from, so a long prompt's
-# take turns: at DeepSeek's dims 910 tokens, in 134 MB.
-ABSORBED = 1 << 26
 
 
 @dataclass
@@ -62,7 +59,7 @@ class SparseLatentInputs(LayerInputs):
         if chosen is None:
             return self.latents.paged(call._replace(view=view.latents))
         inputs, up_HXC, N, L = self.latents, self.latents.up_HXC, self.latents.nope_dim, self.latents.latent_TL.shape[1]
-        R, H, step = chosen.rows, up_HXC.shape[0], max(1, ABSORBED // (up_HXC.shape[0] * L))
+        R, H, step = chosen.rows, up_HXC.shape[0], max(1, inputs.limits.absorbed // (up_HXC.shape[0] * L))
         if R <= step:
             return self._attended(call, view.latents, inputs.absorbed(call, view.latents), chosen)
         store_latent(view.latents, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)

@@ -1,8 +1,8 @@
 """What latent attention (MLA) chooses by measurement: tiles, and what is done with prompts.  Prints and writes JSON.
 
     python benchmarks latent.mla_tiles tiles --out FILE        # each tile that was tried, over cases of each kind
-    python benchmarks latent.mla_tiles prompts --out FILE      # absorbed or expanded: EXPAND_ABOVE
-    python benchmarks latent.mla_tiles conversions --out FILE  # 8-bit latents as they are or converted first: UPCONVERT_FROM
+    python benchmarks latent.mla_tiles prompts --out FILE      # absorbed or expanded: limits.py
+    python benchmarks latent.mla_tiles conversions --out FILE  # 8-bit latents as they are or converted first: limits.py
 
 The shape (DeepSeek-V3's), the times and their limits are those of mla.py.
 
@@ -27,8 +27,8 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL
-from specdec.attention.latent import mla as latent
-from specdec.attention.latent import mla_launch
+from specdec.attention.latent import limits, mla_launch
+from specdec.attention.latent.limits import LIMITS, Limits
 from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.mla_launch import LatentTiles
 from specdec.attention.latent.upconvert import Workspace
@@ -103,12 +103,12 @@ class Prompt(OneLayer):
 
 
 def prompts(_: Pool, replays: int) -> list[dict[str, Any]]:
-    """Absorbed against expanded attention, which shows from how many tokens on expanding is faster (EXPAND_ABOVE)."""
+    """Absorbed against expanded attention, which shows from how many tokens on expanding is faster (limits.py)."""
     rows = []
     for T, cached in itertools.product((256, 512, 1024, 2048, 4096, 8192), (0, 8192)):
         row: dict[str, Any] = {"kind": "prompt", "T": T, "cached": cached}
         for name, above in (("absorbed_us", 1 << 30), ("expanded_us", 0)):
-            latent.EXPAND_ABOVE = above
+            limits.LIMITS = Limits(expand_above=above)
             step = Prompt(T, cached)
             row[name] = round(timed(step, step, replays)[0], 1)
         rows.append(row)
@@ -126,7 +126,10 @@ class CachedPrompt(OneLayer):
         length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
         self.segment = replace(causal_segment(PageTable(table, 64), length_1, T), max_cached=cached)
         self.q_THL = torch.randn(T, H, C + R, device=DEVICE, dtype=torch.bfloat16)
-        self.workspace, self.backend = Workspace.of(self.segment, C + R, torch.bfloat16), TritonBackend()
+        self.workspace, self.backend = (
+            Workspace.of(self.segment, C + R, torch.bfloat16, LIMITS.workspace_tokens),
+            TritonBackend(),
+        )
 
     def direct(self, _: object) -> list[Tensor]:
         return [self.backend.run(self.q_THL, self.view, self.segment, SCALING).out_THD]
@@ -136,7 +139,7 @@ class CachedPrompt(OneLayer):
 
 
 def conversions(_: Pool, replays: int) -> list[dict[str, Any]]:
-    """Prompts over latents in 8 bits: read as they are, or converted first (UPCONVERT_FROM)."""
+    """Prompts over latents in 8 bits: read as they are, or converted first (limits.py)."""
     rows = []
     for T, cached in itertools.product((16, 32, 64, 128, 256, 512), (0, 2048, 8192, 32768)):
         prompt = CachedPrompt(T, cached)

@@ -34,9 +34,9 @@ from specdec.bench.profile import Work, full_rounds
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
+from specdec.draft.formats.empty import class_of
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.draft.head import DraftHead
-from specdec.draft.load import KINDS
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
@@ -138,7 +138,7 @@ def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
             markov_rank=shape.rank,
         )  # fmt: skip
     spec = HeadSpec(layers, shape.kind, aux, TARGET.hidden_size, shape.vocab, block=block)
-    head = build(lambda: KINDS[shape.kind].make(spec, max_positions), device, torch.bfloat16)
+    head = build(lambda: class_of(shape.kind)(spec, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
     for parameter in head.parameters():
         if parameter is not model.embed_tokens.weight:

@@ -10,6 +10,7 @@ drafted by each, H hidden, F the target's features of one token, W draft vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,35 +18,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import HeadsView
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerCall
+from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
+from specdec.draft.block.head import BlockHead
 from specdec.draft.block.markov import Markov
-from specdec.draft.drafter import Drafter, DrafterContext, Impression
-from specdec.draft.formats.spec import BlockSpec, HeadSpec
-from specdec.draft.head import DraftHead
+from specdec.draft.block.rounds.passes import BlockPass, ContextPass
+from specdec.draft.block.rounds.trees import STOP_BELOW, Walk
+from specdec.draft.formats.parts import Part, layer_parts
+from specdec.draft.formats.reading import Names
+from specdec.draft.formats.spec import HeadSpec
 from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
-from specdec.models.target import Target
+from specdec.ops.noise.gumbel import Noise
 from specdec.ops.products.terms import Terms
 from specdec.ops.rope import HeadPrep, Rotation
 
 
-class DFlashHead(DraftHead):
+class DFlashHead(BlockHead):
     """The language-model head and the embeddings are the target's, as a rule."""
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
         block, model = config.block, config.model
         assert block is not None and block.size
         super().__init__(config, max_positions + block.size + MAX_PAUSE)
-        self.block: BlockSpec = block
         self.fc = Linear(config.feature_size, model.hidden_size)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+
+    def parts(self, names: Names) -> Iterator[Part]:
+        yield names.fc, self.fc
+        yield "hidden_norm", self.hidden_norm
+        for layer, name in zip(self.layers, (names.first, *names.layers), strict=True):
+            yield from layer_parts(layer, name)
+        yield "norm", self.norm
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features_TF))
@@ -67,19 +80,11 @@ class DFlashHead(DraftHead):
             x, normed_TH = next_norm.add(x, layer.mlp(normed, terms=True), below_CH=below)
         return normed_TH
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
-
     def block_ids(self, anchors: Tensor) -> Tensor:
         """[..., B] int64: the last known token, then mask tokens."""
         return F.pad(anchors[..., None], (0, self.block.size - 1), value=self.block.mask_id)
 
     def drafts(self, features_NTF: Tensor, ids_NT: Tensor, anchors_NA: Tensor, steps: int) -> Tensor:
-        """[N, A, S, H]: what `logits` reads, for the S tokens after each anchor, from whole texts at once, without a cache.
-
-        features_NTF: the target's features of the texts' tokens.  ids_NT: int64.
-        anchors_NA: int64, positions of the last known tokens; features are known of the tokens before them.
-        """
         (N, A), B, T, device = anchors_NA.shape, self.block.size, ids_NT.shape[1], ids_NT.device
         at_NR = (anchors_NA[..., None] + torch.arange(B, dtype=torch.int64, device=device)).flatten(1)
         block_R = torch.arange(A, dtype=torch.int64, device=device).repeat_interleave(B)
@@ -100,8 +105,8 @@ class DFlashHead(DraftHead):
         first = int(self.block.skips_anchor)
         return hidden[:, :, first : first + steps]
 
-    def default_shape(self) -> SpecConfig:
-        return self.block.default_shape()
+    def make_pass(self, backend: Backend, cache: KVCache, steps: int) -> BlockPass:
+        return ContextPass(self, backend, cache, steps)
 
     def check(self, spec: SpecConfig) -> None:
         super().check(spec)
@@ -111,22 +116,6 @@ class DFlashHead(DraftHead):
                 f"num_steps must be at most {most}, the tokens that this head drafts in a pass, got {spec.num_steps}; nearest "
                 f"setting that works: {f'num_draft_tokens={most + 1}' if spec.is_auto else f'num_steps={most}'}"
             )
-
-    def slots(self, spec: SpecConfig) -> int:
-        return self.block.slots(spec)
-
-    def smoke(self, target: Target, ids_T: Tensor) -> Impression:
-        from specdec.draft.block.smoke import BlockLook  # which knows heads, too
-
-        return BlockLook().impression(self, target, ids_T)
-
-    def passes(self, spec: SpecConfig) -> int:
-        return 1
-
-    def worker(self, context: DrafterContext) -> Drafter:
-        from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
-
-        return BlockWorker(self, context)
 
 
 def _attended(
@@ -155,7 +144,13 @@ class FirstRows(HeadInputs):
 
 
 class DSparkHead(DFlashHead):
-    """A DFlash head with a Markov head, and perhaps with an estimate that the next token is accepted."""
+    """A DFlash head with a Markov head, and perhaps with an estimate that the next token is accepted.
+
+    stop_below: see STOP_BELOW.
+    """
+
+    reads_drafts = True
+    stop_below = STOP_BELOW
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
         super().__init__(config, max_positions)
@@ -166,16 +161,27 @@ class DSparkHead(DFlashHead):
             width = model.hidden_size + (r if self.block.confidence == "markov" else 0)
             self.confidence = Linear(width, 1, bias=True)
 
-    def walk(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """[..., S, W]: logits along known texts, for training and checks.  hidden: [..., S, H].
+    def parts(self, names: Names) -> Iterator[Part]:
+        yield from super().parts(names)
+        markov = self.markov
+        named = {"markov_w1": markov.w1, "markov_w2": markov.w2, "gate_proj": markov.gate, "joint_proj": markov.joint}
+        yield from ((f"{names.markov}{name}", part) for name, part in named.items() if part is not None)
+        if self.confidence is not None:
+            yield names.confidence, self.confidence
 
-        before: [..., S] int64 ids of the target's vocabulary: the token before each of the tokens that are drafted.
-        """
+    def tree(self, hidden_BSH: Tensor, bonus_B: Tensor, spec: SpecConfig, noise: Noise | None = None) -> DraftTree:
+        walk = Walk(self, hidden_BSH, noise, self.stop_below)
+        return walk.chain(bonus_B) if spec.topk == 1 else walk.tree(bonus_B, spec)
+
+    def walk(self, hidden: Tensor, before: Tensor) -> Tensor:
         state, rows = None, []
         for own, embedded in zip(hidden.unbind(-2), self.markov.embed(before).unbind(-2), strict=True):
             row, state = self.markov.step(own, embedded, state)
             rows.append(row)
         return self.logits(hidden) + self.markov.w2(torch.stack(rows, dim=-2))
+
+    def estimates(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        return None if self.confidence is None else self.confidences(hidden, self.markov.embed(before))
 
     def confidences(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """[...]: logits of the estimates.  hidden: [..., H].  embedded: [..., r], the tokens before (`Markov.embed`)."""

@@ -9,30 +9,36 @@ Shapes: N texts, T tokens of a text, P pairs, A blocks, S tokens drafted by each
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
-from specdec.draft.drafter import Drafter, DrafterContext, Impression
+from specdec.draft.block.head import BlockHead
+from specdec.draft.block.rounds.passes import BlockPass, PairPass
 from specdec.draft.eagle.head import Eagle3Head
-from specdec.draft.formats.spec import BlockSpec, HeadSpec
+from specdec.draft.formats.parts import Part
+from specdec.draft.formats.reading import Names
+from specdec.draft.formats.spec import HeadSpec
 from specdec.limits import MAX_PAUSE, MAX_STEPS
 from specdec.models.making import new_weight
-from specdec.models.target import Target
 
 
-class PEagleHead(Eagle3Head):
+class PEagleHead(BlockHead, Eagle3Head):
     """mask_hidden_F: the feature of pairs that are not known; norms and `fc` treat it as a true one."""
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
-        block = config.block
-        assert block is not None
         super().__init__(config, max_positions + 2 * MAX_STEPS + MAX_PAUSE)
-        self.block: BlockSpec = block
         self.mask_hidden_F = new_weight(config.feature_size)
+
+    def parts(self, names: Names) -> Iterator[Part]:
+        yield from super().parts(names)
+        yield "mask_hidden", self.mask_hidden_F
 
     @property
     def returns_normed(self) -> bool:
@@ -43,11 +49,6 @@ class PEagleHead(Eagle3Head):
         return self.fuse(self.mask_hidden_F[None])
 
     def drafts(self, features_NTF: Tensor, ids_NT: Tensor, anchors_NA: Tensor, steps: int) -> Tensor:
-        """[N, A, S, H]: what `logits` reads, for the S tokens after each anchor, from whole texts at once, without a cache.
-
-        features_NTF: the target's features of the texts' tokens.  ids_NT: int64.
-        anchors_NA: int64, positions from 1 on of the last known tokens; features are known of the tokens before them.
-        """
         (N, A), P, D, device = anchors_NA.shape, ids_NT.shape[1] - 1, steps - 1, ids_NT.device
         true_P, unknown = torch.arange(P, dtype=torch.int64, device=device), A * D
         last_NR = (anchors_NA - 1).repeat_interleave(D, 1)
@@ -69,8 +70,8 @@ class PEagleHead(Eagle3Head):
         first_NA1H = hidden.take_along_dim(anchors_NA[..., None] - 1, dim=1)[:, :, None]
         return torch.cat((first_NA1H, hidden[:, P:].unflatten(1, (A, D))), dim=2)
 
-    def slots(self, spec: SpecConfig) -> int:
-        return self.block.slots(spec)
+    def make_pass(self, backend: Backend, cache: KVCache, steps: int) -> BlockPass:
+        return PairPass(self, backend, cache, steps)
 
     def doubt(self, spec: SpecConfig) -> str:
         if not self.block.size or spec.max_steps <= self.block.size:
@@ -80,19 +81,3 @@ class PEagleHead(Eagle3Head):
             f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
             f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}"
         )
-
-    def worker(self, context: DrafterContext) -> Drafter:  # type: ignore[override]
-        from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
-
-        return BlockWorker(self, context)
-
-    def smoke(self, target: Target, ids_T: Tensor) -> Impression:
-        from specdec.draft.block.smoke import BlockLook  # which knows heads, too
-
-        return BlockLook().impression(self, target, ids_T)
-
-    def default_shape(self) -> SpecConfig:
-        return self.block.default_shape()
-
-    def passes(self, spec: SpecConfig) -> int:
-        return 1

@@ -7,84 +7,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.peagle import PEagleHead
-from specdec.draft.broken import map_of_zeros, replaced_parts, zeros_in
-from specdec.draft.formats.spec import BlockSpec
+from specdec.draft.block.head import BlockHead
+from specdec.draft.broken import FilesLook
 from specdec.draft.smoke import (
     DRAFTS,
-    Look,
     Misreading,
     Seen,
     is_right,
     misread_config,
     misread_layers,
     misread_residual,
+    respecified,
     variant,
 )
 from specdec.models.target import Target
 
 
-class BlockLook(Look):
+class BlockLook(FilesLook):
     """A chain is the first tokens of the block that begins at its place."""
 
-    def drafts(self, head: PEagleHead | DFlashHead) -> int:
+    def drafts(self, head: BlockHead) -> int:
         size = head.block.size  # one less, so that it is the same whether the first row drafts or not
         return min(DRAFTS, max(1, size - 1)) if size else DRAFTS
 
-    def rights(self, seen: Seen, head: PEagleHead | DFlashHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
+    def rights(self, seen: Seen, head: BlockHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
         S, device = self.drafts(head), seen.ids_T.device
         anchors_A = torch.arange(1, len(seen.ids_T) - S + 1, dtype=torch.int64, device=device)
         after_AS = anchors_A[:, None] + torch.arange(S, dtype=torch.int64, device=device)
         (hidden_ASH,) = head.drafts(seen.features(layers)[None], seen.ids_T[None], anchors_A[None], S)
-        logits_ASV = logits_of(head, hidden_ASH, seen.ids_T[after_AS])
+        logits_ASV = head.walk(hidden_ASH, seen.ids_T[after_AS])
         yield from is_right(head, logits_ASV, seen.chosen_P[after_AS - 1]).unbind(1)
 
-    def misreadings(self, head: PEagleHead | DFlashHead, target: Target) -> Iterator[Misreading]:
-        layers = head.config.aux_layers
+    def misreadings(self, head: BlockHead, target: Target) -> Iterator[Misreading]:
+        block = head.block
         yield from misread_layers(head, target)
-        if isinstance(head, PEagleHead):
+        if head.config.reads_pairs:
             yield from misread_residual(head)
         else:
-            block = head.block
             if block.size > 1:
-                place = "after it" if block.skips_anchor else "of its own"
-                yield (
-                    f"rows that draft the token of the place {place} (sample_from_anchor)",
-                    of_block(head, replace(block, skips_anchor=not block.skips_anchor)),
-                    layers,
-                )
+                name = f"rows that draft the token of the place {'after it' if block.skips_anchor else 'of its own'}"
+                other = respecified(head, block=replace(block, skips_anchor=not block.skips_anchor))
+                yield Misreading(f"{name} (sample_from_anchor)", other)
             causal = tuple(not each for each in block.causal)
-            yield "causal layers and others exchanged", of_block(head, replace(block, causal=causal)), layers
-            yield (
-                "hidden_norm and norm exchanged",
-                variant(head, head.config, hidden_norm=head.norm, norm=head.hidden_norm),
-                layers,
-            )
+            yield Misreading("causal layers and others exchanged", respecified(head, block=replace(block, causal=causal)))
+            yield Misreading("hidden_norm and norm exchanged", variant(head, hidden_norm=head.norm, norm=head.hidden_norm))
         yield from misread_config(head, target)
-
-    def repairs(self, head: PEagleHead | DFlashHead, target: Target, seen: Seen) -> Iterator[Misreading]:
-        return replaced_parts(head, target, seen.chosen_P)
-
-    def empty(self, head: PEagleHead | DFlashHead) -> str:
-        return zeros_in(head)
-
-    def doubt(self, head: PEagleHead | DFlashHead) -> str:
-        return map_of_zeros(head)
-
-
-def logits_of(head: PEagleHead | DFlashHead, hidden_ASH: Tensor, before_AS: Tensor) -> Tensor:
-    """[A, S, V].  before_AS: int64, the text's token before each one that is drafted."""
-    return head.walk(hidden_ASH, before_AS) if isinstance(head, DSparkHead) else head.logits(hidden_ASH)
-
-
-def of_block(head: DFlashHead, block: BlockSpec) -> Any:
-    """The head over another block."""
-    other = variant(head, replace(head.config, block=block))
-    other.block = block
-    return other

@@ -7,14 +7,17 @@ Shapes: T pairs, H hidden, F the target's features of one token, concatenated, V
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import DrafterContext, Impression
+from specdec.draft.drafter import Drafter, DrafterContext, Impression
 from specdec.draft.eagle.worker import DraftWorker
+from specdec.draft.formats.parts import Part, layer_parts
+from specdec.draft.formats.reading import Names
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.draft.step_head import StepHead
@@ -34,7 +37,7 @@ class EagleHead(StepHead, DraftHead):
         super().__init__(config, max_positions)
         self.hidden_size = config.model.hidden_size
 
-    def worker(self, context: DrafterContext) -> DraftWorker:
+    def worker(self, context: DrafterContext) -> Drafter:
         return DraftWorker(self, context)
 
     def smoke(self, target: Target, ids_T: Tensor) -> Impression:
@@ -53,7 +56,7 @@ class Eagle3Head(EagleHead):
         super().__init__(config, max_positions)
         model, eps = config.model, config.model.rms_norm_eps
         H, F = model.hidden_size, config.feature_size
-        norms = {"none": 0, "joint": 1, "each": len(config.aux_layers)}[config.feature_norm]
+        norms = {"none": 0, "joint": 1, "each": F // config.target_hidden_size}[config.feature_norm]
         self.feature_norms = nn.ModuleList(RMSNorm(F // norms, eps) for _ in range(norms))
         self.fc = Linear(F, H)
         self.input_layernorm = RMSNorm(H, eps)
@@ -63,6 +66,15 @@ class Eagle3Head(EagleHead):
         self.mlp = MLP(model)
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers - 1))
         self.norm = RMSNorm(H, eps)
+
+    def parts(self, names: Names) -> Iterator[Part]:
+        yield names.fc, self.fc
+        yield from zip(names.feature_norms, self.feature_norms, strict=False)  # files that lack a norm are told by `fc`
+        yield from layer_parts(self, names.first)
+        yield f"{names.first}.hidden_norm", self.hidden_norm
+        for layer, name in zip(self.layers, names.layers, strict=True):
+            yield from layer_parts(layer, name, names.input_norm)
+        yield "norm", self.norm
 
     @property
     def returns_normed(self) -> bool:
@@ -132,6 +144,11 @@ class Eagle1Head(EagleHead):
         self.layers[0].input_layernorm = nn.Identity()
         cast(DecoderLayer, self.layers[-1]).norm_follows = False
 
+    def parts(self, names: Names) -> Iterator[Part]:
+        yield names.fc, self.fc
+        for layer, name in zip(self.layers, (names.first, *names.layers), strict=True):
+            yield from layer_parts(layer, name)
+
     def fuse(self, features_TF: Tensor) -> Tensor:
         return features_TF
 
@@ -147,6 +164,3 @@ class Eagle1Head(EagleHead):
             x, normed = layers[index + 1].input_layernorm.add(x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
         return self.group.add(x, added_up(delta))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)

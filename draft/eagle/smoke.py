@@ -6,23 +6,23 @@ Shapes: P pairs, F features of one token, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
-from specdec.draft.broken import map_of_zeros, replaced_parts, zeros_in
-from specdec.draft.eagle.head import Eagle3Head, EagleHead
+from specdec.draft.broken import FilesLook
+from specdec.draft.eagle.head import EagleHead
 from specdec.draft.smoke import (
     Look,
     Misreading,
     Seen,
     is_right,
     misread_config,
+    misread_feature,
     misread_layers,
     misread_residual,
-    variant,
+    respecified,
 )
 from specdec.draft.step_head import StepHead
 from specdec.models.target import Target
@@ -47,35 +47,18 @@ class StepLook(Look):
             hidden_PH = torch.cat((hidden_PH[:1], hidden_PH[:-1]))
 
 
-class EagleLook(StepLook):
+class EagleLook(StepLook, FilesLook):
     """Of EAGLE heads."""
 
     def misreadings(self, head: EagleHead, target: Target) -> Iterator[Misreading]:
-        spec, layers = head.config, head.config.aux_layers
-        if not isinstance(head, Eagle3Head):
-            if not target.config.features_refusal:
-                yield "the feature taken before the target's final norm", head, (target.config.num_layers - 1,)
-            yield from misread_config(head, target)
-            return
-        yield from misread_layers(head, target)
-        yield from misread_residual(head)
-        yield (
-            f"the output recycled {'before' if spec.recycles_normed else 'after'} the final norm (norm_output)",
-            variant(head, replace(spec, recycles_normed=not spec.recycles_normed)),
-            layers,
-        )
-        yield (
-            f"logits of the {'raw' if spec.norms_logits else 'normed'} output (norm_output)",
-            variant(head, replace(spec, norms_logits=not spec.norms_logits, recycles_normed=False)),
-            layers,
-        )
+        spec = head.config
+        if spec.aux_layers:
+            yield from misread_layers(head, target)
+            yield from misread_residual(head)
+            name = f"the output recycled {'before' if spec.recycles_normed else 'after'} the final norm (norm_output)"
+            yield Misreading(name, respecified(head, recycles_normed=not spec.recycles_normed))
+            name = f"logits of the {'raw' if spec.norms_logits else 'normed'} output (norm_output)"
+            yield Misreading(name, respecified(head, norms_logits=not spec.norms_logits, recycles_normed=False))
+        else:  # EAGLE-1
+            yield from misread_feature(head, target)
         yield from misread_config(head, target)
-
-    def repairs(self, head: EagleHead, target: Target, seen: Seen) -> Iterator[Misreading]:
-        return replaced_parts(head, target, seen.chosen_P)
-
-    def empty(self, head: EagleHead) -> str:
-        return zeros_in(head)
-
-    def doubt(self, head: EagleHead) -> str:
-        return map_of_zeros(head)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,41 @@ def parse_body(
     if target is not None and model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")
     return replace(model, tie_embeddings=False)
+
+
+def head_layers(
+    raw: dict[str, Any],
+    own: Iterable[str],
+    target: ModelConfig | None,
+    where: str,
+    *,
+    family: str = "llama",
+    expected: int | None = None,
+    silent: bool = False,
+    by_type: bool = False,
+) -> ModelConfig:
+    """The head's own layers, with rope and windows.  own, silent: as of `parse_body` and `parse_head_rope`.
+
+    expected: the only number of layers that the layout has; None: any.
+    by_type: whether layer_types alone say which layers have a window; else all have one or none has.
+    """
+    model = parse_body(raw, own, target, where, family=family)
+    count, rope = layer_count(raw, where, expected), parse_head_rope(raw, target, where, silent=silent)
+    windows = windows_by_type(raw, count, where) if by_type else windows_of(raw, count, where)
+    return replace(model, num_layers=count, rope=rope, layer_kinds=windows)
+
+
+def check_nested(nested: Mapping[str, Any], known: Mapping[str, Sequence[Any]], where: str, name: str) -> None:
+    """ValueError for a key of an object that is unknown, or that has a value which is not computed.
+
+    known: the values of each key that are computed; empty: they are read elsewhere.
+    """
+    for key, value in nested.items():
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {name}.{key}; it may change what the head computes")
+        allowed = known[key]
+        if allowed and not any(type(value) is type(one) and value == one for one in allowed):
+            raise ValueError(f"{where}: {name}.{key} must be {' or '.join(map(str, allowed))}, got {value!r}")
 
 
 def only_keys(raw: dict[str, Any], known: Iterable[str], where: str) -> None:

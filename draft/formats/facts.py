@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.draft.formats.empty import wanted_tensors
 from specdec.draft.formats.open import OpenHead
-from specdec.draft.formats.reading import wanted_tensors
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.kind import Facts
 
@@ -32,7 +32,7 @@ def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dic
     model = spec.model
     rope = {"type": model.rope.kind, "theta": model.rope.theta, "factor": model.rope.factor}
     windows, ids = [kind.window for kind in model.layer_kinds], spec.draft_ids
-    silent, block = not is_target_known and not spec.aux_layers and spec.kind != "eagle1", spec.block
+    silent, block = not is_target_known and not spec.aux_layers and not spec.reads_final_state, spec.block
     facts = {
         "kind": spec.kind,
         "layers": model.num_layers,
@@ -45,7 +45,7 @@ def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dic
         "fc bias": spec.fc_bias,
         "residual": "normed feature" if spec.norm_before_residual else "raw feature",
         "recycled": "normed output" if spec.recycles_normed else "raw output",
-        "logits read": "normed output" if spec.kind in ("eagle3", "p-eagle") and spec.norms_logits else "raw output",
+        "logits read": "normed output" if spec.norms_logits and not spec.reads_final_state else "raw output",
         "norms of q and k": model.qk_norm,
         "biases of attention": model.qkv_bias,
         "vocab_size": model.vocab_size,
@@ -61,7 +61,7 @@ def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dic
     }
     if block is None:
         return facts
-    if spec.kind != "p-eagle":
+    if not spec.reads_pairs:
         facts = {key: value for key, value in facts.items() if key not in EAGLE_ONLY}
     markov = f"{block.markov} of rank {block.markov_rank}" if block.markov != "none" else "none"
     reads = {"none": "none", "hidden": "of the row", "markov": "of the row and the token before"}

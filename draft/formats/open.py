@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec.draft.formats.detect import FORMATS, detect
+from specdec.draft.formats.empty import wanted_tensors
 from specdec.draft.formats.reading import Format, HeadFiles, Reading, check_tensors
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -88,7 +89,7 @@ def _understood(files: HeadFiles, chosen: Format, target: ModelConfig | None, ho
         )
     if target is not None and not reading.spec.own_lm_head and reading.spec.model.hidden_size != target.hidden_size:
         raise ValueError(f"{folder}: a head of another hidden_size than its target's needs an lm_head.weight of its own")
-    check_tensors(files, reading)
+    check_tensors(files, reading, wanted_tensors(reading.spec, reading.names))
     if files.checkpoint.quantization is not None:  # so that ranks are held against groups of columns
         own = replace(reading.spec.model, quantization=files.checkpoint.quantization)
         reading = replace(reading, spec=replace(reading.spec, model=own))

@@ -45,6 +45,12 @@ class Names:
     markov: str = "markov_head."
     confidence: str = "confidence_head.proj"
 
+    @classmethod
+    def numbered(cls, count: int, at: str = "layers", **others: Any) -> Names:
+        """Layers that are called by their number."""
+        first, *layers = (f"{at}.{index}" for index in range(count))
+        return cls(first, tuple(layers), **others)
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -71,75 +77,14 @@ class Format(NamedTuple):
     read: Callable[[HeadFiles, ModelConfig | None], Reading]
 
 
-def wanted_tensors(spec: HeadSpec, names: Names) -> Shapes:
-    """Every tensor that a head of that spec needs, but for its vocabulary map, with its shape."""
-    H, Ht = spec.model.hidden_size, spec.target_hidden_size
-    shapes: Shapes = {}
-    if spec.kind == "eagle1":
-        shapes[f"{names.fc}.weight"] = (H, H + Ht)
-        shapes |= {f"{names.fc}.bias": (H,)} if spec.fc_bias else {}
-        shapes |= _layer(names.first, spec.model, H)
-        del shapes[f"{names.first}.input_layernorm.weight"]
-    elif spec.kind in ("eagle3", "p-eagle"):
-        shapes[f"{names.fc}.weight"] = (H, spec.feature_size)
-        if spec.feature_norm != "none":
-            shapes |= {f"{name}.weight": (spec.feature_size // len(names.feature_norms),) for name in names.feature_norms}
-        shapes |= _layer(names.first, spec.model, 2 * H) | {f"{names.first}.hidden_norm.weight": (H,)}
-        shapes["norm.weight"] = (H,)
-        shapes |= {"mask_hidden": (1, 1, spec.feature_size)} if spec.kind == "p-eagle" else {}
-    else:
-        shapes[f"{names.fc}.weight"] = (H, spec.feature_size)
-        shapes |= {f"{norm}.weight": (H,) for norm in ("hidden_norm", "norm")}
-        shapes |= _layer(names.first, spec.model, H) | _correction(spec, names)
-    for name in names.layers:
-        shapes |= _layer(name, spec.model, H, names.input_norm)
-    if spec.own_lm_head and spec.kind != "eagle1":
-        shapes["lm_head.weight"] = (spec.draft_vocab_size, H)
-    if spec.own_embeddings:
-        shapes["embed_tokens.weight"] = (spec.model.vocab_size, H)
-    return shapes
-
-
-def _correction(spec: HeadSpec, names: Names) -> Shapes:
-    """What a DSpark head has beside a DFlash head's tensors."""
-    block, H = spec.block, spec.model.hidden_size
-    assert block is not None
-    r, shapes = block.markov_rank, Shapes()
-    if block.markov != "none":
-        shapes = {"markov_w1.weight": (spec.model.vocab_size, r), "markov_w2.weight": (spec.draft_vocab_size, r)}
-    if block.markov == "gated":
-        shapes |= {"gate_proj.weight": (r, H + r), "gate_proj.bias": (r,)}
-    if block.markov == "rnn":
-        shapes |= {"joint_proj.weight": (3 * r, 2 * r + H), "joint_proj.bias": (3 * r,)}
-    shapes = {f"{names.markov}{name}": shape for name, shape in shapes.items()}
-    if block.confidence != "none":
-        width = H + (r if block.confidence == "markov" else 0)
-        shapes |= {f"{names.confidence}.weight": (1, width), f"{names.confidence}.bias": (1,)}
-    return shapes
-
-
-def _layer(name: str, model: ModelConfig, in_features: int, input_norm: str = "input_layernorm") -> Shapes:
-    H, I, D = model.hidden_size, model.intermediate_size, model.head_dim
-    outs = {"q": model.num_heads * D, "k": model.num_kv_heads * D, "v": model.num_kv_heads * D}
-    shapes: Shapes = {f"self_attn.{letter}_proj.weight": (out, in_features) for letter, out in outs.items()}
-    shapes["self_attn.o_proj.weight"] = (H, model.num_heads * D)
-    shapes |= {f"self_attn.{letter}_proj.bias": (out,) for letter, out in outs.items()} if model.qkv_bias else {}
-    shapes |= {"self_attn.o_proj.bias": (H,)} if model.o_bias else {}
-    shapes |= {f"self_attn.{letter}_norm.weight": (D,) for letter in "qk"} if model.qk_norm else {}
-    shapes |= {"mlp.gate_proj.weight": (I, H), "mlp.up_proj.weight": (I, H), "mlp.down_proj.weight": (H, I)}
-    shapes |= {"mlp.gate_proj.bias": (I,), "mlp.up_proj.bias": (I,), "mlp.down_proj.bias": (H,)} if model.mlp_bias else {}
-    shapes |= {f"{input_norm}.weight": (H,), "post_attention_layernorm.weight": (H,)}
-    return {f"{name}.{part}": shape for part, shape in shapes.items()}
-
-
-def check_tensors(files: HeadFiles, reading: Reading) -> None:
+def check_tensors(files: HeadFiles, reading: Reading, wanted: Shapes) -> None:
     """ValueError for a tensor that is missing, not part of the head, of another shape, or of the wrong kind of numbers.
 
-    Reads headers alone: nothing was allocated yet.
+    wanted: what the head needs.  Reads headers alone: nothing was allocated yet.
     """
-    checkpoint, wanted = files.checkpoint, wanted_tensors(reading.spec, reading.names)
+    checkpoint = files.checkpoint
     held = set(checkpoint.names())
-    spare = sorted(name for name in held - set(wanted) - set(reading.beside) if not _may_be_read(name))
+    spare = sorted(name for name in held - set(wanted) - set(reading.beside) if not may_be_read(name))
     missing = sorted(set(wanted) - held)
     if missing:
         instead = f"; it holds {', '.join(spare[:4])}, which no part of such a head is called" if spare else ""
@@ -173,6 +118,6 @@ def _keys_of(name: str) -> str:
     return next((keys for part, keys in _SIZES if part in name), "hidden_size")
 
 
-def _may_be_read(name: str) -> bool:
+def may_be_read(name: str) -> bool:
     """Scales of fp8 keys and values, which the layer's loader takes; and buffers that follow from the config."""
     return name.endswith(("_scale", "rotary_emb.inv_freq"))

@@ -6,7 +6,7 @@ Readers (`formats/`) make a `HeadSpec`; modules, the loader and `specdec inspect
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.limits import MAX_PAUSE
@@ -15,7 +15,31 @@ from specdec.models.config import ModelConfig
 FeatureNorm = Literal["none", "each", "joint"]
 MarkovKind = Literal["none", "vanilla", "gated", "rnn"]
 Confidence = Literal["none", "hidden", "markov"]
-TITLES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
+
+
+class HeadKind(NamedTuple):
+    """A kind of heads with files.
+
+    title: for people.  reads_pairs: whether it reads pairs of a token and a feature (draft/step_head.py); else the features of
+        the text are the context of its blocks.
+    where: its class.
+    layers: how many of the target's layers a head reads whose files name none; None: as many as it has layers itself; 0: heads
+        of the kind read the target's final hidden state.
+    """
+
+    title: str
+    reads_pairs: bool
+    where: str
+    layers: int | None = None
+
+
+KINDS = {
+    "eagle1": HeadKind("EAGLE-1", True, "specdec.draft.eagle.head:Eagle1Head", 0),
+    "eagle3": HeadKind("EAGLE-3", True, "specdec.draft.eagle.head:Eagle3Head", 3),
+    "p-eagle": HeadKind("P-EAGLE", True, "specdec.draft.block.peagle:PEagleHead", 3),
+    "dflash": HeadKind("DFlash", False, "specdec.draft.block.dflash:DFlashHead"),
+    "dspark": HeadKind("DSpark", False, "specdec.draft.block.dflash:DSparkHead"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +87,7 @@ class BlockSpec:
 class HeadSpec:
     """A head's own sizes (`model`: widths, layers, heads, rope, windows, dtype) and how it connects to its target.
 
-    kind: one of TITLES.
+    kind: one of KINDS.
     aux_layers: ascending 0-based target layers whose outputs are the head's features; empty: the target's final hidden state
         is.
     target_hidden_size: width of one feature.
@@ -99,8 +123,18 @@ class HeadSpec:
     @property
     def feature_size(self) -> int:
         """F: the width of one token's features as the target returns them.  Which layers' they are need not be known."""
-        unnamed = {"eagle1": 1, "eagle3": 3, "p-eagle": 3}.get(self.kind, self.model.num_layers)  # the defaults of files
+        unnamed = KINDS[self.kind].layers
+        unnamed = self.model.num_layers if unnamed is None else max(1, unnamed)
         return (len(self.aux_layers) or unnamed) * self.target_hidden_size
+
+    @property
+    def reads_final_state(self) -> bool:
+        """Whether its features are the target's final hidden states, by its kind."""
+        return KINDS[self.kind].layers == 0
+
+    @property
+    def reads_pairs(self) -> bool:
+        return KINDS[self.kind].reads_pairs
 
     @property
     def description(self) -> str:
@@ -111,7 +145,7 @@ class HeadSpec:
         if self.block is not None:
             window += f", blocks of {self.block.size or 'any number of'} rows"
         return (
-            f"{TITLES[self.kind]} head in the layout {self.format or 'of no file'}: reads {reads} of the "
+            f"{KINDS[self.kind].title} head in the layout {self.format or 'of no file'}: reads {reads} of the "
             f"target, {self.draft_vocab_size} of {self.model.vocab_size} tokens, trained on up to {self.trained_length}{window}"
         )
 

@@ -17,6 +17,7 @@ class MtpLayers(DrafterKind):
     has_files = True
     instead = "its own MTP layers"
 
+    @property
     def meaning(self) -> str:
         from specdec.draft.mtp.layouts import FAMILIES
 

@@ -39,10 +39,10 @@ class OpenMtp(OpenDrafter):
         self.spec = spec = read_mtp(folder, target)
         self.checkpoint = Checkpoint(folder, quantization=own_scheme(target.quantization, spec))
         check_tensors(self.checkpoint, spec)
-        self.model = empty_mtp(spec)
+        super().__init__(empty_mtp(spec))
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
-        """The layers with their weights, or with the rank's share of them.  max_positions: length of the rotary table."""
+        """The layers with their weights, or with the rank's share of them."""
         checkpoint, spec = self.checkpoint, self.spec
         own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
         head = build(lambda: MtpHead(own, max_positions), device, dtype, late=checkpoint.quantization is not None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from specdec.draft.formats.reading import Shapes, may_be_read
 from specdec.draft.mtp.fill import empty_mtp, fill
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.models.checkpoints.checkpoint import Asked, Checkpoint
 from specdec.models.checkpoints.stored import SAFE_DTYPES
 from specdec.models.schemes.source import Format
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def wanted_tensors(spec: MtpSpec) -> Shapes:
@@ -85,8 +84,3 @@ def _beside_codes(checkpoint: Checkpoint, spec: MtpSpec) -> set[str]:
     return {
         f"{name.removesuffix('.weight')}.{ending}" for name, format in matrices.items() if format for ending in format.may_end
     }
-
-
-def may_be_read(name: str) -> bool:
-    """Scales of fp8 keys and values, which the layer's loader takes; and buffers that follow from the config."""
-    return name.endswith(("_scale", "rotary_emb.inv_freq"))

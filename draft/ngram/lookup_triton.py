@@ -56,18 +56,18 @@ def match_keys_kernel(
         key = tl.where(key == best, -1, key)
 
 
-def launch_match_keys(text: Text, count: int) -> Tensor:
+def launch_match_keys(text: Text, count: int, block: int = BLOCK) -> Tensor:
     """[B, X] int64: the best `count` of each block's `lookup.match_keys`.
 
     The launch is not chained: it reads what the round before has written.
     """
     pages = text.pages
-    B, blocks = pages.rows, triton.cdiv(pages.capacity, BLOCK)
-    assert pages.table.stride(1) == 1 and count <= BLOCK
+    B, blocks = pages.rows, triton.cdiv(pages.capacity, block)
+    assert pages.table.stride(1) == 1 and count <= block
     keys = torch.empty(B, blocks, count, dtype=torch.int64, device=text.lens_B.device)
     match_keys_kernel[(B, blocks)](
         pages.table, text.lens_B, text.tokens_N, keys, pages.table.stride(0),
         pages.capacity if text.span is None else text.span,
-        COUNT=count, MOST=LONGEST, BITS=SHIFT, PAGE_SIZE=pages.page_size, SIZE=BLOCK, num_warps=8,
+        COUNT=count, MOST=LONGEST, BITS=SHIFT, PAGE_SIZE=pages.page_size, SIZE=block, num_warps=8,
     )  # fmt: skip
     return keys.flatten(1)

@@ -92,7 +92,7 @@ class BatchState:
             width = pages if groups == 1 else -(-pages // 4) * 4  # so that each table is aligned to 16 bytes
             return torch.full((rows, groups, width), DUMMY_PAGE, dtype=torch.int32, device=device)
 
-        neutral = RowSampling.of([RowOptions()] * rows, device)
+        neutral = RowSampling.of([RowOptions.of()] * rows, device)
         return cls(
             lens_B=zeros(rows, dtype=torch.int32),
             bonus_B=zeros(rows, dtype=torch.int64),

@@ -96,7 +96,12 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     """What the text must be; one of them at most."""
     add = parser.add_argument_group("structured output").add_argument
     add("--json-schema", type=_schema, metavar="FILE_OR_JSON", help="the text is JSON that this schema allows")
-    add("--regex", type=_regex, metavar="REGEX", help="the whole text matches this regular expression")
+    add(
+        "--regex",
+        type=lambda text: _some(text, "regular expression", text),
+        metavar="REGEX",
+        help="the whole text matches this regular expression",
+    )
     add("--grammar", type=_grammar, metavar="FILE_OR_TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
 
 
@@ -265,23 +270,17 @@ def _schema(text: str) -> str:
     return text if isinstance(value, dict) else _read(text, "JSON of an object, or a file")
 
 
-def _regex(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("expected a regular expression, got an empty value; leave the flag out for any text")
-    return text
-
-
 def _grammar(text: str) -> str:
     """What a file holds, if there is one of that name, or if the text can be no grammar, for want of a rule; else the text."""
     is_name = 0 < len(text) < 256 and "\n" not in text
     if not is_name or (":" in text and not Path(text).is_file()):
-        return _rules(text)
+        return _some(text, "grammar", text.strip())
     return _read(text, "a grammar, which has a rule such as 'start: \"yes\"', or a file")
 
 
-def _rules(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("expected a grammar, got an empty value; leave the flag out for any text")
+def _some(text: str, expected: str, has_some: object) -> str:
+    if not has_some:
+        raise argparse.ArgumentTypeError(f"expected a {expected}, got an empty value; leave the flag out for any text")
     return text
 
 
@@ -301,15 +300,15 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"expected ID=NUMBER such as 50=-100, got {text!r}") from None
 
 
-def ints(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 1,8, got {text!r}") from None
+def _listed(kind: Callable[[str], Any], expected: str) -> Callable[[str], tuple[Any, ...]]:
+    def values(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(map(kind, text.split(",")))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+
+    return values
 
 
-def floats(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected probabilities such as 0.8,0.7,0.6, got {text!r}") from None
+ints = _listed(int, "numbers such as 1,8")
+floats = _listed(float, "probabilities such as 0.8,0.7,0.6")

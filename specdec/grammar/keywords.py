@@ -37,7 +37,7 @@ TOO_DEEP = "json_schema is nested too deeply; nearest setting that works: its pa
 ELSEWHERE = {"nullable": 'a type such as ["string", "null"]', "divisibleBy": "multipleOf", "extends": "allOf"}
 
 
-def schema_as_json(value: Any) -> str:
+def schema_as_json(name: str, value: Any) -> str:
     """The schema as JSON, given so or as a dict.  ValueError or TypeError for anything else."""
     if isinstance(value, str):
         try:
@@ -45,19 +45,19 @@ def schema_as_json(value: Any) -> str:
         except RecursionError:
             raise ValueError(TOO_DEEP) from None
         except ValueError as error:
-            raise ValueError(f"json_schema is not usable JSON: {error}; expected a schema such as {EXAMPLE}") from None
+            raise ValueError(f"{name} is not usable JSON: {error}; expected a schema such as {EXAMPLE}") from None
     else:
         schema = value
     if not isinstance(schema, Mapping):
         got = f"{value!r} of type {type(value).__name__}"[:300]
         hint = ", for a class of pydantic its model_json_schema()" if hasattr(value, "model_json_schema") else ""
-        raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {EXAMPLE}{hint}; got {got}")
+        raise TypeError(f"{name} must be a dict, or JSON of an object, such as {EXAMPLE}{hint}; got {got}")
     try:
         written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except (TypeError, ValueError) as error:
-        raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
+        raise TypeError(f"{name} must hold what JSON can hold: {error}") from None
     _check_keywords(schema)
     return value if isinstance(value, str) else written
 

@@ -16,7 +16,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.context.divided import DividedContext
 from specdec.attention.context.ownership import Ownership
 from specdec.attention.kinds import FULL
-from specdec.attention.latent.mla import EXPAND_ABOVE
+from specdec.attention.latent.limits import LIMITS
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import DrafterContext, DraftModel
 from specdec.engine.chunks import ChunkBudget
@@ -264,7 +264,7 @@ def most_captured_cost(model: Target, head: DraftModel | None) -> int:
     most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, CHUNK_COST["cuda"][2])
     # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.
-    return min(most, EXPAND_ABOVE) if model.config.keeps_latents else most
+    return min(most, LIMITS.expand_above) if model.config.keeps_latents else most
 
 
 def _cache(

@@ -23,7 +23,7 @@ from specdec.attention.caches.planes import CacheLayout, KVView
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.latent.mla import EXPAND_ABOVE
+from specdec.attention.latent.limits import LIMITS
 from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
@@ -190,10 +190,10 @@ class GivenCache(KVCache):
 
 def refuse_long(config: ModelConfig, num_tokens: int) -> None:
     """ValueError for more tokens of a sequence than a target of latent attention reads without expanding its heads."""
-    if config.keeps_latents and num_tokens > EXPAND_ABOVE:
+    if config.keeps_latents and num_tokens > LIMITS.expand_above:
         raise ValueError(
-            f"num_tokens must be at most {EXPAND_ABOVE} with latent attention, got {num_tokens}; nearest: passes of "
-            f"{EXPAND_ABOVE} tokens, one after the other"
+            f"num_tokens must be at most {LIMITS.expand_above} with latent attention, got {num_tokens}; nearest: passes of "
+            f"{LIMITS.expand_above} tokens, one after the other"
         )
 
 
@@ -224,7 +224,7 @@ def export_decode(
     table_BW, lens_B = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((B, W), (B,)))
     cache = decode.new_cache(num_slots or 7 * decode.page_size)
     # A pass over latents has another graph for longer prompts, which reads on the host how much is stored already.
-    most = {"num_tokens": EXPAND_ABOVE} if decode.target.config.keeps_latents and not trees else {}
+    most = {"num_tokens": LIMITS.expand_above} if decode.target.config.keeps_latents and not trees else {}
     dims = {name: Dim.STATIC if size else Dim(name, min=1, max=most.get(name)) for name, size in given.items()}
     args: tuple[Any, ...] = (tokens_BN, table_BW, lens_B, cache)
     by_dim: tuple[Any, ...] = (

@@ -242,14 +242,17 @@ def launch_scan(
     out: tuple[Tensor, Tensor] | None = None,
     noise: Noise | None = None,
     offsets_V: Tensor | None = None,
+    size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(keys [R, S, k], sums [R, S]): the best tokens of each slice, and its sum of exponentials.  Rows may be strided.
 
     out: memory for the two results.  noise: what `gumbel.perturb` adds to the logits; offsets_V goes with it.
+    size: tokens of a slice, if not as many as `slice_size` says.
     """
     R, V = logits_RV.shape
     assert 1 <= k <= V and logits_RV.stride(1) == 1
-    size, slices = slice_size(R, V, k), scan_slices(R, V, k)
+    size = size or slice_size(R, V, k)
+    slices = triton.cdiv(V, size)
     if out is None:
         keys = torch.empty(R, slices, k, dtype=torch.int64, device=logits_RV.device)
         out = keys, torch.empty(R, slices, dtype=torch.float32, device=logits_RV.device)

@@ -34,6 +34,7 @@ HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they connect
 END_SECONDS = 5.0  # that a rank is given to leave by itself
 WORD_SECONDS = 3.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
+SILENCE_SECONDS = 0.3  # that the end of a rank may take to be seen, once another one has told an error
 END = None  # the message after the last one
 
 T = TypeVar("T")
@@ -103,14 +104,14 @@ Work = Callable[[Seat, Line], None]
 class Followers:
     """All ranks but the first, as the first one sees them.
 
-    pipes: to each.  processes: theirs, if this process has started them.
-    silence_seconds: that the end of a rank may take to be seen, once another one has told an error.
+    pipes: to each.  processes: theirs, if this process has started them.  silence: see SILENCE_SECONDS.
     failure: why a rank has failed, the first one included; empty while all are well.
     group: the first rank's, once it has joined; its exchanges end if a rank fails, and at `close`.  device: where they run.
     """
 
-    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any], silence_seconds: float = 0.3) -> None:
-        self.seat, self._pipes, self._processes, self._silence_seconds = seat, pipes, processes, silence_seconds
+    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any], silence: float = SILENCE_SECONDS) -> None:
+        self._silence = silence
+        self.seat, self._pipes, self._processes = seat, pipes, processes
         self.failure = ""
         self.group: Group = ALONE
         self.device = torch.device("cpu")
@@ -224,7 +225,7 @@ class Followers:
 
         That error may come of the other's end, and be told sooner.  A rank that has told an error ends too.
         """
-        told, until = {first}, time.monotonic() + self._silence_seconds
+        told, until = {first}, time.monotonic() + self._silence
         while not self.failure and (left := until - time.monotonic()) > 0:
             for pipe in wait(list(rank_of), left):
                 assert isinstance(pipe, Connection)

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.block.head import BlockHead
 from specdec.train.states import Seen
 
 ENTROPY, OVERLAP, ESTIMATE = 0.1, 0.9, 1.0  # weights of a DSpark head's three losses, as DeepSpec trains them
@@ -43,7 +42,7 @@ class Drafted(NamedTuple):
 
 
 def block_loss(
-    head: PEagleHead | DFlashHead,
+    head: BlockHead,
     seen: Seen,
     weight_VH: Tensor,
     draft_ids_V: Tensor,
@@ -84,9 +83,7 @@ def _choose(rows_BT: Tensor, anchors: int, generator: torch.Generator) -> tuple[
     return chosen_BA, (drawn_BA >= 0).gather(1, order_BA)
 
 
-def _drafted(
-    head: PEagleHead | DFlashHead, seen: Seen, anchors_BA: Tensor, steps: int, draft_ids_V: Tensor, weight_VH: Tensor
-) -> Drafted:
+def _drafted(head: BlockHead, seen: Seen, anchors_BA: Tensor, steps: int, draft_ids_V: Tensor, weight_VH: Tensor) -> Drafted:
     """What the head drafts from the anchors."""
     (B, T), ids_BT, device = seen.rows_BT.shape, seen.ids_BT, seen.rows_BT.device
     hidden_BASH = head.drafts(seen.features_BTF, ids_BT, anchors_BA, steps)
@@ -98,12 +95,12 @@ def _drafted(
     counted_BAS = draft_ids_V[place_BAS] == goal_BAS
     teacher_BTV = F.linear(seen.hidden_BTH, weight_VH).float().softmax(-1)
     teacher_BASV = teacher_BTV[row_B11, before_BAS]
-    if not isinstance(head, DSparkHead):
-        return Drafted(head.logits(hidden_BASH).float(), teacher_BASV, place_BAS, counted_BAS, None)
     tokens_BAS = ids_BT[row_B11, before_BAS]
-    estimate_BAS = None if head.confidence is None else head.confidences(hidden_BASH, head.markov.embed(tokens_BAS)).float()
-    reached_BAS = counted_BAS.cumprod(-1).bool()  # a token after one that can't be drafted is never reached
-    return Drafted(head.walk(hidden_BASH, tokens_BAS).float(), teacher_BASV, place_BAS, reached_BAS, estimate_BAS)
+    estimate_BAS = head.estimates(hidden_BASH, tokens_BAS)
+    if head.reads_drafts:  # a token after one that can't be drafted is never reached
+        counted_BAS = counted_BAS.cumprod(-1).bool()
+    logits_BASV = head.walk(hidden_BASH, tokens_BAS).float()
+    return Drafted(logits_BASV, teacher_BASV, place_BAS, counted_BAS, None if estimate_BAS is None else estimate_BAS.float())
 
 
 def _losses(part: Drafted) -> Tensor:

@@ -22,10 +22,10 @@ from torch import Tensor
 from specdec.checks import require_int
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.block.dflash import DFlashHead
-from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.block.head import BlockHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.body import default_aux_layers
+from specdec.draft.formats.empty import empty_head
 from specdec.draft.head import DraftHead
 from specdec.generation import Stats
 from specdec.loading.resolve import resolve_device
@@ -39,7 +39,7 @@ from specdec.screen.progress import show_progress
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
-from specdec.train.heads.fresh import new_head
+from specdec.train.heads.fresh import new_head, spec_of
 from specdec.train.loop import Checkpoint, Progress, fit, make_optimizer, schedule_of
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
@@ -91,7 +91,7 @@ def train_head(
         decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
         show("choosing prompts", 0, 1)
         prompts, model = eval_prompts(decoder, corpus.held, corpus.train, run), decoder.model
-    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, model, len(layers))]
+    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, model, layers)]
     print("\n".join(notes), flush=True)
     set_training_threads(decoder.settings.device, threads)
     if overwrite:
@@ -104,8 +104,8 @@ def train_head(
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
-        loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
-        layout = run.layout_of_head
+        states, layout = _states(model, rows, layers, run), run.layout_of_head
+        loss_at, evaluate = objective(states, _loss_of(model, head, draft_ids_V.to(rows.device), run), rows, run)
         progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, layout, target))
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
@@ -148,25 +148,22 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
     return tuple(sorted(layers))
 
 
-def _memory(run: HeadRun, model: Target, features: int) -> str:
-    """A line that says how much memory a step takes, about.  features: how many layers' outputs the head reads."""
-    config = model.config
-    H, width = config.hidden_size, run.intermediate_size or config.intermediate_size
-    vocab = run.draft_vocab_size or config.vocab_size
-    query, key_value = H * config.head_dim * config.num_heads, H * config.head_dim * config.num_kv_heads
-    first = query + 2 * key_value if run.kind in ("eagle3", "p-eagle") else 0  # its layer reads two inputs of H
-    layers = run.layers * (2 * query + 2 * key_value + 3 * H * width)
-    own = {"eagle3": H, "p-eagle": 2 * H, "dflash": 0, "dspark": 2 * run.markov_rank}[run.kind] * vocab
-    numbers = features * H * H + first + layers + own
+def _memory(run: HeadRun, model: Target, layers: tuple[int, ...]) -> str:
+    """A line that says how much memory a step takes, about.  layers: whose outputs the head reads."""
+    vocab = run.draft_vocab_size or model.config.vocab_size
+    spec = spec_of(model.config, layers, vocab, run)
+    lent = {"embed_tokens": not spec.own_embeddings, "lm_head": not spec.reads_pairs}
+    parts = empty_head(spec).named_parameters()
+    numbers = sum(part.numel() for name, part in parts if not lent.get(name.partition(".")[0]))
     target = sum(weight.nbytes for weight in {id(weight): weight for weight in model.parameters()}.values())
-    places = run.width - 2 if run.kind == "eagle3" else run.anchors
+    places = run.width - 2 if spec.block is None else run.anchors
     logits = 4 * run.batch * places * vocab * (3 * run.num_steps + 2)  # of each step: logits, their softmax, a gradient
     sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
-    states = 4 * run.texts * run.width * H * (features + 1)
+    states = 4 * run.texts * run.width * model.config.hidden_size * (len(layers) + 1)
     if states <= run.keep_states << 20:
         sizes["the target's states"] = states
-    parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
-    return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {parts}"
+    listed = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
+    return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {listed}"
 
 
 def _command(target: str | Path, folder: Path) -> str:
@@ -199,21 +196,26 @@ def _rows(
     return rows
 
 
-def _objective(
-    model: Target, head: DraftHead, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
-) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
-    """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
-    kept = min(256, max(1, len(rows) // 20))
-    train = len(rows) - kept
-    with show_progress("train", "texts") as show:
-        states = States(model, rows, head.config.aux_layers, run.keep_states << 20, show)
-    weight_VH = model.lm_head.rows(draft_ids_V)
+Loss = Callable[[Seen, torch.Generator], tuple[Tensor, Tensor]]  # of some rows: the loss, and how often the head is right
 
-    def loss_of(seen: Seen, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        if isinstance(head, PEagleHead | DFlashHead):
-            return block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, run.anchors, generator)
-        assert isinstance(head, Eagle3Head)
-        return head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
+
+def _loss_of(model: Target, head: DraftHead, draft_ids_V: Tensor, run: HeadRun) -> Loss:
+    weight_VH = model.lm_head.rows(draft_ids_V)
+    if isinstance(head, BlockHead):
+        anchors = run.anchors
+        return lambda seen, picks: block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, anchors, picks)
+    assert isinstance(head, Eagle3Head)
+    return lambda seen, _: head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
+
+
+def _states(model: Target, rows: Tensor, layers: tuple[int, ...], run: HeadRun) -> States:
+    with show_progress("train", "texts") as show:
+        return States(model, rows, layers, run.keep_states << 20, show)
+
+
+def objective(states: States, loss_of: Loss, rows: Tensor, run: HeadRun) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
+    """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
+    train = len(rows) - min(256, max(1, len(rows) // 20))
 
     def loss_at(step: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(run.seed * 1_000_003 + step)

@@ -69,20 +69,21 @@ def write_rows(
     greedy_share: float,
     seed: int,
     save: Callable[[], None],
+    at_once: int = ROUND,
 ) -> None:
     """Fills rows [len(prompts), width] with the ids of each prompt and its continuation by the target.
 
     rows must hold -1 at first; columns after the end of a text keep it.  Rows that a run before has filled stay as they are.
     greedy_share: share of the rows that continue greedily.  The others are sampled at temperature 1, so that the head also
     learns texts that the target rarely prefers.
-    seed: makes the choice of greedy rows and the sampling repeatable.  save: called after every ROUND prompts.
+    seed: makes the choice of greedy rows and the sampling repeatable.  save: called after every `at_once` prompts.
     """
     width = rows.shape[1]
     generator = torch.Generator("cpu").manual_seed(seed)
     greedy = (torch.rand(len(prompts), generator=generator, dtype=torch.float32, device="cpu") < greedy_share).tolist()
     done = int((rows[:, 0] >= 0).sum())
-    for start in range(done, len(prompts), ROUND):
-        batch = range(start, min(start + ROUND, len(prompts)))
+    for start in range(done, len(prompts), at_once):
+        batch = range(start, min(start + at_once, len(prompts)))
         sampling = [
             SamplingParams(max_tokens=width - len(prompts[i]), temperature=0.0 if greedy[i] else 1.0, seed=seed * 1_000_003 + i)
             for i in batch

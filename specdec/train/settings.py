@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from specdec.config import SpecConfig
@@ -18,32 +18,38 @@ MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a fin
 T = TypeVar("T")
 
 
-def setting(default: T, meaning: str, choices: tuple[T, ...] = ()) -> T:
-    """A field of a run.  meaning: what `--help` says of its flag.  choices: its values, if there are few."""
-    return field(default=default, metadata={"meaning": meaning, "choices": choices})
+def setting(default: T, meaning: str, choices: tuple[T, ...] = (), least: int | None = None) -> T:
+    """A field of a run.
+
+    meaning: what `--help` says of its flag.  choices: its values, if there are few.
+    least: of a whole number that is checked with all others; None: it is none, or is checked alone.
+    """
+    return field(default=default, metadata={"meaning": meaning, "choices": choices, "least": least})
 
 
 def meaning_of(field: Field[Any]) -> str:
     return field.metadata["meaning"]
 
 
-def _check_whole(run: HeadRun | TargetRun, names: tuple[str, ...], least: int) -> None:
-    for name in names:
-        value = getattr(run, name)
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}; nearest: {least}")
-        if value > MOST:
-            raise ValueError(f"{name}: expected a whole number of at most {MOST}, got {value!r}")
-
-
-def _check_optimizer(run: HeadRun | TargetRun) -> None:
-    """The settings of the optimizer and the share of held-out text."""
+def _check_numbers(run: HeadRun | TargetRun) -> None:
+    """All whole numbers, the optimizer's settings, and the share of held-out text."""
+    for each in fields(run):
+        if (least := each.metadata["least"]) is not None:
+            _check_whole(run, each.name, least)
     if not 0.0 < run.lr < math.inf:
         raise ValueError(f"lr: expected a number above 0, got {run.lr}")
     if not 0.0 <= run.weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected a number of at least 0, got {run.weight_decay}")
     if not 0.0 < run.held_out < 1.0:
         raise ValueError(f"held_out: expected a share between 0 and 1, got {run.held_out}")
+
+
+def _check_whole(run: HeadRun | TargetRun, name: str, least: int) -> None:
+    value = getattr(run, name)
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}; nearest: {least}")
+    if value > MOST:
+        raise ValueError(f"{name}: expected a whole number of at most {MOST}, got {value!r}")
 
 
 def _check_kind(run: HeadRun) -> None:
@@ -79,42 +85,39 @@ class HeadRun:
     """
 
     kind: str = setting("eagle3", "what kind of head", KINDS)
-    num_steps: int = setting(5, "steps of the training-time test; of the other kinds: tokens drafted in a pass")
-    layers: int = setting(1, "layers of the head; eagle3 has 1")
-    anchors: int = setting(32, "of the kinds that draft in one pass: places in each row from which a step drafts")
+    num_steps: int = setting(5, "steps of the training-time test; of the other kinds: tokens drafted in a pass", least=1)
+    layers: int = setting(1, "layers of the head; eagle3 has 1", least=1)
+    anchors: int = setting(32, "of the kinds that draft in one pass: places in each row from which a step drafts", least=1)
     markov: str = setting("vanilla", "of dspark: the kind of its Markov head", MARKOV)
-    markov_rank: int = setting(64, "of dspark: the rank of its Markov head")
+    markov_rank: int = setting(64, "of dspark: the rank of its Markov head", least=1)
     layout: str = setting("auto", "whose files the head has; auto: safeailab for eagle3, else speculators", LAYOUTS)
-    draft_vocab_size: int = setting(0, "tokens that the head can propose; 0: the target's whole vocabulary")
-    intermediate_size: int = setting(0, "width of the head's MLP; 0: the target's")
-    texts: int = setting(8192, "rows of text that the target writes")
-    width: int = setting(256, "tokens of a row, its prompt included")
+    draft_vocab_size: int = setting(0, "tokens that the head can propose; 0: the target's whole vocabulary", least=0)
+    intermediate_size: int = setting(0, "width of the head's MLP; 0: the target's", least=0)
+    texts: int = setting(8192, "rows of text that the target writes", least=2)  # one is kept for the evaluation loss
+    width: int = setting(256, "tokens of a row, its prompt included", least=5 + max(spec.lookahead for spec in MEASURED))
     longest_prompt: int = setting(0, "the most tokens of a row's prompt, at least 4; 0: 48, or fewer where rows are shorter")
     greedy_share: float = setting(0.5, "share of the rows that go on greedily; the others are sampled at temperature 1")
-    steps: int = setting(4000, "optimizer steps")
-    batch: int = setting(32, "rows of a step")
+    steps: int = setting(4000, "optimizer steps", least=1)
+    batch: int = setting(32, "rows of a step", least=1)
     lr: float = setting(1e-3, "peak learning rate")
-    warmup: int = setting(200, "steps until the learning rate reaches its peak")
+    warmup: int = setting(200, "steps until the learning rate reaches its peak", least=0)
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     decay: float = setting(0.9, "step j of the training-time test, or place j of a block, counts decay**j in the loss")
-    keep_states: int = setting(4096, "MiB that the target's states of all rows may take; if they take more, steps compute them")
+    keep_states: int = setting(
+        4096, "MiB that the target's states of all rows may take; if they take more, steps compute them", least=0
+    )
     held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
-    eval_every: int = setting(500, "steps between two evaluations")
-    eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on")
-    seed: int = setting(0, "seed of everything random")
+    eval_every: int = setting(500, "steps between two evaluations", least=1)
+    eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on", least=1)
+    seed: int = setting(0, "seed of everything random", least=0)
 
     def __post_init__(self) -> None:
         _check_kind(self)
-        _check_whole(self, ("num_steps", "layers", "anchors", "markov_rank"), least=1)
-        _check_whole(self, ("steps", "batch", "eval_every", "eval_prompts"), least=1)
-        _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
-        _check_whole(self, ("width",), least=5 + max(spec.lookahead for spec in MEASURED))
+        _check_numbers(self)
         most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
         if type(self.longest_prompt) is int and self.longest_prompt == 0:  # checkpoints and records hold the number
             object.__setattr__(self, "longest_prompt", min(LONGEST_PROMPT, most))
-        _check_whole(self, ("longest_prompt",), least=4)
-        _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "keep_states", "seed"), least=0)
-        _check_optimizer(self)
+        _check_whole(self, "longest_prompt", 4)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")
         if self.longest_prompt > most:
@@ -141,31 +144,27 @@ class TargetRun:
     ValueError names a setting that can't work, and the values that can.
     """
 
-    hidden_size: int = setting(96, "width of the model")
-    intermediate_size: int = setting(256, "width of its MLP")
-    num_hidden_layers: int = setting(28, "layers")
-    num_attention_heads: int = setting(3, "query heads")
-    num_key_value_heads: int = setting(1, "key and value heads")
-    head_dim: int = setting(32, "width of a head")
+    hidden_size: int = setting(96, "width of the model", least=1)
+    intermediate_size: int = setting(256, "width of its MLP", least=1)
+    num_hidden_layers: int = setting(28, "layers", least=1)
+    num_attention_heads: int = setting(3, "query heads", least=1)
+    num_key_value_heads: int = setting(1, "key and value heads", least=1)
+    head_dim: int = setting(32, "width of a head", least=2)
     vocab_size: int = setting(2048, "tokens of the tokenizer that the run trains")
-    context: int = setting(512, "tokens of a row")
-    steps: int = setting(3400, "optimizer steps")
-    batch: int = setting(64, "rows of a step")
+    context: int = setting(512, "tokens of a row", least=2)
+    steps: int = setting(3400, "optimizer steps", least=1)
+    batch: int = setting(64, "rows of a step", least=1)
     lr: float = setting(4e-3, "peak learning rate")
-    warmup: int = setting(300, "steps until the learning rate reaches its peak")
+    warmup: int = setting(300, "steps until the learning rate reaches its peak", least=0)
     weight_decay: float = setting(0.3, "AdamW's weight decay")
     dropout: float = setting(0.2, "probability of dropping a value that attention or MLP adds to the residual stream")
     extra_share: float = setting(0.5, "share of the extra text in a step's rows at the start of the run")
     held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
-    eval_every: int = setting(200, "steps between two evaluations")
-    seed: int = setting(0, "seed of everything random")
+    eval_every: int = setting(200, "steps between two evaluations", least=1)
+    seed: int = setting(0, "seed of everything random", least=0)
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        _check_whole(self, (*sizes, "steps", "batch", "eval_every"), least=1)
-        _check_whole(self, ("head_dim", "context"), least=2)
-        _check_whole(self, ("warmup", "seed"), least=0)
-        _check_optimizer(self)
+        _check_numbers(self)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
         if self.num_attention_heads % self.num_key_value_heads:

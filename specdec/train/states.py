@@ -54,6 +54,8 @@ class States:
     """The states of all rows that a head learns from.
 
     keep_bytes: how much memory they may take.  If they take more, nothing is kept.  show: told how many rows were read.
+    at_once: rows that one pass reads.
+    at_once: see ROWS.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class States:
         aux_layers: tuple[int, ...],
         keep_bytes: int,
         show: Progress = lambda *_: None,
+        at_once: int = ROWS,
     ) -> None:
         self.model, self.rows_NT, self.aux_layers = model, rows_NT, aux_layers
         self.kept: Seen | None = None
@@ -71,11 +74,11 @@ class States:
             return
         empty = (part.new_empty(len(rows_NT), *part.shape[1:]) for part in first[1:])
         self.kept = Seen(rows_NT, *empty)
-        for start in range(0, len(rows_NT), ROWS):
+        for start in range(0, len(rows_NT), at_once):
             show("the target reads its texts", start, len(rows_NT))
-            seen = read_rows(model, rows_NT[start : start + ROWS], aux_layers)
+            seen = read_rows(model, rows_NT[start : start + at_once], aux_layers)
             for whole, part in zip(self.kept[1:], seen[1:], strict=True):
-                whole[start : start + ROWS] = part
+                whole[start : start + at_once] = part
 
     def of(self, picks_B: Tensor) -> Seen:
         """The states of these rows, int64 numbers."""

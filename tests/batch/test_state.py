@@ -34,7 +34,7 @@ def test_a_row_runs_when_its_prompt_is_complete() -> None:
     """Keeps out: rounds that read, or write to, the pages of a prompt of which chunks are still to come."""
     state = BatchState.empty(3, 2, page_size=4, device="cpu")
     rows, own = torch.tensor([2, 0]), torch.tensor([[[5, 6]], [[7, 8]]])
-    state.enter_rows(rows, own, RowSampling.of([RowOptions()] * 2, "cpu"), torch.ones(2))
+    state.enter_rows(rows, own, RowSampling.of([RowOptions.of()] * 2, "cpu"), torch.ones(2))
     assert not state.page_table_BGW.any(), "entered rows are padding for rounds"
     state.start_rows(rows, torch.tensor([6, 3]).int(), torch.tensor([0, 1]).int(), torch.tensor([9, 9]))
     assert state.prompt_table_BGW[:, 0].tolist() == [[7, 8], [0, 0], [5, 6]]

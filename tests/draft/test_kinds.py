@@ -48,21 +48,11 @@ class EchoDrafter(NgramDrafter):
         return DraftTree.chain(torch.cat((state.bonus_B[:, None], first_BS), dim=1))
 
 
-class OpenEcho(OpenDrafter):
-    model = EchoModel()
-
-    def load(self, target: Any, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftModel:
-        return self.model
-
-
 class Echo(DrafterKind):
-    name, help, has_files, instead = "echo", "echo (the prompt again)", False, "which needs nothing"
-
-    def meaning(self) -> str:
-        return "the text's beginning again"
+    name, help, instead, meaning = "echo", "echo (the prompt again)", "which needs nothing", "the text's beginning again"
 
     def open(self, target_folder: Path, target: Any) -> OpenDrafter:
-        return OpenEcho()
+        return OpenDrafter(EchoModel())
 
 
 KIND = Echo()

@@ -5,7 +5,7 @@ Keeps out: whatever a draft, a tree, a page size, a batch or a queue could do to
 
 import pytest
 from toolkit.driver import Driver
-from toolkit.models import COMMON, FAMILIES, Zoo, ragged_prompts
+from toolkit.models import COMMON, FAMILIES, Zoo, hf_greedy, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
 from specdec.generation import Generation
@@ -58,6 +58,16 @@ def test_generate_equals_transformers(
     Driver(decoder).assert_nothing_leaked()
     if (target, head) in {(case[0], case[1]) for case in CASES[::4]}:
         assert_greedy(zoo, target, prompts, decoder.generate(prompts, sampling, speculate=False))
+
+
+def test_the_oracle_refuses_other_texts(zoo: Zoo) -> None:
+    """Keeps out: an oracle that agrees with whatever it is asked about."""
+    prompt = [3, 4, 5]
+    right, asked = hf_greedy(zoo.hf("qwen3"), prompt, 9), zoo.greedy("qwen3", prompt, 9)
+    wrong = [[*right[:at], right[at] ^ 1, *right[at + 1 :]] for at in range(9)]
+    assert not any(text == asked for text in [*wrong, right[:8], [*right, 1]])
+    assert right == asked and right[:4] == asked[:4] and not any(text == asked for text in wrong)
+    assert zoo.greedy("qwen3", prompt, 12)[8] == right[8] and [*asked, 1] == [1][:0] + asked + [1] == [*right, 1]
 
 
 def test_random_heads_are_sometimes_right(zoo: Zoo) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from toolkit.deepseek import save_deepseek
-from toolkit.models import HEADS, hf_greedy, ragged_prompts
+from toolkit.models import HEADS, is_greedy, ragged_prompts
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -55,7 +55,8 @@ def test_both_write_the_same(folder: Path, tmp_path: Path, head: str, shape: tup
         texts.append([out.token_ids for out in outputs])
         accepted += sum(out.stats.accepted for out in outputs)
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert texts[0] == texts[1] == [hf_greedy(hf, prompt, 16) for prompt in prompts]
+    assert texts[0] == texts[1] and all(is_greedy(hf, prompt, text) for prompt, text in zip(prompts, texts[0], strict=True))
+    assert {len(text) for text in texts[0]} == {16}
     assert accepted > 0
 
 
@@ -75,4 +76,4 @@ def test_a_gpu_writes_the_same(folder: Path, tmp_path: Path, graphs: str | bool)
     decoder = SpecDecoder.from_pretrained(folder, draft, SpecConfig(4, 4, 16), backend="transformers", **settings)
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=16))
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert [out.token_ids for out in outputs] == [hf_greedy(hf, prompt, 16) for prompt in prompts]
+    assert all(len(out.token_ids) == 16 and is_greedy(hf, out.prompt_token_ids, out.token_ids) for out in outputs)

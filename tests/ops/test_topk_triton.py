@@ -6,15 +6,15 @@ Shapes: R rows, V vocabulary.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
-from specdec.ops import topk_triton
 from specdec.ops.topk import greedy_tokens, top_tokens
-from specdec.ops.topk_triton import launch_greedy_tokens, launch_top_tokens, slice_size
+from specdec.ops.topk_triton import Scan, launch_greedy_tokens, launch_scan, launch_top_tokens, slice_size
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -43,16 +43,16 @@ def hard_rows(V: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.stack(kinds).to(dtype)
 
 
-def check(logits: Tensor, k: int) -> None:
+def check(logits: Tensor, k: int, scan: Scan = launch_scan) -> None:
     V = logits.shape[-1]
     offsets = torch.arange(V) * 2
     want_logp, want_ids = top_tokens(logits, k, offsets)
     on_device = logits.to(DEVICE)
-    logp, ids = launch_top_tokens(on_device, k, offsets.to(DEVICE), None)
+    logp, ids = launch_top_tokens(on_device, k, offsets.to(DEVICE), None, scan)
     assert torch.equal(ids.cpu(), want_ids), k
     torch.testing.assert_close(logp.cpu(), want_logp, atol=2e-5, rtol=2e-6)
     assert not bool((logp > 0).any())
-    assert torch.equal(launch_greedy_tokens(on_device, None).cpu(), greedy_tokens(logits))
+    assert torch.equal(launch_greedy_tokens(on_device, None, scan=scan).cpu(), greedy_tokens(logits))
 
 
 @pytest.mark.slow_cases
@@ -65,12 +65,12 @@ def test_equals_the_definition(V: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 256])
-def test_slices_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_change_nothing(size: int) -> None:
     """Keeps out: a tie between two slices that goes to the wrong one; slices with fewer tokens than k."""
-    monkeypatch.setattr(topk_triton, "slice_size", lambda *args: size)
+    scan = partial(launch_scan, size=size)
     for V in (33, 260):
-        check(hard_rows(V, torch.bfloat16, V), 5)
-    check(hard_rows(40, torch.float32, 1), 20)
+        check(hard_rows(V, torch.bfloat16, V), 5, scan)
+    check(hard_rows(40, torch.float32, 1), 20, scan)
 
 
 @pytest.mark.slow

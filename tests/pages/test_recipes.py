@@ -21,12 +21,12 @@ from toolkit.serving.server import Served
 from specdec import SpecDecoder, shipped
 from specdec.cli.entry import build_parser
 from specdec.serve.options import KEY_VARIABLE
-from specdec.serve.run import LAST_SECONDS
+from specdec.serve.times import TIMES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "examples" / "serve" / "Containerfile"
 UNIT = ROOT / "examples" / "serve" / "specdec.service"
-AFTER_GRACE = 2 * LAST_SECONDS  # seconds that a server may take after its grace period
+AFTER_GRACE = round(2 * TIMES.last)  # seconds that a server may take after its grace period
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -35,6 +35,7 @@ from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.process.descriptors import MOST_CONNECTIONS, WANTED
 from specdec.serve.process.output import CLOSING_SECONDS, MOST_HELD
+from specdec.serve.times import TIMES
 from specdec.serve.wire import errors, fields
 from specdec.serve.wire.answers import usage
 from specdec.serve.wire.body import LEAST_RATE
@@ -282,7 +283,7 @@ def test_the_routers_error_has_the_status_that_the_page_says() -> None:
 def test_numbers_in_the_text_are_the_codes() -> None:
     """Keeps out: a time or a variable that changed in the code alone."""
     assert KEY_VARIABLE in PAGE and f"`Retry-After: {errors.RETRY_SECONDS}`" in PAGE
-    last = run.LAST_SECONDS * 2 + round(CLOSING_SECONDS)  # for answers to what was cut off, connections to close, and the log
+    last = round(TIMES.last * 2 + CLOSING_SECONDS)  # for answers to what was cut off, connections to close, and the log
     assert f"closed after {run.KEEP_ALIVE_SECONDS} s" in PAGE and f"for each {LEAST_RATE >> 10} KiB" in PAGE
     assert f"at most {MOST_CONNECTIONS}" in PAGE and f"up to {WANTED}" in PAGE and f"up to {MOST_HELD >> 20} MiB" in PAGE
     assert f"up to {last} seconds more than the grace period" in PAGE

@@ -11,7 +11,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.latent import mla
+from specdec.attention.latent.limits import Limits
 from specdec.loading.memory import pool_plan, scratch_bytes
 from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.models.config import ModelConfig
@@ -73,8 +73,7 @@ def test_long_prompts_gather_latents(zoos: dict[type[Zoo], Zoo], monkeypatch: py
     pair = zoos[DeepseekZoo].target("v3"), zoos[DeepseekZoo].head("v3", "eagle3")
     settings = {"prefill_chunk": 13, "page_size": 4}
     want = with_ranks(*pair, TREE, 1, texts, **settings)
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", 5)
-    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
+    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=5, expanded_tokens=12))
     assert with_ranks(*pair, TREE, 2, texts, **settings, decode_context_parallel_size=2) == want
 
 

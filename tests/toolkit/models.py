@@ -4,7 +4,7 @@ The targets' greedy text comes from transformers too: it is the oracle of every 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ class Zoo:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._models: dict[str, PreTrainedModel] = {}
-        self._greedy: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+        self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def target(self, name: str) -> Path:
         folder = self.root / name
@@ -240,12 +240,10 @@ class Zoo:
             self._models[name] = model.eval()
         return self._models[name]
 
-    def greedy(self, name: str, prompt: list[int], max_tokens: int) -> list[int]:
+    def greedy(self, name: str, prompt: list[int], max_tokens: int) -> "Greedy":
         """What transformers' own greedy search writes, without an end."""
-        key = (name, tuple(prompt), max_tokens)
-        if key not in self._greedy:
-            self._greedy[key] = hf_greedy(self.hf(name), prompt, max_tokens)
-        return self._greedy[key]
+        known = self._greedy.setdefault((name, tuple(prompt)), [])
+        return Greedy(lambda: self.hf(name), prompt, max_tokens, known)
 
     def decoder(self, target: str, kind: str | None = None, spec: SpecConfig | None = None, **settings: Any) -> SpecDecoder:
         """A decoder on the CPU, in float32 if nothing else is said."""
@@ -256,6 +254,62 @@ class Zoo:
             spec,
             **{"device": "cpu", "dtype": "float32", "max_seq_len": 128, "smoke": False, **settings},
         )
+
+
+class Greedy(Sequence[int]):
+    """The text of greedy search in transformers, which is searched for only if somebody reads it.
+
+    Whether another text equals it takes one pass: each token must be the best one after all tokens before it.
+    """
+
+    def __init__(self, model: Callable[[], PreTrainedModel], prompt: list[int], length: int, known: list[int]) -> None:
+        self._model, self._prompt, self._length, self._known = model, prompt, length, known
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice) and key.start is None and key.step is None and (key.stop or 0) >= 0:
+            shorter = self._length if key.stop is None else min(self._length, key.stop)
+            return Greedy(self._model, self._prompt, shorter, self._known)
+        return self.tokens[key]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Greedy):
+            return self.tokens == other.tokens
+        if not isinstance(other, list) or len(other) != self._length:
+            return False
+        if len(other) > len(self._known) and is_greedy(self._model(), self._prompt, other):
+            self._known[:] = other
+        return other == self._known[: self._length] if len(other) <= len(self._known) else False
+
+    def __add__(self, other: list[int]) -> list[int]:
+        return self.tokens + other
+
+    def __radd__(self, other: list[int]) -> list[int]:
+        return other + self.tokens
+
+    def __repr__(self) -> str:
+        return repr(self.tokens)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def tokens(self) -> list[int]:
+        if len(self._known) < self._length:
+            self._known[:] = hf_greedy(self._model(), self._prompt, self._length)
+        return self._known[: self._length]
+
+
+@torch.no_grad()
+def is_greedy(model: PreTrainedModel, prompt: list[int], text: list[int]) -> bool:
+    """Whether transformers' greedy search writes that text, by one pass over it.  Refuses near-ties, as `hf_greedy` does."""
+    logits = model(torch.tensor([prompt + text]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    best, second = logits.topk(2).values.unbind(-1)
+    same = logits.argmax(-1) == torch.tensor(text)
+    right = int(same.int().cumprod(0).sum())  # tokens before the first that differs; later ones follow another text
+    assert not right or (best - second)[:right].min() > 1e-4, "a near-tie: choose another seed for the model or the prompt"
+    return right == len(text)
 
 
 def hf_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -196,22 +197,18 @@ def test_heads_of_a_norm_stay_alike(pair: SpecDecoder) -> None:
     assert not torch.equal(gradient_XD[0], gradient_XD[3])
 
 
-def test_rows_that_are_kept_out_are_never_trained_on(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_kept_out_are_never_trained_on() -> None:
     """Keeps out: an evaluation loss of rows that the head has learnt by heart."""
     read: list[list[int]] = []
 
     class Recorded:
-        def __init__(self, *_: object) -> None: ...
-
         def of(self, picks_B: Tensor) -> Seen:
             read.append(picks_B.tolist())
             return Seen(picks_B, picks_B, picks_B)
 
-    monkeypatch.setattr(training, "States", Recorded)
-    monkeypatch.setattr(training, "head_loss", lambda *_: (torch.zeros(()), torch.zeros(1)))
-    assert pair.head is not None
+    states: Any = Recorded()
     rows = torch.zeros(100, 8, dtype=torch.int64)
-    loss_at, evaluate = training._objective(pair.model, pair.head, rows, torch.arange(9), HeadRun(batch=4))
+    loss_at, evaluate = training.objective(states, lambda *_: (torch.zeros(()), torch.zeros(1)), rows, HeadRun(batch=4))
     for step in range(200):
         loss_at(step)
     trained = {row for rows in read for row in rows}
@@ -220,9 +217,8 @@ def test_rows_that_are_kept_out_are_never_trained_on(pair: SpecDecoder, monkeypa
     assert trained == set(range(95)) and [row for rows in read for row in rows] == list(range(95, 100))
 
 
-def test_rows_are_written_once_with_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_written_once_with_seeds_of_their_own() -> None:
     """Keeps out: prompts that come twice and get one text, and a resumed run that writes all texts again."""
-    monkeypatch.setattr("specdec.train.selftext.ROUND", 4)
     asked: list[tuple[list[int], SamplingParams]] = []
 
     def generate(prompts: list[list[int]], sampling: list[SamplingParams], **_: bool) -> list[SimpleNamespace]:
@@ -232,7 +228,8 @@ def test_rows_are_written_once_with_seeds_of_their_own(monkeypatch: pytest.Monke
     rows, saved = torch.full((10, 6), -1), []
     rows[:4, :3] = 7
     prompts = [[index, index] for index in range(10)]
-    write_rows(SimpleNamespace(generate=generate), prompts, rows, 0.5, 3, lambda: saved.append(rows.clone()))  # type: ignore[arg-type]
+    decoder: Any = SimpleNamespace(generate=generate)
+    write_rows(decoder, prompts, rows, 0.5, 3, lambda: saved.append(rows.clone()), at_once=4)
     assert [prompt for prompt, _ in asked] == prompts[4:] and len({each.seed for _, each in asked}) == 6
     assert {each.temperature for _, each in asked} == {0.0, 1.0} and {each.max_tokens for _, each in asked} == {4}
     assert rows[:, 0].tolist() == [7] * 4 + list(range(4, 10)) and rows[4:, 5].tolist() == [-1] * 6

@@ -94,22 +94,16 @@ def test_a_text_is_counted_up_to_its_end(zoo: Zoo, tmp_path: Path) -> None:
     assert found == out.stats and out.finish_reason == "eos" and 3 < len(out.token_ids) < 12
 
 
-def test_branches_take_their_parents_pairs_along(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_take_their_parents_pairs_along() -> None:
     """Keeps out: a branch that goes on from another one and reads the keys of its own place in the list."""
-    followed: list[tuple[bool, bool]] = []
-    follow = BranchPairs.follow
-
-    def spy(self: BranchPairs, parents_PK: torch.Tensor) -> None:
-        before = {layer: pair[0].clone() for layer, pair in self.own.items()}
-        follow(self, parents_PK)
-        at = torch.arange(len(parents_PK))[:, None]
-        followed.append((bool(before), all(torch.equal(self.own[layer][0], k[at, parents_PK]) for layer, k in before.items())))
-
-    monkeypatch.setattr(BranchPairs, "follow", spy)
-    options = EngineOptions(device="cpu", dtype="float32")
-    eval_head(str(zoo.head("llama", "eagle3")), zoo.target("llama"), ragged_prompts(40, 2)[:1], SHAPES[:1], 3, options)
-    assert followed and [has for has, _ in followed] == [False, True, True] * (len(followed) // 3)
-    assert all(right for _, right in followed)
+    generator, attn = torch.Generator().manual_seed(0), BranchPairs(KeptPairs(()), torch.tensor([3, 5]), 3)
+    attn.follow(torch.zeros(2, 3, dtype=torch.int64))  # the first level has no pairs yet
+    attn.own = {layer: tuple(torch.randn(2, 3, 4, 1, 2, generator=generator) for _ in "kv") for layer in range(2)}  # type: ignore
+    before, parents_PK = dict(attn.own), torch.tensor([[2, 0, 0], [1, 1, 2]])
+    attn.follow(parents_PK)
+    for layer, pair in before.items():
+        for now, old in zip(attn.own[layer], pair, strict=True):
+            assert torch.equal(now, old[torch.arange(2)[:, None], parents_PK])
 
 
 @torch.inference_mode()
@@ -150,7 +144,7 @@ WRONG = [  # flags, what the line names
         "nearest setting that works: --max-tokens",
     ),
     ([str(draft_folder()), "--target", str(target_folder()), "--eval-text", "/none"], "/none"),
-    ([str(draft_folder()), "--target", str(target_folder()), "--device", "cuda", "--prompts", "/none"], "device='cuda'"),
+    ([str(draft_folder()), "--target", str(target_folder()), "--device", "cuda:99", "--prompts", "/none"], "device='cuda:99'"),
     ([str(draft_folder()), "--target", str(target_folder()), "--prompts", "LONG"], "--prompts with no prompt of more than 504"),
     (
         [str(draft_folder()), "--target", str(target_folder()), "--eval-text", "LONG", "--longest-prompt", "509"],
@@ -161,10 +155,7 @@ WRONG = [  # flags, what the line names
 
 
 @pytest.mark.parametrize(("flags", "named"), WRONG, ids=str)
-def test_wrong_input_is_named(
-    flags: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_wrong_input_is_named(flags: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = tmp_path / "long.txt"
     long.write_text("the cat " * 254)
     assert main(["eval-head", *(str(long) if flag == "LONG" else flag for flag in flags)]) == 2

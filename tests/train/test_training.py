@@ -139,7 +139,7 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
         (hidden_1SH,) = head.drafts(seen.features_BTF, seen.ids_BT, torch.tensor([[anchor]]), steps)
         before = [ROW[min(anchor + i, len(ROW) - 1)] for i in range(steps)]
         is_spark = isinstance(head, DSparkHead)
-        logits_SV = (head.walk(hidden_1SH, torch.tensor([before])) if is_spark else head.logits(hidden_1SH))[0]
+        logits_SV = head.walk(hidden_1SH, torch.tensor([before]))[0]
         for i in range(min(steps, len(ROW) - 1 - anchor)):
             if (token := ROW[anchor + 1 + i]) % 2:
                 if is_spark:
@@ -158,11 +158,10 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
     assert share_S.tolist() == pytest.approx([sum(values) / max(1, len(values)) for values in right])
 
 
-def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
     """Keeps out: rows that learn from another row's states, and states that change with the memory they may take."""
-    monkeypatch.setattr("specdec.train.states.ROWS", 2)  # several passes
     rows = torch.tensor([ROW, ROW[::-1], [7, *ROW[:-3], -1, -1]])
-    kept, computed = (States(pair.model, rows, (1, 13), size) for size in (1 << 30, 0))
+    kept, computed = (States(pair.model, rows, (1, 13), size, at_once=2) for size in (1 << 30, 0))
     assert kept.kept is not None and computed.kept is None
     for a, b in zip(kept.of(torch.tensor([2, 0])), computed.of(torch.tensor([2, 0])), strict=True):
         torch.testing.assert_close(a, b)

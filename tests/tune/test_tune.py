@@ -12,8 +12,8 @@ from toolkit.models import Zoo
 
 from specdec.cli import tune as command
 from specdec.cli.entry import main
+from specdec.draft.formats.empty import empty_head
 from specdec.draft.formats.spec import HeadSpec
-from specdec.draft.load import empty_head
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, cast, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
 
-from specdec.draft.formats.body import (
-    aux_layers_of,
-    check_features,
-    layer_count,
-    parse_body,
-    parse_head_rope,
-    width_of_features,
-    windows_by_type,
-)
+from specdec.draft.formats.body import aux_layers_of, check_features, head_layers, width_of_features
 from specdec.draft.formats.reading import HeadFiles, Names, Reading
-from specdec.draft.formats.spec import BlockSpec, Confidence, HeadSpec, MarkovKind
+from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
 
@@ -24,22 +15,11 @@ MOST_BLOCK, MOST_RANK = 256, 65536
 MARKOV_KEYS = frozenset(("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"))
 
 
-class Correction(NamedTuple):
-    """The Markov head of a DSpark head, and what its estimate of acceptance reads."""
-
-    markov: MarkovKind = "none"
-    rank: int = 0
-    confidence: Confidence = "none"
-
-
 def block_model(raw: dict[str, Any], own: Iterable[str], target: ModelConfig | None, where: str) -> ModelConfig:
     """The head's layers with their rope, and with a window where layer_types says so."""
     if raw.get("model_type") != "qwen3":
         raise ValueError(f"{where}: model_type must be qwen3, whose layers such a head has, got {raw.get('model_type')!r}")
-    model = parse_body(raw, own, target, where, family="qwen3")
-    count = layer_count(raw, where, None)
-    model = replace(model, num_layers=count, rope=parse_head_rope(raw, target, where, silent=False))
-    model = replace(model, layer_kinds=windows_by_type(raw, count, where))
+    model = head_layers(raw, own, target, where, family="qwen3", by_type=True)
     check_switch(raw, model, where)
     return model
 
@@ -109,8 +89,13 @@ def default_features(num_layers: int, head_layers: int, where: str) -> tuple[int
     return found
 
 
-def correction_of(raw: dict[str, Any], where: str, rank: int | None, confident: bool | None, beside: bool | None) -> Correction:
-    """A Markov head and an estimate by their keys.  rank, confident, beside: defaults; None: the key must be there."""
+def correction_of(
+    raw: dict[str, Any], where: str, rank: int | None, confident: bool | None, beside: bool | None
+) -> dict[str, Any]:
+    """The fields of a BlockSpec that say its Markov head and its estimate, by their keys.
+
+    rank, confident, beside: defaults; None: the key must be there.
+    """
     r = whole(raw, "markov_rank", where, rank, least=0, most=MOST_RANK)
     is_confident = _told(raw, "enable_confidence_head", where, confident)
     kind = raw.get("markov_head_type", "vanilla" if rank is not None or r == 0 else None)
@@ -119,28 +104,16 @@ def correction_of(raw: dict[str, Any], where: str, rank: int | None, confident: 
     if r == 0:
         if is_confident:
             raise ValueError(f"{where}: an estimate of acceptance without a Markov head (markov_rank 0) can't be run yet")
-        return Correction()
+        return {}
     with_token = is_confident and _told(raw, "confidence_head_with_markov", where, beside)
-    return Correction(cast(MarkovKind, kind), r, "none" if not is_confident else "markov" if with_token else "hidden")
+    confidence = "none" if not is_confident else "markov" if with_token else "hidden"
+    return {"markov": kind, "markov_rank": r, "confidence": confidence}
 
 
 def _told(raw: dict[str, Any], key: str, where: str, default: bool | None) -> bool:
     if default is None and raw.get(key) is None:
         raise ValueError(f"{where} lacks {key}; expected true or false")
     return flag(raw, key, where, bool(default))
-
-
-def check_nested(nested: Mapping[str, Any], known: Mapping[str, Sequence[Any]], where: str, name: str) -> None:
-    """ValueError for a key of an object that is unknown, or that has a value which is not computed.
-
-    known: the values of each key that are computed; empty: they are read elsewhere.
-    """
-    for key, value in nested.items():
-        if key not in known:
-            raise ValueError(f"{where}: unknown key {name}.{key}; it may change what the head computes")
-        allowed = known[key]
-        if allowed and not any(type(value) is type(one) and value == one for one in allowed):
-            raise ValueError(f"{where}: {name}.{key} must be {' or '.join(map(str, allowed))}, got {value!r}")
 
 
 def block_reading(
@@ -162,7 +135,7 @@ def block_reading(
         width_of_features(files.raw, model.hidden_size, target, files.where),
         **{"draft_vocab_size": model.vocab_size, "own_lm_head": False, "format": name, "block": block, **own},
     )
-    names = Names("layers.0", tuple(f"layers.{index}" for index in range(1, model.num_layers)))
+    names = Names.numbered(model.num_layers)
     return Reading(spec, names, {}, {**meanings, **block_meanings(model, block)})
 
 

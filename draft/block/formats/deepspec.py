@@ -41,9 +41,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
         raise ValueError(f"{where}: layer_types must be all full_attention: what windows mean to this layout's blocks is open")
     found = correction_of(raw, where, None, None, None)
     causal = (False,) * model.num_layers
-    block = BlockSpec(
-        block_size(raw, where), mask_id(raw, model, where), causal, False, False, found.markov, found.rank, found.confidence
-    )
+    block = BlockSpec(block_size(raw, where), mask_id(raw, model, where), causal, **found)
     features = features_of(raw, "target_layer_ids", target, model.num_layers, where)
     meanings = {"target_layer_ids": f"{raw.get('target_layer_ids')}: 0-based outputs of layers"}
     reading = block_reading(files, model, block, features, target, NAME, meanings, own_embeddings=True, own_lm_head=True)

@@ -11,15 +11,14 @@ from typing import Any
 
 from specdec.attention.kinds import LayerKind
 from specdec.draft.block.formats.common import (
-    Correction,
     block_model,
     block_reading,
     block_size,
-    check_nested,
     correction_of,
     features_of,
     mask_id,
 )
+from specdec.draft.formats.body import check_nested
 from specdec.draft.formats.reading import HeadFiles, Reading
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import flag, mapping, whole
@@ -58,7 +57,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
         model = replace(model, layer_kinds=(LayerKind(window=window),) * model.num_layers)
     elif nested.get("swa_window_size") is not None:
         raise ValueError(f"{where}: dflash_config.swa_window_size must be absent where use_swa is not true")
-    found = Correction()
+    found: dict[str, Any] = {}
     if is_dspark:
         told = {**nested, "enable_confidence_head": nested.get("use_confidence_head")}
         found = correction_of(told, where, None, None, True)
@@ -66,9 +65,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
         raise ValueError(f"{where}: tensors of a Markov head need dflash_config.projector_type dspark")
     causal = (is_causal,) * model.num_layers
     block = BlockSpec(
-        block_size(raw, where), mask_id(nested, model, where), causal, not is_dspark, False, found.markov, found.rank,
-        found.confidence,
-    )  # fmt: skip
+        block_size(raw, where), mask_id(nested, model, where), causal, not is_dspark, **found)  # fmt: skip
     there = {**nested, "num_target_layers": raw.get("num_target_layers")}
     features = features_of(there, "target_layer_ids", target, model.num_layers, where, reads_last=True)
     meanings = {"target_layer_ids": f"{nested.get('target_layer_ids')}: 0-based outputs of layers"}

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.draft.block.formats.common import (
-    Correction,
     block_meanings,
     block_reading,
     block_size,
@@ -21,7 +20,7 @@ from specdec.draft.block.formats.common import (
     features_of,
     mask_id,
 )
-from specdec.draft.eagle.formats.safeailab import vocabulary_tensors
+from specdec.draft.eagle.formats.common import vocabulary_tensors
 from specdec.draft.eagle.formats.speculators import NAME, check_proposals, inner_model, obeyed, proposals_of, read_eagle3
 from specdec.draft.formats.reading import HeadFiles, Reading
 from specdec.draft.formats.releases import MARK, VERSION, Release, passed_over, release_of
@@ -74,12 +73,10 @@ def _read_block(files: HeadFiles, target: ModelConfig | None) -> Reading:
     model = replace(model, layer_kinds=tuple(kinds), qk_norm=True)  # whatever family the sizes are called after
     causal = tuple(each and not flag(raw, "sliding_window_non_causal", where) for each in windowed)
     skips = not flag(raw, "sample_from_anchor", where)
-    found = correction_of(raw, where, None, None, None) if is_dspark else Correction()
-    if skips and found.markov == "rnn":
+    found = correction_of(raw, where, None, None, None) if is_dspark else {}
+    if skips and found.get("markov") == "rnn":
         raise ValueError(f"{where}: markov_head_type rnn with sample_from_anchor false can't be run yet")
-    block = BlockSpec(
-        size, mask_id(raw, model, where), causal, skips, any(windowed), found.markov, found.rank, found.confidence
-    )
+    block = BlockSpec(size, mask_id(raw, model, where), causal, skips, any(windowed), **found)
     draft_size = whole(raw, "draft_vocab_size", where, most=model.vocab_size)
     own: dict[str, Any] = {
         "draft_vocab_size": draft_size,

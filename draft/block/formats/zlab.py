@@ -11,15 +11,14 @@ from typing import Any
 
 from specdec.draft.block.formats.common import (
     MARKOV_KEYS,
-    Correction,
     block_model,
     block_reading,
     block_size,
-    check_nested,
     correction_of,
     features_of,
     mask_id,
 )
+from specdec.draft.formats.body import check_nested
 from specdec.draft.formats.reading import Format, HeadFiles, Reading
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import flag, mapping
@@ -65,13 +64,11 @@ def _read(files: HeadFiles, target: ModelConfig | None, name: str) -> Reading:
         raise ValueError(f"{where}: block_size and dflash_config.block_size must be equal, got {sorted(map(str, sizes))}")
     size = block_size({"block_size": next(iter(sizes), None)}, where)
     causal = _causal(raw, model, where, name)
-    found = Correction()
+    found: dict[str, Any] = {}
     if is_dspark:
         alpha = nested.get("confidence_head_alpha") or 0
         found = correction_of(nested, where, 0, isinstance(alpha, (int, float)) and alpha > 0, False)
-    block = BlockSpec(
-        size, mask_id(nested, model, where), causal, not is_dspark, False, found.markov, found.rank, found.confidence
-    )
+    block = BlockSpec(size, mask_id(nested, model, where), causal, not is_dspark, **found)
     there = {**nested, "num_target_layers": raw.get("num_target_layers", nested.get("num_target_layers"))}
     features = features_of(there, "target_layer_ids", target, model.num_layers, where, may_be_absent=True)
     ids = nested.get("target_layer_ids")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,14 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
-from specdec.draft.block.dflash import DFlashHead
-from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.block.rounds.pairs import fill_pairs
 from specdec.draft.block.rounds.tables import BlockTables, block_tables
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows, take_run
+
+if TYPE_CHECKING:
+    from specdec.draft.block.dflash import DFlashHead
+    from specdec.draft.block.peagle import PEagleHead
 
 
 class Pages(NamedTuple):

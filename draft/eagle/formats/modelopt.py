@@ -7,23 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from specdec.draft.eagle.formats.safeailab import AUX, nested_config, own_lm_head, vocabulary_tensors
-from specdec.draft.formats.body import (
-    aux_layers_of,
-    check_features,
-    layer_count,
-    parse_body,
-    parse_head_rope,
-    width_of_features,
-    windows_of,
-)
+from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, refuse_bias
+from specdec.draft.formats.body import aux_layers_of, check_features, head_layers
 from specdec.draft.formats.reading import HeadFiles, Names, Reading
-from specdec.draft.formats.spec import HeadSpec
-from specdec.draft.formats.vocabulary import read_draft_ids
-from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
 
 NAME, DEEP = "modelopt", "LlamaForCausalLMEagle3Deep"
@@ -50,40 +38,24 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
     eagle = nested_config(raw, NESTED, where)
     if missing := sorted(set(NESTED) - set(eagle)):
         raise ValueError(f"{where}: eagle_config lacks {', '.join(missing)}, which ModelOpt always writes")
-    model = parse_body(raw, OWN_KEYS, target, where)
-    model = replace(model, num_layers=layer_count(raw, where, None), rope=parse_head_rope(raw, target, where, silent=False))
-    model = replace(model, layer_kinds=windows_of(raw, model.num_layers, where))
-    ids = eagle[AUX]
-    draft_size = whole(raw, "draft_vocab_size", where, most=model.vocab_size)
-    spec = HeadSpec(
-        model,
-        "eagle3",
-        aux_layers_of(ids or None, target, where, any_order=True),
-        width_of_features(raw, model.hidden_size, target, where),
-        draft_size,
-        own_embeddings="embed_tokens.weight" in files.checkpoint,
-        own_lm_head=own_lm_head(files, draft_size, model.vocab_size),
-        draft_ids=read_draft_ids(files, draft_size, model.vocab_size, t2d="must not"),
-        format=NAME,
-    )
+    model, ids = head_layers(raw, OWN_KEYS, target, where), eagle[AUX]
     meanings = {
-        AUX: f"{ids}: 0-based outputs of layers, in the order of a set, which means nothing"
-        if ids
-        else "null: 1, N//2 - 1 and N - 4",
+        AUX: f"{ids}: 0-based outputs of layers, in the order of a set, which means nothing" if ids else f"null: {DEFAULT}",
         "hidden_norm": "the feature passes hidden_norm alone; ModelOpt 0.47's own module normed it by input_layernorm before",
         "recycled": "the output before the final norm",
     }
     if model.rope.kind == "yarn":
         meanings["yarn"] = "as written; exporters add it to heads that were trained without it, which lowers acceptance"
-    return Reading(spec, _names(files, raw, model.num_layers), vocabulary_tensors(files), meanings)
+    aux_layers = aux_layers_of(ids or None, target, where, any_order=True)
+    names = _names(files, raw, model.num_layers)
+    return eagle3_reading(files, model, target, aux_layers, names, meanings, t2d="must not", format=NAME)
 
 
 def _check_top(raw: dict[str, Any], where: str) -> None:
     named = raw.get("architectures") or [ARCHITECTURES[0]]
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
         raise ValueError(f"{where}: architectures must be one of {', '.join(ARCHITECTURES)}, got {named!r}")
-    if flag(raw, "bias", where):
-        raise ValueError(f"{where}: bias must be absent or false: fc has none in an EAGLE-3 head")
+    refuse_bias(raw, where)
 
 
 def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> Names:

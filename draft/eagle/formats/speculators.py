@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.attention.kinds import FULL
-from specdec.draft.eagle.formats.safeailab import own_lm_head, vocabulary_tensors
+from specdec.draft.eagle.formats.common import DEFAULT, eagle3_reading
 from specdec.draft.formats.body import (
     aux_layers_of,
     check_features,
@@ -22,8 +22,7 @@ from specdec.draft.formats.body import (
 from specdec.draft.formats.reading import HeadFiles, Names, Reading
 from specdec.draft.formats.releases import AUX, VERSION, Release, passed_over, release_of
 from specdec.draft.formats.spec import FeatureNorm, HeadSpec
-from specdec.draft.formats.vocabulary import read_draft_ids
-from specdec.models.checkpoints.config_values import flag, mapping, whole
+from specdec.models.checkpoints.config_values import flag, mapping
 from specdec.models.config import ModelConfig
 
 NAME = "speculators"
@@ -59,34 +58,21 @@ def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> Read
         raise ValueError(f"{where}: target_hidden_size must be null or the head's {model.hidden_size}, got {width}")
     if is_converted and release.oldest <= 4 and release.newest >= 2:
         _refuse_lost_layer(files, model.hidden_size, release)
-    draft_size = whole(raw, "draft_vocab_size", where, most=model.vocab_size)
     is_trained = flag(raw, "embed_requires_grad", where)
     norm: FeatureNorm = "joint" if flags["norm_before_fc"] else "each" if flags["fc_norm"] else "none"
-    spec = HeadSpec(
-        model,
-        "eagle3",
-        aux_layers,
-        width,
-        draft_size,
-        feature_norm=norm,
-        norm_before_residual=flags["norm_before_residual"],
-        recycles_normed=flags["norm_output"],
-        own_embeddings=is_trained or release.newest < 2 or "embed_tokens.weight" in checkpoint,
-        own_lm_head=own_lm_head(files, draft_size, model.vocab_size),
-        draft_ids=read_draft_ids(
-            files, draft_size, model.vocab_size, t2d="must", full="may" if release.oldest < 5 else "must not"
-        ),
-        format=NAME,
-    )
     count = len(aux_layers) or sum(name.startswith("fc_norm.") for name in checkpoint.names())
     norms = {"none": (), "joint": ("input_norm",), "each": tuple(f"fc_norm.{index}" for index in range(count))}[norm]
-    names = Names("layers.0", tuple(f"layers.{index}" for index in range(1, model.num_layers)), feature_norms=norms)
-    if not spec.own_embeddings:
-        meanings["embed_tokens"] = "absent: the target's"
-    if not spec.own_lm_head:
-        meanings["lm_head"] = "absent: the target's"
+    names = Names.numbered(model.num_layers, feature_norms=norms)
+    has_embeddings = is_trained or release.newest < 2 or "embed_tokens.weight" in checkpoint
+    shared = {"embed_tokens": not has_embeddings, "lm_head": "lm_head.weight" not in checkpoint}
+    meanings |= {name: "absent: the target's" for name, is_shared in shared.items() if is_shared}
     said = {VERSION: release.said, **_meanings(ids, aux_layers, flags), **meanings, **passed_over(raw)}
-    return Reading(spec, names, vocabulary_tensors(files), said)
+    return eagle3_reading(
+        files, model, target, aux_layers, names, said, t2d="must", full="may" if release.oldest < 5 else "must not",
+        format=NAME,
+        feature_norm=norm, norm_before_residual=flags["norm_before_residual"], recycles_normed=flags["norm_output"],
+        own_embeddings=has_embeddings,
+    )  # fmt: skip
 
 
 def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> Reading:
@@ -108,7 +94,7 @@ def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> Reading:
         raise ValueError(f"{where}: transformer_layer_architecture must be {wanted}, by its config's model_type, got {got!r}")
     own_rope = model.rope
     model = model if target is None else replace(model, rope=target.rope)
-    spec = HeadSpec(model, "eagle1", (), model.hidden_size, model.vocab_size, fc_bias=has_bias, own_lm_head=False, format=NAME)
+    spec = HeadSpec(model, "eagle1", (), model.hidden_size, model.vocab_size, has_bias, own_lm_head=False, format=NAME)
     rope = "the target's, as this layout's own code takes it" if target else "as written; with a target, the target's"
     other = f"; the config says another one, {own_rope}" if target is not None and own_rope != model.rope else ""
     meanings = {
@@ -199,9 +185,7 @@ def _refuse_lost_layer(files: HeadFiles, size: int, release: Release) -> None:
 def _meanings(ids: Any, aux_layers: tuple[int, ...], flags: dict[str, bool]) -> dict[str, str]:
     before, output = flags["norm_before_residual"], flags["norm_output"]
     return {
-        AUX: "null: 1, N//2 - 1 and N - 4"
-        if ids is None
-        else f"{ids}: states of a forward pass, so outputs of layers {list(aux_layers)}",
+        AUX: f"null: {DEFAULT}" if ids is None else f"{ids}: states of a forward pass, so outputs of layers {list(aux_layers)}",
         "norm_before_residual": f"{before}: the residual is the {'normed' if before else 'raw'} feature",
         "norm_before_fc": f"{flags['norm_before_fc']}: a norm over all features side by side before fc, or none",
         "fc_norm": f"{flags['fc_norm']}: a norm of each feature before fc, or none",

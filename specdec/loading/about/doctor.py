@@ -93,7 +93,7 @@ def tiles_line(device: torch.device) -> str:
 def drafter_rows() -> list[tuple[str, str]]:
     """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
-    return [*layouts, *((kind.name, kind.meaning()) for kind in all_kinds())]
+    return [*layouts, *((kind.name, kind.meaning) for kind in all_kinds())]
 
 
 def scheme_rows() -> list[tuple[str, str]]:

@@ -241,17 +241,12 @@ def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:
 LLAMA_PARTS: Parts = {SelfAttention: fill_attention, MLP: fill_mlp}  # the kinds of the Llama family, and of EAGLE heads
 
 
-def fill_layer(
-    layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS, input_norm: str = "input_layernorm"
-) -> None:
-    """A decoder layer: its norms, and what `parts` fills.  An input norm that is no norm (EAGLE-1's first layer) has no tensor.
-
-    input_norm: what the checkpoint calls the input norm; all else has the name of the layer's module.
-    """
+def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS) -> None:
+    """A decoder layer: its norms, and what `parts` fills, by the names of the layer's modules."""
     assert isinstance(layer, PreNormLayer)
     for name, part in layer.named_children():
         if isinstance(part, RMSNorm):
-            fill_norm(part, checkpoint, f"{prefix}.{input_norm if part is layer.input_layernorm else name}")
-        elif not isinstance(part, nn.Identity):
+            fill_norm(part, checkpoint, f"{prefix}.{name}")
+        else:
             fill = next(fill for kind, fill in parts.items() if isinstance(part, kind))
             fill(part, checkpoint, f"{prefix}.{name}")

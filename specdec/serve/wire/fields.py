@@ -76,12 +76,13 @@ NEUTRAL_STREAM_VALUES: dict[str, tuple[Any, ...]] = {"include_obfuscation": (Fal
 def used_fields(body: dict[str, Any], path: str) -> dict[str, Any]:
     """The fields of a body that specdec uses, without those that are null.  ApiError 400 for any other."""
     neutral = dict(NEUTRAL_VALUES[path])
-    if path == COMPLETIONS and _is_int(body.get("n")):
+    if path == COMPLETIONS and type(body.get("n")) is int:
         neutral["best_of"] = (1, body["n"])  # the best n of n are all
     other = CHAT if path == COMPLETIONS else COMPLETIONS
     for name in body:
         if name in {*USED_FIELDS[other], *NEUTRAL_VALUES[other]} - {*USED_FIELDS[path], *neutral}:
-            raise wrong(name, f"{name} is a field of {other}, not of {path}; nearest: {_counterpart(name, path)}", UNSUPPORTED)
+            nearest = USED_FIELDS[path][0] if name == USED_FIELDS[other][0] else "leave it out"  # the prompts' own name
+            raise wrong(name, f"{name} is a field of {other}, not of {path}; nearest: {nearest}", UNSUPPORTED)
     return only_used(body, USED_FIELDS[path], neutral, "")
 
 
@@ -107,16 +108,6 @@ def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, 
     return {name: value for name, value in kept.items() if value is not None}
 
 
-def _counterpart(name: str, path: str) -> str:
-    if name in ("prompt", "messages"):
-        return USED_FIELDS[path][0]
-    return "leave it out"
-
-
 def _is_same(value: Any, allowed: Any) -> bool:
     """Equal, but 0 is not False."""
     return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

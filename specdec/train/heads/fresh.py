@@ -8,17 +8,14 @@ Shapes: V draft vocabulary, Q query heads, K key and value heads, D head dimensi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.peagle import PEagleHead
-from specdec.draft.eagle.head import Eagle3Head
-from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
+from specdec.draft.formats.empty import class_of
+from specdec.draft.formats.spec import KINDS, BlockSpec, HeadSpec, MarkovKind
 from specdec.draft.head import DraftHead
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
@@ -27,13 +24,6 @@ from specdec.models.layers import Embedding, HeadsRMSNorm, RMSNorm, SelfAttentio
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.train.settings import HeadRun
-
-MODULES: dict[str, Callable[[HeadSpec, int], Eagle3Head | DFlashHead]] = {
-    "eagle3": Eagle3Head,
-    "p-eagle": PEagleHead,
-    "dflash": DFlashHead,
-    "dspark": DSparkHead,
-}
 
 
 def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> DraftHead:
@@ -44,7 +34,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     logits with the target's own rows too, as their trainers do it.
     """
     spec, device = spec_of(model.config, aux_layers, len(draft_ids_V), run), model.embed_tokens.weight.device
-    head = build(lambda: MODULES[run.kind](spec, run.width), device, torch.float32)
+    head = build(lambda: class_of(run.kind)(spec, run.width), device, torch.float32)
     if spec.own_embeddings:
         assert isinstance(head.embed_tokens, Embedding)
     else:
@@ -56,15 +46,16 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     with torch.no_grad():
         for name, module in head.named_modules():
             _fill(module, name, generator)
-        if isinstance(head, PEagleHead):
-            head.mask_hidden_F.normal_(std=0.02, generator=generator)
+        for own in head.parameters(recurse=False):  # numbers beside all modules, such as the feature of unknown pairs
+            own.normal_(std=0.02, generator=generator)
+        if spec.own_embeddings:
             head.embed_tokens.weight.copy_(model.embed_tokens.weight)
         if spec.own_lm_head:
             head.lm_head.tensors()["weight"].tensor.copy_(model.lm_head.rows(draft_ids_V.to(device)))
         if isinstance(model, CausalLM):  # the final norm of another model implementation may be of another kind
             head.norm.weight.copy_(model.norm.weight)
     head.embed_tokens.requires_grad_(spec.own_embeddings)
-    head.lm_head.requires_grad_(run.kind in ("eagle3", "p-eagle"))
+    head.lm_head.requires_grad_(spec.reads_pairs)
     if spec.own_lm_head:
         head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V), dtype=torch.int64, device="cpu")).to(device)
     return head
@@ -76,14 +67,14 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
     Its longest text is a row of the training: what readers take for the length that a head was trained on.  Ropes that are
     scaled to a longer context name the original one themselves, so that their angles do not depend on it.
     """
-    is_eagle, over_blocks = run.kind == "eagle3", run.kind in ("dflash", "dspark")
+    over_blocks = not KINDS[run.kind].reads_pairs
     shape = replace(
         config, num_layers=run.layers, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=over_blocks, qkv_bias=False,
         o_bias=False, mlp_bias=False, quantization=None, intermediate_size=run.intermediate_size or config.intermediate_size,
         max_position=run.width,
     )  # fmt: skip
     spec = HeadSpec(shape, run.kind, tuple(sorted(aux_layers)), config.hidden_size, vocab)
-    if is_eagle:
+    if run.kind == "eagle3":
         return spec
     mask = config.eos_ids[0] if config.eos_ids else config.vocab_size - 1  # as a row's input it can't come before an end
     block = BlockSpec(run.num_steps + (run.kind == "dflash"), mask, (run.kind == "p-eagle",) * run.layers)

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.draft.eagle.head import Eagle3Head
+from specdec.draft.formats import parts
+from specdec.draft.formats.reading import Names
+from specdec.draft.head import DraftHead
 from specdec.models.config import RopeConfig
 from specdec.models.yarn import YarnRope
 
 
-def config_of(head: Eagle3Head) -> dict[str, Any]:
+def config_of(head: DraftHead) -> dict[str, Any]:
     """config.json.  head: with a draft vocabulary."""
     model = head.config.model
     return {
@@ -31,12 +33,17 @@ def config_of(head: Eagle3Head) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tensors_of(head: Eagle3Head) -> dict[str, Tensor]:
+def tensors_of(head: DraftHead) -> dict[str, Tensor]:
     """Every tensor of the layout, by name."""
+    return parts.tensors_of([*head.parts(Names("midlayer")), ("lm_head", head.lm_head)]) | vocabulary_map(head)
+
+
+def vocabulary_map(head: DraftHead) -> dict[str, Tensor]:
+    """d2t and t2d."""
     assert head.d2t_V is not None
     ids_V = head.d2t_V + torch.arange(len(head.d2t_V), dtype=torch.int64, device=head.d2t_V.device)
     t2d = torch.zeros(head.config.model.vocab_size, dtype=torch.bool, device=ids_V.device).index_fill_(0, ids_V, True)
-    return {**split_weights(head), "d2t": head.d2t_V, "t2d": t2d}
+    return {"d2t": head.d2t_V, "t2d": t2d}
 
 
 def rope_keys(rope: RopeConfig) -> dict[str, Any]:
@@ -57,17 +64,3 @@ def rope_keys(rope: RopeConfig) -> dict[str, Any]:
             "original_max_position_embeddings": rope.original_max_position,
         }  # fmt: skip
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
-
-
-def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
-    """The head's weights by the tensor names of SafeAILab's heads, with fused projections split into their parts."""
-    attention, mlp = head.self_attn, head.mlp
-    matrices = {"fc": head.fc, "lm_head": head.lm_head}
-    matrices |= {"midlayer.self_attn.o_proj": attention.o_proj, "midlayer.mlp.down_proj": mlp.down_proj}
-    weights = {name: matrix.tensors()["weight"].tensor for name, matrix in matrices.items()}
-    for prefix, fused in {"midlayer.self_attn": attention.qkv_proj, "midlayer.mlp": mlp.gate_up_proj}.items():
-        weights |= {f"{prefix}.{part}": fused.tensors(part)["weight"].tensor for part in fused.parts.sizes}
-    weights |= {"norm": head.norm.weight.detach()}
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        weights[f"midlayer.{name}"] = getattr(head, name).weight.detach()
-    return {f"{name}.weight": weight for name, weight in weights.items()}

@@ -17,25 +17,23 @@ from torch import Tensor
 
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.block.dflash import DFlashHead
-from specdec.draft.block.peagle import PEagleHead
-from specdec.draft.block.rounds.worker import tree_of
+from specdec.draft.block.head import BlockHead
 from specdec.draft.eagle.head import EagleHead
 from specdec.generation import Stats
 from specdec.train.offline.branches import Branches
 
 PLACES = 64  # of a text, that are looked at together
-AnyHead = EagleHead | DFlashHead
+AnyHead = EagleHead | BlockHead
 
 
 def trees_of(head: AnyHead, ids_T: Tensor, features_TF: Tensor) -> Callable[[Tensor, SpecConfig], DraftTree]:
     """What drafts the trees of a text, given places [P] of last known tokens, from 1 on, and a shape."""
-    if not isinstance(head, PEagleHead | DFlashHead):
+    if not isinstance(head, BlockHead):
         return Branches(head, ids_T, features_TF).trees
 
     def trees(places_P: Tensor, spec: SpecConfig) -> DraftTree:
         (hidden_PSH,) = head.drafts(features_TF[None], ids_T[None], places_P[None], spec.max_steps)
-        return tree_of(head, hidden_PSH, ids_T[places_P], spec)
+        return head.tree(hidden_PSH, ids_T[places_P], spec)
 
     return trees
 

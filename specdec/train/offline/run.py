@@ -13,12 +13,13 @@ import torch
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.block.dflash import DFlashHead
+from specdec.draft.block.head import BlockHead
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.find import HEADS_ONLY, how_to_read
+from specdec.draft.formats.empty import empty_head
 from specdec.draft.formats.open import open_head
 from specdec.draft.kinds import kind_of
-from specdec.draft.load import empty_head, load_head
+from specdec.draft.load import load_head
 from specdec.generation import Stats
 from specdec.limits import MAX_PAUSE
 from specdec.loading.resolve import resolve_device
@@ -77,7 +78,7 @@ def eval_head(
         model, settings = decoder.model, decoder.settings
         how = how_to_read(options)
         drafter = load_head(resolve_folder(head, "HEAD"), model, length + MAX_PAUSE, settings.device, settings.dtype, how)
-        assert isinstance(drafter, EagleHead | DFlashHead)
+        assert isinstance(drafter, EagleHead | BlockHead)
         parts: list[list[Stats]] = []
         for output in outputs:
             ids_T = torch.tensor(output.prompt_token_ids + output.token_ids, dtype=torch.int64, device=settings.device)

@@ -5,7 +5,6 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.attention.flash import queries_triton
 from specdec.attention.flash.queries import LEAST_SCALE, Float8Queries, float8_queries, power_of_two
 from specdec.attention.flash.queries_triton import launch_float8_queries
 
@@ -64,17 +63,13 @@ def test_powers_of_two() -> None:
     ("lens", "H", "K", "D", "block"),
     [([5, 5], 4, 2, 16, 64), ([1, 0, 9, 2], 6, 2, 24, 16), ([70, 3], 3, 1, 16, 16), ([40], 8, 2, 80, 32)],
 )  # fmt: skip
-def test_kernels_equal_their_definition(
-    lens: list[int], H: int, K: int, D: int, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_equal_their_definition(lens: list[int], H: int, K: int, D: int, block: int, dtype: torch.dtype) -> None:
     """Keeps out: a block that a program skips or reads of the next row, a largest number of other programs left out."""
-    monkeypatch.setattr(queries_triton, "BLOCK_M", block)
-    monkeypatch.setattr(queries_triton, "MOST_PROGRAMS", 3)
     q_THD, cu_seqlens = some(lens, H, D, beyond=1)
     q_THD[-1] = torch.nan  # belongs to no row
     wide = torch.cat((q_THD, q_THD), dim=1).to(dtype)  # strided, as the queries of a fused projection
     want, want_scale = float8_queries(wide[:, :H].float(), cu_seqlens, max(lens), K)
-    got, scale_RK = launch_float8_queries(wide.to(DEVICE)[:, :H], cu_seqlens.to(DEVICE), max(lens), K)
+    got, scale_RK = launch_float8_queries(wide.to(DEVICE)[:, :H], cu_seqlens.to(DEVICE), max(lens), K, block, 3)
     count = sum(lens)
     assert torch.equal(got.view(torch.uint8).cpu()[:count], want.view(torch.uint8)[:count])
     assert torch.equal(scale_RK.cpu(), want_scale)

@@ -20,9 +20,8 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.split_cache import PairedView
-from specdec.attention.invariant import plan as leaves_plan
 from specdec.attention.invariant.backend import InvariantBackend
-from specdec.attention.invariant.plan import PIECE, LeavesPlan, leaves_before, octaves_of
+from specdec.attention.invariant.plan import PIECE, Leaves, leaves_before, octaves_of
 from specdec.attention.invariant.states_triton import first_key, leaf_of
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
@@ -36,6 +35,8 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 ALL_AT_ONCE, ONE_LEAF_EACH = 1, 10**6  # how many programs the GPU is said to run: few take all leaves, many take one
 PATH = (0, 1, 3)  # in a tree of PARENTS, the nodes that hold the text
 PARENTS = (0, 0, 0, 1, 1)
+LEAST = 64  # leaves of one block, so that short sequences have several
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +67,11 @@ class World:
         scoring: Scoring = PLAIN,
         kv: Tensor | None = None,
     ) -> AttentionState:
-        backend = InvariantBackend(programs)
+        backend = InvariantBackend(programs, Leaves(self.least, 2, PIECE if HAS_GPU else 16))
         view = self.view(self.kv if kv is None else kv)
         return backend.attend(q_THD, view, backend.prepare(plan.local(kind)), scoring if scoring.scale else self.scoring)
 
-    scoring = PLAIN
+    scoring, least = PLAIN, LEAST
 
     def view(self, kv: Tensor) -> KVView:
         return MHAView(kv)
@@ -139,23 +140,6 @@ def rows(state: AttentionState, start: int, end: int | None = None) -> Attention
     return AttentionState(*(x[start:end] for x in state))
 
 
-@pytest.fixture(autouse=True)
-def short_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves of one block, so that short sequences have several.  Memory for states starts as NaN."""
-    plain = LeavesPlan.scratch
-
-    def poisoned(*args: Any) -> tuple[Tensor, Tensor]:
-        values, sums = plain(*args)
-        return values.fill_(torch.nan), sums.fill_(torch.nan)
-
-    monkeypatch.setattr(LeavesPlan, "scratch", poisoned)
-    monkeypatch.setattr(leaves_plan, "LEAST", 64)
-    monkeypatch.setattr(leaves_plan, "JOINED", 2)
-    if not HAS_GPU:
-        monkeypatch.setattr(leaves_plan, "PIECE", 16)
-    torch.manual_seed(0)
-
-
 @triton.jit
 def _borders(keys, leaves, firsts, N: tl.constexpr, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
     n = tl.arange(0, N)
@@ -178,7 +162,7 @@ def test_leaves_tile_the_positions(octaves: int) -> None:
     _borders[(1,)](ints(*keys), leaves, firsts, N=128, LEAST=64, OCTAVES=octaves)
     want = [max(i for i, border in enumerate(borders) if border <= key) for key in keys]
     assert leaves.tolist() == want and firsts.tolist() == [borders[leaf] for leaf in want]
-    assert [leaves_before(key + 1, octaves) for key in keys] == [leaf + 1 for leaf in want]
+    assert [leaves_before(key + 1, octaves, LEAST) for key in keys] == [leaf + 1 for leaf in want]
 
 
 OF_CHUNKS = [
@@ -241,10 +225,10 @@ KINDS = (FULL, LayerKind(window=300), LayerKind(chunk=256))
     ("make", "shape", "kind"),
     [*((*each, kind) for each in HEADS + PAIRS for kind in KINDS), *((*each, FULL) for each in LATENTS)],
 )
-def test_real_shapes(make: Any, shape: tuple[int, ...], kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_shapes(make: Any, shape: tuple[int, ...], kind: LayerKind) -> None:
     """Keeps out: kernels whose products or reductions compile to other instructions than each other's."""
-    monkeypatch.setattr(leaves_plan, "LEAST", 128)
     world = make(2500, *shape)
+    world.least = 128
     chunk = world.tokens(0, 2500, kind, ALL_AT_ONCE)
     assert same(rows(chunk, 2000), world.tokens(2000, 2500, kind, ONE_LEAF_EACH))
     for position in (0, 63, 64, 127, 128, 700, 2047, 2048, 2049, 2304, 2499):
@@ -261,4 +245,4 @@ def test_real_shapes(make: Any, shape: tuple[int, ...], kind: LayerKind, monkeyp
 def test_a_span_has_short_leaves() -> None:
     """Keeps out: a windowed layer far from position 0 whose window lies in one leaf, which one program would read."""
     want = {None: 4, 128: 0, 1024: 0, 4096: 2, 10**6: 4}
-    assert {span: octaves_of(span) for span in want} == want
+    assert {span: octaves_of(span, LEAST) for span in want} == want

@@ -122,10 +122,9 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
 def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: tiles of the rule that do not fit the GPU or compute something else; and that the kernel is never taken."""
     taken: list[int] = []
-    monkeypatch.setattr(hopper_tiles, "is_measured", lambda device: True)  # on an H100 as well
     launch = paged_hopper.launch_paged_hopper
     monkeypatch.setattr(paged_hopper, "launch_paged_hopper", lambda *args: (taken.append(1), launch(*args)))
-    check(case, TritonBackend())
+    check(case, TritonBackend(hopper=True))  # on an H100 as well
     assert taken == [1]
 
 
@@ -134,12 +133,11 @@ def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     [Case([100], 6, True, page_size=8), Case([100], 6, True, (2, 3, 128)), Case([100], 6, True, (2, 4, 96))],
     ids=["pages of 8", "groups of 3", "heads of 96"],
 )
-def test_what_the_engine_cannot_bring_goes_to_the_other_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_cannot_bring_goes_to_the_other_kernel(case: Case) -> None:
     """Keeps out: a page, a group or a head that the copy engine or the tensor cores cannot take."""
-    monkeypatch.setattr(hopper_tiles, "is_measured", lambda device: True)
     q_THD, view, segment = world(case)
-    assert hopper_tiles.hopper_tiles(q_THD, view, segment, PLAIN, 132) is None
-    check(case, TritonBackend())
+    assert hopper_tiles.hopper_tiles(q_THD, view, segment, PLAIN, 132, measured=True) is None
+    check(case, TritonBackend(hopper=True))
 
 
 def test_one_compilation_serves_every_batch() -> None:

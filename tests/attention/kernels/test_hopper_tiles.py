@@ -35,27 +35,27 @@ def test_tiles_fit_the_shared_memory_of_an_sm() -> None:
     assert taken > 100
 
 
-def chosen(queries: int = 6, page_size: int = 16, heads: tuple[int, int, int] = (2, 4, 128), **known: Any) -> PagedTiles | None:
+def chosen(
+    queries: int = 6, page_size: int = 16, heads: tuple[int, int, int] = (2, 4, 128), measured: bool | None = True, **known: Any
+) -> PagedTiles | None:
     """The rule's answer for a chain of so many queries.  heads: kv heads, group, head dim.  known: fields of the segment."""
     K, G, D = heads
     view = MHAView(torch.zeros(64, 2, K, D, dtype=torch.bfloat16))
     pages = PageTable(torch.zeros(1, 512, dtype=torch.int32), page_size)
     segment = replace(causal_segment(pages, torch.ones(1, dtype=torch.int32), queries), **known)
-    return rule.hopper_tiles(torch.zeros(queries, G * K, D, dtype=torch.bfloat16), view, segment, PLAIN, 132)
+    return rule.hopper_tiles(torch.zeros(queries, G * K, D, dtype=torch.bfloat16), view, segment, PLAIN, 132, measured)
 
 
-def test_what_the_kernel_cannot_read_keeps_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_cannot_read_keeps_the_other_one() -> None:
     """Keeps out: a kernel that only Hopper GPUs can compile, chosen elsewhere, or for pages, groups and heads beyond it."""
-    assert chosen() is None, "this GPU is none"
-    monkeypatch.setattr(rule, "is_measured", lambda device: True)
+    assert chosen(measured=None) is None, "this GPU is none"
     assert chosen() is not None and chosen(page_size=64, heads=(2, 8, 64)) is not None
     for other in ({"page_size": 8}, {"page_size": 48}, {"heads": (2, 3, 128)}, {"heads": (2, 4, 96)}):
         assert chosen(**other) is None, other
 
 
-def test_a_prompt_is_judged_by_what_the_host_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_judged_by_what_the_host_knows_of_it() -> None:
     """Keeps out: a short prompt that is taken for a long one because the model could read more."""
-    monkeypatch.setattr(rule, "is_measured", lambda device: True)
     eight: Any = {"queries": 256, "heads": (8, 4, 128)}
     assert chosen(**eight) is not None, "the table has room for 8,192 tokens"
     assert chosen(**eight, max_cached=0) is None and chosen(**eight, max_cached=7000) is not None

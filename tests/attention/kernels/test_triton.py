@@ -7,7 +7,6 @@ Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,24 +25,12 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
-from specdec.attention.state import AttentionState
 from specdec.ops.rope import HeadPrep, Rotation
 
 NAN = float("nan")
 K, G, D, P = 2, 3, 24, 4
 H = K * G
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every output and scratch tensor starts as NaN: an unwritten element that is read or returned shows."""
-
-    def nan_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
-        out = torch.full(shape, NAN, dtype=dtype, device=device)
-        return AttentionState(out, torch.full(shape[:-1], NAN, dtype=torch.float32, device=device))
-
-    monkeypatch.setattr(AttentionState, "empty", nan_state)
-    yield
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")  # an unwritten element that is read or returned shows
 
 
 def rand(*shape: int, seed: int) -> Tensor:

@@ -279,17 +279,17 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, early: boo
     early: attention may read other keys than the queries' own before its wait; a kernel that triggers late stands for the
         projections in front of the store.
     """
-    w, (kind, B, L, N) = world(*case), case
+    w, (kind, B, L, N), hopper = world(*case), case, None
     if early:
         (paged,) = w.plan.segments
         paged = replace(paged, fresh="none" if kind == "tree" else "queries")
         w = w._replace(plan=replace(w.plan, segments=(paged,)))
         if torch.cuda.get_device_capability() == (9, 0):  # the kernel that reads early is made for these
-            monkeypatch.setattr(hopper_tiles, "is_measured", lambda device: True)
-            takes = hopper_tiles.hopper_tiles(w.q_THD, w.view, paged, PLAIN, 132) is not None
+            hopper = True
+            takes = hopper_tiles.hopper_tiles(w.q_THD, w.view, paged, PLAIN, 132, hopper) is not None
             assert takes == (case != ("chain", 1, 1000, 1))
     T, H, D = w.q_THD.shape
-    X, kv, backend = H + 16, w.view.kv, TritonBackend()
+    X, kv, backend = H + 16, w.view.kv, TritonBackend(hopper=hopper)
     prefix_slots = PageTable(w.table, 16).slots_at((17 * torch.arange(N, device=DEVICE)).expand(B, N)).flatten()
     table = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 4096).to(DEVICE, kv.dtype)
     prep = HeadPrep(Rotation(table, torch.arange(T, device=DEVICE)), 8)

@@ -36,15 +36,7 @@ NAN = float("nan")
 N = 5  # nodes of a tree, queries of a chain
 View = MHAView | QuantView | Int8KeysView
 STORED = ("auto", "fp8", "int8", "int8_keys", "int8 queries", "int8_keys queries")  # the last two: with queries in int8
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nan_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
-        out = torch.full(shape, NAN, dtype=dtype, device=device)
-        return AttentionState(out, torch.full(shape[:-1], NAN, dtype=torch.float32, device=device))
-
-    monkeypatch.setattr(AttentionState, "empty", nan_state)
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")  # an unwritten element that is read or returned shows
 
 
 class World:

@@ -24,7 +24,7 @@ from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, LayerKind, Scoring
-from specdec.attention.latent import mla
+from specdec.attention.latent.limits import Limits
 from specdec.attention.latent.mla import LatentInputs, store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
 from specdec.attention.latent.prep import LatentPrep
@@ -148,7 +148,7 @@ def dense(q_THQ: Tensor, latent_TL: Tensor, up_HXC: Tensor, how: LatentPrep) -> 
     return dense_attention(q_THQ, k_THQ, v_THV, causal_mask(len(q_THQ), len(q_THQ), DEVICE), SCALE)[0].to(q_THQ.dtype)
 
 
-def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, int]]], P: int) -> None:
+def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, int]]], P: int, limits: Limits) -> None:
     """Runs prompts in passes of (start, end) for each and holds every pass against the whole prompts' dense attention."""
     ends = [row[-1][1] for row in zip(*pieces)]
     pages = max(-(-n // P) for n in ends)
@@ -170,7 +170,7 @@ def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, in
         for rows in (None, rows_R):
             q_THQ = torch.cat([q[a:b] for (q, _), (a, b) in zip(whole, parts)])
             latent_TL = torch.cat([latent[a:b] for (_, latent), (a, b) in zip(whole, parts)])
-            out = attn(0, LatentInputs(q_THQ, latent_TL, up_HXC, how), rows, SCALE)
+            out = attn(0, LatentInputs(q_THQ, latent_TL, up_HXC, how, limits=limits), rows, SCALE)
             expected = torch.cat([out_THV[a:b] for out_THV, (a, b) in zip(want, parts)])
             tolerance = 1e-10 if dtype == torch.float64 else 3e-5
             torch.testing.assert_close(out, expected if rows is None else expected[rows], atol=tolerance, rtol=tolerance)
@@ -186,21 +186,17 @@ PIECES = [
 @pytest.mark.parametrize("above", [0, 8, 256])
 @pytest.mark.parametrize("pieces", PIECES, ids=["whole", "chunks", "ragged"])
 @pytest.mark.parametrize("P", [1, 5, 16])
-def test_absorbed_equals_expanded(monkeypatch: pytest.MonkeyPatch, above: int, pieces: list, P: int) -> None:
+def test_absorbed_equals_expanded(above: int, pieces: list, P: int) -> None:
     """Keeps out: a chunk of a cached prefix read twice or not at all; rows that take another's; a scale of the wrong dim."""
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", above)
-    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 10)
-    passes(TorchBackend(), torch.float64, pieces, P)
+    passes(TorchBackend(), torch.float64, pieces, P, Limits(expand_above=above, expanded_tokens=10))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("above", [8, 256])
-def test_prompts_through_the_kernels(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
+def test_prompts_through_the_kernels(above: int) -> None:
     """Keeps out: padded values (NaN) that reach an output; chunks without a key."""
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", above)
-    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
     with torch.inference_mode():
-        passes(TritonBackend(4), torch.float32, PIECES[2], 5)
+        passes(TritonBackend(4), torch.float32, PIECES[2], 5, Limits(expand_above=above, expanded_tokens=12))
 
 
 def test_the_store_kernel_does_what_its_definition_does() -> None:

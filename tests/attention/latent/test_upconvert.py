@@ -20,6 +20,7 @@ from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent import upconvert
+from specdec.attention.latent.limits import Limits
 from specdec.attention.latent.upconvert import Workspace, first_rows, workspace_starts
 from specdec.attention.latent.upconvert_triton import launch_upconvert
 from specdec.attention.pages import PageTable
@@ -78,13 +79,10 @@ def test_the_kernel_converts_what_its_definition_converts(P: int, dtype: torch.d
 
 @pytest.mark.parametrize("backend", [TorchBackend(), TritonBackend(4)], ids=["torch", "triton"])
 @pytest.mark.parametrize(("tokens", "chunks"), [(1000, 1), (256, 2), (1, 3)])
-def test_a_prompt_reads_the_same_from_the_workspace(
-    backend: TorchBackend | TritonBackend, tokens: int, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_reads_the_same_from_the_workspace(backend: TorchBackend | TritonBackend, tokens: int, chunks: int) -> None:
     """Keeps out: rows that fit no chunk and are left out, states of a chunk that overwrite another's, an empty row."""
-    monkeypatch.setattr(upconvert, "WORKSPACE_TOKENS", tokens)
     segment, view, q_THL = prompt([40, 9, 66], [9, 9, 2], 5)
-    workspace = Workspace.of(segment, view.width, q_THL.dtype)
+    workspace = Workspace.of(segment, view.width, q_THL.dtype, tokens)
     assert len(workspace.chunks) == chunks
     got = workspace.state(backend, q_THL, view, SCALE)
     want = ReferenceBackend().run(q_THL.double(), view, segment, SCALE)
@@ -92,18 +90,17 @@ def test_a_prompt_reads_the_same_from_the_workspace(
     torch.testing.assert_close(got.lse_TH.double(), want.lse_TH, atol=1e-5, rtol=1e-5)
 
 
-def test_who_converts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_converts() -> None:
     """Keeps out: a captured pass that needs a workspace of a size nobody knows; 16-bit latents converted to themselves."""
-    monkeypatch.setattr(upconvert, "UPCONVERT_FROM", 9)
     segment, view, q_THL = prompt([40, 9], [9, 4], 5)
 
-    def converts(segment: Segment, view: LatentView, *more: Segment) -> bool:
-        return Workspace.of_plan(AttentionPlan((segment, *more)), view, q_THL.dtype) is not None
+    def converts(segment: Segment, view: LatentView, *more: Segment, queries: int = 9) -> bool:
+        limits = Limits(convert_from=queries)
+        return Workspace.of_plan(AttentionPlan((segment, *more)), view, q_THL.dtype, limits) is not None
 
     assert converts(segment, view)
     assert not converts(segment, view, segment)
     assert not converts(replace(segment, max_cached=None), view)
     assert not converts(replace(segment, causal=False), view)
     assert not converts(segment, MLAView(view.latents(torch.arange(3, device=DEVICE), torch.float32), C))
-    monkeypatch.setattr(upconvert, "UPCONVERT_FROM", 10)
-    assert not converts(segment, view)
+    assert not converts(segment, view, queries=10)

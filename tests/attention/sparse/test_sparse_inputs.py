@@ -26,13 +26,12 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, Scoring
-from specdec.attention.latent import mla
+from specdec.attention.latent.limits import LIMITS, Limits
 from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.sparse import inputs as sparse_inputs
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
 from specdec.ops.rope import Rotation, rotary_table
@@ -70,14 +69,14 @@ class Tokens(NamedTuple):
     def joined(parts: list["Tokens"]) -> "Tokens":
         return Tokens(*(torch.cat(x) for x in zip(*map(tuple, parts))))
 
-    def inputs(self, topk: int = TOPK, has_index: bool = True) -> SparseLatentInputs:
+    def inputs(self, topk: int = TOPK, has_index: bool = True, limits: Limits = LIMITS) -> SparseLatentInputs:
         dtype = self.q_THQ.dtype
         table = rotary_table(100.0 ** -(torch.arange(R // 2) / (R // 2)), 256).to(DEVICE, dtype)
         rotation, up_HXC = Rotation(table, self.positions_T), rand(H, N + V, C, seed=9, dtype=dtype) / C**0.5
         prep = LatentPrep(rotation, 1 + 0.1 * rand(C, seed=1, dtype=dtype), 1e-6)
         index_prep = IndexPrep(rotation, 1 + 0.1 * rand(I, seed=2, dtype=dtype), rand(I, seed=3, dtype=dtype), 1e-6, J**-0.5)
         index = IndexInputs(self.q_TJI.clone(), self.key_TI.clone(), self.weights_TJ.clone(), index_prep)
-        latents = LatentInputs(self.q_THQ.clone(), self.latent_TL.clone(), up_HXC, prep)
+        latents = LatentInputs(self.q_THQ.clone(), self.latent_TL.clone(), up_HXC, prep, limits=limits)
         return SparseLatentInputs(latents, topk, index if has_index else None)
 
 
@@ -150,16 +149,15 @@ PIECES = [
 
 @pytest.mark.parametrize("pieces", PIECES, ids=["whole", "chunks", "ragged"])
 @pytest.mark.parametrize("P", [1, 5, 16])
-def test_prompts(pieces: list[list[tuple[int, int]]], P: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts(pieces: list[list[tuple[int, int]]], P: int) -> None:
     """All tokens of a chunk, or the prompts' last ones, few queries at a time; chunks of few keys are dense and expanded."""
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", 2)
-    monkeypatch.setattr(sparse_inputs, "ABSORBED", 7 * H * (C + R))
+    limits = Limits(expand_above=2, absorbed=7 * H * (C + R))
     world = World([row[-1][1] for row in zip(*pieces)], P, TorchBackend(), torch.float64)
     for parts in pieces:
         attn, tokens, rows_R = world.prompt_pass(parts)
         want = world.wanted(parts)
-        torch.testing.assert_close(attn(0, tokens.inputs(), None, SCALE), want, **world.close)
-        torch.testing.assert_close(attn(0, tokens.inputs(), rows_R, SCALE), want[rows_R], **world.close)
+        torch.testing.assert_close(attn(0, tokens.inputs(limits=limits), None, SCALE), want, **world.close)
+        torch.testing.assert_close(attn(0, tokens.inputs(limits=limits), rows_R, SCALE), want[rows_R], **world.close)
 
 
 @pytest.mark.slow_cases(keep=2)

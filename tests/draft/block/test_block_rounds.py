@@ -20,7 +20,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft.block.rounds import worker
+from specdec.draft.block.rounds.trees import STOPPED
 from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
 from specdec.models.schemes.config import ROUNDED
@@ -53,6 +53,7 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, head: str, shape: Any, sett
     driver.assert_nothing_leaked()
 
 
+STOP_BELOW = 0.3
 TREES = [  # target, head, shape, page size, batch
     ("llama", "p-eagle", (4, 3, 13), 4, 3),
     ("llama", "dspark-rnn", (5, 4, 28), 1, 3),
@@ -69,15 +70,15 @@ TREES = [  # target, head, shape, page size, batch
 @pytest.mark.slow_cases(keep=5)
 @pytest.mark.parametrize(("target", "head", "shape", "page_size", "batch"), TREES, ids=str)
 def test_trees_are_those_of_the_head_alone(
-    zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int
 ) -> None:
     """After some rounds, so that prompts, accepted tokens and earlier blocks all have left something in the cache.
 
-    A random head is rarely sure, or rarely not: the threshold is such that some paths are stopped."""
-    monkeypatch.setattr(worker, "STOP_BELOW", 0.3)
+    A random head is rarely sure, or rarely not: STOP_BELOW is such that some paths are stopped."""
     stopped = False
     spec = SpecConfig(*shape)
     decoder = zoo.decoder(target, head, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
+    decoder.head.stop_below = STOP_BELOW
     driver = Driver(decoder)
     requests = [new_request(p, SamplingParams(max_tokens=60, seed=0)) for p in ragged_prompts(40, batch + 2, seed=3)[2:]]
     for request in requests:
@@ -117,7 +118,7 @@ def stop(alone: AlonePath, path: tuple[int, ...]) -> float:
         return 0.0
     before = [alone.last, *path[:-1]]
     sure = alone.parts.confidences(alone.hidden_SH[: len(before)], before).sigmoid().prod()
-    return worker.STOPPED if sure < worker.STOP_BELOW else 0.0
+    return STOPPED if sure < STOP_BELOW else 0.0
 
 
 @pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dspark"])

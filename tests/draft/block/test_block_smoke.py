@@ -18,9 +18,9 @@ from toolkit.models import Zoo
 
 from specdec import shipped
 from specdec.draft.block.dflash import DFlashHead
-from specdec.draft.block.smoke import BlockLook, logits_of, of_block
+from specdec.draft.block.smoke import BlockLook
 from specdec.draft.load import load_head
-from specdec.draft.smoke import LEAST_RATIO, Seen, variant
+from specdec.draft.smoke import LEAST_RATIO, Seen, respecified, variant
 from specdec.loading.drafters import TEXT
 from specdec.prompts.tokenizer import Tokenizer
 
@@ -67,14 +67,14 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     with torch.inference_mode():
         anchors_A = torch.arange(1, 119)
         (hidden_ASH,) = head.drafts(seen.features(head.config.aux_layers)[None], ids_T[None], anchors_A[None], 1)
-        ids_A = logits_of(head, hidden_ASH, ids_T[anchors_A][:, None]).argmax(-1)[:, 0]
+        ids_A = head.walk(hidden_ASH, ids_T[anchors_A][:, None]).argmax(-1)[:, 0]
         seen.chosen_P[: len(ids_A)] = ids_A if head.d2t_V is None else ids_A + head.d2t_V[ids_A]
     found = OneDraft().find(head, target, ids_T, seen)
     assert found is not None and found.accepted > 0.98 and found.better is None
     sound, block = found.accepted, head.block
     misread = {
-        "sample_from_anchor": of_block(head, replace(block, skips_anchor=not block.skips_anchor)),
-        "hidden_norm and norm": variant(head, head.config, hidden_norm=head.norm, norm=head.hidden_norm),
+        "sample_from_anchor": respecified(head, block=replace(block, skips_anchor=not block.skips_anchor)),
+        "hidden_norm and norm": variant(head, hidden_norm=head.norm, norm=head.hidden_norm),
     }
     for said, other in misread.items():
         found = OneDraft().find(other, target, ids_T, seen)

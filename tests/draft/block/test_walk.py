@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.config import SpecConfig
-from specdec.draft.block.rounds.worker import STOP_BELOW, STOPPED, Walk
+from specdec.draft.block.rounds.trees import STOP_BELOW, STOPPED, Walk
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 

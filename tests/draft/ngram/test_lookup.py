@@ -9,7 +9,6 @@ from toolkit.oracles.ngrams import followers, places
 from torch import Tensor
 
 from specdec.attention.pages import PageTable
-from specdec.draft.ngram import lookup_triton
 from specdec.draft.ngram.grow import candidates_of
 from specdec.draft.ngram.lookup import SHIFT, Text, continuations, find_matches, match_keys
 from specdec.draft.ngram.lookup_triton import launch_match_keys
@@ -54,12 +53,11 @@ def test_places_and_what_follows(alphabet: int, span: int | None) -> None:
 
 
 @pytest.mark.parametrize("span", [None, 9], ids=["all", "span"])
-def test_the_kernel_finds_the_same_places(span: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_finds_the_same_places(span: int | None) -> None:
     """Keeps out: a block's border that loses a place or reads past it."""
-    monkeypatch.setattr(lookup_triton, "BLOCK", 16)
     text, _ = random_texts(LENS, 2, span, seed=4)
     there = Text(text.tokens_N.to(DEVICE), text.pages.to(DEVICE), text.lens_B.to(DEVICE), span)
-    got = launch_match_keys(there, 3).topk(3, dim=1).values.cpu()
+    got = launch_match_keys(there, 3, block=16).topk(3, dim=1).values.cpu()
     want = match_keys(text).topk(3, dim=1).values
     assert torch.equal(got, want) and int(want.max()) >> SHIFT > 1
 

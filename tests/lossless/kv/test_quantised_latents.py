@@ -14,7 +14,8 @@ from toolkit.oracles.stored import hold_stored_text, is_clearly_the_oracle_s_tex
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.caches.fp8_latent import Fp8LatentLayout
-from specdec.attention.latent import mla, upconvert
+from specdec.attention.latent import upconvert
+from specdec.attention.latent.limits import Limits
 from specdec.config import GraphMode
 from specdec.engine.pages.groups import ALL
 from specdec.loading.memory import kv_page_bytes
@@ -43,10 +44,7 @@ def test_text_is_the_target_s_over_rounded_latents(
     """Prompts expanded, converted first, and read as they are.  Keeps out: a prompt that reads its own latents unrounded, a
     commit that leaves scales behind, a workspace of another layer's latents.
     """
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", expand_above)
-    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
-    monkeypatch.setattr(upconvert, "UPCONVERT_FROM", upconvert_from)
-    monkeypatch.setattr(upconvert, "WORKSPACE_TOKENS", 64)
+    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above, 12, upconvert_from, 64))
     definition, converted = upconvert.upconvert, []
     monkeypatch.setattr(upconvert, "upconvert", lambda *args: (converted.append(args), definition(*args)))
     settings = dict(page_size=page_size, max_batch_size=3, kv_cache_dtype="fp8_ds_mla")

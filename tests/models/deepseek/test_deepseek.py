@@ -20,7 +20,7 @@ from toolkit.prompts import dense_logits, paged_logits
 
 from specdec import SpecConfig
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.latent import mla
+from specdec.attention.latent.limits import Limits
 from specdec.models.causal_lm import CausalLM
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
@@ -49,8 +49,7 @@ def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str, monkeypat
         model = load(zoo.target(name))
         close = dict(atol=1e-5 * float(want.abs().max()), rtol=1e-5)
         torch.testing.assert_close(paged_logits(model, prompts), want, **close)
-        monkeypatch.setattr(mla, "EXPAND_ABOVE", 4)
-        monkeypatch.setattr(mla, "EXPANDED_TOKENS", 8)
+        monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=4, expanded_tokens=8))
         torch.testing.assert_close(paged_logits(model, prompts), want, **close)
         torch.testing.assert_close(paged_logits(model, prompts, chunk=9), want, **close)
         torch.testing.assert_close(dense_logits(model, prompts[-1]), want[-len(prompts[-1]) :], **close)
@@ -62,7 +61,7 @@ def test_float64_leaves_only_what_transformers_rounds(zoo: DeepseekZoo, name: st
     model, prompts = load(zoo.target(name), torch.float64), ragged_prompts(40, 3, seed=4)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         absorbed = paged_logits(model, prompts)
-        patch.setattr(mla, "EXPAND_ABOVE", 0)
+        patch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=0))
         torch.testing.assert_close(paged_logits(model, prompts), absorbed, atol=1e-9, rtol=1e-9)
 
 
@@ -84,8 +83,7 @@ def test_text_is_that_of_transformers(
     zoo: DeepseekZoo, name: str, head: str, shape: tuple[int, int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains and trees at any page size, prompts longer than a chunk, rows that change owners."""
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", 6)
-    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
+    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=6, expanded_tokens=12))
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
     assert isinstance(Driver(decoder).cache("target").layout, LatentLayout)
     hold_text(zoo, name, decoder)
@@ -104,8 +102,7 @@ def test_shared_prefixes_are_read_as_latents(
     zoo: DeepseekZoo, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cached pages of another's prompt.  Keeps out: a prefix that is expanded from where the prompt began, not the row."""
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", 6)
-    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
+    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=6, expanded_tokens=12))
     hold_text_after_shared_prefixes(zoo, "v3", shape)
 
 

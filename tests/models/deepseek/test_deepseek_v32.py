@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.caches.sparse_cache import SparseLatentView
-from specdec.attention.latent import mla
+from specdec.attention.latent.limits import Limits
 from specdec.attention.sparse import inputs as sparse_inputs
 from specdec.loading.build import doubling_context
 from specdec.models.causal_lm import CausalLM
@@ -57,8 +57,7 @@ def test_logits_are_those_of_transformers(zoo: SparseZoo, name: str, monkeypatch
     torch.testing.assert_close(paged_logits(model, PROMPTS), want, **close)
     for chunk, P in ((9, 1), (4, 16)):
         torch.testing.assert_close(paged_logits(model, PROMPTS, chunk, P), want, **close)
-    monkeypatch.setattr(mla, "EXPAND_ABOVE", 4)
-    monkeypatch.setattr(sparse_inputs, "ABSORBED", 5 * 4 * 24)
+    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=4, absorbed=5 * 4 * 24))
     torch.testing.assert_close(paged_logits(model, PROMPTS, chunk=5), want, **close)
     alone = dense_logits(model, PROMPTS[2] + PROMPTS[2][::-1], batch=2)
     torch.testing.assert_close(alone[: len(PROMPTS[2])], want[3 : 3 + len(PROMPTS[2])], **close)

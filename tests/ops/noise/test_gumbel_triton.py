@@ -3,6 +3,8 @@
 Shapes: B sequences, R rows, V vocabulary.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -10,12 +12,11 @@ import triton.language as tl
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops import topk_triton
 from specdec.ops.noise.floor import Filters, least_logits
 from specdec.ops.noise.gumbel import Noise, perturb, token_noise
 from specdec.ops.noise.gumbel_triton import gumbel_of_bits, launch_gumbel_noise, launch_perturb
 from specdec.ops.topk import top_tokens
-from specdec.ops.topk_triton import launch_greedy_tokens, launch_top_tokens, noisy_scan
+from specdec.ops.topk_triton import launch_greedy_tokens, launch_scan, launch_top_tokens, noisy_scan
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-6}
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
@@ -83,20 +84,21 @@ def filtered(noise: Noise) -> Noise:
     return noise._replace(floor_weight=2.0, filters=Filters(heat, few, half, torch.zeros_like(heat)))
 
 
-def check(B: int, each: int, V: int, k: int, dtype: torch.dtype, has_filters: bool = False) -> None:
+def check(B: int, each: int, V: int, k: int, dtype: torch.dtype, has_filters: bool = False, **sizes: int) -> None:
     logits, noise, offsets = case(B, each, V, dtype)
     noise = filtered(noise) if has_filters else noise
     x, there, moved = logits.to(DEVICE), on_device(noise), offsets.to(DEVICE) if V % 4 == 0 else None
     table = None if moved is None else offsets
     want_logp, want_ids = top_tokens(logits, k, table, noise=noise)
-    logp, ids = launch_top_tokens(x, k, moved, None, noisy_scan(there, moved))
+    scan = partial(noisy_scan(there, moved), **sizes)
+    logp, ids = launch_top_tokens(x, k, moved, None, scan)
     assert torch.equal(ids.cpu(), want_ids)
     torch.testing.assert_close(logp.cpu(), want_logp, atol=2e-5, rtol=2e-6)
     if k == 1:
-        assert torch.equal(launch_greedy_tokens(x, moved, scan=noisy_scan(there, moved)).cpu(), want_ids[:, 0])
+        assert torch.equal(launch_greedy_tokens(x, moved, scan=scan).cpu(), want_ids[:, 0])
     greedy = (noise.temperature_B == 0).repeat_interleave(each)  # of these rows nothing may change, not even by rounding
     if bool(greedy.any()):
-        plain = launch_top_tokens(x[greedy.to(DEVICE)], k, moved, None)
+        plain = launch_top_tokens(x[greedy.to(DEVICE)], k, moved, None, partial(launch_scan, **sizes))
         assert torch.equal(ids[greedy.to(DEVICE)], plain[1]) and torch.equal(logp[greedy.to(DEVICE)], plain[0])
 
 
@@ -115,10 +117,9 @@ def test_best_tokens_equal_the_definition(B: int, each: int, V: int, k: int, dty
     check(B, each, V, k, dtype, has_filters=V == 300)
 
 
-def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_change_nothing() -> None:
     """Keeps out: noise by place in a slice; a slice of fewer than k tokens that gives a NaN."""
-    monkeypatch.setattr(topk_triton, "slice_size", lambda *args: 32)
-    check(2, 1, 100, 3, torch.bfloat16, has_filters=True)
+    check(2, 1, 100, 3, torch.bfloat16, has_filters=True, size=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
-from specdec.ops.products.dense import gated_linear, linear, linear_terms, silu_mul
+from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
 from specdec.ops.products.experts import CodedExperts, Form, Gate, coded_experts, runs_on_codes
 from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps_of
 from specdec.ops.products.formats.quantised import Codes, row_bytes
 from specdec.ops.products.numerics import INVARIANT
-from specdec.ops.products.quantised import quantised_gated_linear, quantised_linear, quantised_linear_terms
+from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
 from toolkit.ahead.made import DTYPES, HIDDEN, VOCABULARY, counts, floats, halves, ids, may_be_deterministic
@@ -25,8 +25,8 @@ def products() -> None:
         for H, F in ((4096, 14336), (8192, 28672)):
             x, wide = halves(rows, H), halves(rows, F)
             linear(x, halves(H + H // 2, H))
-            linear_terms(x, halves(H, H))
-            linear_terms(wide, halves(H, F))
+            DenseWeight(halves(H, H)).matmul(x, terms=True)
+            DenseWeight(halves(H, F)).matmul(wide, terms=True)
             gated_linear(x, halves(2 * F, H))
             if may_be_deterministic():
                 linear(x, halves(H, H), halves(H), INVARIANT)
@@ -55,16 +55,16 @@ def quantised_products() -> None:
             for rows in (1, 6, 16, 60, 192, 2048):
                 for O, I, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True)):
                     groups = I // group if group else 1
-                    weight = Codes(
+                    codes = Codes(
                         kind, torch.empty(O, row_bytes(kind, I), dtype=torch.uint8), halves(O, groups, dtype=dtype),
                         torch.empty(O, groups, dtype=torch.int8) if zeros else None, I, group,
                     )  # fmt: skip
-                    x = halves(rows, I, dtype=dtype)
+                    x, weight = halves(rows, I, dtype=dtype), QuantisedWeight(codes)
                     if gated:
-                        quantised_gated_linear(x, weight)
+                        weight.gated(x)
                     else:
-                        quantised_linear(x, weight)
-                        quantised_linear_terms(x, weight)
+                        weight.matmul(x)
+                        weight.matmul(x, terms=True)
 
 
 def coded_mixtures() -> None:

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.rules.source import parsed
+
 ROOMS = ("attention", "draft", "verify")
 LEAVES = {"checks", "config", "generation", "grammar", "limits", "ops", "options", "parallel"} | {
     "screen", "shipped", "startup", "steps", "__version__",
@@ -58,7 +60,7 @@ def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Every module that a file names in an import, at any depth, as (line, absolute name)."""
     name = module_name(path, root)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

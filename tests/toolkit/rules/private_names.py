@@ -9,10 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from toolkit.rules.source import parsed
+
 
 def borrowed_names(paths: Sequence[Path], root: Path) -> list[str]:
     """Every private name that a file takes from another, once each."""
-    trees = {path: ast.parse(path.read_text()) for path in paths}
+    trees = {path: parsed(path) for path in paths}
     of_files, of_objects = defaultdict[str, set[Path]](set), defaultdict[str, set[Path]](set)
     for path, tree in trees.items():
         top = set(_defined(*tree.body))

@@ -1,0 +1,60 @@
+"""A head's parts under a layout's names for them: one list, by which headers are checked, and weights are read and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import Parts, copy_, fill_attention, fill_linear, fill_mlp, fill_norm
+from specdec.models.layers import MLP, Embedding, RMSNorm, SelfAttention
+from specdec.models.linear import Linear
+
+Part = tuple[str, nn.Module | Tensor]  # a tensor: numbers beside all modules, which files hold as [1, 1, size]
+FILLERS: Parts = {Linear: fill_linear, SelfAttention: fill_attention, MLP: fill_mlp, RMSNorm: fill_norm}
+
+
+def layer_parts(layer: nn.Module, name: str, input_norm: str = "input_layernorm") -> Iterator[Part]:
+    """A decoder layer, or a head that is one.  An input norm that is no norm (EAGLE-1's first) has no tensor."""
+    if isinstance(layer.input_layernorm, RMSNorm):
+        yield f"{name}.{input_norm}", layer.input_layernorm
+    for part in ("self_attn", "mlp", "post_attention_layernorm"):
+        yield f"{name}.{part}", getattr(layer, part)
+
+
+def tensors_of(parts: Iterable[Part]) -> dict[str, Tensor]:
+    """Every tensor of the parts, as files hold it; the ranks' shares of a head can't be written."""
+    named: dict[str, Tensor] = {}
+    for name, part in parts:
+        if isinstance(part, Linear):
+            for row in part.parts.sizes:
+                at = f"{name}.{row}" if row else name
+                named |= {f"{at}.{ending}": stored.tensor for ending, stored in part.tensors(row).items()}
+        elif isinstance(part, SelfAttention):
+            named |= tensors_of(((name, part.qkv_proj), (f"{name}.o_proj", part.o_proj)))
+            if part.qk_norm is not None:  # a row for each head; files have one for all
+                weight, Q = part.qk_norm.weight, part.num_heads
+                named |= {f"{name}.q_norm.weight": weight[0], f"{name}.k_norm.weight": weight[Q]}
+        elif isinstance(part, MLP):
+            named |= tensors_of(((name, part.gate_up_proj), (f"{name}.down_proj", part.down_proj)))
+        elif isinstance(part, Tensor):
+            named[name] = part[None, None]
+        else:
+            assert isinstance(part, RMSNorm | Embedding)
+            named[f"{name}.weight"] = part.weight
+    return named
+
+
+def fill(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
+    """Fills the parts from the tensors of a checkpoint."""
+    for name, part in parts:
+        if isinstance(part, Tensor):
+            with torch.no_grad():
+                part.copy_(checkpoint.take(name).flatten())
+            checkpoint.landed(name, part)
+        elif isinstance(part, Embedding):
+            copy_(part.weight, checkpoint, f"{name}.weight")
+        else:
+            FILLERS[type(part)](part, checkpoint, name)
