@@ -78,10 +78,13 @@ class Reading:
 
 
 @torch.inference_mode()
-def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] = ()) -> Reading:
-    """Compares each token of the output with the reference.  asked: places of the output, and other tokens to judge there."""
+def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] = (), piece: int = PIECE) -> Reading:
+    """Compares each token of the output with the reference.
+
+    asked: places of the output, and other tokens to judge there.  piece: how many places' logits are held at once.
+    """
     extra = list(asked)
-    look = _Look(passes, text, {place for place, _ in extra})
+    look = _Look(passes, text, {place for place, _ in extra}, piece)
     judged = [look.judge(place, token) for place, token in [*((p, text.token_ids[p]) for p in look.off), *extra]]
     for number in range(PASSES_CHOOSING if passes.choosing else PASSES_STEPS if passes.steps else 0):
         if all(each.is_explained or each.margin is None for each in judged):
@@ -120,9 +123,9 @@ class _Look:
     gap_I: how far the second-best token's score lies below the best, in logits.  bound_I: see Judged.
     """
 
-    def __init__(self, passes: DensePasses, text: Text, places: set[int]) -> None:
+    def __init__(self, passes: DensePasses, text: Text, places: set[int], piece: int) -> None:
         assert text.token_ids, "an output without tokens says nothing"
-        self.passes, self.text = passes, text
+        self.passes, self.text, self._piece = passes, text, piece
         self.before = [*text.prompt_ids, *text.token_ids][:-1]
         self._skipped = max(0, len(text.prompt_ids) - 1 - PROMPT_PLACES)
         self._prompt_places = len(text.prompt_ids) - 1 - self._skipped
@@ -140,8 +143,8 @@ class _Look:
             [*self.before, self.text.token_ids[-1]][self._skipped + 1 :], dtype=torch.int64, device=hidden_RH.device
         )
         leading, values, gaps = [], [], []
-        for start in range(0, len(hidden_RH), PIECE):
-            logits_RV, ids = self.passes.logits(hidden_RH[start : start + PIECE]), ids_R[start : start + PIECE]
+        for start in range(0, len(hidden_RH), self._piece):
+            logits_RV, ids = self.passes.logits(hidden_RH[start : start + self._piece]), ids_R[start : start + self._piece]
             first = start - self._prompt_places  # the piece's first place, counted in the output
             scores_RV = self.text.scores(logits_RV, range(first, first + len(logits_RV)))
             best_R2 = scores_RV.topk(2)
@@ -158,10 +161,10 @@ class _Look:
     def measure(self, hidden_TH: Tensor) -> None:
         """Takes the noise of one more pass in the model's own dtype into account."""
         hidden_RH, noise = hidden_TH[self._skipped :], []
-        for start in range(0, len(hidden_RH), PIECE):
-            leading_RC = self._leading_RC[start : start + PIECE]
-            logits_RC = self.passes.logits(hidden_RH[start : start + PIECE]).gather(1, leading_RC)
-            error_RC = logits_RC.to(self._logits_RC.dtype) - self._logits_RC[start : start + PIECE]
+        for start in range(0, len(hidden_RH), self._piece):
+            leading_RC = self._leading_RC[start : start + self._piece]
+            logits_RC = self.passes.logits(hidden_RH[start : start + self._piece]).gather(1, leading_RC)
+            error_RC = logits_RC.to(self._logits_RC.dtype) - self._logits_RC[start : start + self._piece]
             noise.append((error_RC.amax(1) - error_RC.amin(1)).float())
         noise_R = torch.cat(noise)
         if self._median is None:

@@ -104,12 +104,13 @@ Work = Callable[[Seat, Line], None]
 class Followers:
     """All ranks but the first, as the first one sees them.
 
-    pipes: to each.  processes: theirs, if this process has started them.
+    pipes: to each.  processes: theirs, if this process has started them.  silence: see SILENCE_SECONDS.
     failure: why a rank has failed, the first one included; empty while all are well.
     group: the first rank's, once it has joined; its exchanges end if a rank fails, and at `close`.  device: where they run.
     """
 
-    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any]) -> None:
+    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any], silence: float = SILENCE_SECONDS) -> None:
+        self._silence = silence
         self.seat, self._pipes, self._processes = seat, pipes, processes
         self.failure = ""
         self.group: Group = ALONE
@@ -224,7 +225,7 @@ class Followers:
 
         That error may come of the other's end, and be told sooner.  A rank that has told an error ends too.
         """
-        told, until = {first}, time.monotonic() + SILENCE_SECONDS
+        told, until = {first}, time.monotonic() + self._silence
         while not self.failure and (left := until - time.monotonic()) > 0:
             for pipe in wait(list(rank_of), left):
                 assert isinstance(pipe, Connection)

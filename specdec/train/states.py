@@ -54,6 +54,7 @@ class States:
     """The states of all rows that a head learns from.
 
     keep_bytes: how much memory they may take.  If they take more, nothing is kept.  show: told how many rows were read.
+    at_once: rows that one pass reads.
     at_once: see ROWS.
     """
 

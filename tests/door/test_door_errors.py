@@ -4,6 +4,7 @@ Keeps out: settings ignored in silence, and errors from deep inside that name no
 """
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -268,41 +269,46 @@ REFUSED = [  # target's changes, kv_cache_dtype, what is said after the backend'
 ]
 
 
+def without_numbers(folder: Path, tmp_path: Path) -> Path:
+    """A copy of a model whose weights are cut off after their header: whoever reads them fails."""
+    copy = Path(shutil.copytree(folder, tmp_path / "without numbers"))
+    for file in copy.glob("*.safetensors"):
+        data = file.read_bytes()
+        file.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+    return copy
+
+
 @pytest.mark.parametrize(("changes", "kept", "problem", "nearest"), REFUSED)
 def test_latents_in_8_bits_are_refused_at_the_door(
-    changes: dict[str, Any], kept: str, problem: str, nearest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], kept: str, problem: str, nearest: str, tmp_path: Path
 ) -> None:
     """Keeps out: an MLA target that keeps latents another way than it was asked to, or an error after the weights."""
-    folder = save_deepseek(tmp_path, "v3", **changes)
+    folder = save_deepseek(tmp_path / "whole", "v3", **changes)
     settings: dict[str, Any] = dict(device="cpu", max_seq_len=64)
     said = re.escape(f"attention='torch' {problem}, got kv_cache_dtype='{kept}'; nearest setting that works: ")
-    with monkeypatch.context() as patch:
-        patch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
-        with pytest.raises(ValueError, match=f"^{said}kv_cache_dtype='{nearest}'$"):
-            SpecDecoder.from_pretrained(folder, kv_cache_dtype=kept, **settings)
+    with pytest.raises(ValueError, match=f"^{said}kv_cache_dtype='{nearest}'$"):
+        SpecDecoder.from_pretrained(without_numbers(folder, tmp_path), kv_cache_dtype=kept, **settings)
     decoder = SpecDecoder.from_pretrained(folder, kv_cache_dtype=nearest, **settings)
     assert decoder.settings.options.kv_cache_dtype == nearest
 
 
-def test_8_bit_latents_are_refused_where_a_model_keeps_none(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_latents_are_refused_where_a_model_keeps_none(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: keys and values of ordinary heads kept in 16 bits although 8 were asked for."""
-    monkeypatch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
     said = (
         "keeps latents .* as fp8_ds_mla, which these models have none of, got kv_cache_dtype='fp8_ds_mla'; nearest setting that"
     )
     with pytest.raises(ValueError, match=f"{said} works: kv_cache_dtype='fp8'$"):
-        SpecDecoder.from_pretrained(zoo.target("llama"), kv_cache_dtype="fp8_ds_mla", device="cpu", max_seq_len=64)
+        target = without_numbers(zoo.target("llama"), tmp_path)
+        SpecDecoder.from_pretrained(target, kv_cache_dtype="fp8_ds_mla", device="cpu", max_seq_len=64)
 
 
 @pytest.mark.parametrize("kept", ["auto", "fp8"])
-def test_int8_queries_without_int8_keys_are_refused(kept: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_queries_without_int8_keys_are_refused(kept: str, zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: queries that stay as they are although int8 was asked for, or that meet float8 keys."""
-    monkeypatch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
     said = f"rounds queries to int8 where keys are in int8, got int8_queries=True with kv_cache_dtype='{kept}'; nearest setting"
     with pytest.raises(ValueError, match=f"{said} that works: kv_cache_dtype='int8_keys'$"):
-        SpecDecoder.from_pretrained(
-            zoo.target("llama"), kv_cache_dtype=kept, int8_queries=True, device="cpu", max_seq_len=64
-        )  # fmt: skip
+        target = without_numbers(zoo.target("llama"), tmp_path)
+        SpecDecoder.from_pretrained(target, kv_cache_dtype=kept, int8_queries=True, device="cpu", max_seq_len=64)
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])

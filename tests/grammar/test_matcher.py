@@ -18,7 +18,6 @@ from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id,
 from toolkit.checkpoints.tokenizers import byte_tokenizer, sentencepiece_tokenizer
 
 from specdec.config import GrammarKind
-from specdec.grammar import library
 from specdec.grammar.completion import Completion
 from specdec.grammar.library import MOST_KEPT, Grammars
 from specdec.grammar.matcher import Matcher
@@ -70,12 +69,15 @@ def test_compiled_grammars_are_kept_and_forgotten(grammars: Grammars) -> None:
     assert len(grammars._compiled) == MOST_KEPT
 
 
-def test_the_grammar_that_was_used_least_recently_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grammar_that_was_used_least_recently_goes() -> None:
     """Keeps out: a schema that every request has, and that is compiled anew for each of them because others come between."""
     made: list[str] = []
-    monkeypatch.setattr(library, "MOST_KEPT", 2)
-    monkeypatch.setattr(Grammars, "_new", lambda self, kind, text: made.append(text))
-    grammars = Grammars(tokenizer_json, V, [EOS])
+
+    class Noted(Grammars):
+        def _new(self, kind: GrammarKind, text: str) -> None:
+            made.append(text)
+
+    grammars = Noted(tokenizer_json, V, [EOS], most_kept=2)
     for text in "abacab":
         grammars.check("regex", text)
     assert made == ["a", "b", "c", "b"]

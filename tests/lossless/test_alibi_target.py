@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
@@ -62,9 +63,13 @@ def dense_greedy(decoder: SpecDecoder, prompt: list[int], max_tokens: int) -> li
     return ids[len(prompt) :]
 
 
-def hold_lossless(zoo: Zoo, spec: tuple[int, int, int], tokens: int, count: int = 4, **settings: Any) -> None:
+def hold_lossless(
+    zoo: Zoo, spec: tuple[int, int, int], tokens: int, count: int = 4, backend: Any = None, **settings: Any
+) -> None:
     with zoo.decoder("llama", "eagle3", SpecConfig(*spec), max_batch_size=min(3, count), **settings) as decoder:
         prompts = ragged_prompts(40, count)
+        if backend is not None:
+            Driver(decoder).replace_backend(backend)
         for out in decoder.generate(prompts, SamplingParams(max_tokens=tokens)):
             assert out.token_ids == dense_greedy(decoder, out.prompt_token_ids, tokens)
 
@@ -86,7 +91,6 @@ def test_with_shared_prefixes(zoo: Zoo, with_alibi: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_by_our_kernels(zoo: Zoo, with_alibi: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_our_kernels(zoo: Zoo, with_alibi: None) -> None:
     """On a CPU Triton's interpreter runs them."""
-    monkeypatch.setattr("specdec.loading.build.make_backend", lambda *_: TritonBackend(4))
-    hold_lossless(zoo, (2, 2, 4), 5, count=2, page_size=4)
+    hold_lossless(zoo, (2, 2, 4), 5, count=2, backend=TritonBackend(4), page_size=4)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.driver import Driver
 from toolkit.oracles.encoder_decoders import ENCODER_DECODERS, LONGEST, eager, greedy, save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -36,12 +37,20 @@ def sources() -> list[list[int]]:
 
 
 def hold_lossless(
-    target: Path, draft: Path | None, spec: SpecConfig | None, begin: int = 1, tokens: Sequence[int] = TOKENS, **settings: Any
+    target: Path,
+    draft: Path | None,
+    spec: SpecConfig | None,
+    begin: int = 1,
+    tokens: Sequence[int] = TOKENS,
+    backend: Any = None,
+    **settings: Any,
 ) -> None:
     """tokens: how many to write for each of the sources; 0: the source is left out."""
     given = {"device": "cpu", "dtype": "float32", "max_batch_size": 3, **settings}
     asked = [(source, count) for source, count in zip(sources(), tokens, strict=True) if count]
     with SpecDecoder.from_pretrained(target, draft, spec, **given) as decoder:
+        if backend is not None:
+            Driver(decoder).replace_backend(backend)
         outs = decoder.generate([source for source, _ in asked], [SamplingParams(max_tokens=count) for _, count in asked])
     model = eager(target)
     for (source, count), out in zip(asked, outs, strict=True):
@@ -61,10 +70,11 @@ def test_trees_and_chains(bart: Path, head: Path, page_size: int, spec: tuple[in
 
 
 @pytest.mark.slow
-def test_trees_by_our_kernels(bart: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_by_our_kernels(bart: Path, head: Path) -> None:
     """On a CPU Triton's interpreter runs them, for minutes if the texts were long."""
-    monkeypatch.setattr("specdec.loading.build.make_backend", lambda *_: TritonBackend(2))
-    hold_lossless(bart, head, SpecConfig(2, 2, 4), tokens=[0, 4, 0, 0, 3, 5], page_size=4, max_batch_size=2)
+    hold_lossless(
+        bart, head, SpecConfig(2, 2, 4), tokens=[0, 4, 0, 0, 3, 5], backend=TritonBackend(2), page_size=4, max_batch_size=2
+    )
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 from specdec.parallel import processes
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Followers, Line, RankFailed
+from specdec.parallel.processes import SILENCE_SECONDS, Followers, Line, RankFailed
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.readback import Readback, Ticket
 
@@ -156,12 +156,11 @@ def test_a_rank_that_fails_while_ranks_connect_is_named() -> None:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_the_rank_that_ended_is_named_and_not_one_that_noticed(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_ended_is_named_and_not_one_that_noticed(silent: bool) -> None:
     """Keeps out: with more than two ranks, "connection reset" of a rank that is well; a wait for a rank that is well too."""
-    if silent:
-        monkeypatch.setattr(processes, "SILENCE_SECONDS", SOON)  # the timer below is late on a busy machine
     pipes = [multiprocessing.Pipe() for _ in range(2)]
-    followers = Followers(Blocked(), [mine for mine, _ in pipes], [])  # type: ignore[arg-type]
+    silence = SOON if silent else SILENCE_SECONDS  # the timer below is late on a busy machine
+    followers = Followers(Blocked(), [mine for mine, _ in pipes], [], silence)  # type: ignore[arg-type]
     (_, first), (_, second) = pipes
     first.send(("failed", "connection reset"))
     first.close()

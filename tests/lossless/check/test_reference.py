@@ -5,7 +5,7 @@ Shapes: T places of the text, R of them that count, I of the output, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
 from typing import Any
@@ -17,9 +17,9 @@ from toolkit.models import Zoo
 from torch import Tensor
 
 from specdec import SamplingParams
-from specdec.lossless import reference
 from specdec.lossless.choice import Text
-from specdec.lossless.reference import FACTOR, LEADING, PASSES_STEPS, PROMPT_PLACES, passes_of, read_text
+from specdec.lossless.passes import DensePasses
+from specdec.lossless.reference import FACTOR, LEADING, PASSES_STEPS, PROMPT_PLACES, read_text
 
 V = LEADING + 8
 
@@ -59,10 +59,9 @@ def noise_of(wide_V: Tensor, own_V: Tensor, token: int) -> float:
 
 @pytest.mark.parametrize("prompt", [1, 4, PROMPT_PLACES + 1, PROMPT_PLACES + 30])
 @pytest.mark.parametrize("piece", [7, 256])
-def test_bounds_are_those_of_the_definition(prompt: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_are_those_of_the_definition(prompt: int, piece: int) -> None:
     """Keeps out: another average in place of the median, or a place below it with a bound of its own; places of the prompt
     that are too far away, or none of them; errors of tokens that nobody would take; a piece's places counted from elsewhere."""
-    monkeypatch.setattr(reference, "PIECE", piece)
     generator, length = torch.Generator().manual_seed(prompt), 21
     places = prompt - 1 + length
     wide_TV = 4 * torch.randn(places, V, generator=generator, dtype=torch.float64)
@@ -77,7 +76,7 @@ def test_bounds_are_those_of_the_definition(prompt: int, piece: int, monkeypatch
         ids[place] = int(wide_TV[prompt - 1 + place].argsort(descending=True)[rank])
     text = Text(prompt_ids, ids, SamplingParams())
     passes: Any = Scripted(wide_TV, own_TV)
-    found = read_text(passes, text, [(4, 3), (9, 1)])
+    found = read_text(passes, text, [(4, 3), (9, 1)], piece)
     following = [*prompt_ids, *ids][1:]
     noise = [noise_of(wide_TV[at], own_TV[at], following[at]) for at in range(skipped, places)]
     usual = median_low(noise)
@@ -118,17 +117,23 @@ def test_more_passes_run_until_each_token_is_explained() -> None:
     assert second.bound == 0.0, "four passes saw no noise there, and the first one none anywhere"
 
 
+class Embeddings(DensePasses):
+    """Passes that show the embeddings that they would read."""
+
+    def hidden(self, ids: Sequence[int]) -> Tensor:
+        return self.model.embed_tokens.weight.clone()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @torch.no_grad()
-def test_passes_nearby_differ_by_their_numbers_alone(zoo: Zoo, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_nearby_differ_by_their_numbers_alone(zoo: Zoo, dtype: str) -> None:
     """Keeps out: passes that are all alike, so that 32 of them see what one sees; ranks whose embeddings differ, because each
     draws on its own; numbers that stay or move by more than an ulp; an embedding that stays moved."""
     with zoo.decoder("llama", None, None, dtype=dtype) as decoder:
         session = StubSession()
         session.model, session.settings = decoder.model, decoder.settings
-        passes, weight = passes_of(session), decoder.model.embed_tokens.weight
+        passes, weight = Embeddings(session.model, session.settings, session.as_stored), decoder.model.embed_tokens.weight
         before, tables = weight.clone(), list[Tensor]()
-        monkeypatch.setattr(passes, "hidden", lambda ids: weight.clone())
         for seed, number in ((1, 0), (2, 0), (1, 1), (1, 2)):
             torch.manual_seed(seed)
             tables.append(passes.hidden_nearby([1, 2], number))

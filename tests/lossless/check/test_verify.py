@@ -168,14 +168,13 @@ def test_a_widened_model_computes_in_the_wider_dtype_and_is_itself_again(zoo: Zo
         pass
 
 
-def test_a_long_prompt_and_a_long_output_are_read_in_pieces(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_and_a_long_output_are_read_in_pieces(zoo: Zoo) -> None:
     """Keeps out: places of a later piece, or after a skipped part of the prompt, that are judged by another place's logits."""
     decoder, prompt = decoder_of(zoo, "bfloat16"), (PROMPTS[4] * 5)[:90]
     (out,) = decoder.generate(prompt, SamplingParams(max_tokens=30))
     wrong = [*out.token_ids[:20], (out.token_ids[20] + 1) % 40, *out.token_ids[21:]]
     whole = read_text(passes_of(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
-    monkeypatch.setattr(reference, "PIECE", 7)
-    pieces = read_text(passes_of(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
+    pieces = read_text(passes_of(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])], piece=7)
     assert [(each.index, each.token, each.best) for each in whole.off] == [
         (each.index, each.token, each.best) for each in pieces.off
     ]
