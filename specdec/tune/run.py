@@ -13,7 +13,6 @@ import torch
 
 from specdec.ops.compiling.rehearsal import Rehearsals, compiles_ahead
 from specdec.ops.cuda_graph import on_device
-from specdec.ops.products.gpus import match_of
 from specdec.ops.products.tiles.dense import ProductTiles
 from specdec.ops.products.tuned.here import look
 from specdec.ops.products.tuned.table import Measured, Origin, Product, TunedTable, path_for
@@ -69,7 +68,7 @@ def tune(
 
 def measure_rows(bench: Bench, M: int, rehearsals: Rehearsals | None) -> Row:
     """The best tiles for M rows: all candidates once, then the best of them again, in turns with the kind's own."""
-    own, *others = candidates(M, bench.product, match_of(bench.device))
+    own, *others = candidates(M, bench.product, bench.match)
     bench.compile(M, [own, *others], rehearsals)
     right = [tiles for tiles in others if bench.is_right(M, tiles)]
     finalists = sorted(right, key=lambda tiles: bench.microseconds(M, tiles))[:FINALISTS]

@@ -59,10 +59,8 @@ def test_no_candidate_splits_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_product_is_right_within_16_bits(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_is_right_within_16_bits(gated: bool) -> None:
     """Keeps out: tiles that are fast because they leave something out; one that can't be compiled, which ends the run."""
-    monkeypatch.setattr(measure, "COLD_BYTES", 1)
-    bench = measure.Bench(Product(64, 32, gated, torch.float32), torch.device("cpu"))
 
     def gives(share: float) -> Any:
         def run(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool, tiles: object) -> torch.Tensor:
@@ -75,7 +73,7 @@ def test_a_product_is_right_within_16_bits(gated: bool, monkeypatch: pytest.Monk
         return run
 
     for share, right in ((1.0, True), (1.01, True), (1.05, False), (0.9, False), (0.0, False)):
-        monkeypatch.setattr(measure, "with_tiles", gives(share))
+        bench = measure.Bench(Product(64, 32, gated, torch.float32), torch.device("cpu"), gives(share), cold_bytes=1)
         assert bench.is_right(3, None) is right
 
 
@@ -96,9 +94,11 @@ def test_candidates_begin_with_the_kinds_own(T: int, match: Match) -> None:
 class Times:
     """A bench whose times are known: the fewer stages, the faster; one candidate is fast and wrong."""
 
+    match = Match(H100, "", False)
+
     def __init__(self, gain: float) -> None:
         self.gain, self.product, self.device = gain, SMALL, CUDA
-        self.own, *others = candidates(1, SMALL, Match(H100, "", False))
+        self.own, *others = candidates(1, SMALL, self.match)
         self.wrong, self.best = [tiles for tiles in others if tiles is not None][:2]
 
     def compile(self, T: int, tiles: list[Any], rehearsals: Any) -> None:
@@ -112,9 +112,8 @@ class Times:
 
 
 @pytest.mark.parametrize(("gain", "is_kept"), [(0.5, True), (0.99, False), (1.5, False)])
-def test_only_what_is_right_and_faster_is_kept(gain: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_right_and_faster_is_kept(gain: float, is_kept: bool) -> None:
     """Keeps out: tiles that give wrong sums, and noise in the table."""
-    monkeypatch.setattr(run, "match_of", lambda device: Match(H100, "", False))
     bench: Any = Times(gain)
     row = run.measure_rows(bench, 1, rehearsals=None)
     assert row.is_kept == is_kept and row.tiles == (bench.best if is_kept else bench.own)
@@ -126,7 +125,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: GPU)
     monkeypatch.setattr(command, "tunable_gpu", lambda name: CUDA)
-    monkeypatch.setattr(run, "match_of", lambda device: Match(H100, "", False))
     monkeypatch.setattr(run, "Bench", lambda product, device: Times(0.5))
     monkeypatch.setattr(run, "on_device", lambda device: torch.no_grad())
     return tmp_path
