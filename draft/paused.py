@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specdec.batch.emitted import NewTokens
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import Rows
 from specdec.ops.index import arange
@@ -26,9 +27,15 @@ class PausedRows(Rows):
     pending_tokens_BP: Tensor
     pending_features_BPF: Tensor
 
-    def keep(self, state: BatchState, tokens_B: Tensor, features_BF: Tensor) -> None:
+    def keep(self, state: BatchState, new: NewTokens) -> None:
         """Records one token of a paused round in each row; see `Drafter.keep`."""
-        rows_B = arange(state.rows, tokens_B.device)
-        self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
-        self.pending_features_BPF[rows_B, self.pending_B] = features_BF
+        assert new.features_BEF is not None
+        rows_B = arange(state.rows, new.tokens_BE.device)
+        self.pending_tokens_BP[rows_B, self.pending_B] = new.tokens_BE[:, 0]
+        self.pending_features_BPF[rows_B, self.pending_B] = new.features_BEF[:, 0]
         self.pending_B.addcmul_(state.active_B, state.speculates_B)
+
+    def kept(self, state: BatchState) -> NewTokens:
+        """All tokens that were kept."""
+        last_B = (self.pending_B - 1).clamp(min=0)
+        return NewTokens(state.lens_B - self.pending_B.int(), self.pending_tokens_BP, last_B, self.pending_features_BPF)

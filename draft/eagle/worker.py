@@ -20,6 +20,7 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, last_positions
 from specdec.attention.shared import split_shared
+from specdec.batch.emitted import NewTokens
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
@@ -52,7 +53,7 @@ class DraftWorker(Drafter):
     def __init__(self, head: StepHead, context: DrafterContext, shares_noise: bool = True) -> None:
         self.head, self.backend = head, context.backend
         self.topk = context.most_topk  # of the first level that rows keep
-        self.shares_noise = shares_noise
+        self.shares_noise, self.few_rows = shares_noise, FEW_ROWS
         (self.cache,) = self.caches = context.caches
         self.rows: EagleRows = EagleRows.empty(
             context.rows,
@@ -117,24 +118,16 @@ class DraftWorker(Drafter):
             ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
-    def extend(
-        self,
-        state: BatchState,
-        needs: Needs,
-        base_lens_B: Tensor,
-        tokens_BE: Tensor,
-        last_B: Tensor,
-        features_BEF: Tensor | None,
-    ) -> None:
+    def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         """Runs the head over the accepted tokens with true target features; keeps the next tree's first level.
 
-        What the head computes for columns after last_B is never used.
+        What the head computes for columns after new.last_B is never used.
         """
-        assert features_BEF is not None
-        (B, E), rows = tokens_BE.shape, self._rows(state)
-        few = B * E <= FEW_ROWS
-        tables = [self._extend_tables(group, base_lens_B, E, last_rows=not few) for group in self._groups(state)]
-        self._read_round(rows, tables, tokens_BE, self.head.fuse(features_BEF.flatten(0, 1)), last_B)
+        assert new.features_BEF is not None
+        (B, E), rows = new.tokens_BE.shape, self._rows(state)
+        few = B * E <= self.few_rows
+        tables = [self._extend_tables(group, new.base_lens_B, E, last_rows=not few) for group in self._groups(state)]
+        self._read_round(rows, tables, new.tokens_BE, self.head.fuse(new.features_BEF.flatten(0, 1)), new.last_B)
         self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
 
     def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
@@ -145,17 +138,14 @@ class DraftWorker(Drafter):
         for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
 
-    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
-        assert features_BF is not None
-        self._rows(state).keep(state, tokens_B, features_BF)
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        self._rows(state).keep(state, new)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         rows = self._rows(state)
         has_some_B1 = rows.pending_B[:, None] > 0
         before = [tensor.clone() for tensor in rows.first_level]
-        base_lens_B = state.lens_B - rows.pending_B.int()
-        last_B = (rows.pending_B - 1).clamp(min=0)
-        self.extend(state, needs, base_lens_B, rows.pending_tokens_BP, last_B, rows.pending_features_BPF)
+        self.extend(state, needs, rows.kept(state))
         for tensor, old in zip(rows.first_level, before, strict=True):
             tensor.copy_(torch.where(has_some_B1, tensor, old))
         rows.pending_B.zero_()
