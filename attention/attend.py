@@ -94,5 +94,6 @@ def make_backend(choice: BackendChoice | str, numerics: Numerics = FAST) -> Back
 
         return FlashMLABackend()
     from specdec.attention.flash.backend import FlashBackend
+    from specdec.attention.flash.rule import is_faster
 
-    return FlashBackend(name, by_rule)
+    return FlashBackend(name, is_faster if by_rule else None)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.batch.emitted import FirstTokens
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
 from specdec.runner import grammars as looking
 from specdec.runner.grammars import GrammarRows
-from specdec.runner.prompts import FirstTokens
 from specdec.steps import RunChunk, RunRound
 from specdec.verify.tables import tree_tables
 

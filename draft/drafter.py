@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.batch.emitted import NewTokens
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -198,22 +199,10 @@ class Drafter(ABC):
         """The next tree of every row, of exactly that shape.  needs: here and below, how the target will choose the tokens."""
 
     @abstractmethod
-    def extend(
-        self,
-        state: BatchState,
-        needs: Needs,
-        base_lens_B: Tensor,
-        tokens_BE: Tensor,
-        last_B: Tensor,
-        features_BEF: Tensor | None,
-    ) -> None:
-        """Learns what a round emitted, and prepares the next draft.
+    def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
+        """Learns what a round emitted, and prepares the next draft.  state.lens_B is already the length after the round.
 
-        base_lens_B: int32, the committed length before this round.
-        tokens_BE: int64, the emitted tokens.  Columns after last_B are padding.
-        last_B: int64, the column of the bonus token.
-        features_BEF: for each emitted token, the target's features of the token before it; None if `DraftNeeds` asks for none.
-        state.lens_B: int32, already the length that includes the tokens up to column last_B.
+        new: with features unless `DraftNeeds` asks for none.
         """
 
     @abstractmethod
@@ -224,12 +213,8 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
-        """Records the one token that a paused round emitted in each row; only running rows that speculate count.
-
-        base_lens_B: int32, the committed length before the round.  tokens_B: int64.  features_BF: the target's features of the
-        token before it.
-        """
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        """Records the one token that a paused round emitted in each row; only running rows that speculate count."""
 
     @abstractmethod
     def catch_up(self, state: BatchState, needs: Needs) -> None:

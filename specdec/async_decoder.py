@@ -44,7 +44,7 @@ class AsyncSpecDecoder:
         self.decoder = decoder
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
         end_threads = weakref.WeakMethod(self._end_threads)
-        decoder.owner.at_close.append(lambda: (end := end_threads()) and end())
+        decoder.owner.at_close(lambda: (end := end_threads()) and end())
         self._bell: Bell | None = None
 
     @classmethod

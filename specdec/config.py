@@ -179,7 +179,8 @@ def _temperature(name: str, value: Any) -> float:
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    max_tokens: the most tokens to generate.  temperature: 0 is greedy; top_p, top_k, min_p and seed then change nothing.
+    max_tokens: the most tokens to generate.
+    temperature: 0 is greedy; top_p, top_k, min_p, top_n_sigma and seed then change nothing.
     seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
     stop: strings that end the text, and are not part of it.  stop_token_ids: ids that end it, besides the model's own EOS.
     ignore_eos: go on after the model's EOS.  min_tokens: nothing ends the text before so many tokens but max_tokens.
@@ -190,7 +191,9 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once, and once for each occurrence.
     bad_words: texts, or lists of ids, that the output does not complete.
 
-    These say what is sampled from, in the order temperature, top_k, top_p, min_p:
+    These say what is sampled from, in the order top_n_sigma, temperature, top_k, top_p, min_p:
+    top_n_sigma: tokens whose logit is within so many standard deviations (of the logits that are not banned) of the best one's;
+    0 keeps all.
     top_k: the so many best tokens; 0 keeps all.  top_p: the smallest set that reaches this probability.
     min_p: tokens at least this many times as likely as the best one.
 
@@ -282,6 +285,15 @@ class SamplingParams:
         "raw", partial(require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
     n: int = option(1, partial(require_int, low=1, high=MAX_CHOICES))
+    top_n_sigma: float = option(
+        0.0,
+        partial(require_float, low=0.0, high=100.0),
+        "sample from tokens within X standard deviations of the largest logit; 0 is all",
+        metavar="X",
+        column=float,
+        step="top_n_sigma",
+        greedy=False,
+    )
 
     def __post_init__(self) -> None:
         for name, declared in SAMPLING_OPTIONS.items():

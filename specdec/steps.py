@@ -211,6 +211,16 @@ class RunRound:
     shared: bool = False
     timed: bool = False
 
+    @property
+    def drafted(self) -> int:
+        """How many draft tokens its trees have."""
+        return self.spec.num_draft_tokens - 1 if self.spec else 0
+
+    @property
+    def depths(self) -> int:
+        """How many levels its trees have."""
+        return min(self.spec.max_steps, self.drafted) if self.spec else 0
+
 
 @dataclass(frozen=True)
 class CatchUp:
@@ -303,36 +313,38 @@ Step = (
 )
 
 
-class Emitted(NamedTuple):
-    """What a chunk or a round emitted.
+class Logprobs(NamedTuple):
+    """values: the log-probability of an emitted token, then those of the likeliest tokens at its place.  ids: of the latter."""
 
-    tokens: one list for each part of a chunk, or for each row of a round.  A round's list holds the accepted draft tokens and
-        then the target's own token.  A chunk's list holds the first output token if the prompt ends with the part, else
-        nothing.  A token of -1 says that the target's logits were not finite.
-    logprobs: for each token of these lists (and more, which mean nothing), its log-probability, those of the likeliest tokens,
-        and then these tokens' ids; None where the launch needed none.
-    best: for each row of a round, how many draft tokens were accepted of the path of the drafter's first choices, and how many
-        that path has; None for a chunk.
-    ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
+    values: list[float]
+    ids: list[int]
+
+
+class Emitted(NamedTuple):
+    """What a round emitted in one row, or a chunk for one of its parts.
+
+    tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
+        prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
+    logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
+    best: of a round, how many draft tokens were accepted of the path of the drafter's first choices, and how many that path
+        has.
     """
 
-    tokens: list[list[int]]
-    logprobs: list[list[list[float]]] | None = None
-    best: list[tuple[int, int]] | None = None
-    ended: Sequence[int] = ()
+    tokens: list[int]
+    logprobs: Sequence[Logprobs] = ()
+    best: tuple[int, int] = (0, 0)
 
 
 class Pending(Protocol):
     """What a chunk or a round emits, or what a Try measures, while it is on its way from the device.
 
-    drafted, depths: how many draft tokens and levels the round's tree had; 0 for a chunk or a Try.
+    ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
     """
 
-    drafted: int
-    depths: int
+    ended: Sequence[int]
 
-    def read(self) -> Emitted:
-        """Waits for the device.  To be called once.  A Try emits nothing."""
+    def read(self) -> list[Emitted]:
+        """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
         ...
 
     def drop(self) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.batch.emitted import EmittedRows
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.ops.index import use_index_kernels
@@ -28,20 +29,19 @@ class Accepted(NamedTuple):
         uses it.
     accepted_B: int64, the number a of accepted draft tokens.
     tokens_BE: int64, the emitted tokens: a accepted ones, then the bonus token; the rest is padding.
-    emitted_BX: int64, what the host reads, X = E + 3: the number a, the same tokens, and what `best_path` gives.  A target
-        token of -1 says that there is none, since the logits were not finite: emitted_BX keeps it, and tokens_BE holds the
-        token 0 instead, so that the device can go on.
+    emitted: the same for the host.  A target token of -1 says that there is none, since the logits were not finite: `emitted`
+        keeps it, and tokens_BE holds the token 0 instead, so that the device can go on.
     """
 
     path_BE: Tensor
     accepted_B: Tensor
     tokens_BE: Tensor
-    emitted_BX: Tensor
+    emitted: EmittedRows
 
     @classmethod
     def of(cls, path_BE: Tensor, accepted_B: Tensor, tokens_BE: Tensor, best_B2: Tensor) -> Accepted:
         """tokens_BE: with -1 where there is none.  best_B2: see `best_path`."""
-        return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), torch.cat((accepted_B[:, None], tokens_BE, best_B2), dim=1))
+        return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), EmittedRows.of(accepted_B, tokens_BE, best_B2))
 
 
 def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor) -> Accepted:
@@ -95,8 +95,8 @@ def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tupl
     if use_index_kernels(target_tokens_BN):
         from specdec.verify.accept_triton import launch_accept
 
-        *accepted, base_lens_B = launch_accept(tree, target_tokens_BN, state)
-        return Accepted(*accepted), base_lens_B
+        path_BE, accepted_B, tokens_BE, emitted, base_lens_B = launch_accept(tree, target_tokens_BN, state)
+        return Accepted(path_BE, accepted_B, tokens_BE, emitted), base_lens_B
     base_lens_B = state.lens_B.clone()
     done = accept_path(tree, target_tokens_BN, state.speculates_B * state.active_B)
     state.lens_B.add_((done.accepted_B + 1) * state.active_B)

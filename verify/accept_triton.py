@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.batch.emitted import EmittedRows
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.ops.launch import chained
@@ -29,8 +30,8 @@ def best_path(parent_N, taken_N, n, places, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_nodes", "places", "stride_tokens_b", "stride_tokens_n", "stride_parents", "stride_targets"],
-    do_not_specialize_on_alignment=["lens", "bonus", "active", "speculates", "tokens"],
+    do_not_specialize=["nodes", "places", "stride_tokens_b", "stride_tokens_n", "stride_parents", "stride_targets", "width"],
+    do_not_specialize_on_alignment=["lens", "bonus", "active", "speculates", "tokens", "counts", "said", "best_paths"],
 )
 def accept_kernel(
     tokens,  # [B, N] int64
@@ -43,21 +44,24 @@ def accept_kernel(
     path,  # [B, E] int64
     accepted,  # [B] int64
     valid,  # [B, E] int64: the tokens, 0 for -1
-    emitted,  # [B, E + 3] int64: the count, the tokens, and what accept.best_path gives
+    counts,  # [B] int64: of EmittedRows, the same number
+    said,  # [B, E] int64: of EmittedRows, the tokens
+    best_paths,  # [B, 2] int64: of EmittedRows, what accept.best_path gives
     base_lens,  # [B] int32
-    num_nodes,  # N
+    nodes,  # N
     places,  # E
     stride_tokens_b,
     stride_tokens_n,
     stride_parents,
     stride_targets,
+    width,  # X, of a row of EmittedRows
     IS_CHAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
-    ok_N = n < num_nodes
+    ok_N = n < nodes
     tokens += b * stride_tokens_b
     parents += b * stride_parents
     targets += b * stride_targets
@@ -84,17 +88,17 @@ def accept_kernel(
     valid_N = tl.maximum(target_N, 0)
     tl.store(path + to_N, n.to(tl.int64), mask=taken_N)
     tl.store(valid + to_N, valid_N, mask=taken_N)
-    emitted += b * (places + 3)
-    tl.store(emitted + 1 + tl.where(taken_N, depth_N, n), target_N, mask=taken_N)
+    said += b * width
+    tl.store(said + tl.where(taken_N, depth_N, n), target_N, mask=taken_N)
     tl.store(path + b * places + n, n.to(tl.int64), mask=rest_N)
     tl.store(valid + b * places + n, valid_N, mask=rest_N)
-    tl.store(emitted + 1 + n, target_N, mask=rest_N)
-    tl.store(emitted, count.to(tl.int64))
+    tl.store(said + n, target_N, mask=rest_N)
+    tl.store(counts + b * width, count.to(tl.int64))
     best, path_length = count, places - 1
     if not IS_CHAIN:
         best, path_length = best_path(tl.load(parents + n, mask=ok_N, other=BLOCK).to(tl.int32), taken_N, n, places, BLOCK)
-    tl.store(emitted + places + 1, best.to(tl.int64))
-    tl.store(emitted + places + 2, path_length.to(tl.int64))
+    tl.store(best_paths + b * width, best.to(tl.int64))
+    tl.store(best_paths + b * width + 1, path_length.to(tl.int64))
     tl.store(accepted + b, count.to(tl.int64))
     tl.store(bonus + b, tl.sum(tl.where(taken_N & (depth_N == count), valid_N, 0), 0))
     tl.store(base_lens + b, length)
@@ -103,20 +107,21 @@ def accept_kernel(
 
 def launch_accept(
     tree: DraftTree, target_tokens_BN: Tensor, state: BatchState
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`accept.accept`: (path_BE, accepted_B, tokens_BE, emitted_BX, base_lens_B)."""
+) -> tuple[Tensor, Tensor, Tensor, EmittedRows, Tensor]:
+    """`accept.accept`: (path_BE, accepted_B, tokens_BE, emitted, base_lens_B)."""
     B, N = target_tokens_BN.shape
     E, device = tree.max_depth + 1, target_tokens_BN.device
     assert tree.parents_BN.stride(1) == 1 and target_tokens_BN.stride(1) == 1
     assert tree.tokens_BN.shape == tree.parents_BN.shape == (B, N) and E <= N
     path, valid = (torch.empty(B, E, dtype=torch.int64, device=device) for _ in range(2))
-    emitted = torch.empty(B, E + 3, dtype=torch.int64, device=device)
+    emitted = EmittedRows.empty(B, E, device)
     accepted, base_lens = torch.empty(B, dtype=torch.int64, device=device), torch.empty_like(state.lens_B)
     block = max(32, triton.next_power_of_2(N))
     accept_kernel[(B,)](
         tree.tokens_BN, tree.parents_BN, target_tokens_BN, state.lens_B, state.bonus_B, state.active_B, state.speculates_B,
-        path, accepted, valid, emitted, base_lens, N, E,
-        *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0), tree.is_chain or N == 1,
+        path, accepted, valid, emitted.accepted_B, emitted.tokens_BE, emitted.best_B2, base_lens,
+        N, E, *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0), emitted.numbers_BX.stride(0),
+        tree.is_chain or N == 1,
         BLOCK=block, num_warps=max(1, min(8, block // 64)), **chained(device),
     )  # fmt: skip
     return path, accepted, valid, emitted, base_lens

@@ -17,7 +17,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import HeadsView
 from specdec.attention.context.divided import DividedContext
 from specdec.batch.choose import choose_tokens
-from specdec.batch.logprobs import token_logprobs
+from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs
 from specdec.batch.masks import BitMasks
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling
@@ -31,25 +31,6 @@ from specdec.verify.synthetic import SyntheticAcceptance
 from specdec.verify.tables import TreeTables, divided_tables, tree_tables
 
 
-class VerifyResult(NamedTuple):
-    """One round's result.
-
-    tokens_BE: int64, the emitted tokens: accepted ones, then the bonus token, then padding.
-    accepted_B: int64, how many draft tokens were accepted.
-    base_lens_B: int32, the committed lengths before the round.
-    emitted_BX: int64, what the host reads, see `Accepted`: tokens are -1 where the target's logits were not finite.
-    features_BEF: the target's features along the path, for the drafter's extend; None if they were not asked for.
-    logprobs_BEX: float64, of the emitted tokens (see logprobs.py); None if they were not asked for.
-    """
-
-    tokens_BE: Tensor
-    accepted_B: Tensor
-    base_lens_B: Tensor
-    emitted_BX: Tensor
-    features_BEF: Tensor | None
-    logprobs_BEX: Tensor | None = None
-
-
 class TreePass(NamedTuple):
     """One pass of the target over trees, before any token is chosen.
 
@@ -61,19 +42,6 @@ class TreePass(NamedTuple):
     out: TargetOutput
     positions_T: Tensor
     tables: dict[int, TreeTables]
-
-
-class PrefillResult(NamedTuple):
-    """What a chunk of prompts gave.
-
-    first_B: int64, the first token of each prompt; -1 where the logits are not finite.
-    features_TF: the target's features of all tokens.
-    logprobs_BX: float64, of the first tokens; None if they were not asked for.
-    """
-
-    first_B: Tensor
-    features_TF: Tensor
-    logprobs_BX: Tensor | None
 
 
 class TargetVerifier:
@@ -109,8 +77,10 @@ class TargetVerifier:
             assert hasattr(view, "write"), f"an encoder's texts need a cache of ordinary heads, got {view}"
             view.write(slots_S, kv_S2KD)
 
-    def prefill(self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True) -> PrefillResult:
-        """Runs the target over parts of prompts.
+    def prefill(
+        self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True
+    ) -> tuple[FirstTokens, Tensor]:
+        """Runs the target over parts of prompts: their first tokens, and the target's features [T, F] of all tokens.
 
         sampling: the options of each prompt, with tables that hold it and masks where `needs` asks for them.
         with_features: if False, the features are not meant for a drafter.
@@ -132,17 +102,15 @@ class TargetVerifier:
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
         chosen = choose_tokens(logits_BV, sampling, last_positions_B, needs, self.model.vocabulary)
-        return PrefillResult(chosen.tokens_R, self._features(out), self._logprobs(chosen.weighed_RW, chosen.tokens_R, needs))
+        weighed_BW = chosen.weighed_RW
+        logprobs_BY = None if weighed_BW is None else self._logprobs(weighed_BW, chosen.tokens_R, needs)
+        return FirstTokens(chosen.tokens_R, logprobs_BY), self._features(out)
 
-    def verify(self, state: BatchState, tree: DraftTree, needs: Needs, with_features: bool = True) -> VerifyResult:
-        """One target pass over every tree; accepts, commits KV, and updates lengths and bonus tokens in `state`.
+    def read_tree(self, state: BatchState, tree: DraftTree, with_features: bool = True) -> TreePass:
+        """The target's pass over every tree.  It changes nothing but the slots after each row's length.
 
         A tree that is only a root is plain decoding, which needs no features.
         """
-        return self.choose(state, tree, needs, self.read_tree(state, tree, with_features), with_features)
-
-    def read_tree(self, state: BatchState, tree: DraftTree, with_features: bool = True) -> TreePass:
-        """The target's pass over every tree.  It changes nothing but the slots after each row's length."""
         tables = {group: self._tables(state.of_group(group), tree) for group in self.cache.group_numbers}
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
@@ -151,7 +119,7 @@ class TargetVerifier:
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers or ())
         return TreePass(self.model.logits(out.hidden_TH), out, positions_T, tables)
 
-    def choose(
+    def accept(
         self,
         state: BatchState,
         tree: DraftTree,
@@ -159,13 +127,13 @@ class TargetVerifier:
         done: TreePass,
         with_features: bool = True,
         masks: BitMasks | None = None,
-    ) -> VerifyResult:
-        """What follows from the pass: the target's tokens, the accepted path, its KV, and the rows' new state.
+    ) -> RoundResult:
+        """Chooses the target's tokens, accepts a path, commits its KV, and updates lengths and bonus tokens in `state`.
 
         masks: of the nodes, where some row has a grammar.
         """
-        out, positions_T, tables, sampling = done.out, done.positions_T, done.tables, state.sampling._replace(masks=masks)
-        chosen = choose_tokens(done.logits_TV, sampling, positions_T, needs, self.model.vocabulary, tree)
+        sampling = state.sampling._replace(masks=masks)
+        chosen = choose_tokens(done.logits_TV, sampling, done.positions_T, needs, self.model.vocabulary, tree)
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
@@ -173,20 +141,24 @@ class TargetVerifier:
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
             state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)
+        self._commit(done.tables, tree, accepted.path_BE)
+        features_BEF = logprobs_BEY = None
+        if with_features and self.aux_layers is not None:
+            features_BEF = self._on_path(self._features(done.out), tree, accepted.path_BE)
+        if chosen.weighed_RW is not None:
+            weighed_BEW, tokens_BE = self._on_path(chosen.weighed_RW, tree, accepted.path_BE), accepted.tokens_BE
+            numbers = self._logprobs(weighed_BEW.flatten(0, 1), tokens_BE.flatten(), needs)
+            logprobs_BEY = numbers.unflatten(0, tokens_BE.shape)
+        new = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF)
+        return RoundResult(new, accepted.emitted, logprobs_BEY)
+
+    def _commit(self, tables: dict[int, TreeTables], tree: DraftTree, path_BE: Tensor) -> None:
+        """Moves the accepted paths' keys and values to the slots after the committed ones."""
         for group, each in tables.items():
             if each.targets_BN is not None:
-                self.cache.move(each.slots_BN, accepted.path_BE, group, each.targets_BN[:, : accepted.path_BE.shape[1]])
+                self.cache.move(each.slots_BN, path_BE, group, each.targets_BN[:, : path_BE.shape[1]])
             elif not tree.is_chain:  # the accepted path of a chain already lies in the right slots
-                self.cache.move(each.slots_BN, accepted.path_BE, group)
-        features_BEF = None
-        if with_features and self.aux_layers is not None:
-            features_BEF = self._on_path(self._features(out), tree, accepted.path_BE)
-        weighed = None if chosen.weighed_RW is None else self._on_path(chosen.weighed_RW, tree, accepted.path_BE).flatten(0, 1)
-        logprobs = self._logprobs(weighed, accepted.tokens_BE.flatten(), needs)
-        return VerifyResult(
-            accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF,
-            None if logprobs is None else logprobs.unflatten(0, accepted.tokens_BE.shape),
-        )  # fmt: skip
+                self.cache.move(each.slots_BN, path_BE, group)
 
     def _tables(self, state: BatchState, tree: DraftTree) -> TreeTables:
         return tree_tables(state, tree) if self.context is None else divided_tables(state, tree, self.context)
@@ -199,8 +171,6 @@ class TargetVerifier:
         x_BNF = x_TF.view(*tree.tokens_BN.shape, x_TF.shape[1])
         return x_BNF if tree.is_chain else take_rows(x_BNF, path_BE)
 
-    def _logprobs(self, weighed_RW: Tensor | None, tokens_R: Tensor, needs: Needs) -> Tensor | None:
-        """Log-probabilities of tokens; None if they were not asked for.  weighed_RW: see Chosen."""
-        if weighed_RW is None:
-            return None
+    def _logprobs(self, weighed_RW: Tensor, tokens_R: Tensor, needs: Needs) -> Tensor:
+        """Log-probabilities of tokens.  weighed_RW: see Chosen."""
         return token_logprobs(weighed_RW, tokens_R, needs.logprobs - 1, self.model.vocabulary)

@@ -9,6 +9,8 @@ Shapes: T queries, H heads, K kv heads, D head dim, S splits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.capabilities import TABLE
 from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
-from specdec.attention.flash.rule import Reads, is_faster
+from specdec.attention.flash.rule import Reads
 from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.needs import gpu_kind
@@ -27,17 +29,19 @@ from specdec.attention.state import AttentionState
 class FlashBackend(TritonBackend):
     """library: "fa2", "fa3" or "fa4".
 
-    by_rule: the library reads only those segments for which flash/rule.py says that it is faster; specdec's kernels read the
-        others.
+    rule: tells of a library, a kind of GPU and a segment whether the library is faster; specdec's kernels read the segments of
+        which it denies that.  None: the library reads all that it can.
     programs: as in TritonBackend.
     """
 
     name = "flash"
 
-    def __init__(self, library: str, by_rule: bool = False, programs: int | None = None) -> None:
+    def __init__(
+        self, library: str, rule: Callable[[str, str, Reads], bool] | None = None, programs: int | None = None
+    ) -> None:
         super().__init__(programs)
         assert library in ADAPTERS, f"no flash-attn library {library!r}"
-        self.library, self.by_rule = library, by_rule
+        self.library, self.rule = library, rule
         self._checked: set[tuple[object, ...]] = set()
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
@@ -59,19 +63,19 @@ class FlashBackend(TritonBackend):
             return False
         if segment.pages.page_size % TABLE[self.library].page_multiple:
             return False  # pages of a size that the library can't read, such as slots
-        if not self.by_rule:
+        if self.rule is None:
             return True
         assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
         packed, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
         if segment.causal:  # a captured chunk does not say how many tokens are cached: then its own count alone
             keys = min(keys, segment.max_seqlen_q + (segment.max_cached or 0))
-        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, segment.causal))
+        return self.rule(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, segment.causal))
 
     def _knows(self, view: PlannedView) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""
         if isinstance(view, QuantView):
-            return view.scale_2K is not None and "fp8" in TABLE[self.library].kv_cache_dtypes and not self.by_rule
+            return view.scale_2K is not None and "fp8" in TABLE[self.library].kv_cache_dtypes and self.rule is None
         return isinstance(view, MHAView)
 
     def _check_once(self, q_THD: Tensor, view: FlashView, segment: Segment) -> None:

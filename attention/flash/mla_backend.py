@@ -37,12 +37,13 @@ class FlashMLAPlan(TritonPlan):
 
 
 class FlashMLABackend(TritonBackend):
-    """programs: as in TritonBackend."""
+    """programs: as in TritonBackend.  least_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them."""
 
     name = "flashmla"
 
-    def __init__(self, programs: int | None = None) -> None:
+    def __init__(self, programs: int | None = None, least_rows: int = mla_adapters.LEAST_ROWS) -> None:
         super().__init__(programs)
+        self._least_rows = least_rows
         self._checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
@@ -57,7 +58,8 @@ class FlashMLABackend(TritonBackend):
         if not isinstance(view, LatentView) or len(plan.segments) > 1:
             return super()._state(q_THD, view, plan, scoring)
         segment = plan.segments[0]
-        if not (mla_adapters.reads_pages(q_THD, view, segment) or mla_adapters.reads_rows(q_THD, view, segment)):
+        reads_rows = mla_adapters.reads_rows(q_THD, view, segment, self._least_rows)
+        if not (reads_rows or mla_adapters.reads_pages(q_THD, view, segment)):
             return super()._state(q_THD, view, plan, scoring)
         assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
         assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"

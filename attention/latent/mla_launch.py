@@ -147,7 +147,7 @@ def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, program
     packed = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
     scaled = view.parts.scales_NG is not None
-    tiles = latent_tiles(packed, dims, q_THL.dtype, local, scaled, gpu_generation(q_THL.device))
+    tiles = latent_tiles(packed, dims, q_THL.dtype, local, scaled, gpu_generation(q_THL.device), has_gluon())
     if segment.max_keys <= SHORT:
         tiles = tiles._replace(least=SHORT_LEAST)
     num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
@@ -175,7 +175,7 @@ def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> i
 
 @lru_cache
 def latent_tiles(
-    packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, generation: int
+    packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, generation: int, gluon: bool
 ) -> LatentTiles:
     """The tiles for `packed` queries x heads a row.
 
@@ -184,6 +184,7 @@ def latent_tiles(
     local: whether queries have first keys.
     scaled: whether the cache holds 8-bit codes with scales.
     generation: the major number of the GPU's compute capability; 0 without a GPU.
+    gluon: whether kernels for Hopper can be compiled.
     Measured at DeepSeek's dims: benchmarks/latent/README.md, "Why the tiles and rules are what they are".
     """
     wanted = max(16, triton.next_power_of_2(packed))
@@ -197,7 +198,7 @@ def latent_tiles(
         most = 16 if scaled and not large else 32  # codes lie there besides the numbers that they stand for
         return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(min(wanted, most), 32, 4, 2, 256)
     # An 8-bit latent's rotated part is bfloat16, and the Hopper kernel copies it as it is.
-    hopper = generation == 9 and dims == (512, 576) and not local and (not scaled or dtype == torch.bfloat16) and has_gluon()
+    hopper = generation == 9 and dims == (512, 576) and not local and (not scaled or dtype == torch.bfloat16) and gluon
     return LatentTiles(64, 64 if generation == 9 else 32, 8, 2, 256, hopper)
 
 

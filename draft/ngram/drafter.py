@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.batch.emitted import NewTokens
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -66,30 +67,22 @@ class NgramDrafter(Drafter):
         candidates = candidates_of(tokens_BMS, matches.lengths_BM.clamp(min=0))
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, spec.max_steps)
 
-    def extend(
-        self,
-        state: BatchState,
-        needs: Needs,
-        base_lens_B: Tensor,
-        tokens_BE: Tensor,
-        last_B: Tensor,
-        features_BEF: Tensor | None,
-    ) -> None:
-        self._learn(state, base_lens_B, tokens_BE)  # padding comes after the text's end, where nobody reads
+    def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
+        self._learn(state, new)  # padding comes after the text's end, where nobody reads
 
     def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         (tables,) = prompts.tables_of([0])
         self.store.write(tables.slots_T, prompts.next_ids(first_B))
 
-    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
-        self._learn(state, base_lens_B, tokens_B[:, None])
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        self._learn(state, new)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Nothing: `keep` has written the tokens where they belong."""
 
-    def _learn(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor) -> None:
-        rows = state.pages.next_tokens(base_lens_B, tokens_BE.shape[1])
-        self.store.write(rows.slots.flatten(), tokens_BE.flatten())
+    def _learn(self, state: BatchState, new: NewTokens) -> None:
+        rows = state.pages.next_tokens(new.base_lens_B, new.tokens_BE.shape[1])
+        self.store.write(rows.slots.flatten(), new.tokens_BE.flatten())
 
 
 def num_continuations(spec: SpecConfig) -> int:

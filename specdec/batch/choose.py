@@ -19,6 +19,7 @@ from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.rules import LogitRows, biased, penalised, without_bad_words, without_early_ends
 from specdec.batch.sampling import RowSampling
 from specdec.batch.sending import sent
+from specdec.batch.sigma import near_the_best
 from specdec.batch.tables import TokenTables
 from specdec.batch.tree import DraftTree
 from specdec.ops.noise.border import Border, borders, lowest_alone
@@ -41,6 +42,7 @@ EDITS: dict[str, Callable[[Tensor, LogitRows], Tensor]] = {
     "bad_words": without_bad_words,
     "ends": without_early_ends,
     "grammar": within_grammar,
+    "top_n_sigma": near_the_best,
 }
 
 

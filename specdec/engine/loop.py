@@ -184,7 +184,7 @@ class Engine(Generic[R]):
         STARTUP.lap("first prefill" if is_chunk else "first round")
         STARTUP.end()
         timed = not isinstance(launch.step, RunChunk) and launch.step.timed
-        self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
+        self.scheduler.take(launch, emitted, pending.ended, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
         """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""

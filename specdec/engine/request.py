@@ -12,9 +12,8 @@ from specdec.engine.chunks import Left
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Generation, Stats, TokenLogprob
-from specdec.steps import Grammar
+from specdec.steps import Emitted, Grammar, Logprobs
 
-Numbers = Sequence[Sequence[float]]
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 
 
@@ -90,21 +89,18 @@ class Request:
         """Whether the request has finished, failed or been cancelled."""
         return self.output.finish_reason is not None or self.error is not None or self.cancelled
 
-    def take_first(self, token: int, logprobs: Numbers = ()) -> None:
-        """Takes the token that prefill sampled.  It belongs to no round.  logprobs: see `take_round`."""
+    def take_first(self, emitted: Emitted) -> None:
+        """Takes the token that prefill sampled.  It belongs to no round."""
         self.stats.prefill_tokens += 1
-        self._take([token], logprobs)
+        self._take(emitted)
 
-    def take_round(self, tokens: Sequence[int], drafted: int, depths: int, logprobs: Numbers = ()) -> None:
-        """Takes what one round emitted: the accepted draft tokens and the bonus token.
+    def take_round(self, emitted: Emitted, drafted: int, depths: int) -> None:
+        """Takes what one round emitted.  drafted, depths: how many draft tokens and levels the round's tree had."""
+        self.stats.count_round(drafted, depths, len(emitted.tokens) - 1)
+        self._take(emitted)
 
-        drafted, depths: how many draft tokens and levels the round's tree had.
-        logprobs: the numbers of each token, as in Emitted; empty: there are none.
-        """
-        self.stats.count_round(drafted, depths, len(tokens) - 1)
-        self._take(tokens, logprobs)
-
-    def _take(self, tokens: Sequence[int], logprobs: Numbers) -> None:
+    def _take(self, emitted: Emitted) -> None:
+        tokens = emitted.tokens
         self.origins += range(1, len(tokens))  # before the tokens are taken, since a tokenizer may fail at one of them
         self.origins.append(0)
         kept = self.output.take(tokens)
@@ -112,14 +108,13 @@ class Request:
             del self.origins[kept - len(tokens) :]
         self.stats.truncated += len(tokens) - kept
         if self.sampling.logprobs is not None:
-            assert len(logprobs) >= kept, "a batch with such a request computes log-probabilities"
-            self.logprobs += map(self._logprob, tokens[:kept], logprobs)
+            assert len(emitted.logprobs) >= kept, "a batch with such a request computes log-probabilities"
+            self.logprobs += map(self._logprob, tokens[:kept], emitted.logprobs)
 
-    def _logprob(self, token: int, numbers: Sequence[float]) -> TokenLogprob:
-        half = len(numbers) // 2  # the likeliest tokens' log-probabilities end here, and their ids follow
-        pairs = zip(numbers[1 : half + 1], numbers[half + 1 :], strict=True)
-        likeliest = islice(pairs, self.sampling.logprobs)
-        return TokenLogprob(token, numbers[0], {int(other): logp for logp, other in likeliest if logp > -inf})
+    def _logprob(self, token: int, numbers: Logprobs) -> TokenLogprob:
+        own, *likeliest = numbers.values
+        some = islice(zip(numbers.ids, likeliest, strict=True), self.sampling.logprobs)
+        return TokenLogprob(token, own, {other: logp for other, logp in some if logp > -inf})
 
     def next_chunk(self) -> Chunk:
         """The tokens and the text that came since the last call."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, repeat
+from itertools import count
 
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.failures import no_token
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
-from specdec.engine.request import Numbers, Request, Seat
+from specdec.engine.request import Request, Seat
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
 from specdec.steps import (
@@ -219,32 +219,30 @@ class Scheduler:
         assert not self.seats
         return self.speculation.make_ready(sizes or sorted({self._padded(rows + 1) for rows in range(self.rows)}))
 
-    def take(self, launch: Launch, emitted: Emitted, drafted: int, depths: int, seconds: float | None) -> None:
+    def take(self, launch: Launch, emitted: list[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
 
-        drafted, depths: how many draft tokens and levels a round's tree had.
-        seconds: what a timed round took; None if the launch was not timed.
+        ended: see Pending.  seconds: what a timed round took; None if the launch was not timed.
         """
         step = launch.step
         self.totals.rounds += isinstance(step, RunRound)
         self.totals.chunks += isinstance(step, RunChunk)
         if isinstance(step, RunRound) and seconds is not None:
-            drafting = [row for row, drafts in enumerate(launch.speculates) if drafts]
-            best = None if emitted.best is None else [emitted.best[row] for row in drafting]
-            accepted = [len(emitted.tokens[row]) - 1 for row in drafting]
+            drafting = [row for row, speculates in zip(emitted, launch.speculates, strict=False) if speculates]
+            accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
             self.speculation.observe(step, seconds, accepted, best, _tokens(launch.seats))
-        for row in emitted.ended:
-            if (ended := launch.seats[row]) is not None:
-                ended.request.drafted_until = max(0, _tokens([ended]) - self.speculation.pause)
-        rows = zip(launch.seats, launch.speculates or (False,) * len(launch.seats), strict=True)
-        logprobs = emitted.logprobs or repeat(())
-        for (seat, speculates), tokens, numbers in zip(rows, emitted.tokens, logprobs, strict=False):
-            if seat is None or not tokens:
+        for place in ended:
+            if (seat := launch.seats[place]) is not None:
+                seat.request.drafted_until = max(0, _tokens([seat]) - self.speculation.pause)
+        for place, (seat, row) in enumerate(zip(launch.seats, emitted, strict=False)):  # a round's padding comes last
+            if seat is None or not row.tokens:
                 continue
             seat.unread -= 1
             if not seat.request.is_done:
-                tree = (drafted, depths) if speculates else (0, 0)
-                self._hand_out(seat, tokens, numbers, None if isinstance(step, RunChunk) else tree)
+                tree = None
+                if isinstance(step, RunRound):
+                    tree = (step.drafted, step.depths) if launch.speculates[place] else (0, 0)
+                self._hand_out(seat, row, tree)
 
     def _next_chunk(self, running: int) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
@@ -338,23 +336,22 @@ class Scheduler:
 
     # ---- endings ----
 
-    def _hand_out(self, seat: Seat, tokens: list[int], logprobs: Numbers, tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, seat: Seat, emitted: Emitted, tree: tuple[int, int] | None) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
-        logprobs: see Request.take_round.
         tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
         """
         request, before = seat.request, len(seat.request.output.token_ids)
         try:
-            if tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
-                raise no_token(request, tokens[:-1], is_first=tree is None)
+            if emitted.tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
+                raise no_token(request, emitted.tokens[:-1], is_first=tree is None)
             if tree is None:
-                request.take_first(tokens[0], logprobs)
+                request.take_first(emitted)
             else:
-                request.take_round(tokens, *tree, logprobs)
+                request.take_round(emitted, *tree)
                 self.totals.drafted += tree[0]
                 if tree[1]:
-                    self.totals.paths[tree[1], len(tokens) - 1] += 1
+                    self.totals.paths[tree[1], len(emitted.tokens) - 1] += 1
         except Exception as error:  # of any kind: whoever asks for the result gets it
             request.error = error
         self.totals.output_tokens += len(request.output.token_ids) - before

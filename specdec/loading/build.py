@@ -17,6 +17,7 @@ from specdec.attention.context.divided import DividedContext
 from specdec.attention.context.ownership import Ownership
 from specdec.attention.kinds import FULL
 from specdec.attention.latent.limits import LIMITS
+from specdec.attention.shared import SharedPrefix
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import DrafterContext, DraftModel
 from specdec.engine.chunks import ChunkBudget
@@ -46,7 +47,7 @@ from specdec.ops.compiling.rehearsal import compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
 from specdec.prompts.tokenizer import Tokenizer
-from specdec.runner.runner import DeviceRunner, shared_room
+from specdec.runner.runner import DeviceRunner
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
@@ -105,7 +106,8 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     divided = settings.options.decode_context_parallel_size > 1
     may_share = model.config.most_read is None and not settings.numerics.is_invariant and not divided
     reads_together = settings.options.prefix_caching and may_share
-    shared = shared_room(workers.state, MOST_PACKED, model.config.heads_a_key) if reads_together else None
+    queries = MOST_PACKED // model.config.heads_a_key
+    shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
     shapes = head.shapes(settings.spec) if head and settings.spec else ()

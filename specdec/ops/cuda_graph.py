@@ -10,10 +10,12 @@ import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+R = TypeVar("R")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -45,11 +47,11 @@ class GraphSet:
     def run(
         self,
         key: Hashable,
-        fn: Callable[[], Any],
+        fn: Callable[[], R],
         mutable: list[Tensor],
         warm_ups: int = 2,
         before: Callable[[], object] = lambda: None,
-    ) -> Any:
+    ) -> R:
         """Calls fn(), or replays its capture.
 
         mutable: the tensors that fn changes and whose values matter afterwards.  Capture runs fn first to warm up, and restores
@@ -63,7 +65,7 @@ class GraphSet:
             self._graphs[key] = self._capture(fn, mutable, warm_ups, before)
         graph, outputs = self._graphs[key]
         graph.replay()
-        return outputs
+        return cast(R, outputs)
 
     def _capture(
         self, fn: Callable[[], Any], mutable: list[Tensor], warm_ups: int, before: Callable[[], object]

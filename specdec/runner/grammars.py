@@ -14,14 +14,16 @@ Shapes: B rows of a pass, N nodes, G of the rows that have a grammar, X words of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from specdec.batch.emitted import EmittedRows, FirstTokens
 from specdec.batch.masks import BitMasks
 from specdec.batch.sending import host_memory, sent
 from specdec.batch.tree import DraftTree
@@ -30,7 +32,7 @@ from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.parallel.group import ALONE, Group
 from specdec.runner.readback import Readback, Ticket
-from specdec.steps import Entry, Grammar, LeaveRows, PromptPart
+from specdec.steps import Emitted, Entry, Grammar, LeaveRows, PromptPart
 
 HostTree: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens and parents
 HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # by row
@@ -54,12 +56,12 @@ class GrammarRow:
 class Unread(NamedTuple):
     """Tokens that a pass has emitted and no matcher has taken: of these texts, at these places of the copy.
 
-    is_round: whether a place holds a count and then so many tokens and one more, or one token.
+    read: what makes rows of the copy.
     """
 
     ticket: Ticket
     texts: Sequence[tuple[int, GrammarRow]]
-    is_round: bool
+    read: Callable[[Tensor], list[Emitted]]
 
 
 class GrammarRows:
@@ -108,18 +110,19 @@ class GrammarRows:
 
     # ---- what a pass emits ----
 
-    def follow_chunk(self, tokens_B: torch.Tensor, parts: Sequence[PromptPart]) -> None:
+    def follow_chunk(self, first: FirstTokens, parts: Sequence[PromptPart]) -> None:
         """Has the texts whose prompts end in a chunk take their first tokens, once these are on the host."""
         texts = [(place, self._rows[part.row]) for place, part in enumerate(parts) if part.is_last and part.row in self._rows]
         for _, row in texts:
             row.runs = True
         if texts and self._group.rank == 0:
-            self._unread.append(Unread(self._readback.start(tokens_B), texts, False))
+            read = partial(FirstTokens.read, is_last=[part.is_last for part in parts])
+            self._unread.append(Unread(self._readback.start(first.tokens_B[: len(parts)]), texts, read))
 
-    def follow_round(self, emitted_BX: torch.Tensor) -> None:
-        """Has the texts take what a round emits, once it is on the host.  emitted_BX: see Round."""
-        if self._follows and self._group.rank == 0 and (texts := self._running(emitted_BX.shape[0])):
-            self._unread.append(Unread(self._readback.start(emitted_BX), texts, True))
+    def follow_round(self, emitted: EmittedRows) -> None:
+        """Has the texts take what a round emits, once it is on the host."""
+        if self._follows and self._group.rank == 0 and (texts := self._running(len(emitted.numbers_BX))):
+            self._unread.append(Unread(self._readback.start(emitted.numbers_BX), texts, EmittedRows.read))
 
     @contextmanager
     def only_trying(self) -> Iterator[None]:
@@ -133,11 +136,11 @@ class GrammarRows:
     def _take(self) -> None:
         """Waits for what earlier passes have emitted."""
         while self._unread:
-            ticket, texts, is_round = self._unread.popleft()
-            values = ticket.read()
+            ticket, texts, read = self._unread.popleft()
+            emitted = ticket.read(read)
             for place, row in texts:
                 assert row.matcher is not None
-                row.matcher.take(values[place][1 : values[place][0] + 2] if is_round else [values[place]])
+                row.matcher.take(emitted[place].tokens)
 
     # ---- masks ----
 
@@ -174,7 +177,7 @@ class GrammarRows:
             if ticket.device_waits:
                 break
             look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain, lambda: ticket.device_waits)
-        values, trees, is_changed = ticket.read(), HostTrees(), False
+        values, trees, is_changed = ticket.read(Tensor.tolist), HostTrees(), False
         for place, matcher in drafting:
             drafted = values[0][place], values[1][place]
             trees[place] = Completion(matcher, *drafted, tree.max_depth, tree.is_chain).run()

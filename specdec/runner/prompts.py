@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec.batch.emitted import FirstTokens
 from specdec.batch.masks import BitMasks
 from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
 from specdec.ops.cuda_graph import GraphSet
@@ -32,18 +33,6 @@ class Work(NamedTuple):
     shape: ChunkShape
     needs: Needs
     drafted: bool
-
-
-class FirstTokens(NamedTuple):
-    """The first output tokens of a chunk's parts.
-
-    tokens_B: int64, and more rows with padding; -1 if the target's logits are not finite.  Values of parts whose prompt does
-        not end in the chunk, and of padding, mean nothing.
-    logprobs_BX: float64, of these tokens; None if they were not asked for.
-    """
-
-    tokens_B: Tensor
-    logprobs_BX: Tensor | None = None
 
 
 class PromptRunner:
@@ -113,15 +102,15 @@ class PromptRunner:
         pages = [state.of_group(group).prompt_pages for group in range(state.num_groups)]
         prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
         sampling = state.sampling_of(prompts.rows_B, work.needs)._replace(masks=masks)
-        first_B, features_TF, logprobs_BX = verifier.prefill(prompts, sampling, work.needs, work.drafted)
-        bonus_B = first_B.clamp(min=0)
+        first, features_TF = verifier.prefill(prompts, sampling, work.needs, work.drafted)
+        bonus_B = first.tokens_B.clamp(min=0)
         if work.drafted:
             self.workers.need_drafter().prefill(state, work.needs, prompts, bonus_B, features_TF)
         state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
         if work.needs.history:
             first_id = verifier.model.vocabulary.first
             state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
-        return FirstTokens(first_B, logprobs_BX)
+        return first
 
 
 def bucket_of(exact: ChunkShape) -> ChunkShape:

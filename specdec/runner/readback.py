@@ -7,10 +7,13 @@ tensors only.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+R = TypeVar("R")
 
 
 class OtherRanks(Protocol):
@@ -71,8 +74,8 @@ class Ticket:
     def __init__(self, owner: Readback, host: Tensor, begun: Any, done: Any, pinned: Tensor | None = None) -> None:
         self._owner, self._host, self._begun, self.done, self._pinned = owner, host, begun, done, pinned
 
-    def read(self) -> list[Any]:
-        """Waits for the tensor's values and returns them as nested lists.  To be called once only."""
+    def read(self, of: Callable[[Tensor], R]) -> R:
+        """Waits for the tensor's values and returns what `of` makes of them.  To be called once only."""
         if self._pinned is not None:
             start = time.perf_counter()
             self._wait()
@@ -80,7 +83,7 @@ class Ticket:
             self._owner.waits += 1
         if self._owner.followers is not None:
             self._owner.followers.check()
-        values = self._host.tolist()
+        values = of(self._host)
         self.drop()
         return values
 

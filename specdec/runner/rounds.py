@@ -1,43 +1,26 @@
-"""Runs rounds on the device: draft -> build tree -> verify -> accept -> commit -> extend, captured as CUDA graphs.
+"""Runs rounds on the device: draft -> verify (read the tree, accept, commit) -> extend, captured as CUDA graphs.
 
 This module knows both models' workers and the batch as tensors; it knows no request, no page and no length on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar, cast
-
 import torch
-from torch import Tensor
 
+from specdec.batch.emitted import RoundResult
+from specdec.batch.masks import BitMasks
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.config import GraphMode, SpecConfig
+from specdec.config import GraphMode
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.workers import Workers
-from specdec.steps import Needs, RunRound
-from specdec.verify.verifier import TreePass, VerifyResult
+from specdec.steps import CatchUp, RunRound
+from specdec.verify.verifier import TreePass
 
-R = TypeVar("R")
-RunPhase = Callable[[Hashable, Callable[[], Any], list[Tensor]], Any]
-
-
-class Round(NamedTuple):
-    """What a round emitted.
-
-    emitted_BX: int64; each row holds the count of its accepted draft tokens, the emitted tokens, and in the last two places how
-        many draft tokens of the tree's best path were accepted, and how many that path has.
-    drafted, depths: how many draft tokens and levels the round's tree had.
-    logprobs_BEX: float64, of the emitted tokens; None if they were not asked for.
-    """
-
-    emitted_BX: Tensor
-    drafted: int
-    depths: int
-    logprobs_BEX: Tensor | None
+EAGER = GraphSet(False)
+VERIFY = {"plain": "decode", "paused": "paused", "speculative": "verify"}  # what graphs of the target's phase are called
 
 
 class RoundRunner:
@@ -54,107 +37,84 @@ class RoundRunner:
         self.round_graphs = GraphSet(graphs == "round")
         self.phase_graphs = GraphSet(bool(graphs))
 
-    def run(self, state: BatchState, step: RunRound) -> Round:
+    def run(self, state: BatchState, step: RunRound) -> RoundResult:
         """Runs the round over these rows.  It updates lengths and bonus tokens, and the drafter's rows."""
-        if step.kind == "speculative" and self._fuses(step.needs):
-            return self._whole(state, step)
-        return self._by_phases(state, step, self.phase_graphs.run)
+        if not self._is_whole(step):
+            return self._phases(state, step, self.phase_graphs)
+        changed = [*state.written(step.needs), *self.workers.need_drafter().changed(state)]
+        key = "round", state.shape, step.spec, step.needs
+        return self.round_graphs.run(key, lambda: self._phases(state, step, EAGER), changed)
 
     def rehearse(self, state: BatchState, step: RunRound) -> None:
         """Runs the round as a rehearsal (ops/compiling/rehearsal.py) does: it captures nothing."""
-        self._by_phases(state, step, lambda key, phase, changed: phase())
+        self._phases(state, step, EAGER)
 
-    def _by_phases(self, state: BatchState, step: RunRound, run: RunPhase) -> Round:
-        if step.kind == "speculative":
-            assert step.spec is not None
-            return self._phases(state, step.spec, step.needs, run)
-        return self._paused(state, step.needs, run) if step.kind == "paused" else self._plain(state, step.needs, run)
-
-    def _plain(self, state: BatchState, needs: Needs, run: RunPhase) -> Round:
-        """One step of plain decoding: verifies a tree that is only a root, which needs no drafter and no features."""
-        tree = DraftTree.chain(state.bonus_B[:, None])
-        with self.clock.phase("decode"):
-            key, changed = ("decode", state.shape, needs), state.written(needs)
-            return self._verify(
-                state,
-                tree,
-                needs,
-                key,
-                run,
-                lambda result: _round(result, tree),
-                changed,
-                with_features=False,
-            )
-
-    def _paused(self, state: BatchState, needs: Needs, run: RunPhase) -> Round:
-        """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
-        drafter, tree = self.workers.need_drafter(), DraftTree.chain(state.bonus_B[:, None])
-
-        def keep(result: VerifyResult) -> Round:
-            features_BF = None if result.features_BEF is None else result.features_BEF[:, 0]
-            drafter.keep(state, result.base_lens_B, result.tokens_BE[:, 0].clamp(min=0), features_BF)
-            return _round(result, tree)
-
-        with self.clock.phase("decode"):
-            changed = [*state.written(needs), *drafter.changed(state)]
-            return self._verify(state, tree, needs, ("paused", state.shape, needs), run, keep, changed)
-
-    def catch_up(self, state: BatchState, needs: Needs) -> None:
+    def catch_up(self, state: BatchState, step: CatchUp) -> None:
         """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
         changed = drafter.changed(state)
         if not changed:  # a drafter that keeps nothing has nothing to learn
             return
         with self.clock.phase("extend"):
-            key = "catch up", state.shape, needs.drafts
-            self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), changed)
+            key = "catch up", state.shape, step.needs.drafts
+            self.phase_graphs.run(key, lambda: drafter.catch_up(state, step.needs), changed)
 
-    def _whole(self, state: BatchState, step: RunRound) -> Round:
-        """A speculative round as one graph."""
-        changed = [*state.written(step.needs), *self.workers.need_drafter().changed(state)]
-        key = "round", state.shape, step.spec, step.needs
-        return self.round_graphs.run(key, lambda: self._by_phases(state, step, lambda key, phase, changed: phase()), changed)
+    def _is_whole(self, step: RunRound) -> bool:
+        """Whether the round runs as one graph, so that the host can do nothing between its phases."""
+        is_alone = self.graph_mode == "round" and not self.clock.enabled and not step.needs.grammar
+        return is_alone and step.kind == "speculative"
 
-    def _fuses(self, needs: Needs) -> bool:
-        """Whether the next round runs as one piece, so that the host can do nothing between its phases."""
-        return self.graph_mode == "round" and not self.clock.enabled and not needs.grammar
+    def _phases(self, state: BatchState, step: RunRound, graphs: GraphSet) -> RoundResult:
+        """The phases one after the other.  graphs: of single phases, or EAGER.
 
-    def _verify(
-        self,
-        state: BatchState,
-        tree: DraftTree,
-        needs: Needs,
-        key: tuple[Hashable, ...],
-        run: RunPhase,
-        after: Callable[[VerifyResult], R],
-        changed: list[Tensor],
-        with_features: bool = True,
-    ) -> R:
-        """Verifies trees: after(result).  changed: the tensors that this and `after` change.
+        A round that is not speculative verifies a tree that is only a root: one step of plain decoding.
+        """
+        if step.kind != "speculative":
+            with self.clock.phase("decode"):
+                return self._verify(state, step, DraftTree.chain(state.bonus_B[:, None]), graphs)
+        drafter, spec, needs = self.workers.need_drafter(), step.spec, step.needs
+        assert spec is not None
+        with self.clock.phase("draft"):
+            key = "draft", state.shape, spec, needs.drafts
+            tree = graphs.run(key, lambda: drafter.draft(state, spec, needs), [])
+        with self.clock.phase("verify"):
+            result = self._verify(state, step, tree, graphs)
+        with self.clock.phase("extend"):
+            changed = drafter.changed(state)
+            graphs.run(("extend", state.shape, spec, needs), lambda: drafter.extend(state, needs, result.new), changed)
+        return result
+
+    def _verify(self, state: BatchState, step: RunRound, tree: DraftTree, graphs: GraphSet) -> RoundResult:
+        """The target reads the trees and chooses its tokens; then paths are accepted and committed.
 
         Where a row has a grammar, drafts that break it leave the trees before the target reads them, and the host makes masks
         while the device runs the target.
         """
-        verifier = self.workers.verifier
+        verifier, needs = self.workers.verifier, step.needs
+        key, with_features = (VERIFY[step.kind], state.shape, step.spec, needs), step.kind != "plain"
+        paused = self.workers.need_drafter() if step.kind == "paused" else None
+        changed = [*state.written(needs), *(paused.changed(state) if paused else ())]
+
+        def accept(done: TreePass, masks: BitMasks | None = None) -> RoundResult:
+            result = verifier.accept(state, tree, needs, done, with_features, masks)
+            if paused:  # the drafter will need the token and its features in `catch_up`
+                paused.keep(state, result.new)
+            return result
+
         if not needs.grammar:
-            return run(key, lambda: after(verifier.verify(state, tree, needs, with_features)), changed)
-        trees = self.grammars.complete(tree)
+            return graphs.run(key, lambda: accept(verifier.read_tree(state, tree, with_features)), changed)
 
         def read() -> TreePass:
-            return run(("read", *key), lambda: verifier.read_tree(state, tree, with_features), [])
+            return graphs.run(("read", *key), lambda: verifier.read_tree(state, tree, with_features), [])
 
+        trees = self.grammars.complete(tree)
         done = read()
         masks = self.grammars.of_round(state.rows, tree.num_nodes, trees)
         self._end_drafts(state.rows)
-
-        def choose() -> tuple[Tensor, R]:
-            result = verifier.choose(state, tree, needs, done, with_features, masks)
-            return result.emitted_BX, after(result)
-
         # A warm-up moves the accepted path's keys and values, so the tree is read again after it.
-        emitted_BX, said = self.phase_graphs.run(("choose", *key), choose, changed, before=read)
-        self.grammars.follow_round(emitted_BX)
-        return cast(R, said)
+        result = graphs.run(("accept", *key), lambda: accept(done, masks), changed, before=read)
+        self.grammars.follow_round(result.emitted)
+        return result
 
     def _end_drafts(self, rows: int) -> None:
         """Lets rows go on plainly in which drafts have become too much for the library of grammars."""
@@ -164,25 +124,3 @@ class RoundRunner:
             padding = len(self.workers.state.lens_B) - 1
             rows_B = torch.arange(rows, dtype=torch.int64, device=ended_B.device)
             self.workers.stop_drafting(rows_B.masked_fill(~ended_B, padding))
-
-    def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
-        drafter, key = self.workers.need_drafter(), (state.shape, spec, needs)
-        with self.clock.phase("draft"):
-            tree = run(("draft", state.shape, spec, needs.drafts), lambda: drafter.draft(state, spec, needs), [])
-
-        def both(result: VerifyResult) -> tuple[VerifyResult, Round]:
-            return result, _round(result, tree)
-
-        with self.clock.phase("verify"):
-            result, done = self._verify(state, tree, needs, ("verify", *key), run, both, state.written(needs))
-
-        def extend() -> None:
-            drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
-
-        with self.clock.phase("extend"):
-            run(("extend", *key), extend, drafter.changed(state))
-        return done
-
-
-def _round(result: VerifyResult, tree: DraftTree) -> Round:
-    return Round(result.emitted_BX, tree.num_nodes - 1, tree.max_depth, result.logprobs_BEX)

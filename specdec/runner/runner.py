@@ -6,12 +6,15 @@ steps compute the same.  It knows tensors and both models' workers; it knows no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from specdec.attention.shared import SharedPrefix
+from specdec.batch.emitted import EmittedRows, FirstTokens, RoundResult
 from specdec.batch.sampling import RowSampling
 from specdec.batch.sending import sent
 from specdec.batch.state import BatchState
@@ -23,15 +26,15 @@ from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.runner.first_passes import FirstPasses, compile_steps
 from specdec.runner.grammars import GrammarRows
+from specdec.runner.pending import EmittedPending, TryPending
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
-from specdec.runner.readback import OtherRanks, Readback, Ticket
-from specdec.runner.rounds import Round, RoundRunner
+from specdec.runner.readback import OtherRanks, Readback
+from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
 from specdec.steps import (
     CatchUp,
     CopyPages,
-    Emitted,
     EnterRows,
     ForceAcceptance,
     LeaveRows,
@@ -129,19 +132,13 @@ class DeviceRunner:
         if self._rehearses:
             if any(step.needs.rules for step in steps):
                 self._need_tables()
-            with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
-                compile_steps(self.prompts, self.rounds, steps, lambda step: self._rows(step.rows, step.shared))
+            with self._in_order():
+                compile_steps(self.prompts, self.rounds, steps, self._rows_of)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
-        if self._followers is None:
-            return self._run(step)
-        self._followers.send(step)
-        try:
-            return self._run(step)
-        except BaseException as error:  # an interrupt too: the others run the whole step, and wait for this rank in it
-            raise self._followers.explain(error) from error
+        return self._on_all_ranks(step, lambda: self._run(step))
 
     def lead(self, followers: Followers) -> None:
         """Has the other ranks run every step from now on, and fails with the reason if one of them does."""
@@ -159,24 +156,31 @@ class DeviceRunner:
 
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
-        if self._followers is None:
-            return self._call(function, given)
-        self._followers.send(Call(function, given))
+        return self._on_all_ranks(Call(function, given), lambda: function(self.workers, *given))
+
+    def _on_all_ranks(self, message: Step | Call, run: Callable[[], R]) -> R:
+        """run(), of which the other ranks are told."""
+        if self._followers is not None:
+            self._followers.send(message)
         try:
-            return self._call(function, given)
-        except BaseException as error:
+            with self._in_order():
+                return run()
+        except BaseException as error:  # an interrupt too: the others run the whole step, and wait for this rank in it
+            if self._followers is None:
+                raise
             raise self._followers.explain(error) from error
 
-    def _call(self, function: Callable[..., R], given: tuple[Any, ...]) -> R:
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """What the block launches comes after all earlier steps."""
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
-            return function(self.workers, *given)
+            yield
 
     def _run(self, step: Step) -> Pending | None:
-        with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
-            last_round, self._last_round = self._last_round, None
-            if isinstance(step, RunRound):
-                return self._round(step, last_round)
-            return self._actions[type(step)](step)
+        last_round, self._last_round = self._last_round, None
+        if isinstance(step, RunRound):
+            return self._round(step, last_round)
+        return self._actions[type(step)](step)
 
     # ---- what emits tokens ----
 
@@ -188,36 +192,33 @@ class DeviceRunner:
                 if part.source is not None:
                     self._read_source(part.source)
             if self._first is not None:
-                self._first.before_chunk(self._rows(self._rows_after(len(step.parts)), False), step)
+                self._first.before_chunk(self.workers.state.narrow(self._rows_after(len(step.parts))), step)
             first, parts = self.prompts.run(step), len(step.parts)
         if step.needs.grammar:
-            self.grammars.follow_chunk(first.tokens_B[:parts], step.parts)
-        logprobs = None if first.logprobs_BX is None else self.readback.start(first.logprobs_BX[:parts, None])
-        return ChunkPending(self.readback.start(first.tokens_B[:parts]), logprobs, [part.is_last for part in step.parts])
+            self.grammars.follow_chunk(first, step.parts)
+        read = partial(FirstTokens.read, is_last=[part.is_last for part in step.parts])
+        logprobs = None if first.logprobs_BY is None else first.logprobs_BY[:parts]
+        return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs)
 
     def _round(self, step: RunRound, last_round: Any) -> Pending:
         """last_round: the mark after the step before this one, if that was a round."""
-        if step.needs.rules:
-            self._need_tables()
         begun = None if not step.timed else self.readback.mark() if last_round is None else last_round
-        launched = self._launch_round(step)
-        ended = self.grammars.report_ended() if step.needs.grammar else []
-        logprobs = None if launched.logprobs_BEX is None else self.readback.start(launched.logprobs_BEX)
-        emitted = self.readback.start(launched.emitted_BX, begun)
-        self._last_round = emitted.done
-        return RoundPending(emitted, logprobs, launched.drafted, launched.depths, ended)
+        result = self._launch_round(step)
+        ended = self.grammars.report_ended() if step.needs.grammar else ()
+        numbers_BX = result.emitted.numbers_BX
+        pending = EmittedPending(self.readback, numbers_BX, EmittedRows.read, result.logprobs_BEY, ended, begun)
+        self._last_round = pending.done
+        return pending
 
-    def _launch_round(self, step: RunRound) -> Round:
-        state = self._rows(step.rows, step.shared)
+    def _launch_round(self, step: RunRound) -> RoundResult:
+        state = self._rows_of(step)
         if self._first is not None and self._first.before_round(state, step):
             self._first = None
         return self.rounds.run(state, step)
 
     def _try(self, step: Try) -> Pending:
         tried = step.step
-        if tried.needs.rules:
-            self._need_tables()
-        state = self._rows(tried.rows, tried.shared)
+        state = self._rows_of(tried)
         changed = [*state.written(tried.needs), *(drafter.changed(state) if (drafter := self.workers.drafter) else ())]
         saved = [tensor.clone() for tensor in changed]
         for _ in range(TRIES):  # the first of them captures
@@ -266,7 +267,7 @@ class DeviceRunner:
         self.workers.verifier.read_source(slots_S, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
-        self.rounds.catch_up(self._rows(step.rows, step.shared), step.needs)
+        self.rounds.catch_up(self._rows_of(step), step)
 
     def _share(self, step: ShareRows) -> None:
         assert self.shared is not None
@@ -309,81 +310,12 @@ class DeviceRunner:
         most = self.workers.state.rows - 1
         return min(most, 1 << (prompts - 1).bit_length()) if self.rounds.graph_mode else prompts
 
-    def _rows(self, rows: int, shared: bool) -> BatchState:
-        """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""
-        state = self.workers.state.narrow(rows)
-        if not shared:
+    def _rows_of(self, step: RunRound | CatchUp) -> BatchState:
+        """Views of the rows that a step runs over."""
+        if step.needs.rules:
+            self._need_tables()
+        state = self.workers.state.narrow(step.rows)
+        if not step.shared:
             return state
         assert self.shared is not None
         return state.sharing(self.shared)
-
-
-class ChunkPending:
-    """The first output tokens of a chunk's prompts.  last: for each part, whether its prompt ends there."""
-
-    drafted = depths = 0
-
-    def __init__(self, tokens: Ticket, logprobs: Ticket | None, last: list[bool]) -> None:
-        self._tokens, self._logprobs, self._last = tokens, logprobs, last
-
-    def read(self) -> Emitted:
-        first = [[token] if last else [] for token, last in zip(self._tokens.read(), self._last, strict=True)]
-        return Emitted(first, None if self._logprobs is None else self._logprobs.read())
-
-    def drop(self) -> None:
-        for ticket in filter(None, (self._tokens, self._logprobs)):
-            ticket.drop()
-
-    def seconds(self) -> float:
-        raise AssertionError("only rounds are timed")
-
-
-class RoundPending:
-    """The tokens of a round.  drafted, depths: how many draft tokens and levels the round's tree had.  ended: see Emitted."""
-
-    def __init__(self, tokens: Ticket, logprobs: Ticket | None, drafted: int, depths: int, ended: list[int]) -> None:
-        self._tokens, self._logprobs, self.drafted, self.depths, self._ended = tokens, logprobs, drafted, depths, ended
-
-    def read(self) -> Emitted:
-        # A row holds the count of its accepted draft tokens, then those tokens, then the target's own token.
-        rows = self._tokens.read()
-        tokens, best = [row[1 : row[0] + 2] for row in rows], [(row[-2], row[-1]) for row in rows]
-        return Emitted(tokens, None if self._logprobs is None else self._logprobs.read(), best, self._ended)
-
-    def drop(self) -> None:
-        for ticket in filter(None, (self._tokens, self._logprobs)):
-            ticket.drop()
-
-    def seconds(self) -> float:
-        return self._tokens.seconds()
-
-
-class TryPending:
-    """What a step that was tried took."""
-
-    drafted = depths = 0
-
-    def __init__(self, readback: Readback, begun: Any, done: Any) -> None:
-        self._readback, self._begun, self._done = readback, begun, done
-
-    def read(self) -> Emitted:
-        self._readback.wait(self._done)
-        return Emitted([])
-
-    def drop(self) -> None:
-        """Nothing is kept for it."""
-
-    def seconds(self) -> float:
-        return self._readback.seconds(self._begun, self._done)
-
-
-def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> SharedPrefix | None:
-    """Buffers for the pages that rows read together; None where reading together can't be faster.
-
-    most_packed: a threshold for queries times heads of one row that read each key.  Above it a row alone does so much
-        arithmetic on each key that nothing is gained by reading the key less often.
-    heads_a_key: how many of the target's query heads read one key.
-    """
-    if heads_a_key > most_packed:
-        return None
-    return SharedPrefix.empty(state.pages.table, most_packed // heads_a_key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.ops.products.dense import with_tiles
+from specdec.ops.products.gpus import Match, match_of
 from specdec.ops.products.tiles.dense import ProductTiles
 from specdec.ops.products.tuned.table import Product
 
@@ -25,15 +27,28 @@ LEAST_PRODUCTS, REPLAYS, UNCOUNTED = 16, 9, 2
 MOST_ERROR = 2e-2  # of a result in 16 bits, against float32
 
 
-class Bench:
-    """Times one product on the current GPU, with random weights."""
+Multiply = Callable[[Tensor, Tensor, bool, ProductTiles | None], Tensor]
 
-    def __init__(self, product: Product, device: torch.device) -> None:
-        self.product, self.device = product, device
-        copies = math.ceil(COLD_BYTES / (product.N * product.K * product.dtype.itemsize))
+
+class Bench:
+    """Times one product on the current GPU, with random weights.
+
+    multiply: computes it, given x, a weight, whether it is gated, and tiles.  cold_bytes: of copies of the weight.
+    """
+
+    def __init__(
+        self, product: Product, device: torch.device, multiply: Multiply = with_tiles, cold_bytes: int = COLD_BYTES
+    ) -> None:
+        self.product, self.device, self._multiply = product, device, multiply
+        copies = math.ceil(cold_bytes / (product.N * product.K * product.dtype.itemsize))
         self._generator = torch.Generator(device)
         made = [self._random(product.N) for _ in range(copies)]
         self._weights = [weight.mul_(product.K**-0.5) for weight in made]
+
+    @property
+    def match(self) -> Match:
+        """The kind of GPU whose tiles are compared with."""
+        return match_of(self.device)
 
     def rows(self, M: int) -> Tensor:
         return self._random(M)
@@ -60,7 +75,7 @@ class Bench:
             gate, up = y_MN.chunk(2, -1)
             y_MN = torch.nn.functional.silu(gate) * up
         try:
-            got = with_tiles(x_MK, weight, self.product.gated, tiles).float()
+            got = self._multiply(x_MK, weight, self.product.gated, tiles).float()
         except Exception:  # Triton has an error of its own for each thing that a GPU lacks
             return False
         return bool((got - y_MN).norm() <= MOST_ERROR * y_MN.norm())
@@ -74,7 +89,7 @@ class Bench:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for weight in todo:
-                with_tiles(x_MK, weight, self.product.gated, tiles)
+                self._multiply(x_MK, weight, self.product.gated, tiles)
         times = []
         for _ in range(UNCOUNTED + REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -86,4 +101,4 @@ class Bench:
         return statistics.median(times[UNCOUNTED:])
 
     def _run(self, x_MK: Tensor, tiles: ProductTiles | None) -> Tensor:
-        return with_tiles(x_MK, self._weights[0], self.product.gated, tiles)
+        return self._multiply(x_MK, self._weights[0], self.product.gated, tiles)

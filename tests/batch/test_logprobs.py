@@ -3,10 +3,10 @@
 import pytest
 import torch
 from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
-from torch import Tensor
 
-from specdec.batch.logprobs import token_logprobs
+from specdec.batch.emitted import read_logprobs, token_logprobs
 from specdec.parallel.vocabulary import Vocabulary
+from specdec.steps import Logprobs
 
 V = 11
 
@@ -18,13 +18,14 @@ def test_each_rank_has_the_numbers_of_whole_logits(size: int, top: int) -> None:
     logits_RV = 3 * torch.randn(V, V, generator=torch.Generator().manual_seed(0))
     logits_RV[2, 5], tokens_R = -torch.inf, torch.arange(V)
 
-    def on_rank(group: ThreadGroup) -> Tensor:
+    def on_rank(group: ThreadGroup) -> list[list[Logprobs]]:
         vocabulary = Vocabulary.of(V, group)
-        return token_logprobs(run_of(vocabulary, logits_RV), tokens_R, top, vocabulary)
+        return read_logprobs(token_logprobs(run_of(vocabulary, logits_RV), tokens_R, top, vocabulary))
 
     exact_RV = logits_RV.double().log_softmax(-1)
     likeliest_Rk, ids_Rk = exact_RV.topk(top)
-    for found_RX in on_ranks(size, on_rank):
-        torch.testing.assert_close(found_RX[:, 0], exact_RV.diagonal(), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found_RX[:, 1 : 1 + top], likeliest_Rk, atol=1e-5, rtol=1e-5)
-        assert torch.equal(found_RX[:, 1 + top :].long(), ids_Rk)
+    want_RX = torch.cat((exact_RV.diagonal()[:, None], likeliest_Rk), dim=1)
+    for found in on_ranks(size, on_rank):
+        values_RX = torch.tensor([each.values for (each,) in found], dtype=torch.float64)
+        torch.testing.assert_close(values_RX, want_RX, atol=1e-5, rtol=1e-5)
+        assert [each.ids for (each,) in found] == ids_Rk.tolist()

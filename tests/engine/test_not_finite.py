@@ -93,7 +93,7 @@ def test_no_draft_token_is_accepted_after_it() -> None:
     def walk(targets: list[int]) -> tuple[list[int], Tensor, Tensor]:
         tree = DraftTree.chain(torch.tensor([[5, 6, 7, 8]]))
         done = accept_path(tree, torch.tensor([targets]), torch.ones(1, dtype=torch.int32))
-        return done.emitted_BX[0].tolist(), done.tokens_BE[0], done.accepted_B
+        return done.emitted.numbers_BX[0].tolist(), done.tokens_BE[0], done.accepted_B
 
     emitted, tokens, accepted = walk([6, -1, 8, 9])
     assert int(accepted) == 1 and emitted[:3] == [1, 6, -1] and int(tokens.min()) >= 0

@@ -14,6 +14,7 @@ from toolkit.driver import Driver, new_request
 from toolkit.inside.hooks import wait_for
 
 from specdec import Chunk, SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.steps import Emitted
 
 REPEATS = "Tom said no. Lily said no. Tom said no. Lily said no. Tom said"  # n-grams find something in it
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom", "One day, a big bear", REPEATS]
@@ -94,8 +95,8 @@ def test_a_tokenizer_that_fails_leaves_no_token_without_its_origin() -> None:
         return "a" * len(ids)
 
     request = new_request([1, 2], 20, decode=decode, streaming=True)
-    request.take_first(5)
+    request.take_first(Emitted([5]))
     with pytest.raises(OSError, match="the tokenizer broke"):
-        request.take_round([6, 7, 8, 9, 10, 11], 8, 5)
+        request.take_round(Emitted([6, 7, 8, 9, 10, 11]), 8, 5)
     chunk = request.next_chunk()
     assert chunk.token_ids == [5, 6, 7, 8] and chunk.origins == [0, 1, 2, 3, 4, 5, 0][: len(chunk.token_ids)]

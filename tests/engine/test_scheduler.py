@@ -26,15 +26,14 @@ CHAIN = SpecConfig(3, 1, 4)
 class Written:
     """The tokens of a launch, which may be read once."""
 
-    def __init__(self, rows: list[list[int]], spec: SpecConfig | None) -> None:
+    def __init__(self, rows: list[list[int]]) -> None:
         self.rows, self.ended = rows, list[int]()
-        self.drafted, self.depths = (spec.num_draft_tokens - 1, spec.max_steps) if spec else (0, 0)
         self.is_over = False
 
-    def read(self) -> Emitted:
+    def read(self) -> list[Emitted]:
         assert not self.is_over, "read twice"
         self.is_over = True
-        return Emitted(self.rows, ended=self.ended)
+        return [Emitted(tokens) for tokens in self.rows]
 
     def drop(self) -> None:
         assert not self.is_over
@@ -79,12 +78,12 @@ class RowsOnly:
             self.prompts[part.row] += part.token_ids
             if part.is_last:
                 self.running.add(part.row)
-        return Written([[7] if part.is_last else [] for part in step.parts], None)
+        return Written([[7] if part.is_last else [] for part in step.parts])
 
     def RunRound(self, step: RunRound) -> Written:
         assert self.running and max(self.running) < step.rows <= self.rows
         most = step.spec.max_steps if step.spec else 0
-        return Written([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)], step.spec)
+        return Written([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)])
 
     def LeaveRows(self, step: LeaveRows) -> None:
         assert step.cleared and len({target for _, target in step.moves}) == len(step.moves)

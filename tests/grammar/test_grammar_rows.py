@@ -11,6 +11,7 @@ import pytest
 import torch
 from toolkit.checkpoints.tokenizers import byte_tokenizer
 
+from specdec.batch.emitted import FirstTokens
 from specdec.batch.tree import DraftTree
 from specdec.grammar.completion import look_ahead
 from specdec.grammar.library import Grammars
@@ -32,7 +33,7 @@ def test_rows_that_do_not_speculate_have_no_tree_walked() -> None:
     rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
     for row, (speculates, rule) in enumerate([(True, RULE), (False, RULE), (True, None), (True, RULE)]):
         rows.enter(Entry(row, [[1]], RowOptions.of(), speculates, grammar=rule))
-    rows.follow_chunk(torch.full((4,), a), [PromptPart(row, [1], 0, -1) for row in range(4)])
+    rows.follow_chunk(FirstTokens(torch.full((4,), a)), [PromptPart(row, [1], 0, -1) for row in range(4)])
 
     def walked(count: int) -> list[bool | None]:
         """Of each row, whether nodes after the root have masks of their own; None: the row has no mask."""
@@ -59,7 +60,7 @@ def test_each_end_of_drafts_is_reported_once() -> None:
     rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
     for row in range(3):
         rows.enter(Entry(row, [[1]], RowOptions.of(), True, grammar=RULE))
-    rows.follow_chunk(torch.zeros(3, dtype=torch.int64), [PromptPart(row, [1], 0, -1) for row in range(3)])
+    rows.follow_chunk(FirstTokens(torch.zeros(3, dtype=torch.int64)), [PromptPart(row, [1], 0, -1) for row in range(3)])
     for row in (0, 2):
         rows._rows[row].matcher.is_alone = True
     ended_B = rows.end_drafts(3)
@@ -79,7 +80,7 @@ def test_nobody_looks_ahead_while_the_device_waits(monkeypatch: pytest.MonkeyPat
         rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
         for row in range(4):
             rows.enter(Entry(row, [[1]], RowOptions.of(), True, grammar=RULE))
-        rows.follow_chunk(torch.full((4,), a), [PromptPart(row, [1], 0, -1) for row in range(4)])
+        rows.follow_chunk(FirstTokens(torch.full((4,), a)), [PromptPart(row, [1], 0, -1) for row in range(4)])
         calls = [0]
 
         def look(*given: Any, calls: list[int] = calls) -> None:
@@ -112,7 +113,7 @@ def test_the_first_rank_keeps_what_it_has_made() -> None:
         rows = GrammarRows(Readback(torch.device("cpu")), V, group)
         rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
         rows.enter(Entry(0, [[1]], RowOptions.of(), True, grammar=RULE))
-        rows.follow_chunk(torch.full((1,), a), [PromptPart(0, [1], 0, -1)])
+        rows.follow_chunk(FirstTokens(torch.full((1,), a)), [PromptPart(0, [1], 0, -1)])
         tree = DraftTree.chain(torch.full((1, NODES), a))
         masks = rows.of_round(1, NODES, rows.complete(tree))
         ended_B = rows.end_drafts(1)

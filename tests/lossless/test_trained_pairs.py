@@ -14,7 +14,6 @@ from toolkit.paths import PAIR
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft.eagle import worker
 
 HEADS = ["stories260K-eagle3", "stories260K-eagle2"]
 SHAPES = [(3, 1, 4), (5, 1, 6), (3, 4, 8), (5, 4, 16), (5, 8, 32)]
@@ -86,7 +85,7 @@ def test_the_shipped_head_is_accepted_as_expected(shape: tuple[int, int, int]) -
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("shape", [(5, 4, 16), (5, 1, 6)], ids=str)
-def test_a_long_extend_drafts_as_a_short_one_does(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_extend_drafts_as_a_short_one_does(shape: tuple[int, int, int]) -> None:
     """Keeps out: a last row that is computed apart from the others and reads other keys than it would among them."""
-    monkeypatch.setattr(worker, "FEW_ROWS", 0)  # batches of these tests have fewer rows than the constant allows
-    assert expected.measure(shape) == expected.expected()[shape]
+    # Batches of these tests have fewer rows than the constant allows.
+    assert expected.measure(shape, few_rows=0) == expected.expected()[shape]

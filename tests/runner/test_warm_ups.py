@@ -13,13 +13,10 @@ from toolkit.heads.block_zoo import HEADS  # which the zoo then has
 from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.batch.state import BatchState
+from specdec import SamplingParams, SpecConfig
 from specdec.batch.tree import DraftTree
-from specdec.draft.eagle import worker
+from specdec.draft.eagle.worker import FEW_ROWS
 from specdec.ops.cuda_graph import GraphSet
-from specdec.runner.rounds import RoundRunner
-from specdec.verify.verifier import TargetVerifier, TreePass
 
 SAMPLING = [
     SamplingParams(max_tokens=11),
@@ -34,71 +31,82 @@ assert "dspark-rnn" in HEADS
 Trees = list[list[list[int]]]
 
 
-def outputs(decoder: SpecDecoder, trees: Trees) -> list[tuple[list[int], list[int]]]:
-    """What requests got, and what each round accepted.  trees: gets the tokens of all trees that the target reads."""
-    driver, read_tree = Driver(decoder), TargetVerifier.read_tree
+class Watched:
+    """A drafter whose trees' tokens a list gets."""
 
-    def spy(self: TargetVerifier, state: BatchState, tree: DraftTree, with_features: bool = True) -> TreePass:
-        trees.append(tree.tokens_BN.tolist())
-        return read_tree(self, state, tree, with_features)
+    def __init__(self, inner: Any, trees: Trees) -> None:
+        self.inner, self.trees = inner, trees
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TargetVerifier, "read_tree", spy)
-        return _outputs(decoder, driver)
+    def draft(self, *given: Any) -> DraftTree:
+        tree: DraftTree = self.inner.draft(*given)
+        self.trees.append(tree.tokens_BN.tolist())
+        return tree
 
-
-def _outputs(decoder: SpecDecoder, driver: Driver) -> list[tuple[list[int], list[int]]]:
-    driver.set_depth(0)
-    driver.script_levels(*LEVELS * 20)
-    prompts = [[*prompt, *prompt] for prompt in ragged_prompts(40, 4, seed=5)]
-    return [(out.token_ids, out.stats.accepted_per_round) for out in decoder.generate(prompts, SAMPLING)]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dspark-rnn", "ngram"])
-def test_warm_ups_change_nothing(zoo: Zoo, kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a tensor that a phase advances and that is missing among those that a capture restores: lengths, tokens that a
-    pause kept, counts of tokens, first levels.  The first round of each shape would then be wrong, on GPUs alone."""
-    settings: dict[str, Any] = {"page_size": 4, "max_batch_size": 2}
-    spec = SpecConfig("auto", 2, 6)
-    trees: Trees = []
-    want = outputs(zoo.decoder("llama", kind, spec, **settings), trees)
-    seen: Trees = []
-    calls = 0
+class WarmUps(GraphSet):
+    """Runs functions as captures do.  trees: forgets those that were drafted for nothing.  calls: how many were for nothing."""
+
+    def __init__(self, trees: Trees) -> None:
+        super().__init__(False)
+        self.trees, self.calls = trees, 0
 
     def run(
-        self: GraphSet,
+        self,
         key: Hashable,
         fn: Callable[[], Any],
         mutable: list[Tensor],
         warm_ups: int = 2,
         before: Callable[[], object] = lambda: None,
     ) -> Any:
-        nonlocal calls
-        calls += warm_ups
-        saved, before_all = [tensor.clone() for tensor in mutable], len(seen)
+        self.calls += warm_ups
+        saved, before_all = [tensor.clone() for tensor in mutable], len(self.trees)
         for _ in range(warm_ups):
             fn()
             for tensor, value in zip(mutable, saved, strict=True):
                 tensor.copy_(value)
             before()
-        del seen[before_all:]
+        del self.trees[before_all:]
         return fn()
 
-    monkeypatch.setattr(GraphSet, "run", run)
-    monkeypatch.setattr(RoundRunner, "_fuses", lambda self, needs: whole)
-    assert outputs(zoo.decoder("llama", kind, spec, **settings), seen) == want
-    assert seen == trees and calls > 20 and any(sum(accepted) for _, accepted in want)
+
+def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
+    """What requests got, and what each round accepted.  trees: gets the tokens of all trees that are drafted."""
+    driver.replace_drafter(Watched(driver.drafter, trees))
+    driver.set_depth(0)
+    driver.script_levels(*LEVELS * 20)
+    prompts = [[*prompt, *prompt] for prompt in ragged_prompts(40, 4, seed=5)]
+    return [(out.token_ids, out.stats.accepted_per_round) for out in driver.decoder.generate(prompts, SAMPLING)]
 
 
-def test_few_tokens_and_many_leave_the_same_first_level(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dspark-rnn", "ngram"])
+def test_warm_ups_change_nothing(zoo: Zoo, kind: str, whole: bool) -> None:
+    """Keeps out: a tensor that a phase advances and that is missing among those that a capture restores: lengths, tokens that a
+    pause kept, counts of tokens, first levels.  The first round of each shape would then be wrong, on GPUs alone."""
+    settings: dict[str, Any] = {"page_size": 4, "max_batch_size": 2}
+    spec = SpecConfig("auto", 2, 6)
+    trees: Trees = []
+    want = outputs(Driver(zoo.decoder("llama", kind, spec, **settings)), trees)
+    driver, seen = Driver(zoo.decoder("llama", kind, spec, **settings)), Trees()
+    graphs = WarmUps(seen)
+    driver.use_graphs(graphs, whole)
+    assert outputs(driver, seen) == want
+    assert seen == trees and graphs.calls > 20 and any(sum(accepted) for _, accepted in want)
+
+
+def test_few_tokens_and_many_leave_the_same_first_level(zoo: Zoo) -> None:
     """Keeps out: where a round has many tokens, a hidden state of another row's token, from which its next tree grows."""
     found = []
-    for few in (worker.FEW_ROWS, 0):
-        monkeypatch.setattr(worker, "FEW_ROWS", few)
+    for few in (FEW_ROWS, 0):
         trees: Trees = []
-        decoder = zoo.decoder("llama", "eagle3", SpecConfig("auto", 2, 6), page_size=4, max_batch_size=3, dtype="float64")
-        found.append((outputs(decoder, trees), trees))
+        driver = Driver(
+            zoo.decoder("llama", "eagle3", SpecConfig("auto", 2, 6), page_size=4, max_batch_size=3, dtype="float64")
+        )
+        driver.drafter.few_rows = few
+        found.append((outputs(driver, trees), trees))
     assert found[0] == found[1]
 
 

@@ -376,9 +376,9 @@ class Driver(Hooks):
         with torch.inference_mode():
             needs = union(request.choice.needs for request in self.running)
             tree = self.drafter.draft(state, spec, needs)
-            result = self._workers.verifier.verify(state, tree, needs)
-            extended = result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF
-            self.drafter.extend(state, needs, *extended)
+            verifier = self._workers.verifier
+            result = verifier.accept(state, tree, needs, verifier.read_tree(state, tree))
+            self.drafter.extend(state, needs, result.new)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
         """How many CUDA graphs there are of whole rounds, of single phases, or of chunks of prompts."""

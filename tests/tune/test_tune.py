@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,8 @@ def test_no_candidate_splits_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_product_is_right_within_16_bits(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_is_right_within_16_bits(gated: bool) -> None:
     """Keeps out: tiles that are fast because they leave something out; one that can't be compiled, which ends the run."""
-    monkeypatch.setattr(measure, "COLD_BYTES", 1)
-    bench = measure.Bench(Product(64, 32, gated, torch.float32), torch.device("cpu"))
 
     def gives(share: float) -> Any:
         def run(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool, tiles: object) -> torch.Tensor:
@@ -75,7 +74,7 @@ def test_a_product_is_right_within_16_bits(gated: bool, monkeypatch: pytest.Monk
         return run
 
     for share, right in ((1.0, True), (1.01, True), (1.05, False), (0.9, False), (0.0, False)):
-        monkeypatch.setattr(measure, "with_tiles", gives(share))
+        bench = measure.Bench(Product(64, 32, gated, torch.float32), torch.device("cpu"), gives(share), cold_bytes=1)
         assert bench.is_right(3, None) is right
 
 
@@ -96,9 +95,11 @@ def test_candidates_begin_with_the_kinds_own(T: int, match: Match) -> None:
 class Times:
     """A bench whose times are known: the fewer stages, the faster; one candidate is fast and wrong."""
 
+    match = Match(H100, "", False)
+
     def __init__(self, gain: float) -> None:
         self.gain, self.product, self.device = gain, SMALL, CUDA
-        self.own, *others = candidates(1, SMALL, Match(H100, "", False))
+        self.own, *others = candidates(1, SMALL, self.match)
         self.wrong, self.best = [tiles for tiles in others if tiles is not None][:2]
 
     def compile(self, T: int, tiles: list[Any], rehearsals: Any) -> None:
@@ -112,51 +113,52 @@ class Times:
 
 
 @pytest.mark.parametrize(("gain", "is_kept"), [(0.5, True), (0.99, False), (1.5, False)])
-def test_only_what_is_right_and_faster_is_kept(gain: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_right_and_faster_is_kept(gain: float, is_kept: bool) -> None:
     """Keeps out: tiles that give wrong sums, and noise in the table."""
-    monkeypatch.setattr(run, "match_of", lambda device: Match(H100, "", False))
     bench: Any = Times(gain)
     row = run.measure_rows(bench, 1, rehearsals=None)
     assert row.is_kept == is_kept and row.tiles == (bench.best if is_kept else bench.own)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine that says it has a GPU; its cache."""
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: GPU)
-    monkeypatch.setattr(command, "tunable_gpu", lambda name: CUDA)
-    monkeypatch.setattr(run, "match_of", lambda device: Match(H100, "", False))
-    monkeypatch.setattr(run, "Bench", lambda product, device: Times(0.5))
-    monkeypatch.setattr(run, "on_device", lambda device: torch.no_grad())
     return tmp_path
 
 
-def test_a_second_model_is_added(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def tune(*given: str) -> int:
+    """The command, on a machine that says it has a GPU."""
+    parser, bench = argparse.ArgumentParser(), Times(0.5)
+    command.add_flags(parser)
+    machine = command.Machine(torch.device("cpu"), GPU, lambda product, device: bench)  # type: ignore[arg-type,return-value]
+    return command.run(parser.parse_args(given), machine)
+
+
+def test_a_second_model_is_added(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a table that forgets what it had, and a command that does not say what it kept, and where."""
     old = TunedTable(Origin.here(GPU), {SMALL: Measured({8: None}, "2026-01-01", "old")})
     old.save(path_for(GPU))
-    assert main(["tune", "llama-3.1-8b", "--rows", "1"]) == 0
+    assert tune("llama-3.1-8b", "--rows", "1") == 0
     table, why = read(path_for(GPU), Origin.here(GPU))
     assert table is not None and not why and SMALL in table.products and len(table.products) == 9
     out = " ".join(capsys.readouterr().out.split())
     assert "8/8" in out and "-> 5.0 us" in out and "llama-3.1-8b, old" in out and path_for(GPU).name in out
-    assert here.look(CUDA)[0] == table
+    assert here.look_for(GPU)[0] == table
 
 
-def test_a_table_of_other_kernels_is_replaced(gpu: Path) -> None:
+def test_a_table_of_other_kernels_is_replaced(cache: Path) -> None:
     """Keeps out: tiles of kernels that have changed, carried into the new table."""
     TunedTable(replace(Origin.here(GPU), kernels="0"), {SMALL: Measured({8: None}, "2026-01-01", "old")}).save(path_for(GPU))
-    assert main(["tune", "qwen3-8b", "--rows", "1"]) == 0
+    assert tune("qwen3-8b", "--rows", "1") == 0
     table, _ = read(path_for(GPU), Origin.here(GPU))
     assert table is not None and SMALL not in table.products
 
 
-def test_a_cache_that_can_not_be_written_is_refused_before_the_run(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_that_can_not_be_written_is_refused_before_the_run(cache: Path) -> None:
     """Keeps out: minutes of measuring for nothing."""
-    (gpu / "specdec").write_text("a file")
-    assert main(["tune", "llama-3.1-8b"]) == 2
-    assert "can't be written" in (error := capsys.readouterr().err) and "XDG_CACHE_HOME" in error
+    (cache / "specdec").write_text("a file")
+    with pytest.raises(ValueError, match=r"can't be written.*XDG_CACHE_HOME"):
+        tune("llama-3.1-8b")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_a_cache_that_can_not_be_written_is_refused_before_the_run(gpu: Path, ca
         (["--target", "/no/such/folder"], "/no/such/folder"),
     ],
 )
-def test_wrong_input_is_named(given: list[str], said: str, gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a run over a model that nobody meant."""
     assert main(["tune", *given]) == 2
     assert said in capsys.readouterr().err

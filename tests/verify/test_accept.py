@@ -11,7 +11,7 @@ from toolkit.trees import chain_shape, children_of, random_trees
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
-from specdec.verify.accept import accept_path
+from specdec.verify.accept import Accepted, accept_path
 
 
 def walk(parents: list[int], tokens: list[int], target: list[int]) -> tuple[list[int], list[int]]:
@@ -35,6 +35,10 @@ def likely_target(parents: list[int], tokens: list[int], vocab: int, rng: random
     """A target token for each node: mostly one of its children's."""
     children = [[tokens[m] for m in nodes] for nodes in children_of(parents).values()]
     return [rng.choice(c) if c and rng.random() < 0.8 else rng.randrange(vocab) for c in children]
+
+
+def tensors(accepted: Accepted) -> list[Tensor]:
+    return [*accepted[:-1], *accepted.emitted]
 
 
 @pytest.mark.parametrize(("nd", "steps"), [(2, 1), (6, 5), (16, 5), (16, 2), (33, 6), (60, 8)])
@@ -66,7 +70,7 @@ def test_the_path_of_first_choices_equals_a_walk(nd: int, steps: int) -> None:
     tree = random_trees(40, nd, steps, vocab, rng)
     rows = list(zip(tree.parents_BN.tolist(), tree.tokens_BN.tolist(), strict=True))
     targets = [likely_target(parents, tokens, vocab, rng) for parents, tokens in rows]
-    got = accept_path(tree, torch.tensor(targets), ones(40)).emitted_BX[:, -2:].tolist()
+    got = accept_path(tree, torch.tensor(targets), ones(40)).emitted.best_B2.tolist()
     for (parents, tokens), target, (best, length) in zip(rows, targets, got, strict=True):
         node, is_on, want = 0, True, [0, 0]
         while children := [child for child in range(node + 1, nd) if parents[child] == node]:
@@ -85,7 +89,7 @@ def test_chain_and_its_tree_are_one() -> None:
         parents = torch.tensor([chain_shape(nd)[0]] * 64)
         chain = accept_path(DraftTree.chain(tokens), target, ones(64))
         tree = accept_path(DraftTree.from_parents(tokens, parents, nd - 1), target, ones(64))
-        for a, b in zip(chain, tree, strict=True):
+        for a, b in zip(tensors(chain), tensors(tree), strict=True):
             assert torch.equal(a, b)
         row = rng.randrange(64)
         assert int(chain.accepted_B[row]) == len(walk(parents[row].tolist(), tokens[row].tolist(), target[row].tolist())[0]) - 1
@@ -108,7 +112,7 @@ def test_a_row_that_does_not_speculate_takes_its_root_alone() -> None:
     assert all_do.accepted_B[speculates_B == 0].any()
     for row in range(40):
         if speculates_B[row]:
-            assert all(torch.equal(a[row], b[row]) for a, b in zip(all_do, mixed, strict=True))
+            assert all(torch.equal(a[row], b[row]) for a, b in zip(tensors(all_do), tensors(mixed), strict=True))
         else:
             assert int(mixed.accepted_B[row]) == 0 and mixed.path_BE[row].tolist() == list(range(tree.max_depth + 1))
-            assert mixed.emitted_BX[row, :2].tolist() == [0, int(targets[row, 0])]
+            assert mixed.emitted.numbers_BX[row, :2].tolist() == [0, int(targets[row, 0])]

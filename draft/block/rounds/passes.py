@@ -27,6 +27,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
+from specdec.batch.emitted import NewTokens
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.draft.block.rounds.pairs import fill_pairs
@@ -58,21 +59,6 @@ class Pages(NamedTuple):
         return cls([PageTable(each.table.index_select(0, rows_B), each.page_size) for each in whole], [None] * len(whole))
 
 
-class Emitted(NamedTuple):
-    """What rows have emitted.
-
-    base_lens_B: int32, the committed length before.  lens_B: int32, the length with the tokens up to column last_B.
-    tokens_BE: int64; columns after last_B are padding.  last_B: int64, the column of the bonus token.
-    features_BEF: for each token, the target's features of the token before it.
-    """
-
-    base_lens_B: Tensor
-    lens_B: Tensor
-    tokens_BE: Tensor
-    last_B: Tensor
-    features_BEF: Tensor
-
-
 class BlockPass(ABC):
     """steps: S."""
 
@@ -80,8 +66,11 @@ class BlockPass(ABC):
         self.backend, self.cache, self.steps = backend, cache, steps
 
     @abstractmethod
-    def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
-        """[B, S, H]: the pass over a batch of rows.  out: memory for the result, contiguous."""
+    def after(self, new: NewTokens, lens_B: Tensor, pages: Pages, out: Tensor | None = None) -> Tensor:
+        """[B, S, H]: the pass over a batch of rows.
+
+        new: with features.  lens_B: int32, the lengths with them.  out: memory for the result, contiguous.
+        """
 
     @abstractmethod
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
@@ -96,21 +85,22 @@ class PairPass(BlockPass):
         self.head = head
         self.mask_1H = head.mask_feature().detach()
 
-    def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
-        (B, E), S = emitted.tokens_BE.shape, self.steps
+    def after(self, new: NewTokens, lens_B: Tensor, pages: Pages, out: Tensor | None = None) -> Tensor:
+        assert new.features_BEF is not None
+        (B, E), S = new.tokens_BE.shape, self.steps
         W = E + S - 1
         tables, positions_T = [], None
         for table, shared in zip(pages.tables, pages.shared, strict=True):
-            rows = table.next_tokens(emitted.base_lens_B, W)
+            rows = table.next_tokens(new.base_lens_B, W)
             positions_T = rows.positions.flatten() if positions_T is None else positions_T
             segment = causal_segment(table, rows.ends_PB[-1], W, "queries")
             tables.append(PassTables(AttentionPlan(split_shared(segment, shared), positions_T), rows.slots.flatten()))
-        fused_BEH = self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1)
-        ids_BW, fused_BWH = fill_pairs(emitted.tokens_BE, emitted.last_B, fused_BEH, self.head.block.mask_id, self.mask_1H, W)
+        fused_BEH = self.head.fuse(new.features_BEF.flatten(0, 1)).view(B, E, -1)
+        ids_BW, fused_BWH = fill_pairs(new.tokens_BE, new.last_B, fused_BEH, self.head.block.mask_id, self.mask_1H, W)
         assert positions_T is not None
         attn = PagedAttention(self.backend, self.cache, *tables)
         hidden_TH = self.head(ids_BW.flatten(), fused_BWH.flatten(0, 1), positions_T, attn)
-        return take_run(hidden_TH.view(B, W, -1), emitted.last_B, S, out)
+        return take_run(hidden_TH.view(B, W, -1), new.last_B, S, out)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         """Two passes: over the prompts' pairs, and over the last of each with unknown ones after it."""
@@ -121,8 +111,8 @@ class PairPass(BlockPass):
         last_features_B1F = features_TF.index_select(0, prompts.last_B)[:, None]
         last_ids_B1 = ids_T.index_select(0, prompts.last_B)[:, None]
         before_B = (prompts.lens_B - 1).clamp(min=0)
-        emitted = Emitted(before_B, prompts.lens_B, last_ids_B1, torch.zeros_like(prompts.last_B), last_features_B1F)
-        return self.after(emitted, Pages.of_prompts(state, groups, prompts.rows_B))
+        new = NewTokens(before_B, last_ids_B1, torch.zeros_like(prompts.last_B), last_features_B1F)
+        return self.after(new, prompts.lens_B, Pages.of_prompts(state, groups, prompts.rows_B))
 
 
 class ContextPass(BlockPass):
@@ -133,20 +123,14 @@ class ContextPass(BlockPass):
         self.head = head
         self.ways = [Way.of(head, index) for index in range(head.config.model.num_layers)]
 
-    def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
+    def after(self, new: NewTokens, lens_B: Tensor, pages: Pages, out: Tensor | None = None) -> Tensor:
+        assert new.features_BEF is not None
+        block = self.head.block
         made = [
-            block_tables(
-                table,
-                emitted.base_lens_B,
-                emitted.lens_B,
-                emitted.tokens_BE,
-                emitted.last_B,
-                self.head.block.size,
-                self.head.block.mask_id,
-            )
+            block_tables(table, new.base_lens_B, lens_B, new.tokens_BE, new.last_B, block.size, block.mask_id)
             for table in pages.tables
         ]
-        hidden_BSH = self._run(made, emitted.lens_B, emitted.features_BEF.flatten(0, 1), pages)
+        hidden_BSH = self._run(made, lens_B, new.features_BEF.flatten(0, 1), pages)
         if out is None:
             return hidden_BSH
         B, S = hidden_BSH.shape[:2]

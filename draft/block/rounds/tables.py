@@ -32,7 +32,7 @@ class BlockTables(NamedTuple):
 def block_tables(
     pages: PageTable, base_lens_B: Tensor, lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, size: int, mask_id: int
 ) -> BlockTables:
-    """base_lens_B, lens_B: int32, where each row's context and block begin.  tokens_BE, last_B: int64; see passes.Emitted.
+    """base_lens_B, lens_B: int32, where each row's context and block begin.  tokens_BE, last_B: int64; see NewTokens.
 
     Context rows after last_B go to the dummy page: the block's rows are stored in the slots that these would have.
     """

@@ -13,6 +13,8 @@ Shapes: M rows, K in, N out.
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 
 from specdec.ops.products.formats.quantised import Kind as Values
@@ -36,16 +38,9 @@ class Numerics:
     is_invariant = False
 
     def product_tiles(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        dtype: torch.dtype,
-        gated: bool,
-        kind: Kind = H100,
-        tuned: TunedTable | None = None,
+        self, M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, tuned: TunedTable | None = None,
         terms: bool = False,
-    ) -> ProductTiles | None:
+    ) -> ProductTiles | None:  # fmt: skip
         """The tiles of a product of M rows with a weight [N, K]; None: cuBLAS computes it.
 
         gated: whether the weight holds gate and up rows.
@@ -89,28 +84,18 @@ class Invariant(Numerics):
     is_invariant = True
 
     def product_tiles(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        dtype: torch.dtype,
-        gated: bool,
-        kind: Kind = H100,
-        tuned: TunedTable | None = None,
-        terms: bool = False,
+        self, M: int, N: int, K: int, dtype: torch.dtype, gated: bool, *others: object, **more: object
     ) -> ProductTiles:
         assert dtype in (torch.bfloat16, torch.float16), dtype
         return invariant_tiles(M, N, K, gated)
 
-    def quantised_tiles(
-        self, M: int, N: int, K: int, values: Values, group: int, zeros: bool, gated: bool, terms: bool, hopper: bool
-    ) -> QuantisedTiles | None:
+    def quantised_tiles(self, *shape: object, **more: object) -> Never:
         raise AssertionError("refused where the decoder is built")
 
-    def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: Kind) -> None:
+    def lossless_tiles(self, *shape: object, **more: object) -> None:
         return None  # its kernels add up in the order of their own tiles
 
-    def expert_tiles(self, pairs: int, experts: int) -> ExpertTiles:
+    def expert_tiles(self, *shape: object, **more: object) -> Never:
         raise AssertionError("refused where the decoder is built")
 
     def stacked_tiles(self, rows: int) -> StackedTiles:

@@ -85,8 +85,7 @@ class ChunkWriter:
             self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs or ())
             if not self._has_begun[index]:
                 return self._begin(index, chunk.text, said)
-            content = {"delta": {"content": chunk.text}} if self._plan.is_chat else {"text": chunk.text}
-            return self._event(index, content, None, said)
+            return self._event(index, self._content(chunk.text), None, said)
         if not chunk.text:
             return b""
         if not self._has_begun[index]:
@@ -110,6 +109,9 @@ class ChunkWriter:
         self._has_begun[index] = True
         return self._event(index, {"delta": {"role": "assistant", "content": text}}, None, said)
 
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}} if self._plan.is_chat else {"text": text}
+
     def _event(self, index: int, content: dict[str, Any], reason: str | None, said: dict[str, Any] | None = None) -> bytes:
         choice = {"index": index, **content, **(said or self._unsaid), "finish_reason": reason}
         return _event({**self._heading, "choices": [choice], **self._usage})
@@ -117,8 +119,7 @@ class ChunkWriter:
     def _split(self, index: int) -> tuple[str, str]:
         """What stands before and after the text in a choice's chunks."""
         mark = "\0"  # JSON writes it as \u0000, and nothing else here holds it: model names are printable
-        content = {"delta": {"content": mark}} if self._plan.is_chat else {"text": mark}
-        before, _, after = self._event(index, content, None).decode().partition(json.dumps(mark))
+        before, _, after = self._event(index, self._content(mark), None).decode().partition(json.dumps(mark))
         return before, after
 
 

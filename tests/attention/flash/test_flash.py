@@ -184,14 +184,13 @@ def test_a_library_that_misreads_descales_is_found_out(fault: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(("name", "by_rule", "asks"), [("fa3", False, True), ("fa3", True, False), ("fa4", False, False)])
-def test_who_reads_an_fp8_cache(name: str, by_rule: bool, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_an_fp8_cache(name: str, by_rule: bool, asks: bool) -> None:
     """Keeps out: a library that is handed a cache that it can't read, or by a rule that nobody measured."""
     from specdec.attention.flash.backend import FlashBackend
 
-    monkeypatch.setattr("specdec.attention.flash.backend.is_faster", lambda *args: True)
     table, lens, view = fp8_world(P, D)
     segment, count = segments(table, lens, P)["prefix"]
-    backend = FlashBackend(name, by_rule)
+    backend = FlashBackend(name, (lambda *_: True) if by_rule else None)
     assert (backend.partial_splits(queries(count), view, segment, PLAIN) == 0) == asks
     of_tokens = QuantView(view.kv.view(torch.int8), scales_N2K=torch.ones(len(view.kv), 2, K, device=DEVICE))
     assert backend.partial_splits(queries(count), of_tokens, segment, PLAIN) > 0
@@ -291,18 +290,18 @@ def test_the_rule_of_an_h200_says_what_was_measured(rows: int, packed: int, keys
     assert not is_faster("fa3", "H100", Reads(rows, 8, packed, keys, prompts))
 
 
-def test_the_rule_counts_a_prompts_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_counts_a_prompts_own_keys() -> None:
     """Keeps out: a short prompt that counts for a long one because its page table has room."""
     from specdec.attention.flash.backend import FlashBackend
 
     seen: list[Reads] = []
-    monkeypatch.setattr("specdec.attention.flash.backend.is_faster", lambda name, gpu, reads: bool(seen.append(reads)))
     table, lens, view = world(P, LENS)
     shapes = segments(torch.nn.functional.pad(table, (0, 4)), lens, P)
     prompts, count = shapes["prompts"]
     captured = replace(prompts, max_cached=None)
+    backend = FlashBackend("fa3", lambda name, gpu, reads: bool(seen.append(reads)))
     for segment, queried in ((prompts, count), (captured, count), shapes["prefix"]):
-        FlashBackend("fa3", by_rule=True).partial_splits(queries(queried), view, segment, PLAIN)
+        backend.partial_splits(queries(queried), view, segment, PLAIN)
     # The longest prompt has 300 queries, and another one 471 keys before its own queries.
     assert seen == [Reads(4, K, 600, 771, True), Reads(4, K, 600, 300, True), Reads(4, K, 10, 1792, False)]
 
@@ -337,7 +336,7 @@ def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, m
     segment, count = shapes.get(shape, shapes["chain"])
     if shape == "window":
         segment = segment.local(LayerKind(window=4), lens.long().repeat_interleave(5))
-    backend, q_THD = FlashBackend(name, by_rule), queries(count)
+    backend, q_THD = FlashBackend(name, is_faster if by_rule else None), queries(count)
     monkeypatch.setattr(backend, "_check_once", lambda *args: None)
     assert (backend.partial_splits(q_THD, view, segment, PLAIN) == 0) == asks
     if asks:

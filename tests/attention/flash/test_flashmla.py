@@ -100,13 +100,12 @@ def rows(counts: list[int], width: int, eight_bits: bool) -> tuple[Segment, Late
 
 
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["16 bits", "8 bits"])
-def test_rows_of_slots(eight_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_slots(eight_bits: bool) -> None:
     """Keeps out: slots read past a row's count, rows without keys that are not empty, few rows given to the wrong kernel."""
     segment, view = rows([128, 0, 1, 64, 65, 127, 2], 128, eight_bits)
     q_THL = queries(7, 64)
     assert mla_adapters.reads_rows(q_THL, view, segment) == eight_bits, "few rows in 16 bits are our kernel's"
-    monkeypatch.setattr(mla_adapters, "LEAST_ROWS", 1)
-    backend = FlashMLABackend()
+    backend = FlashMLABackend(least_rows=1)
     for _ in range(2):  # the second call uses the first one's schedule
         check(backend.run(q_THL, view, segment, SCORING), q_THL, view, segment)
 
@@ -174,7 +173,6 @@ def test_layers_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_library_that_breaks_its_word_is_found_out(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a release whose lse is base 2, or poisons a merge, used until the text is wrong."""
     module = sys.modules["flash_mla"]
-    monkeypatch.setattr(mla_adapters, "LEAST_ROWS", 1)
     pages, lens, view = paged(torch.bfloat16)
     segment = causal_segment(pages, lens, 1)
     if kind != "pages":
@@ -189,7 +187,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, kind: str, monk
         honest = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, honest=honest, **k: (*(r := honest(*a, **k))[:-1], wrong(r[-1])))
     with pytest.raises(RuntimeError, match="flashmla: the installed library .* attention='triton'"):
-        FlashMLABackend().run(q_THL, view, segment, SCORING)
+        FlashMLABackend(least_rows=1).run(q_THL, view, segment, SCORING)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.paths import compiler_s_output
 
 pytest.importorskip("triton")
 
@@ -59,9 +58,3 @@ def test_a_prompt_is_judged_by_what_the_host_knows_of_it() -> None:
     eight: Any = {"queries": 256, "heads": (8, 4, 128)}
     assert chosen(**eight) is not None, "the table has room for 8,192 tokens"
     assert chosen(**eight, max_cached=0) is None and chosen(**eight, max_cached=7000) is not None
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_for_hopper() -> None:
-    """Keeps out: code that this Triton does not compile, and tiles that take more shared memory than there is."""
-    assert compiler_s_output("attention/compiled/paged.py").split() == ["paged_hopper_kernel"]

@@ -68,11 +68,10 @@ def check(backend: Backend, q_THL: Tensor, view: Fp8LatentView, *segments: Segme
 
 
 @pytest.mark.slow_cases
-def test_only_bfloat16_queries_go_to_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_bfloat16_queries_go_to_the_hopper_kernel() -> None:
     """Keeps out: rotated parts, which 8-bit rows hold in bfloat16, copied as they are beside float16 queries."""
-    monkeypatch.setattr(mla_launch, "has_gluon", lambda: True)
     chosen = {
-        (dtype, scaled): mla_launch.latent_tiles.__wrapped__(128, (512, 576), dtype, False, scaled, 9).hopper
+        (dtype, scaled): mla_launch.latent_tiles.__wrapped__(128, (512, 576), dtype, False, scaled, 9, True).hopper
         for dtype in (torch.float16, torch.bfloat16)
         for scaled in (False, True)
     }

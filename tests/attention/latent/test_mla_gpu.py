@@ -3,6 +3,8 @@
 Keeps out: a block's tail that is read beyond the row (NaN there), a buffer loaded while it is read, splits that nobody merges.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from toolkit.attention.answers import attended
@@ -74,9 +76,9 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
         pytest.skip(f"needs a GPU of compute capability 9.x, this one has {generation}.x")
     chosen = set()
 
-    def spy(packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, generation: int) -> LatentTiles:
+    def spy(packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, *gpu: Any) -> LatentTiles:
         assert scaled == eight_bits
-        tiles = latent_tiles(packed, dims, dtype, local or not hopper, scaled, generation)
+        tiles = latent_tiles(packed, dims, dtype, local or not hopper, scaled, *gpu)
         chosen.add((local, tiles.hopper))
         return tiles
 

@@ -29,6 +29,7 @@ from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
 from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Pieces, harmless
 from specdec.generation import Generation
+from specdec.steps import Emitted
 
 PAINTED = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.S)
 LEGEND = "\x1b[2mcolours:\x1b[0m \x1b[32maccepted drafts\x1b[0m, \x1b[35mthe target's own\x1b[0m\n"
@@ -148,10 +149,10 @@ def test_a_piece_is_the_text_of_its_token(name: str) -> None:
         params = SamplingParams(max_tokens=len(ids) - chance.randrange(4), stop=stop)
         request = new_request(prompt, params, decode=decode, streaming=True)
         pieces, shown = Pieces(decode, prompt), list[tuple[str, int]]()
-        request.take_first(ids[0])
+        request.take_first(Emitted([ids[0]]))
         while not request.is_done:
             taken = len(request.output.token_ids)
-            request.take_round(ids[taken : taken + chance.randrange(1, 5)], 4, 4)
+            request.take_round(Emitted(ids[taken : taken + chance.randrange(1, 5)]), 4, 4)
             if chance.random() < 0.6:
                 shown += pieces.of(request.next_chunk())
         shown += pieces.of(request.next_chunk())

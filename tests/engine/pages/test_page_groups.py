@@ -52,12 +52,13 @@ class Row:
 
 
 class Written:
-    def __init__(self, rows: list[list[int]], spec: SpecConfig | None) -> None:
-        self.rows = rows
-        self.drafted, self.depths = (spec.num_draft_tokens - 1, spec.max_steps) if spec else (0, 0)
+    ended = ()
 
-    def read(self) -> Emitted:
-        return Emitted(self.rows)
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+    def read(self) -> list[Emitted]:
+        return [Emitted(tokens) for tokens in self.rows]
 
     def drop(self) -> None:
         pass
@@ -147,7 +148,7 @@ class Memory:
             self.check(row, range(part.start, part.end))
             row.length, row.running = part.end, part.is_last
             row.add(emitted[-1])
-        return Written(emitted, None)
+        return Written(emitted)
 
     def RunRound(self, step: RunRound) -> Written:
         emitted: list[list[int]] = []
@@ -166,7 +167,7 @@ class Memory:
                 self.write(row, position, (row.hashes[position], row.text[position + 1], drafts))
             row.length = L + accepted + 1
             self.check(row, range(L, row.length))
-        return Written(emitted, step.spec if step.kind == "speculative" else None)
+        return Written(emitted)
 
     def LeaveRows(self, step: LeaveRows) -> None:
         before = dict(self.rows)

@@ -94,6 +94,7 @@ def test_greedy_text_equals_transformers(zoo: Zoo, decoder: SpecDecoder, name: s
 CHANGES: dict[str, dict[str, Any]] = {  # a value of each field that must change some output; beside them a temperature
     "max_tokens": dict(max_tokens=5), "temperature": dict(temperature=1.7), "top_p": dict(top_p=0.3), "top_k": dict(top_k=2),
     "seed": dict(seed=99), "stop_token_ids": dict(stop_token_ids=[*range(0, V, 2)]), "min_p": dict(min_p=0.5),
+    "top_n_sigma": dict(top_n_sigma=1.0),
     "min_tokens": dict(min_tokens=9, stop_token_ids=[*range(0, V, 2)]),
     **{name: ours for name, (ours, _) in OPTIONS.items() if name != "min_tokens"},
 }  # fmt: skip

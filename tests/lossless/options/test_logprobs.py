@@ -14,8 +14,9 @@ from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from transformers import AutoModelForCausalLM
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
-from specdec.batch.logprobs import token_logprobs
+from specdec.batch.emitted import read_logprobs, token_logprobs
 from specdec.parallel.vocabulary import Vocabulary
+from specdec.steps import Logprobs
 
 V = 40
 
@@ -137,11 +138,13 @@ def test_ranks_agree_on_them(size: int, top: int) -> None:
     )
     want_RV = logits_RV.double().log_softmax(-1)
     values, ids = want_RV.topk(min(top, 10))
-    want = torch.cat((want_RV.gather(1, tokens_R[:, None]), values, ids.double()), dim=1)
+    want = torch.cat((want_RV.gather(1, tokens_R[:, None]), values), dim=1)
 
-    def of_rank(group: ThreadGroup) -> torch.Tensor:
+    def of_rank(group: ThreadGroup) -> list[list[Logprobs]]:
         vocabulary = Vocabulary.of(10, group)
-        return token_logprobs(run_of(vocabulary, logits_RV), tokens_R, top, vocabulary)
+        return read_logprobs(token_logprobs(run_of(vocabulary, logits_RV), tokens_R, top, vocabulary))
 
     for got in on_ranks(size, of_rank):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+        values = torch.tensor([each.values for (each,) in got], dtype=torch.float64)
+        torch.testing.assert_close(values, want, atol=1e-5, rtol=0)
+        assert [each.ids for (each,) in got] == ids.tolist()

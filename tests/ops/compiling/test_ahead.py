@@ -49,7 +49,7 @@ def test_every_kernel_compiles_for_a_gpu_of_little_shared_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["A100", "A10", "L40S", "H100", "B200", "RTX 5090"])
+@pytest.mark.parametrize("gpu", ["A100", "A10", "L40S", "H100", "H200", "B200", "RTX 5090"])
 def test_kernels_compile_and_fit_for_all_types_that_they_read(gpu: str) -> None:
     """Keeps out: the same, where another generation compiles otherwise, or where caches and weights have other types."""
     check("--gpus", gpu)

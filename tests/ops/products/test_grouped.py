@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec.ops.products import grouped
 from specdec.ops.products.grouped import has_grouped_product
 
 CASES = [  # dtype, (O, I), whether a CPU and whether a Hopper GPU runs it
@@ -33,10 +32,8 @@ def test_what_the_rule_allows_runs(dtype: torch.dtype, shape: tuple[int, int], o
 @pytest.mark.parametrize(
     ("capability", "some"), [((8, 6), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)]
 )
-def test_gpus_by_generation(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], some: bool) -> None:
+def test_gpus_by_generation(capability: tuple[int, int], some: bool) -> None:
     """Keeps out: a GPU whose product reads the groups' sizes on the host, and one weight that decides for all."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(grouped, "_is_known", grouped._is_known.__wrapped__)
 
     class OnGPU:
         """What the rule reads of a weight."""
@@ -49,7 +46,10 @@ def test_gpus_by_generation(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
         def element_size(self) -> int:
             return self.dtype.itemsize
 
+    def of_gpu(device: torch.device) -> tuple[int, int]:
+        return capability
+
     weights = [OnGPU(dtype, shape) for dtype, shape, _, on_hopper in CASES if on_hopper]
-    assert has_grouped_product(weights) is some
+    assert has_grouped_product(weights, of_gpu) is some
     for dtype, shape, _, on_hopper in CASES:
-        assert has_grouped_product([*weights, OnGPU(dtype, shape)]) is (some and on_hopper), (dtype, shape)
+        assert has_grouped_product([*weights, OnGPU(dtype, shape)], of_gpu) is (some and on_hopper), (dtype, shape)

@@ -24,12 +24,13 @@ from toolkit.ahead.passes import PASSES
 
 
 def launches_on(gpu: Gpu) -> dict[tuple[str, str], list[Launch]]:
-    """By kernel and the types of tensors that it reads, the largest first."""
+    """By kernel and the types of what it reads, the largest first."""
     found: dict[tuple[str, str], dict[object, Launch]] = {}
     for run in PASSES:
         for launch in record(gpu, run):
-            types = " ".join(kind for kind in map(str, launch.signature.values()) if kind.startswith(("*", "tensordesc")))
-            found.setdefault((launch.name, types), {}).setdefault(launch.key, launch)
+            types = [kind for kind in map(str, launch.signature.values()) if kind.startswith(("*", "tensordesc"))]
+            types += [value for value in launch.constants.values() if isinstance(value, str)]  # kinds of codes
+            found.setdefault((launch.name, " ".join(types)), {}).setdefault(launch.key, launch)
     return {name: sorted(each.values(), key=size, reverse=True) for name, each in sorted(found.items())}
 
 

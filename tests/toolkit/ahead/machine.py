@@ -102,7 +102,7 @@ class _Pointer:
         return self._at
 
 
-class _NoDriver:
+class NoDriver:
     """What Triton asks of a driver before it launches anything."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -113,6 +113,9 @@ class _NoDriver:
 
     def get_current_device(self) -> int:
         return self.gpu.index
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 def target_of(gpu: Gpu) -> GPUTarget:
@@ -183,7 +186,7 @@ def _pretend(gpu: Gpu) -> None:
     fake.__getitem__ = _part_of  # torch's own asks for a CUDA that a build for CPUs lacks
     if FakeTensor not in operator._PLAIN:  # no trace records what these tensors go through
         operator._PLAIN = (*operator._PLAIN, FakeTensor)
-    driver.set_active(_NoDriver(gpu))
+    driver.set_active(NoDriver(gpu))
 
 
 def code_hash(ptx: str) -> str:

@@ -13,6 +13,7 @@ from toolkit.ahead import attention, products, rounds
 PASSES: tuple[Callable[[], None], ...] = (
     products.products,
     products.quantised_products,
+    products.lossless_products,
     products.coded_mixtures,
     products.norms_and_rows,
     attention.heads_attention,

@@ -11,7 +11,9 @@ from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
 from specdec.ops.products.experts import CodedExperts, Form, Gate, coded_experts, runs_on_codes
 from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps_of
+from specdec.ops.products.formats.lossless import Packed
 from specdec.ops.products.formats.quantised import Codes, row_bytes
+from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
@@ -65,6 +67,19 @@ def quantised_products() -> None:
                     else:
                         weight.matmul(x)
                         weight.matmul(x, terms=True)
+
+
+def lossless_products() -> None:
+    for N, K in ((6144, 4096), (4096, 14336), (28672, 4096)):
+        packed = Packed(
+            torch.empty(N, row_bytes("int8", K), dtype=torch.uint8), torch.empty(N, row_bytes("int4", K), dtype=torch.uint8),
+            torch.empty(N, dtype=torch.int16), counts(N + 1), counts(1 << 16), torch.empty(1 << 16, dtype=torch.int16),
+            counts(N // 8),
+        )  # fmt: skip
+        weight = LosslessWeight(DenseWeight(halves(N, K)), packed)
+        for rows in (1, 6, 32, 60):
+            weight.matmul(halves(rows, K), terms=True)
+            weight.gated(halves(rows, K))
 
 
 def coded_mixtures() -> None:

@@ -19,6 +19,7 @@ from specdec.config import SpecConfig
 from specdec.engine.request import Request
 from specdec.grammar.library import Grammars
 from specdec.ops.compiling.rehearsal import Rehearsals
+from specdec.ops.cuda_graph import GraphSet
 from specdec.runner import prompts as prompt_runner
 from specdec.runner.first_passes import FirstPasses
 from specdec.runner.readback import Ticket
@@ -26,7 +27,7 @@ from specdec.steps import Needs, PromptPart, RunChunk, RunRound, Step
 
 PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
     "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
-    "verify": ("verifier", "verify"), "extend": ("drafter", "extend"), "read": ("", "read"),
+    "verify": ("verifier", "read_tree"), "extend": ("drafter", "extend"), "read": ("", "read"),
 }  # fmt: skip
 
 
@@ -194,6 +195,12 @@ class Hooks:
         runner.run = replay
         return seen
 
+    def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
+        """Makes these run what rounds give to CUDA graphs: whole rounds, or their phases."""
+        rounds = self._runner.rounds
+        rounds.round_graphs = rounds.phase_graphs = graphs
+        rounds.graph_mode = "round" if whole else "step"
+
     def use_grammars(self, grammars: Grammars) -> None:
         """Gives a decoder without a tokenizer grammars over one of their own."""
         self.decoder.grammars = grammars
@@ -208,18 +215,18 @@ class Hooks:
         """
         seen: dict[Request, list[int]] = {}
         verifier = self._workers.verifier
-        choose = verifier.choose
+        accept = verifier.accept
 
-        def chosen(state: Any, tree: DraftTree, *rest: Any) -> Any:
+        def accepted(state: Any, tree: DraftTree, *rest: Any) -> Any:
             trees = torch.stack((tree.tokens_BN, tree.parents_BN), 1).tolist()
-            result = choose(state, tree, *rest)
+            result = accept(state, tree, *rest)
             for row, (nodes, parents) in enumerate(trees):
                 if (request := self.request_in(row)) is not None:
-                    tokens = result.tokens_BE[row].tolist() if state.speculates_B[row] else []
+                    tokens = result.new.tokens_BE[row].tolist() if state.speculates_B[row] else []
                     seen.setdefault(request, [0]).extend([*range(1, walk(nodes, parents, tokens) + 1), 0])
             return result
 
-        with patch.object(verifier, "choose", chosen):
+        with patch.object(verifier, "accept", accepted):
             yield seen
 
     @contextmanager

@@ -19,9 +19,9 @@ from specdec.ops.compiling.known import KnownKernels
 from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.ops.products.kernels.dense import stream_hopper, stream_triton
 from specdec.ops.products.tiles.dense import ProductTiles
-from toolkit.attention.compiled.hopper import NoGpu
+from toolkit.ahead.machine import GPUS, NoDriver
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda", GPUS["H200"].index)
 FUNCTIONS = stream_hopper.hopper_linear_kernel, stream_triton.silu_mul_kernel
 
 
@@ -37,7 +37,7 @@ def start(purpose: str = "one") -> tuple[int, int]:
         function.device_caches.clear()
     rehearsals, known = Rehearsals(DEVICE), KnownKernels(DEVICE, purpose)
     rehearsals.recall(known)
-    number = sum(len(function.device_caches[0][0]) for function in FUNCTIONS)
+    number = sum(len(function.device_caches[GPUS["H200"].index][0]) for function in FUNCTIONS)
     rehearsals.rehearse(launches)()
     asked = len(rehearsals._compilers.future_kernels)
     known.add(rehearsals.functions)
@@ -48,7 +48,7 @@ def start(purpose: str = "one") -> tuple[int, int]:
 def main() -> None:
     loose: Any = torch.cuda
     loose.get_device_name, loose.get_device_capability, loose.set_device = lambda _: "H200", lambda _: (9, 0), lambda _: None
-    driver.set_active(NoGpu())
+    driver.set_active(NoDriver(GPUS["H200"]))
     CompiledKernel._init_handles = lambda self: None
     for module in (stream_hopper, stream_triton):
         module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]

@@ -8,7 +8,9 @@ import json
 from typing import Any
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.draft.eagle.worker import FEW_ROWS
 from specdec.generation import Stats
+from toolkit.driver import Driver
 from toolkit.paths import PAIR
 
 PROMPTS, MAX_TOKENS = 4, 48
@@ -20,7 +22,9 @@ WHAT = (
 )
 
 
-def measure(shape: tuple[int, int, int], dtype: str = "float32", batch_size: int = PROMPTS) -> dict[str, Any]:
+def measure(
+    shape: tuple[int, int, int], dtype: str = "float32", batch_size: int = PROMPTS, few_rows: int = FEW_ROWS
+) -> dict[str, Any]:
     """One row of expected.json."""
     lines = (PAIR / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
     decoder = SpecDecoder.from_pretrained(
@@ -32,6 +36,7 @@ def measure(shape: tuple[int, int, int], dtype: str = "float32", batch_size: int
         max_batch_size=batch_size,
         max_seq_len=128,
     )
+    Driver(decoder).drafter.few_rows = few_rows
     prompts = [json.loads(line)["prompt"] for line in lines]
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
     stats = Stats.total([out.stats for out in outputs])

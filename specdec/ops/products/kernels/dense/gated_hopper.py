@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.ops.hopper import barrier, tma_layout, tma_load, tma_store
+from specdec.ops.products.kernels.dense.stream_hopper import rows_of
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
@@ -176,9 +177,9 @@ def launch_gated_hopper(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, 
     y_TO = x_TI.new_empty(T, O)
     number = triton.cdiv(T, tiles.block_m) * triton.cdiv(O, outs)
     gated_linear_kernel[(min(programs, number),)](
-        TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_m, tiles.block_k], tma_layout(2)),
+        rows_of(x_TI, tiles.block_m, tiles.block_k),
         TensorDescriptor(weight_OI, [2, O, I], [O * I, I, 1], [2, outs, tiles.block_k], tma_layout(3)),
-        TensorDescriptor(y_TO, [T, O], [O, 1], [GROUP, outs], tma_layout(2)),
+        rows_of(y_TO, GROUP, outs),
         weight_OI if bias_O is None else bias_O, T, O, I,
         GROUP=GROUP, OUTS=outs, BLOCK_I=tiles.block_k, STAGES=tiles.stages, TOGETHER=TOGETHER,
         REGISTERS=REGISTERS, FETCHER=FETCHER_REGISTERS, HAS_BIAS=bias_O is not None, num_warps=tiles.warps,

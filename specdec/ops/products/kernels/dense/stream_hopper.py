@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_layout, tma_load
 from specdec.ops.launch import chained
-from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, arrivals_of
+from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.tiles.dense import two_parts
 
 if TYPE_CHECKING:
@@ -222,18 +221,11 @@ def launch_hopper_linear(
     assert x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2 and (bias_O is None or bias_O.shape == (rows,))
     assert tiles.splits == 1 or T <= tiles.block_m
     num_tiles = triton.cdiv(rows, tiles.block_n)
-    y_TO = x_TI.new_empty(T, O)
-    partials = arrivals = y_TO
-    if leaves:
-        assert not gated
-        y_TO = partials = arrivals = x_TI.new_empty(tiles.splits, T, O, dtype=torch.float32)
-    elif tiles.splits > 1:
-        assert num_tiles <= ARRIVALS
-        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_n, tiles.block_m, dtype=torch.float32)
-        arrivals = arrivals_of(x_TI.device)
-    x_low, lag = _rows_of(x_TI, low, tiles), 0 if tiles.block_m <= LATE else 1
+    assert not (leaves and gated)
+    y_TO, partials, arrivals = result_of(x_TI, O, tiles.splits, num_tiles, tiles.block_n, tiles.block_m, leaves)
+    x_low, lag = rows_of(x_TI, low, tiles.block_k), 0 if tiles.block_m <= LATE else 1
     hopper_linear_kernel[(num_tiles * triton.cdiv(T, tiles.block_m), tiles.splits)](
-        x_low, _rows_of(x_TI, high, tiles) if high else x_low, _groups_of(weight_OI, parts, tiles),
+        x_low, rows_of(x_TI, high, tiles.block_k) if high else x_low, groups_of(weight_OI, parts, tiles.block_n, tiles.block_k),
         weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I,
         LOW=low, HIGH=high, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
         PARTS=parts, LAG=lag, MANY=T > tiles.block_m, TOGETHER=TOGETHER, LEAVES=leaves, HAS_BIAS=bias_O is not None,
@@ -242,14 +234,14 @@ def launch_hopper_linear(
     return y_TO
 
 
-def _rows_of(x_TI: Tensor, rows: int, tiles: ProductTiles) -> TensorDescriptor:
-    """The copy engine's descriptor of tiles of `rows` rows of x."""
-    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, tiles.block_k], tma_layout(2))
+def rows_of(x_TI: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """The copy engine's descriptor of tiles of x."""
+    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, columns], tma_layout(2))
 
 
-def _groups_of(weight_OI: Tensor, parts: int, tiles: ProductTiles) -> TensorDescriptor:
-    """The copy engine's descriptor of a weight's tiles, in which 8 rows of each part alternate."""
-    rows, I = weight_OI.shape
-    O, groups = rows // parts, tiles.block_n // parts // EIGHT
+def groups_of(weight_OI: Tensor, parts: int, rows: int, columns: int) -> TensorDescriptor:
+    """The copy engine's descriptor of a weight's tiles, in which 8 rows of each part alternate; also of words of codes."""
+    (whole, I), groups = weight_OI.shape, rows // parts // EIGHT
+    O = whole // parts
     shape, strides = [O // EIGHT, parts, EIGHT, I], [EIGHT * I, O * I, I, 1]
-    return TensorDescriptor(weight_OI, shape, strides, [groups, parts, EIGHT, tiles.block_k], tma_layout(4))
+    return TensorDescriptor(weight_OI, shape, strides, [groups, parts, EIGHT, columns], tma_layout(4, columns))

@@ -86,22 +86,7 @@ def linear_kernel(
             x_TI = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0)
         acc_OT = tl.dot(w_OI, tl.trans(x_TI), acc_OT, input_precision="ieee")
 
-    if SPLITS == 1:
-        store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
-    else:  # the program of this tile that arrives last sums all partial results, in a fixed order
-        SIZE: tl.constexpr = BLOCK_O * BLOCK_T
-        cell_OT = r[:, None] * BLOCK_T + t[None, :]
-        mine = partials + tile * (SPLITS * SIZE)
-        tl.store(mine + split * SIZE + cell_OT, acc_OT)
-        tl.debug_barrier()  # all of this program's stores before its arrival
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + tile, 0)
-            acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-            for s in tl.static_range(SPLITS):
-                acc_OT += tl.load(
-                    mine + s * SIZE + cell_OT, cache_modifier=".cg"
-                )  # .cg: from L2, since this SM's L1 may hold old data
-            store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+    complete(acc_OT, bias, y, partials, arrivals, tile, split, T, O, BLOCK_T, BLOCK_O, SPLITS, GATED, HAS_BIAS)
 
 
 @triton.jit
@@ -111,6 +96,28 @@ def prefetch(at, ok):
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r", [at, ok.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def complete(
+    acc_OT, bias, y, partials, arrivals, tile, split, T, O,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Stores the product.  The program of a tile that arrives last sums all partial results, in a fixed order."""
+    if SPLITS == 1:
+        store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+    else:
+        SIZE: tl.constexpr = BLOCK_O * BLOCK_T
+        cell_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        mine = partials + tile * (SPLITS * SIZE)
+        tl.store(mine + split * SIZE + cell_OT, acc_OT)
+        tl.debug_barrier()  # all of this program's stores before its arrival
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrivals + tile, 0)
+            acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+            for s in tl.static_range(SPLITS):  # from L2 (.cg), since this SM's L1 may hold old data
+                acc_OT += tl.load(mine + s * SIZE + cell_OT, cache_modifier=".cg")
+            store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
 
 
 @triton.jit
@@ -164,12 +171,7 @@ def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated:
     assert x_TI.dtype == weight_OI.dtype and (bias_O is None or bias_O.shape == (rows,))
     outs = tiles.block_n // 2 if gated else tiles.block_n
     num_tiles = triton.cdiv(O, outs)
-    y_TO = x_TI.new_empty(T, O)
-    partials = arrivals = y_TO
-    if tiles.splits > 1:
-        assert num_tiles <= ARRIVALS
-        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_n, tiles.block_m, dtype=torch.float32)
-        arrivals = arrivals_of(x_TI.device)
+    y_TO, partials, arrivals = result_of(x_TI, O, tiles.splits, num_tiles, tiles.block_n, tiles.block_m)
     linear_kernel[(num_tiles, tiles.splits)](
         x_TI, weight_OI, weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I, x_TI.stride(0),
         BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
@@ -191,6 +193,24 @@ def launch_silu_mul(gate_up_T2F: Tensor) -> Tensor:
             gate_up_T2F, out_TF, gate_up_T2F.stride(0), blocks, F, BLOCK=block, num_warps=8, **chained(out_TF.device)
         )
     return out_TF
+
+
+def result_of(
+    x_TI: Tensor, O: int, splits: int, num_tiles: int, block_n: int, block_m: int, leaves: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(memory for the result [T, O], or [splits, T, O] float32 with leaves; memory for partial results; counters of arrivals).
+
+    Where programs add nothing up, the last two are never read.
+    """
+    if leaves:
+        y = x_TI.new_empty(splits, x_TI.shape[0], O, dtype=torch.float32)
+        return y, y, y
+    y = x_TI.new_empty(x_TI.shape[0], O)
+    if splits == 1:
+        return y, y, y
+    assert num_tiles <= ARRIVALS
+    partials = x_TI.new_empty(num_tiles, splits, block_n, block_m, dtype=torch.float32)
+    return y, partials, arrivals_of(x_TI.device)
 
 
 @cache

@@ -35,8 +35,8 @@ from specdec.ops.hopper import tma_layout
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.lossless import WIDTH, Packed
 from specdec.ops.products.formats.quantised import codes_a_word
-from specdec.ops.products.kernels.dense.stream_hopper import EIGHT
-from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, arrivals_of
+from specdec.ops.products.kernels.dense.stream_hopper import EIGHT, groups_of, rows_of
+from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.quantised.warp_hopper import quantised_sliced_kernel
 from specdec.ops.products.kernels.quantised.warpgroup_hopper import quantised_hopper_kernel
 from specdec.ops.products.tiles.dense import two_parts
@@ -95,17 +95,10 @@ def launch_quantised_hopper(
     assert of.kind != "packed" or I % WIDTH == 0
     assert x_TI.dtype == torch.bfloat16 and (bias_O is None or bias_O.shape == (rows,))
     num_tiles = triton.cdiv(rows, tiles.block_n) * triton.cdiv(T, tiles.block_m)
-    most_counted = num_tiles * tiles.of_program
-    y_TO = x_TI.new_empty(T, O)
-    partials = arrivals = y_TO
-    if leaves:
-        assert not gated
-        y_TO = partials = arrivals = x_TI.new_empty(tiles.splits, T, O, dtype=torch.float32)
-    elif tiles.splits > 1:
-        assert most_counted <= ARRIVALS
-        of_tile = tiles.block_n // tiles.of_program, max(8, tiles.block_m)
-        partials = x_TI.new_empty(most_counted, tiles.splits, *of_tile, dtype=torch.float32)
-        arrivals = arrivals_of(x_TI.device)
+    assert not (leaves and gated)
+    y_TO, partials, arrivals = result_of(
+        x_TI, O, tiles.splits, num_tiles * tiles.of_program, tiles.block_n // tiles.of_program, max(8, tiles.block_m), leaves
+    )
     planes = *of.scales, of.scales[0] if bias_O is None else bias_O, y_TO, partials, arrivals
     sizes = T, O, I, of.groups, x_TI.stride(0)
     common: dict[str, Any] = dict(
@@ -149,33 +142,20 @@ def _launch_warpgroup(
     assert tiles.block_k % (WIDTH if is_packed else 32 * of.a_word) == 0
     assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
     block_n, block_j = tiles.block_n // tiles.of_program, tiles.block_k // of.a_word
-    codes = _codes_of(of.words_OJ, parts, block_n, block_j)
-    highs = _codes_of(of.high_OJ, parts, block_n, block_j // 2) if is_packed else codes
+    codes = groups_of(of.words_OJ, parts, block_n, block_j)
+    highs = groups_of(of.high_OJ, parts, block_n, block_j // 2) if is_packed else codes
     rows, more = two_parts(tiles.block_m)  # the second part has no counters of its own, and no far numbers
     assert not more or (more & (more - 1) == 0 and slices == 1 and (leaves or tiles.splits == 1) and not is_packed)
-    x_tiles = _columns_of(x_TI, rows, tiles.block_k)
-    more_tiles = _columns_of(x_TI, more, tiles.block_k) if more else x_tiles
+    x_tiles = rows_of(x_TI, rows, tiles.block_k)
+    more_tiles = rows_of(x_TI, more, tiles.block_k) if more else x_tiles
     quantised_hopper_kernel[grid](
         x_TI, x_tiles, more_tiles, codes, highs, *others, MORE=more, BLOCK_I=tiles.block_k, TILES=tiles.of_program,
         TURNS=slices, OTHERS=tiles.others, num_warps=4, **common,
     )  # fmt: skip
 
 
-def _columns_of(x_TI: Tensor, rows: int, block_k: int) -> TensorDescriptor:
-    """The copy engine's descriptor of tiles of x."""
-    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, block_k], tma_layout(2))
-
-
-def _codes_of(words_OJ: Tensor, parts: int, block_n: int, block_j: int) -> TensorDescriptor:
-    """The copy engine's descriptor of tiles of words of codes, in which 8 rows of each part alternate."""
-    rows, J = words_OJ.shape
-    O, groups = rows // parts, block_n // parts // EIGHT
-    shape, strides = [O // EIGHT, parts, EIGHT, J], [EIGHT * J, O * J, J, 1]
-    return TensorDescriptor(words_OJ, shape, strides, [groups, parts, EIGHT, block_j], tma_layout(4, block_j))
-
-
 def _slices_of(words_OJ: Tensor, width: int, parts: int, block_n: int, slices: int) -> TensorDescriptor:
-    """The same in slices of `width` words, each of which lies in shared memory by itself."""
+    """`groups_of` in slices of `width` words, each of which lies in shared memory by itself."""
     rows, J = words_OJ.shape
     O, groups = rows // parts, block_n // parts // EIGHT
     shape, strides = [J // width, O // EIGHT, parts, EIGHT, width], [width, EIGHT * J, O * J, J, 1]

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, arrivals_of, prefetch, store_product
+from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of
 
 if TYPE_CHECKING:
     from specdec.ops.products.formats.quantised import Codes
@@ -176,20 +176,7 @@ def quantised_linear_kernel(
 
     if GROUP == 0:
         acc_OT *= tl.load(scales_O).to(tl.float32)[:, None]
-    if SPLITS == 1:
-        store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
-    else:  # the program of this tile that arrives last sums all partial results, in a fixed order
-        SIZE: tl.constexpr = BLOCK_O * BLOCK_T
-        cell_OT = r[:, None] * BLOCK_T + t[None, :]
-        mine = partials + tile * (SPLITS * SIZE)
-        tl.store(mine + split * SIZE + cell_OT, acc_OT)
-        tl.debug_barrier()  # all of this program's stores before its arrival
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + tile, 0)
-            acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-            for s in tl.static_range(SPLITS):
-                acc_OT += tl.load(mine + s * SIZE + cell_OT, cache_modifier=".cg")  # from L2, as linear_kernel does
-            store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+    complete(acc_OT, bias, y, partials, arrivals, tile, split, T, O, BLOCK_T, BLOCK_O, SPLITS, GATED, HAS_BIAS)
 
 
 @triton.jit
@@ -278,13 +265,8 @@ def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     assert bias_O is None or bias_O.shape == (rows,)
     outs = tiles.block_n // 2 if gated else tiles.block_n
     num_tiles = triton.cdiv(O, outs)
-    y_TO = x_TI.new_empty(T, O)
-    partials = arrivals = y_TO
+    y_TO, partials, arrivals = result_of(x_TI, O, tiles.splits, num_tiles, tiles.block_n, tiles.block_m)
     scales_OG, zeros_OG = weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG
-    if tiles.splits > 1:
-        assert num_tiles <= ARRIVALS
-        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_n, tiles.block_m, dtype=torch.float32)
-        arrivals = arrivals_of(x_TI.device)
     quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(T, tiles.block_m))](
         x_TI, weight.codes_OJ.view(torch.int16), scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO,
         partials, arrivals, T, O, I, weight.codes_OJ.shape[1] // 2, scales_OG.shape[1], x_TI.stride(0),

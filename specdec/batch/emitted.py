@@ -1,0 +1,127 @@
+"""What a pass emitted: tensors for the drafter, and numbers for the host, whose layout only this file knows.
+
+This module knows neither the verifier nor the drafter.
+
+Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token.  Of log-probabilities: R rows of logits,
+W a rank's run of the vocabulary, k likeliest tokens, Y = 1 + 2k numbers of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.parallel.vocabulary import Vocabulary
+from specdec.steps import Emitted, Logprobs
+
+
+class NewTokens(NamedTuple):
+    """Tokens by which texts have grown, as a drafter learns them.
+
+    base_lens_B: int32, the committed lengths before.
+    tokens_BE: int64, the accepted draft tokens, then the bonus token; columns after last_B are padding.  All of them are ids:
+        where the target's logits were not finite, there is a 0, so that the device can go on.
+    last_B: int64, the column of the bonus token: how many draft tokens were accepted.
+    features_BEF: for each token, the target's features of the token before it; None if they were not asked for.
+    """
+
+    base_lens_B: Tensor
+    tokens_BE: Tensor
+    last_B: Tensor
+    features_BEF: Tensor | None
+
+
+class EmittedRows(NamedTuple):
+    """What the host reads of a round: one int64 tensor, whose columns are written and read here alone.
+
+    A row holds the number of accepted draft tokens; the tokens, -1 where the target's logits were not finite; and how many
+    draft tokens of the tree's best path were accepted, and how many that path has.
+    """
+
+    numbers_BX: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, places: int, device: torch.device) -> EmittedRows:
+        """Memory to be written through the views."""
+        return cls(torch.empty(rows, places + 3, dtype=torch.int64, device=device))
+
+    @classmethod
+    def of(cls, accepted_B: Tensor, tokens_BE: Tensor, best_B2: Tensor) -> EmittedRows:
+        return cls(torch.cat((accepted_B[:, None], tokens_BE, best_B2), dim=1))
+
+    @property
+    def accepted_B(self) -> Tensor:
+        return self.numbers_BX[:, 0]
+
+    @property
+    def tokens_BE(self) -> Tensor:
+        return self.numbers_BX[:, 1:-2]
+
+    @property
+    def best_B2(self) -> Tensor:
+        return self.numbers_BX[:, -2:]
+
+    @staticmethod
+    def read(numbers_BX: Tensor) -> list[Emitted]:
+        """What each row emitted.  numbers_BX: on the host."""
+        return [Emitted(row[1 : row[0] + 2], best=(row[-2], row[-1])) for row in numbers_BX.tolist()]
+
+
+class RoundResult(NamedTuple):
+    """What a round emitted.
+
+    new: for the drafter.  emitted: for the host.
+    logprobs_BEY: of the emitted tokens, see `token_logprobs`; None if they were not asked for.
+    """
+
+    new: NewTokens
+    emitted: EmittedRows
+    logprobs_BEY: Tensor | None
+
+
+class FirstTokens(NamedTuple):
+    """The first output tokens of a chunk's prompts.
+
+    tokens_B: int64, and more rows with padding; -1 if the target's logits are not finite.  Values of parts whose prompt does
+        not end in the chunk, and of padding, mean nothing.
+    logprobs_BY: of these tokens, see `token_logprobs`; None if they were not asked for.
+    """
+
+    tokens_B: Tensor
+    logprobs_BY: Tensor | None = None
+
+    @staticmethod
+    def read(tokens_B: Tensor, is_last: Sequence[bool]) -> list[Emitted]:
+        """What each part emitted: nothing unless its prompt ends there.  tokens_B: on the host."""
+        return [Emitted([token] if last else []) for token, last in zip(tokens_B.tolist(), is_last, strict=True)]
+
+
+def token_logprobs(logits_RW: Tensor, tokens_R: Tensor, top: int, vocabulary: Vocabulary) -> Tensor:
+    """[R, Y] int64: the log-probability of each row's token, those of the likeliest tokens, and these tokens' ids.  Of
+    log-probabilities it holds the bits of float64 numbers.
+
+    logits_RW: of this rank's run of the vocabulary.  tokens_R: int64.  top: k, at most as many as there are tokens.
+    """
+    likeliest_Rk, ids_Rk = vocabulary.top(logits_RW, max(1, min(top, vocabulary.size)))
+    best_R1 = vocabulary.largest(logits_RW)[:, None].float()
+    local_R1 = (tokens_R - vocabulary.first)[:, None]
+    is_own_R1 = (local_R1 >= 0) & (local_R1 < vocabulary.own)
+    padded_RW = F.pad(logits_RW, (0, 1))  # a column for other ranks' tokens
+    own_R1 = padded_RW.gather(1, torch.where(is_own_R1, local_R1, vocabulary.own))
+    logit_R1 = vocabulary.group.sum(own_R1.float())
+    # The largest logit's token has minus the logarithm of the sum over all, of differences from that logit.
+    floats = [(logit_R1 - best_R1) + likeliest_Rk[:, :1], *([likeliest_Rk] if top else [])]
+    bits = [each.double().view(torch.int64) for each in floats]
+    return torch.cat([*bits, ids_Rk] if top else bits, dim=1)
+
+
+def read_logprobs(numbers_Y: Tensor) -> list[list[Logprobs]]:
+    """The log-probabilities of each row's tokens.  numbers_Y: [B, Y] or [B, E, Y] on the host, of rows of `token_logprobs`."""
+    numbers_BEY = numbers_Y[:, None] if numbers_Y.dim() == 2 else numbers_Y
+    floats = (numbers_BEY.shape[-1] + 1) // 2
+    values, ids = numbers_BEY[..., :floats].view(torch.float64).tolist(), numbers_BEY[..., floats:].tolist()
+    return [list(map(Logprobs._make, zip(*row, strict=True))) for row in zip(values, ids, strict=True)]

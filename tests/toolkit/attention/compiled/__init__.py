@@ -1,1 +1,0 @@
-"""Kernels of attention compiled for a Hopper GPU, on a machine that needs none."""
