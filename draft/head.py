@@ -1,8 +1,8 @@
-"""What heads of all kinds have: embeddings and a language-model head that may be the target's, and a vocabulary.
+"""What heads have: all of them, those with files of their own, and those that draft one level of a tree in each pass.
 
 Knows no kind of head, no tree and no cache.
 
-Shapes: T tokens, H hidden, F the target's features of one token, concatenated, V draft vocabulary.
+Shapes: T tokens or pairs, H hidden, F the target's features of one token, concatenated, R rows asked for, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel, DraftNeeds
 from specdec.draft.formats.parts import Part
 from specdec.draft.formats.reading import Names
 from specdec.draft.formats.spec import HeadSpec
+from specdec.limits import MAX_PAUSE
 from specdec.models.layers import Embedding, Rotary
 from specdec.models.linear import Linear
 from specdec.parallel.group import ALONE, Group
@@ -80,3 +82,41 @@ class DraftHead(Head):
     @property
     def trained_length(self) -> int:
         return self.config.trained_length
+
+
+class StepHead(Head):
+    """What the draft worker needs of a head that drafts a level a pass: EAGLE heads, MTP layers.
+
+    It reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, and predicts token i + 2.  The
+    head's hidden output takes the place of the next pair's feature.  hidden_size: H.
+    """
+
+    hidden_size: int
+
+    def slots(self, spec: SpecConfig) -> int:
+        branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
+        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0)
+
+    def passes(self, spec: SpecConfig) -> int:
+        return spec.max_steps
+
+    @abstractmethod
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """One step over pairs: hidden [T, H], which is the next pair's feature and the input of `logits`.
+
+        ids_T: int64, each pair's token.
+        hidden_TH: each pair's feature, fused.
+        positions_T: int64 rotary positions.
+        rows_R: int64.  If given, only these rows' hidden states are returned: [R, H].
+        """
+
+    def begin(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor) -> Tensor:
+        """`forward` over pairs of prompts, among which a text's first pair may be."""
+        return self(ids_T, hidden_TH, positions_T, attn, rows_R)
+
+    def level(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> tuple[Tensor, Tensor]:
+        """`forward`, and its result's `logits`, for the branches of one level of a draft."""
+        next_TH = self(ids_T, hidden_TH, positions_T, attn)
+        return next_TH, self.logits(next_TH)

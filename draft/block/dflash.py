@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from specdec.attention.caches.planes import HeadsView
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerCall
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.block.dense import BlockRows, MaskedAttention
+from specdec.draft.block.dense import BlockRows
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.markov import Markov
 from specdec.draft.block.rounds.passes import BlockPass, ContextPass
@@ -95,10 +95,7 @@ class DFlashHead(BlockHead):
             torch.cat((block_R, none_NT[0])),
             torch.cat(((anchors_NA - 1).repeat_interleave(B, 1), none_NT), dim=1),
         )
-        anchored = B if self.block.anchored_windows else 0
-        kinds = list(zip(self.config.model.layer_kinds, self.block.causal, strict=True))
-        masks: dict[Any, Tensor] = {kind: rows.visible(*kind, A * B, anchored) for kind in set(kinds)}
-        attn = MaskedAttention([masks[kind] for kind in kinds], parts=(A * B, T))
+        attn = self.masked(rows, A * B, (A * B, T))
         ids_NAB = self.block_ids(ids_NT.gather(1, anchors_NA))
         positions = torch.cat((at_NR.flatten(), at_NT.flatten()))
         hidden = self(ids_NAB.flatten(), self.fuse(features_NTF.flatten(0, 1)), positions, attn).view(N, A, B, -1)

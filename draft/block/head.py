@@ -7,6 +7,8 @@ F the target's features of one token.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -14,11 +16,13 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
+from specdec.draft.block.dense import BlockRows, MaskedAttention
 from specdec.draft.block.rounds.passes import BlockPass
 from specdec.draft.block.rounds.trees import tree_of_levels
 from specdec.draft.drafter import Drafter, DrafterContext, Impression
 from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.head import DraftHead
+from specdec.limits import MAX_PAUSE
 from specdec.models.target import Target
 from specdec.ops.noise.gumbel import Noise
 
@@ -64,11 +68,22 @@ class BlockHead(DraftHead):
         """
         return tree_of_levels(self, hidden_BSH, bonus_B, spec, noise)
 
+    def masked(self, rows: BlockRows, queries: int, parts: Sequence[int]) -> MaskedAttention:
+        """The attention of a pass over whole texts.  queries, parts: as of `visible` and `MaskedAttention`."""
+        anchored = self.block.size if self.block.anchored_windows else 0
+        kinds = list(zip(self.config.model.layer_kinds, self.block.causal, strict=True))
+        masks: dict[Any, Tensor] = {kind: rows.visible(*kind, queries, anchored) for kind in set(kinds)}
+        return MaskedAttention([masks[kind] for kind in kinds], parts)
+
     def default_shape(self) -> SpecConfig:
-        return self.block.default_shape()
+        """The usual one, with no more levels than a pass was made to draft tokens."""
+        usual, most = SpecConfig(), self.block.most_steps
+        return usual if most is None or usual.max_steps <= most else SpecConfig(most, usual.topk)
 
     def slots(self, spec: SpecConfig) -> int:
-        return self.block.slots(spec)
+        """The tokens that were emitted, or that a pause kept, and then a block."""
+        columns = MAX_PAUSE if spec.is_auto else 0
+        return max(columns, spec.max_steps + 1) + max(self.block.size, spec.max_steps)
 
     def passes(self, spec: SpecConfig) -> int:
         return 1

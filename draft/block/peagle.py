@@ -10,7 +10,6 @@ Shapes: N texts, T tokens of a text, P pairs, A blocks, S tokens drafted by each
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.config import SpecConfig
-from specdec.draft.block.dense import BlockRows, MaskedAttention
+from specdec.draft.block.dense import BlockRows
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.rounds.passes import BlockPass, PairPass
 from specdec.draft.eagle.head import Eagle3Head
@@ -63,9 +62,7 @@ class PEagleHead(BlockHead, Eagle3Head):
         ids = torch.cat((ids_NT[:, 1:], ids_NT.new_full((N, unknown), self.block.mask_id)), dim=1)
         fused_NPH = self.fuse(features_NTF[:, :P].flatten(0, 1)).unflatten(0, (N, P))
         fused = torch.cat((fused_NPH, self.mask_feature().expand(N, unknown, -1)), dim=1)
-        kinds = self.config.model.layer_kinds
-        masks: dict[Any, Tensor] = {kind: rows.visible(kind, True, P + unknown) for kind in set(kinds)}
-        attn = MaskedAttention([masks[kind] for kind in kinds], parts=(P + unknown,))
+        attn = self.masked(rows, P + unknown, (P + unknown,))
         hidden = self(ids.flatten(), fused.flatten(0, 1), rows.positions_NR.flatten(), attn).unflatten(0, (N, -1))
         first_NA1H = hidden.take_along_dim(anchors_NA[..., None] - 1, dim=1)[:, :, None]
         return torch.cat((first_NA1H, hidden[:, P:].unflatten(1, (A, D))), dim=2)

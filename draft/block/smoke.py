@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class BlockLook(FilesLook):
         logits_ASV = head.walk(hidden_ASH, seen.ids_T[after_AS])
         yield from is_right(head, logits_ASV, seen.chosen_P[after_AS - 1]).unbind(1)
 
-    def misreadings(self, head: BlockHead, target: Target) -> Iterator[Misreading]:
+    def misreadings(self, head: Any, target: Target) -> Iterator[Misreading]:
         block = head.block
         yield from misread_layers(head, target)
         if head.config.reads_pairs:

@@ -1,6 +1,6 @@
 """EAGLE draft heads: EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077).
 
-Pair i (step_head.py) stands at rotary position i.  This module knows no tree, cache or verifier.
+Pair i (draft/head.py) stands at rotary position i.  This module knows no tree, cache or verifier.
 
 Shapes: T pairs, H hidden, F the target's features of one token, concatenated, V draft vocabulary.
 """
@@ -19,8 +19,7 @@ from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.formats.parts import Part, layer_parts
 from specdec.draft.formats.reading import Names
 from specdec.draft.formats.spec import HeadSpec
-from specdec.draft.head import DraftHead
-from specdec.draft.step_head import StepHead
+from specdec.draft.head import DraftHead, StepHead
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear

@@ -38,24 +38,11 @@ class EagleRows(PausedRows):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> Self:
-        """topk, hidden: K and H.  max_pause, features: P and F; 0 if no round is ever paused.  dtype: of hidden states and
-        features.
-        """
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        """topk, hidden: K and H.  dtype: of hidden states and features.  The others: as of `nothing_pending`."""
         return cls(
             # Distinct, because siblings are: rounds verify the trees of rows that never drafted, too.
             level1_tokens_BK=torch.arange(topk, dtype=torch.int64, device=device).repeat(rows, 1),
-            level1_logp_BK=zeros(rows, topk, dtype=torch.float32),
-            level1_hidden_BH=zeros(rows, hidden, dtype=dtype),
-            pending_B=zeros(rows, dtype=torch.int64),
-            pending_tokens_BP=zeros(rows, max_pause, dtype=torch.int64),
-            pending_features_BPF=zeros(rows, max_pause, features, dtype=dtype),
+            level1_logp_BK=torch.zeros(rows, topk, dtype=torch.float32, device=device),
+            level1_hidden_BH=torch.zeros(rows, hidden, dtype=dtype, device=device),
+            **cls.nothing_pending(rows, max_pause, features, device, dtype),
         )
-
-    @property
-    def first_level(self) -> list[Tensor]:
-        """The tensors that an extend leaves for the next draft."""
-        return [self.level1_tokens_BK, self.level1_logp_BK, self.level1_hidden_BH]

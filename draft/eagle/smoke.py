@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.attention.eager.dense import DenseAttention
 from specdec.draft.broken import FilesLook
 from specdec.draft.eagle.head import EagleHead
+from specdec.draft.head import StepHead
 from specdec.draft.smoke import (
     Look,
     Misreading,
@@ -24,7 +25,6 @@ from specdec.draft.smoke import (
     misread_residual,
     respecified,
 )
-from specdec.draft.step_head import StepHead
 from specdec.models.target import Target
 
 

@@ -26,10 +26,11 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.drafter import Drafter, DrafterContext
+from specdec.draft.drafter import DrafterContext
 from specdec.draft.eagle.rows import EagleRows
+from specdec.draft.head import StepHead
+from specdec.draft.paused import PausingDrafter
 from specdec.draft.shared_noise import noise_of
-from specdec.draft.step_head import StepHead
 from specdec.draft.tree.branches import fork
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
@@ -43,7 +44,7 @@ from specdec.steps import Needs
 FEW_ROWS = 64
 
 
-class DraftWorker(Drafter):
+class DraftWorker(PausingDrafter[EagleRows]):
     """Runs a head over the running batch.
 
     In each group of layers the head's cache has the same slots as the target's, so one page table a group serves both models.
@@ -55,7 +56,7 @@ class DraftWorker(Drafter):
         self.topk = context.most_topk  # of the first level that rows keep
         self.shares_noise, self.few_rows = shares_noise, FEW_ROWS
         (self.cache,) = self.caches = context.caches
-        self.rows: EagleRows = EagleRows.empty(
+        self.rows = EagleRows.empty(
             context.rows,
             self.topk,
             head.hidden_size,
@@ -77,7 +78,7 @@ class DraftWorker(Drafter):
     def _draft_chain(self, state: BatchState, steps: int, noise: Noise | None) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
         groups = self._groups(state)
-        rows, first = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups], self._rows(state)
+        rows, first = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups], self.rows_of(state)
         tokens_B, hidden_BH = first.level1_tokens_BK[:, 0], first.level1_hidden_BH
         drawn = [state.bonus_B, tokens_B]
         for step in range(steps):
@@ -97,7 +98,7 @@ class DraftWorker(Drafter):
         continue.
         """
         S, K, B = spec.max_steps, spec.topk, state.rows
-        device, groups, first = state.lens_B.device, self._groups(state), self._rows(state)
+        device, groups, first = state.lens_B.device, self._groups(state), self.rows_of(state)
         prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K, "none"), group.shared) for group in groups]
         candidates = Candidates.empty(B, K, S, device)
         level1_tokens_BK, level1_logp_BK = (t[:, :K].contiguous() for t in (first.level1_tokens_BK, first.level1_logp_BK))
@@ -124,7 +125,7 @@ class DraftWorker(Drafter):
         What the head computes for columns after new.last_B is never used.
         """
         assert new.features_BEF is not None
-        (B, E), rows = new.tokens_BE.shape, self._rows(state)
+        (B, E), rows = new.tokens_BE.shape, self.rows_of(state)
         few = B * E <= self.few_rows
         tables = [self._extend_tables(group, new.base_lens_B, E, last_rows=not few) for group in self._groups(state)]
         self._read_round(rows, tables, new.tokens_BE, self.head.fuse(new.features_BEF.flatten(0, 1)), new.last_B)
@@ -135,27 +136,8 @@ class DraftWorker(Drafter):
         hidden_BH = self._read_prompts(prompts, prompts.next_ids(first_B), self.head.fuse(features_TF))
         noise = self._noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
         logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
-        for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
+        for target, source in zip(self.rows.next_draft, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
-
-    def keep(self, state: BatchState, new: NewTokens) -> None:
-        self._rows(state).keep(state, new)
-
-    def catch_up(self, state: BatchState, needs: Needs) -> None:
-        rows = self._rows(state)
-        has_some_B1 = rows.pending_B[:, None] > 0
-        before = [tensor.clone() for tensor in rows.first_level]
-        self.extend(state, needs, rows.kept(state))
-        for tensor, old in zip(rows.first_level, before, strict=True):
-            tensor.copy_(torch.where(has_some_B1, tensor, old))
-        rows.pending_B.zero_()
-
-    def changed(self, state: BatchState) -> list[Tensor]:
-        rows = self._rows(state)
-        return [rows.pending_B, *rows.first_level]
-
-    def clear_rows(self, rows_R: Tensor) -> None:
-        self.rows.pending_B.index_fill_(0, rows_R, 0)
 
     def _read_round(
         self, rows: EagleRows, tables: list[PassTables], tokens_BE: Tensor, features_TH: Tensor, last_B: Tensor
@@ -174,10 +156,6 @@ class DraftWorker(Drafter):
         """Runs the head over parts of prompts: the hidden state [B, H] of each part's last token.  features_TH: fused."""
         attn = self.attention_of(prompts.tables_of(self.cache.group_numbers))
         return self.head.begin(next_ids_T, features_TH, prompts.positions_T, attn, prompts.last_B)
-
-    def _rows(self, state: BatchState) -> EagleRows:
-        """The rows of the state, which are the batch's first ones."""
-        return self.rows.narrow(state.rows)
 
     def _groups(self, state: BatchState) -> list[BatchState]:
         """The batch as each group of the head's layers sees it."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from specdec.config import SpecConfig
-from specdec.limits import MAX_PAUSE
 from specdec.models.config import ModelConfig
 
 FeatureNorm = Literal["none", "each", "joint"]
@@ -20,7 +18,7 @@ Confidence = Literal["none", "hidden", "markov"]
 class HeadKind(NamedTuple):
     """A kind of heads with files.
 
-    title: for people.  reads_pairs: whether it reads pairs of a token and a feature (draft/step_head.py); else the features of
+    title: for people.  reads_pairs: whether it reads pairs of a token and a feature (draft/head.py); else the features of
         the text are the context of its blocks.
     where: its class.
     layers: how many of the target's layers a head reads whose files name none; None: as many as it has layers itself; 0: heads
@@ -71,16 +69,6 @@ class BlockSpec:
     def most_steps(self) -> int | None:
         """The most tokens that a pass drafts; None: any number."""
         return self.size - self.skips_anchor if self.size else None
-
-    def default_shape(self) -> SpecConfig:
-        """The usual one, with no more levels than a pass was made to draft tokens."""
-        usual, most = SpecConfig(), self.most_steps
-        return usual if most is None or usual.max_steps <= most else SpecConfig(most, usual.topk)
-
-    def slots(self, spec: SpecConfig) -> int:
-        """How many slots a round writes: the tokens that were emitted, or that a pause kept, and then a block."""
-        columns = MAX_PAUSE if spec.is_auto else 0
-        return max(columns, spec.max_steps + 1) + max(self.size, spec.max_steps)
 
 
 @dataclass(frozen=True)

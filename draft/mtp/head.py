@@ -1,6 +1,6 @@
 """A target's MTP layers as a head that drafts a level a pass.
 
-The layer reads pairs as an EAGLE head does (step_head.py): a join of the normed embedding and the normed feature, a decoder
+The layer reads pairs as an EAGLE head does (draft/head.py): a join of the normed embedding and the normed feature, a decoder
 layer as the target's own, and a norm.  The embedding and the language-model head are the target's.  This module knows no tree,
 cache or verifier.
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from specdec.attention.inputs import AttentionFn
 from specdec.draft.drafter import DrafterContext, DraftNeeds, Impression
 from specdec.draft.eagle.worker import DraftWorker
+from specdec.draft.head import StepHead
 from specdec.draft.mtp.spec import MtpSpec
-from specdec.draft.step_head import StepHead
 from specdec.models.layers import RMSNorm, Rotary
 from specdec.models.linear import Linear
 from specdec.models.target import Target

@@ -54,12 +54,17 @@ class PoolPlan(NamedTuple):
 
 
 def pool_plan(
-    configs: Sequence[ModelConfig], settings: EngineSettings, memory: float, slot_bytes: int = 0, more: int = 0
+    configs: Sequence[ModelConfig],
+    settings: EngineSettings,
+    memory: float,
+    slot_bytes: int = 0,
+    more: int = 0,
+    kept_tokens: int | None = None,
 ) -> PoolPlan:
     """The KV pool for a full batch of longest sequences, or as much as the memory holds; then requests wait for pages.
 
     With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
-    KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.
+    kept_tokens (None: KEPT_TOKENS), and on a CPU at most HOST_KEPT_BATCHES full batches.
 
     configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; such as `pool_bytes` gives.
     slot_bytes, more: what a drafter keeps of each token and of each page beside keys and values, in the first group.
@@ -72,7 +77,7 @@ def pool_plan(
     needed = [(group.ring or longest) + 1 for group in groups]
     wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]
     if options.prefix_caching:
-        most = KEPT_TOKENS // settings.page_tokens
+        most = (KEPT_TOKENS if kept_tokens is None else kept_tokens) // settings.page_tokens
         batches = options.max_batch_size * longest  # copies of rings are kept for as many tokens as other pages
         kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -88,22 +89,30 @@ class MemoryPlan(NamedTuple):
         return self.total <= self.memory
 
 
+def capability_here() -> tuple[int, int]:
+    """Of the GPU here; without one, of the kind that is likeliest meant."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else FIRST
+
+
 def plan_memories(
-    target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions, memories: Sequence[int]
+    target: str | Path,
+    draft: str | Path | None,
+    spec: SpecConfig | None,
+    options: EngineOptions,
+    memories: Sequence[int],
+    capability: Callable[[], tuple[int, int]] = capability_here,
 ) -> list[MemoryPlan]:
     """What this pair takes with these options, and what of it fits on GPUs of so many bytes each.
 
     spec: None is the drafter's default.  options: max_seq_len and max_batch_size are context and batch; dtype "auto" is the
-    checkpoint's own.  ValueError as when the pair is loaded.
+    checkpoint's own.  capability: of the GPUs.  ValueError as when the pair is loaded.
     """
     here = replace(options, device="cpu", attention="auto", prefix_caching=False, pack_weights=False)
     pair = check_pair(target, draft, spec, here)
     config, settings = pair.chosen.config, pair.settings
     if options.dtype == "auto":  # on a GPU
         settings = replace(settings, dtype=DTYPES.get(config.dtype or "", torch.bfloat16))
-    warn_of_slow_weights(
-        pair, settings.dtype, lambda: torch.cuda.get_device_capability() if torch.cuda.is_available() else FIRST
-    )
+    warn_of_slow_weights(pair, settings.dtype, capability)
     settings = settings.with_options(pack_weights=options.pack_weights)
     if options.pack_weights:
         check_packing(settings)
@@ -136,11 +145,7 @@ def plan_memories(
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest number up to `most` that fits, where every smaller one does too; 0 if 1 does not."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:

@@ -7,7 +7,7 @@ parallel/.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -216,13 +216,13 @@ def options_of(options: EngineOptions, rank: int) -> EngineOptions:
     return replace(options, device=f"cuda:{(first.index or 0) + number}")
 
 
-def check_devices(options: EngineOptions) -> None:
-    """ValueError unless there is a GPU for each rank of this machine, or all run on CPUs."""
+def check_devices(options: EngineOptions, count: Callable[[], int] = torch.cuda.device_count) -> None:
+    """ValueError unless there is a GPU for each rank of this machine, or all run on CPUs.  count: says how many there are."""
     size, first = options.tensor_parallel_size, _first_device(options)
     if size == 1 or first.type != "cuda":
         return
     place = launched(size)
-    needed, there = size if place is None else place.local_size, torch.cuda.device_count() - (first.index or 0)
+    needed, there = size if place is None else place.local_size, count() - (first.index or 0)
     if needed > there:
         nearest = f"tensor_parallel_size={there}" if there > 0 else "device='cpu'"
         raise ValueError(

@@ -1,7 +1,7 @@
 """What a target or a drafter is, in sizes and switches: what all families have in common, with the answers to what is asked.
 
 Every family's parser makes a `ModelConfig` of a config.json.  Whoever needs a fact of a family asks its config, and nobody asks
-which family it is.  This file knows no key of a config.json and no weights.
+which family it is.  This file knows no key of a config.json and no weights; at its end, any JSON file is read strictly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Literal
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import distinct, store
 from specdec.models.checkpoints.mistaken import file_hint, folder_hint
-from specdec.models.schemes.config import SIDECAR, read_sidecar
 from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
@@ -244,15 +243,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
     return data
-
-
-def read_target_json(folder: Path) -> dict[str, Any]:
-    """A target's config.json, with what ModelOpt's older files say of weights beside it, in hf_quant_config.json.
-
-    ValueError if both say something and contradict each other.
-    """
-    path, beside = folder / "config.json", folder / SIDECAR
-    raw = read_json(path)
-    if beside.is_file() and (scheme := read_sidecar(read_json(beside), raw, str(beside), str(path))) is not None:
-        raw["quantization_config"] = scheme
-    return raw

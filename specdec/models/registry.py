@@ -19,14 +19,14 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
 from specdec.models.checkpoints.mistaken import refuse_head_config
-from specdec.models.config import ModelConfig, read_target_json
+from specdec.models.config import ModelConfig, read_json
 from specdec.models.gguf.blocks import CODED
 from specdec.models.gguf.coded import BLOCKS, blocks_of
 from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.keys.ends import with_ends
 from specdec.models.llama.config import FAMILIES as LLAMA
-from specdec.models.schemes.config import round_to_nearest
+from specdec.models.schemes.config import SIDECAR, read_sidecar, round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
 from specdec.parallel.group import ALONE, Group
@@ -108,7 +108,7 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if is_gguf(folder):
         return _read_gguf(folder, backend)
     path = folder / "config.json"
-    raw = read_target_json(folder)
+    raw = target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
     native = family_of(family)
@@ -136,8 +136,18 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
 
 
 def target_json(place: Path) -> dict[str, Any]:
-    """The object of a target's config.json, or what a GGUF file's keys say in its words."""
-    return config_of(open_gguf(place)) if is_gguf(place) else read_target_json(place)
+    """The object of a target's config.json, or what a GGUF file's keys say in its words.
+
+    With what ModelOpt's older files say of weights beside it, in hf_quant_config.json.  ValueError if both say something and
+    contradict each other.
+    """
+    if is_gguf(place):
+        return config_of(open_gguf(place))
+    path, beside = place / "config.json", place / SIDECAR
+    raw = read_json(path)
+    if beside.is_file() and (scheme := read_sidecar(read_json(beside), raw, str(beside), str(path))) is not None:
+        raw["quantization_config"] = scheme
+    return raw
 
 
 def _read_gguf(path: Path, backend: str) -> TargetChoice:

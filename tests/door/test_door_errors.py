@@ -24,6 +24,8 @@ from transformers import CONFIG_MAPPING
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import KV_DTYPES, choose_backend
 from specdec.attention.needs import AttentionNeeds
+from specdec.checks import field_of
+from specdec.config import SAMPLING_OPTIONS
 from specdec.draft.find import head_folder
 from specdec.loading.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -110,8 +112,10 @@ def test_spec_config(values: dict[str, Any], error: type[Exception], match: str)
 
 @pytest.mark.parametrize(("values", "error", "match"), SAMPLING_ERRORS, ids=str)
 def test_sampling_params(values: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as caught:
         SamplingParams(**values)
+    unknown = values.keys() - SAMPLING_OPTIONS.keys()
+    assert unknown or field_of(caught.value) in values, "a door could not name the field"
 
 
 def test_the_nearest_settings_work() -> None:

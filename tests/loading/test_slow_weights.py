@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, save_quantised
 
 from specdec import SpecConfig, SpecDecoder, shipped
+from specdec.loading.plan import plan_memories
 from specdec.models.schemes.slow import GROUPS, slowness
 from specdec.ops.products import quantised as linear
 from specdec.ops.products.formats.quantised import Kind, quantise
@@ -62,14 +63,12 @@ def test_a_checkpoint_of_codes_is_warned_of(name: str, tmp_path: Path) -> None:
     assert "on a CPU" in warning and warning.endswith("a checkpoint in ordinary numbers")
 
 
-def test_a_plan_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_for_a_gpu() -> None:
     """Keeps out: a plan for a GPU that warns of the CPU on which it is made, and one that says nothing of an old GPU."""
     options = EngineOptions(max_seq_len=64, max_batch_size=1, quantize="fp8")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert said(lambda: plan_memory(TARGET, DRAFT, SpecConfig(2, 2, 4), options, 10**10)) == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    (warning,) = said(lambda: plan_memory(TARGET, DRAFT, SpecConfig(2, 2, 4), options, 10**10))
+    plan = partial(plan_memories, TARGET, DRAFT, SpecConfig(2, 2, 4), options, (10**10,))
+    assert said(plan) == []
+    (warning,) = said(lambda: plan(capability=lambda: (8, 0)))
     assert "compute capability 8.0" in warning
 
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from specdec.draft.load import load_head
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.finite import FiniteCheck
+from specdec.models.checkpoints.frame import check_tensors, open_target
 from specdec.models.config import read_json
+from specdec.models.llama.loader import FAMILY
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 from specdec.shipped import FOLDER as PAIR
@@ -374,13 +376,11 @@ def test_layers_are_counted_in_the_checkpoint(tmp_path: Path) -> None:
     ("intermediate_size", ("gate_proj.weight", "(64, 32), got (48, 32)", "by intermediate_size and hidden_size")),
     ("vocab_size", ("embed_tokens.weight", "(64, 32), got (40, 32)", "by vocab_size and hidden_size")),
 ])  # fmt: skip
-def test_sizes_are_compared_before_memory_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, said: tuple[str, ...]
-) -> None:
+def test_sizes_are_compared_before_memory_is_taken(tmp_path: Path, key: str, said: tuple[str, ...]) -> None:
     """Keeps out: modules built for sizes that fit in memory here, and would not on another machine."""
     folder = change_config(save_target(tmp_path, "llama"), **{key: 64})
-    monkeypatch.setattr("specdec.models.checkpoints.frame.build", lambda *args: pytest.fail("modules were built"))
-    refused(lambda: load(folder), *said)
+    config, family = choose_target(folder).config, FAMILY._replace(layer=lambda *_: pytest.fail("modules were built"))
+    refused(lambda: check_tensors(open_target(folder, config), family, config), *said)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_configs_say_what_layers_read(families: Families, name: str) -> None:
     assert (config.num_kv_heads, config.head_dim) == (2, 16)
 
 
-def test_experts_chosen_token_by_token(families: Families, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_chosen_token_by_token(families: Families) -> None:
     """Keeps out: copies of experts' weights cut into parts that do not fit together."""
     hf = families.hf("qwen3-moe")
     experts = hf.model.layers[0].mlp.experts
@@ -164,9 +164,7 @@ def test_experts_chosen_token_by_token(families: Families, monkeypatch: pytest.M
     with torch.no_grad():
         want = type(experts).forward.__wrapped__(experts, hidden, index, weights)
         grouped = experts_forward(experts, hidden, index, weights)
-        monkeypatch.setattr("specdec.models.transformers_backend.experts.has_grouped_product", lambda matrices: False)
-        monkeypatch.setattr("specdec.models.transformers_backend.experts.COPIED_BYTES", 1 << 16)
-        close(experts_forward(experts, hidden, index, weights), want)
+        close(experts_forward(experts, hidden, index, weights, grouped=False, copied_bytes=1 << 16), want)
     close(grouped, want)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading import pair, ranks
 from specdec.loading.pair import WantedPair, no_room
-from specdec.loading.ranks import Ranks, start_ranks
+from specdec.loading.ranks import check_devices, start_ranks
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 from specdec.parallel import processes
@@ -252,9 +252,8 @@ def test_what_ranks_can_not_share_is_refused_before_any_starts(zoo: Zoo, monkeyp
     with pytest.raises(ValueError, match="must be 1 for a target through transformers' code .*, got 2; nearest"):
         folder = zoo.target("qwen3")
         SpecDecoder.from_pretrained(folder, **SETTINGS, backend="transformers", tensor_parallel_size=2)  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ValueError, match="needs 4 GPUs from cuda:1 on, but torch sees 2; nearest .*tensor_parallel_size=2"):
-        Ranks(EngineOptions(device="cuda:1", tensor_parallel_size=4))
+        check_devices(EngineOptions(device="cuda:1", tensor_parallel_size=4), lambda: 3)
 
 
 class Second(Group):

@@ -25,13 +25,8 @@ class BlockRows(PausedRows):
     @classmethod
     def empty(cls, context: DrafterContext, hidden: int, features: int) -> Self:
         """hidden, features: H and F."""
-
-        def zeros(*shape: int, dtype: torch.dtype = context.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=context.device)
-
+        device, dtype = context.device, context.dtype
         return cls(
-            pending_B=zeros(context.rows, dtype=torch.int64),
-            pending_tokens_BP=zeros(context.rows, context.max_pause, dtype=torch.int64),
-            pending_features_BPF=zeros(context.rows, context.max_pause, features),
-            hidden_BSH=zeros(context.rows, context.most_steps, hidden),
+            hidden_BSH=torch.zeros(context.rows, context.most_steps, hidden, dtype=dtype, device=device),
+            **cls.nothing_pending(context.rows, context.max_pause, features, device, dtype),
         )

@@ -7,7 +7,6 @@ Shapes: B sequences, S levels, H hidden.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens
@@ -18,13 +17,14 @@ from specdec.config import SpecConfig
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.rounds.passes import Pages
 from specdec.draft.block.rounds.rows import BlockRows
-from specdec.draft.drafter import Drafter, DrafterContext
+from specdec.draft.drafter import DrafterContext
+from specdec.draft.paused import PausingDrafter
 from specdec.draft.shared_noise import noise_of
 from specdec.ops.noise.gumbel import Noise
 from specdec.steps import Needs
 
 
-class BlockWorker(Drafter):
+class BlockWorker(PausingDrafter[BlockRows]):
     """Runs a head of one pass over the running batch."""
 
     def __init__(self, head: BlockHead, context: DrafterContext) -> None:
@@ -32,39 +32,18 @@ class BlockWorker(Drafter):
         (self.cache,) = self.caches = context.caches
         self.run = head.make_pass(context.backend, self.cache, context.most_steps)
         self.groups = self.cache.group_numbers
-        self.rows: BlockRows = BlockRows.empty(context, head.config.model.hidden_size, head.config.feature_size)
+        self.rows = BlockRows.empty(context, head.config.model.hidden_size, head.config.feature_size)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         """The next tree of every row, of the hidden states that the last extend or prefill left."""
-        hidden_BSH = self._rows(state).hidden_BSH[:, : spec.max_steps]
+        hidden_BSH = self.rows_of(state).hidden_BSH[:, : spec.max_steps]
         return self.head.tree(hidden_BSH, state.bonus_B, spec, self._noise(state, needs))
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
-        self.run.after(new, state.lens_B, Pages.of_rows(state, self.groups), self._rows(state).hidden_BSH)
+        self.run.after(new, state.lens_B, Pages.of_rows(state, self.groups), self.rows_of(state).hidden_BSH)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.rows.hidden_BSH.index_copy_(0, prompts.rows_B, self.run.prefill(state, prompts, first_B, features_TF))
-
-    def keep(self, state: BatchState, new: NewTokens) -> None:
-        self._rows(state).keep(state, new)
-
-    def catch_up(self, state: BatchState, needs: Needs) -> None:
-        rows = self._rows(state)
-        before_BSH = rows.hidden_BSH.clone()
-        self.extend(state, needs, rows.kept(state))
-        rows.hidden_BSH.copy_(torch.where(rows.pending_B[:, None, None] > 0, rows.hidden_BSH, before_BSH))
-        rows.pending_B.zero_()
-
-    def changed(self, state: BatchState) -> list[Tensor]:
-        rows = self._rows(state)
-        return [rows.pending_B, rows.hidden_BSH]
-
-    def clear_rows(self, rows_R: Tensor) -> None:
-        self.rows.pending_B.index_fill_(0, rows_R, 0)
-
-    def _rows(self, state: BatchState) -> BlockRows:
-        """The rows of the state, which are the batch's first ones."""
-        return self.rows.narrow(state.rows)
 
     def _noise(self, state: BatchState, needs: Needs) -> Noise | None:
         """The noise of the tokens after the bonus tokens; None where the target adds none."""

@@ -27,15 +27,15 @@ from specdec.models.transformers_backend.target import TransformersTarget
 class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
     """Target of a transformers encoder-decoder model that was built with our attention function."""
 
+    parts: EncoderDecoderParts
+
     def __init__(self, model: Any, config: ModelConfig) -> None:
         super().__init__(model, config)
-        assert isinstance(self.parts, EncoderDecoderParts)
         self.encoder = self.parts.encoder  # so that it moves and counts as ours
         self.embed_tokens.weight = self.decoder.get_input_embeddings().weight  # the model's may be its encoder's
 
     def read_text(self, ids_S: Tensor, backend: Backend) -> Tensor:
         """See `EncoderDecoder`."""
-        assert isinstance(self.parts, EncoderDecoderParts)
         S, device = ids_S.shape[0], ids_S.device
         cu_seqlens = torch.arange(0, S + 1, S, dtype=torch.int32, device=device)
         segments: dict[int | None, Segment] = {}
@@ -56,7 +56,6 @@ class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
             self.captured.reset(token)
 
     def _attend(self, call: AttentionCall, attn: AttentionFn, keys: dict[int, Tensor], cut: Cut | None) -> Tensor:
-        assert isinstance(self.parts, EncoderDecoderParts)
         if not self.parts.is_cross(call):
             return super()._attend(call, attn, keys, cut)
         layer: int = call.module.layer_idx  # type: ignore[assignment]

@@ -19,17 +19,25 @@ EXPERTS = "specdec"  # the experts function's name in transformers' registry
 COPIED_BYTES = 256 << 20  # bytes of experts' weights that one batched product may copy
 
 
-def experts_forward(experts: nn.Module, hidden_TH: Tensor, index_TE: Tensor, weights_TE: Tensor) -> Tensor:
+def experts_forward(
+    experts: nn.Module,
+    hidden_TH: Tensor,
+    index_TE: Tensor,
+    weights_TE: Tensor,
+    grouped: bool = True,
+    copied_bytes: int = COPIED_BYTES,
+) -> Tensor:
     """[T, H]: the weighted sum of the chosen experts' outputs.
 
     experts: the transformers module that holds the experts' weights.  index_TE: the chosen experts' numbers.  weights_TE: their
-    weights from the router.  Without a grouped product the tokens are split so that a product copies at most COPIED_BYTES.
+    weights from the router.  grouped: whether a grouped product may be taken.  Without one the tokens are split so that a
+    product copies at most `copied_bytes`.
     """
     matrices = [weight for weight in experts.parameters() if weight.dim() == 3]
-    if has_grouped_product(matrices):
+    if grouped and has_grouped_product(matrices):
         return grouped_mm_experts_forward(experts, hidden_TH, index_TE, weights_TE)
     bytes_per_token = index_TE.shape[1] * sum(weight[0].numel() * weight.element_size() for weight in matrices)
-    size = max(1, COPIED_BYTES // bytes_per_token)
+    size = max(1, copied_bytes // bytes_per_token)
     parts = zip(*(x.split(size) for x in (hidden_TH, index_TE, weights_TE)), strict=True)
     return torch.cat([batched_mm_experts_forward(experts, *part) for part in parts])
 

@@ -53,6 +53,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
         if spec.own_lm_head:
             head.lm_head.tensors()["weight"].tensor.copy_(model.lm_head.rows(draft_ids_V.to(device)))
         if isinstance(model, CausalLM):  # the final norm of another model implementation may be of another kind
+            assert isinstance(head.norm, RMSNorm)
             head.norm.weight.copy_(model.norm.weight)
     head.embed_tokens.requires_grad_(spec.own_embeddings)
     head.lm_head.requires_grad_(spec.reads_pairs)

@@ -14,7 +14,6 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 from toolkit.pages import ring_passes_take, shorten_rings
 
-import specdec.loading.memory
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.groups import ALL, Group, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool, ring_pages
@@ -222,20 +221,18 @@ def test_what_memory_holds_is_kept(zoo: Zoo) -> None:
     assert Driver(plain).pages_allocated == plain.settings.pages_per_sequence + 1, "nothing changes without it"
 
 
-def test_the_pool_of_a_prefix_cache_has_bounds(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_of_a_prefix_cache_has_bounds(zoo: Zoo) -> None:
     """Keeps out: a pool that ignores what memory holds, slots beyond int32, a GPU whose memory is left idle."""
     decoder = zoo.decoder("llama", page_size=4, max_batch_size=2, max_seq_len=64, prefix_caching=True)
     model, settings = decoder.model, decoder.settings
     (a_page,), batch = kv_page_bytes([model.config], settings, (ALL,)), 2 * settings.pages_per_sequence
 
-    def pages(device: str, free: int, page_size: int = 4) -> int:
+    def pages(device: str, free: int, page_size: int = 4, kept: int | None = None) -> int:
         changed = replace(settings.with_options(page_size=page_size), device=torch.device(device))
-        return pool_plan([model.config], changed, free).num_pages[0]
+        return pool_plan([model.config], changed, free, kept_tokens=kept).num_pages[0]
 
     assert pages("cpu", 2**50) == 16 * batch + 1 and pages("cuda", 1000 * a_page) == 1000 and pages("cpu", 99 * a_page) == 99
     assert pages("cuda", 5 * a_page) == pages("cpu", 5 * a_page) == 5
     for size in (1, 4, 4096):
         assert pages("cuda", 2**50, size) * size == 2**24
-    with monkeypatch.context() as patch:
-        patch.setattr(specdec.loading.memory, "KEPT_TOKENS", 0)
-        assert pages("cuda", 2**50) == batch + 1, "a full batch always fits"
+    assert pages("cuda", 2**50, kept=0) == batch + 1, "a full batch always fits"

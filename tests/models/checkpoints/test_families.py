@@ -5,9 +5,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
+from toolkit.checkpoints.native import NativeZoo
 from toolkit.paths import ROOT
 
-from specdec.models.registry import FOLDERS, NATIVE, family_of
+from specdec.models.causal_lm import DecoderLayer
+from specdec.models.checkpoints.checkpoint import Asked
+from specdec.models.checkpoints.frame import empty, fill_target, open_target
+from specdec.models.checkpoints.loader import build, fill_layer
+from specdec.models.config import ModelConfig
+from specdec.models.layers import RMSNorm
+from specdec.models.registry import FOLDERS, NATIVE, choose_target, family_of
 
 # The Llama family is not among them: draft heads of all kinds are made of its layers, and read by its parser.
 OTHERS = sorted(FOLDERS.keys() - {"llama"})
@@ -60,3 +69,34 @@ def test_every_folder_has_a_family() -> None:
     folders = {path.parent.name for path in (ROOT / "specdec" / "models").glob("*/modules.py")}
     assert {*OTHERS} == folders and all(family_of(name) for name in NATIVE)
     assert family_of("gemma2") is None
+
+
+class LayerWithOneMoreNorm(DecoderLayer):
+    """A decoder layer whose MLP has a norm after it, too."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.post_mlp_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def asked_of(layer: type[DecoderLayer]) -> dict[str, tuple[int, ...]]:
+    config, asked = ModelConfig("llama", 24, 40, 1, 4, 2, 6, 30, 1e-5), Asked()
+    fill_layer(build(lambda: layer(config), torch.device("meta"), torch.float32), asked, "model.layers.0")
+    return asked.shapes
+
+
+def test_a_norm_of_a_layer_is_filled_by_its_name() -> None:
+    """Keeps out: a dense family with one more norm that has to be told to the loader, too, or runs with a random one."""
+    more, plain = asked_of(LayerWithOneMoreNorm), asked_of(DecoderLayer)
+    assert more == plain | {"model.layers.0.post_mlp_layernorm.weight": (24,)}
+
+
+@pytest.mark.parametrize("family", [name for name in NATIVE if name not in ("gpt_oss", "mimo")])  # in codes; as qwen2
+def test_filling_asks_for_what_checkpoints_hold(tmp_path: Path, family: str) -> None:
+    """Keeps out: a tensor that a target takes by another shape than it has: MTP layers are read strictly by this."""
+    folder = NativeZoo(tmp_path).changed(family, {}, tmp_path / "copies")[0]
+    choice, asked = choose_target(folder, "native"), Asked()
+    assert choice.native is not None
+    fill_target(empty(choice.native, choice.config), asked, choice.native.parts)
+    held = open_target(folder, choice.config)
+    assert asked.shapes == {name: held.shape(name) for name in held.names() if name in asked.shapes or "lm_head" not in name}

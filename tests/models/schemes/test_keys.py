@@ -9,9 +9,8 @@ from toolkit.models import save_target
 from toolkit.oracles.quantised import compressed
 from transformers.utils.quantization_config import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
-from specdec.models.config import read_target_json
 from specdec.models.gpt_oss.config import _quantization as of_gpt_oss
-from specdec.models.registry import choose_target
+from specdec.models.registry import choose_target, target_json
 from specdec.models.schemes import rules
 from specdec.models.schemes.config import parse_quantization, quantization_of
 from specdec.models.schemes.formats import Fp8
@@ -178,7 +177,7 @@ def test_two_places_that_say_how_weights_are_stored_must_agree(tmp_path: Path) -
     def read(beside: Any, scheme: dict[str, Any] | None) -> Any:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
         (tmp_path / "config.json").write_text(json.dumps({} if scheme is None else {"quantization_config": scheme}))
-        return read_target_json(tmp_path).get("quantization_config")
+        return target_json(tmp_path).get("quantization_config")
 
     assert read({"quant_algo": "NVFP4", "group_size": 16}, None) == {**NVFP4, "group_size": 16}
     assert read({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}, NVFP4) == NVFP4

@@ -6,16 +6,16 @@ import torch
 
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
-from specdec.models.config import ModelConfig, read_target_json
+from specdec.models.config import ModelConfig
 from specdec.models.keys.ends import with_ends
 from specdec.models.llama.config import parse_llama
-from specdec.models.registry import TargetChoice, check_chosen
+from specdec.models.registry import TargetChoice, check_chosen, target_json
 from specdec.parallel.shard import WHOLE, Shard
 
 
 def read_target_config(folder: Path) -> ModelConfig:
     """The config of a target, by the Llama family's rules."""
-    return with_ends(parse_llama(read_target_json(folder), str(folder / "config.json")), folder)
+    return with_ends(parse_llama(target_json(folder), str(folder / "config.json")), folder)
 
 
 def load_target(
