@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.cli.flags import not_empty
 from specdec.cli.terminal.output import console
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from specdec.ops.products.tuned.table import Product
+    from specdec.tune.measure import Bench
     from specdec.tune.run import Row
 
 HELP = "measure which tiles this GPU's products should take, and keep them"
@@ -33,7 +36,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="DEVICE", help="such as cuda:1; default: the current GPU")
 
 
-def run(args: argparse.Namespace) -> int:
+class Machine(NamedTuple):
+    """The GPU that is measured, its name, and what times a product there."""
+
+    device: torch.device
+    gpu: str
+    make_bench: Callable[[Product, torch.device], Bench]
+
+
+def run(args: argparse.Namespace, machine: Machine | None = None) -> int:
+    """machine: another one than this."""
     if (args.name is None) == (args.target is None):
         given = "neither" if args.name is None else "both"
         raise ValueError(f"give MODEL or --target, got {given}; nearest thing that works: specdec tune llama-3.1-8b")
@@ -52,18 +64,27 @@ def run(args: argparse.Namespace) -> int:
         products = checkpoint_products(args.target, args.draft, dtype)
     if wide := {product.dtype for product in products} - {getattr(torch, name) for name in DTYPES}:
         raise ValueError(f"tiles are measured in {' or '.join(DTYPES)}, got {wide.pop()}; nearest setting: --dtype bfloat16")
-    device = tunable_gpu(args.device)
-    path = path_for(torch.cuda.get_device_name(device))
+    device, gpu, make_bench = machine or this_machine(args.device)
+    path = path_for(gpu)
     check_folder(path)
     out = console()
-    out.print(f"{len(products)} products on {torch.cuda.get_device_name(device)}, at {', '.join(map(str, args.rows))} rows")
+    out.print(f"{len(products)} products on {gpu}, at {', '.join(map(str, args.rows))} rows")
 
     def show(row: Row, done: int, of: int) -> None:
         out.print(line_of(row, done, of), highlight=False, soft_wrap=True)
 
-    table = tune(products, args.rows, args.name or str(args.target), device, show)
+    table = tune(products, args.rows, args.name or str(args.target), device, show, gpu, make_bench)
     out.print(f"kept in {path}: {table.about}", soft_wrap=True)
     return 0
+
+
+def this_machine(name: str) -> Machine:
+    import torch
+
+    from specdec.tune.measure import Bench
+
+    device = tunable_gpu(name)
+    return Machine(device, torch.cuda.get_device_name(device), Bench)
 
 
 def tunable_gpu(name: str) -> torch.device:

@@ -14,7 +14,7 @@ import torch
 from specdec.ops.compiling.rehearsal import Rehearsals, compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.products.tiles.dense import ProductTiles
-from specdec.ops.products.tuned.here import look
+from specdec.ops.products.tuned.here import look_for
 from specdec.ops.products.tuned.table import Measured, Origin, Product, TunedTable, path_for
 from specdec.tune.candidates import candidates
 from specdec.tune.measure import Bench
@@ -41,19 +41,22 @@ def tune(
     target: str,
     device: torch.device,
     show: Callable[[Row, int, int], None] = lambda row, done, of: None,
+    gpu: str = "",
+    make_bench: Callable[[Product, torch.device], Bench] = Bench,
 ) -> TunedTable:
     """Measures, and writes the table after each product.  Returns the table with what it had before.
 
     rows: numbers of rows, up to MOST_ROWS.  target: what people call it.  show: gets each row when it is measured.
+    gpu: the GPU's name, if it is known.  make_bench: what times a product there.
     """
-    gpu = torch.cuda.get_device_name(device)
-    table, _ = look(device)
+    gpu = gpu or torch.cuda.get_device_name(device)
+    table, _ = look_for(gpu)
     table = TunedTable(Origin.here(gpu)) if table is None else table
     rehearsals, done = Rehearsals(device) if compiles_ahead() else None, 0
     try:
         with on_device(device), torch.inference_mode():
             for product in products:
-                bench, tiles = Bench(product, device), dict[int, ProductTiles | None]()
+                bench, tiles = make_bench(product, device), dict[int, ProductTiles | None]()
                 for M in sorted(set(rows)):
                     row = measure_rows(bench, M, rehearsals)
                     tiles[M], done = row.tiles, done + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,41 +121,44 @@ def test_only_what_is_right_and_faster_is_kept(gain: float, is_kept: bool) -> No
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine that says it has a GPU; its cache."""
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: GPU)
-    monkeypatch.setattr(command, "tunable_gpu", lambda name: CUDA)
-    monkeypatch.setattr(run, "Bench", lambda product, device: Times(0.5))
-    monkeypatch.setattr(run, "on_device", lambda device: torch.no_grad())
     return tmp_path
 
 
-def test_a_second_model_is_added(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def tune(*given: str) -> int:
+    """The command, on a machine that says it has a GPU."""
+    parser, bench = argparse.ArgumentParser(), Times(0.5)
+    command.add_flags(parser)
+    machine = command.Machine(torch.device("cpu"), GPU, lambda product, device: bench)  # type: ignore[arg-type,return-value]
+    return command.run(parser.parse_args(given), machine)
+
+
+def test_a_second_model_is_added(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a table that forgets what it had, and a command that does not say what it kept, and where."""
     old = TunedTable(Origin.here(GPU), {SMALL: Measured({8: None}, "2026-01-01", "old")})
     old.save(path_for(GPU))
-    assert main(["tune", "llama-3.1-8b", "--rows", "1"]) == 0
+    assert tune("llama-3.1-8b", "--rows", "1") == 0
     table, why = read(path_for(GPU), Origin.here(GPU))
     assert table is not None and not why and SMALL in table.products and len(table.products) == 9
     out = " ".join(capsys.readouterr().out.split())
     assert "8/8" in out and "-> 5.0 us" in out and "llama-3.1-8b, old" in out and path_for(GPU).name in out
-    assert here.look(CUDA)[0] == table
+    assert here.look_for(GPU)[0] == table
 
 
-def test_a_table_of_other_kernels_is_replaced(gpu: Path) -> None:
+def test_a_table_of_other_kernels_is_replaced(cache: Path) -> None:
     """Keeps out: tiles of kernels that have changed, carried into the new table."""
     TunedTable(replace(Origin.here(GPU), kernels="0"), {SMALL: Measured({8: None}, "2026-01-01", "old")}).save(path_for(GPU))
-    assert main(["tune", "qwen3-8b", "--rows", "1"]) == 0
+    assert tune("qwen3-8b", "--rows", "1") == 0
     table, _ = read(path_for(GPU), Origin.here(GPU))
     assert table is not None and SMALL not in table.products
 
 
-def test_a_cache_that_can_not_be_written_is_refused_before_the_run(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_that_can_not_be_written_is_refused_before_the_run(cache: Path) -> None:
     """Keeps out: minutes of measuring for nothing."""
-    (gpu / "specdec").write_text("a file")
-    assert main(["tune", "llama-3.1-8b"]) == 2
-    assert "can't be written" in (error := capsys.readouterr().err) and "XDG_CACHE_HOME" in error
+    (cache / "specdec").write_text("a file")
+    with pytest.raises(ValueError, match=r"can't be written.*XDG_CACHE_HOME"):
+        tune("llama-3.1-8b")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_a_cache_that_can_not_be_written_is_refused_before_the_run(gpu: Path, ca
         (["--target", "/no/such/folder"], "/no/such/folder"),
     ],
 )
-def test_wrong_input_is_named(given: list[str], said: str, gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a run over a model that nobody meant."""
     assert main(["tune", *given]) == 2
     assert said in capsys.readouterr().err

@@ -26,7 +26,11 @@ def tuned_table(device: torch.device) -> TunedTable | None:
 
 def look(device: torch.device) -> tuple[TunedTable | None, str]:
     """The table for that GPU, and in words why a table that is there is not taken."""
-    gpu = torch.cuda.get_device_name(device)
+    return look_for(torch.cuda.get_device_name(device))
+
+
+def look_for(gpu: str) -> tuple[TunedTable | None, str]:
+    """`look` for GPUs of that name."""
     path = path_for(gpu)
     table, why = read(path, Origin.here(gpu))
     return table, f"the tiles in {path} are not taken: {why}" if why else ""

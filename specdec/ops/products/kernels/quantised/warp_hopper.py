@@ -1,4 +1,4 @@
-"""The kernel of hopper_launch.py for up to 16 rows of x: each warp multiplies alone (mma).
+"""The kernel of hopper_launch.py for up to 8 rows of x: each warp multiplies alone (mma).
 
 Latency counts, so groups of warps may take different columns of a step, and one warp of its own loads: the others wait for each
 other once a step, after its products, to say that a stage was read.

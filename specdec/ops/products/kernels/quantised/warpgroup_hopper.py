@@ -7,9 +7,9 @@ One or two such groups of warps multiply, and one warp of its own loads, so that
 stage to be filled again.  Two groups take different rows of the weight, which halves the reads of x from L2, or take steps in
 turn, and add their sums in shared memory.
 
-A step has two halves: while one is multiplied, the codes of the next are converted.  A half has one scale a row.  The two
-halves' numbers lie in registers of their own: products that run still read theirs.  The compiler converts after a wait what
-stands before it, so there is none between the halves of a step that has one scale.
+A step has two halves: while one is multiplied, the codes of the next are converted.  A half has one scale a row.  Each half's
+numbers have registers of their own, because a product that runs still reads its.  A wait for a product makes the compiler
+convert codes after it, though the source converts them before.  So a step that has one scale waits once, at its end.
 
 This module knows no model's shapes and chooses no tiles.
 
