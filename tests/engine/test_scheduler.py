@@ -5,7 +5,8 @@ Like a rank, this runner knows only what steps say: the owner of each row, how f
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from toolkit.driver import new_request
@@ -54,6 +55,8 @@ class RowsOnly:
         self.prompts: dict[int, list[int]] = {}  # tokens seen by row, for the test to compare
         self.steps: list[Step] = []
         self.clean = set(range(rows))
+        self.rounds: list[tuple[str, int]] = []  # by kind, and how many tokens the first row was given
+        self.ends_at = 0  # the number of the round in which the first row's drafts end; 0: none
 
     def run(self, step: Step) -> Written | None:
         assert pickle.loads(pickle.dumps(step)) == step, "a step is plain data, the same on every rank"
@@ -83,7 +86,13 @@ class RowsOnly:
     def RunRound(self, step: RunRound) -> Written:
         assert self.running and max(self.running) < step.rows <= self.rows
         most = step.spec.max_steps if step.spec else 0
-        return Written([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)])
+        written = Written([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)])
+        self.rounds.append((step.kind, len(written.rows[0])))
+        written.ended = [0] if len(self.rounds) == self.ends_at else []
+        return written
+
+    def StopDrafting(self, step: StopDrafting) -> None:
+        assert set(step.rows) <= self.running
 
     def LeaveRows(self, step: LeaveRows) -> None:
         assert step.cleared and len({target for _, target in step.moves}) == len(step.moves)
@@ -99,10 +108,23 @@ class RowsOnly:
         self.clean |= set(step.cleared)
 
 
+class Keeping(Admission):
+    """Notes of each text that has ended: how many tokens' pages are kept, whether as drafted ones, its `reach` and length."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.kept = list[tuple[int, bool, int, int]]()
+
+    def keep(self, request: Request, tokens: Sequence[int], drafted: bool, reach: int) -> None:
+        if request.is_done:
+            self.kept.append((len(tokens), drafted, reach, len(request.prompt_ids) + len(request.output.token_ids)))
+        super().keep(request, tokens, drafted, reach)
+
+
 def engine_of(
     rows: int, budget: ChunkBudget, depth: int = 1, pages: int = 200, pads_rows: bool = False, seed: int = 0
 ) -> Engine[RowsOnly]:
-    admission = Admission(PagePool(pages, 4), CHAIN.lookahead, prefix_caching=False)
+    admission = Keeping(PagePool(pages, 4), CHAIN.lookahead, prefix_caching=False)
     scheduler = Scheduler(admission, budget, Speculation((CHAIN,)), rows, pads_rows)
     return Engine(scheduler, RowsOnly(rows, random.Random(seed)), depth)
 
@@ -294,82 +316,52 @@ def test_the_drafter_reads_chunks_in_which_any_prompt_speculates() -> None:
         assert [(len(chunk.parts), chunk.drafted) for chunk in chunks] == [(2, any(speculates))]
 
 
-def test_pages_are_kept_as_launches_in_flight_leave_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_kept_as_launches_in_flight_leave_them() -> None:
     """Keeps out: a copy of a ring's page that was whole when its text ended, and that a round under way writes to."""
-    engine, reached, lengths = engine_of(1, ChunkBudget(16, 16, 16)), list[int](), list[int]()
-    keep = engine.scheduler.admission.keep
-
-    def spy(request: Request, tokens: list[int], drafted: bool, reach: int) -> None:
-        if request.is_done:
-            reached.append(reach)
-            lengths.append(len(request.prompt_ids) + len(request.output.token_ids))
-        keep(request, tokens, drafted, reach)
-
-    monkeypatch.setattr(engine.scheduler.admission, "keep", spy)
+    engine = engine_of(1, ChunkBudget(16, 16, 16))
     engine.submit([new_request([5] * 10, 6), new_request([6] * 10, 6)])
     while not engine.is_idle:
         engine.step()
-    assert len(reached) == 2 and all(reach >= length + CHAIN.lookahead for reach, length in zip(reached, lengths))
+    kept = kept_by(engine)
+    assert len(kept) == 2 and all(reach >= length + CHAIN.lookahead for *_, reach, length in kept)
 
 
-def kept_at_the_end(engine: Engine[RowsOnly], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """A list that will hold, for each request that ends, how many tokens' pages are kept, and whether as drafted ones."""
-    kept, keep = list[tuple[int, bool]](), engine.scheduler.admission.keep
-
-    def spy(request: Request, tokens: list[int], drafted: bool, reach: int) -> None:
-        if request.is_done:
-            kept.append((len(tokens), drafted))
-        keep(request, tokens, drafted, reach)
-
-    monkeypatch.setattr(engine.scheduler.admission, "keep", spy)
-    return kept
+def kept_by(engine: Engine[RowsOnly]) -> list[tuple[int, bool, int, int]]:
+    assert isinstance(engine.scheduler.admission, Keeping)
+    return engine.scheduler.admission.kept
 
 
 @pytest.mark.parametrize("pause", [0, 3])
-def test_the_drafter_knows_no_text_after_the_runner_ended_its_drafts(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_knows_no_text_after_the_runner_ended_its_drafts(pause: int) -> None:
     """Keeps out: pages of tokens that the drafter passed over or has not caught up on, found later by a text that speculates;
     rounds that draft for nobody."""
-    engine, rounds = engine_of(1, ChunkBudget(16, 16, 16)), list[tuple[str, int]]()
-    run_round, kept = engine.runner.RunRound, kept_at_the_end(engine, monkeypatch)
-
-    def ends(step: RunRound) -> Written:
-        written = run_round(step)
-        rounds.append((step.kind, len(written.rows[0])))
-        if len(rounds) == 2:
-            written.ended, engine.scheduler.speculation.pause = [0], pause  # tokens that the drafter has not seen
-        return written
-
-    monkeypatch.setattr(engine.runner, "RunRound", ends)
+    engine = engine_of(1, ChunkBudget(16, 16, 16))
+    engine.runner.ends_at, rounds = 2, engine.runner.rounds
     engine.submit([new_request([5] * 10, 30)])
     while not engine.is_idle:
         engine.step()
+        if len(rounds) == 2:
+            engine.scheduler.speculation.pause = pause  # tokens that the drafter has not seen
     kinds = [kind for kind, _ in rounds]
     assert kinds[:3] == ["speculative"] * 3 and {*kinds[3:]} == {"plain"}, "the third was under way when the second was read"
-    assert kept == [(10 + 1 + rounds[0][1] - pause, True)]
+    assert [kept[:2] for kept in kept_by(engine)] == [(10 + 1 + rounds[0][1] - pause, True)]
 
 
 @pytest.mark.parametrize("pause", [0, 3])
-def test_the_drafter_knows_no_text_after_it_was_stopped(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_knows_no_text_after_it_was_stopped(pause: int) -> None:
     """Keeps out: pages beyond the length at which drafting stops, or that the drafter has not caught up on, kept as drafted."""
     engine, stopped = engine_of(1, ChunkBudget(16, 16, 16)), list[int]()
-    run, kept = engine.runner.run, kept_at_the_end(engine, monkeypatch)
     engine.scheduler.speculation.most_tokens = 20
     request = new_request([5] * 10, 30)
-
-    def spy(step: Step) -> Written | None:
-        if isinstance(step, StopDrafting):
-            assert step.rows == (0,)
-            stopped.append(before)
-            return None
-        return run(step)
-
-    monkeypatch.setattr(engine.runner, "run", spy)
     engine.submit([request])
     while not engine.is_idle:
         before = len(request.prompt_ids + request.output.token_ids)
         engine.scheduler.speculation.pause = 0 if stopped else pause
+        seen = len(engine.runner.steps)
         engine.step()
-    assert len(stopped) == 1 and stopped[0] >= 20 and kept == [(stopped[0] - pause, True)]
+        stopped += [before for step in engine.runner.steps[seen:] if isinstance(step, StopDrafting)]
+    assert len(stopped) == 1 and stopped[0] >= 20
+    assert [kept[:2] for kept in kept_by(engine)] == [(stopped[0] - pause, True)]
 
 
 def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:

@@ -175,12 +175,19 @@ def test_it_runs_inside_a_graph() -> None:
         assert torch.equal(got.cpu(), wanted)
 
 
-def test_captured_rounds_follow_new_probabilities(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+class OneGraph(GraphSet):
+    """As if a round had been captured."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_captured_rounds_follow_new_probabilities(zoo: Zoo) -> None:
     """Keeps out: a captured round that goes on reading the probabilities of its capture."""
     driver = Driver(zoo.decoder("llama", "ngram", SpecConfig(2, 1, 3)))
     read_by_a_graph = driver.force_acceptance([0.25, 0.5])
     driver.force_acceptance([1.0, 0.75])
     assert read_by_a_graph.tolist() == [1.0, 0.75]
-    monkeypatch.setattr(GraphSet, "__len__", lambda graphs: 1)
+    driver.use_graphs(OneGraph(False), True)
     with pytest.raises(AssertionError, match="as it was captured"):
         driver.force_acceptance([1.0])

@@ -17,7 +17,7 @@ from specdec import SpecConfig
 from specdec.attention.kinds import LayerKind
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
-from specdec.engine.pages.admission import Admission
+from specdec.engine.pages.admission import Admission, Found
 from specdec.engine.pages.groups import page_groups
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
@@ -216,22 +216,21 @@ def test_random_traffic_reads_its_own_text(
     assert ring is not None and groups[1].span == span
     rows, vocab = 3, 3
     local = PagePool(rows * ring + 1 + rng.choice([40, 900]) // page_size, page_size, ring)
-    admission = Admission(PagePool(1500 // page_size, page_size), SPEC.lookahead, caching, local, span)
+
+    class Noting(Admission):
+        def admit(self, request: Request, found: Found) -> bool:
+            done = super().admit(request, found)
+            if done:
+                memory.requests[tuple(self.places[request].table)] = request.prompt_ids
+            return done
+
+    admission = Noting(PagePool(1500 // page_size, page_size), SPEC.lookahead, caching, local, span)
     budget = ChunkBudget(40, 60, 80, most=admission.max_chunk_tokens)
     scheduler = Scheduler(admission, budget, Speculation((SPEC,)), rows, pads_rows=False)
     memory = Memory([LayerKind(), kind], page_size, rng, vocab)
     engine = Engine(scheduler, memory, depth=rng.choice([0, 1, 2]))
     requests: list[Request] = []
     stems = [[rng.randrange(vocab) for _ in range(150)] for _ in range(3)]
-    admit = admission.admit
-
-    def noted(request: Request, found: object) -> bool:
-        done = admit(request, found)  # type: ignore[arg-type]
-        if done:
-            memory.requests[tuple(admission.places[request].table)] = request.prompt_ids
-        return done
-
-    monkeypatch.setattr(admission, "admit", noted)
     for number in range(300):
         if rng.random() < 0.25 and len(scheduler.waiting) < 3:
             stem = rng.choice([stem[: rng.randrange(150)] for stem in stems])

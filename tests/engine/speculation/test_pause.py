@@ -4,6 +4,7 @@ Keeps out: a drafter that reads keys after a pause which it never wrote.  The te
 """
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
@@ -113,25 +114,30 @@ def test_a_pause_longer_than_a_text_leaves_no_hole(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dspark"])
-def test_catching_up_changes_those_rows_alone_that_have_missed_something(
-    zoo: Zoo, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_catching_up_changes_those_rows_alone_that_have_missed_something(zoo: Zoo, kind: str) -> None:
     """Keeps out: drafts of a row that entered in a pause made of what its neighbours have missed, or of what the row's last
     owner had; a row that drafts on as if no round had been paused."""
     decoder = zoo.decoder("llama", kind, SpecConfig("auto", 2, 6), page_size=4, max_batch_size=2)
     driver, seen = Driver(decoder), set[tuple[bool, bool]]()
     drafter = driver.drafter
-    catch_up, kept = drafter.catch_up, [field.name for field in fields(drafter.rows) if "pending" not in field.name]
+    kept = [field.name for field in fields(drafter.rows) if "pending" not in field.name]
 
-    def spy(state: BatchState, needs: Needs) -> None:
-        missed_B = drafter.rows.pending_B.clone()
-        before = [getattr(drafter.rows, name).clone() for name in kept]
-        catch_up(state, needs)
-        for row in state.active_B.nonzero().flatten().tolist():
-            same = all(torch.equal(old[row], getattr(drafter.rows, name)[row]) for name, old in zip(kept, before, strict=True))
-            seen.add((bool(missed_B[row]), not same))
+    class Watched:
+        inner = drafter
 
-    monkeypatch.setattr(drafter, "catch_up", spy)
+        def catch_up(self, state: BatchState, needs: Needs) -> None:
+            missed_B = drafter.rows.pending_B.clone()
+            before = [getattr(drafter.rows, name).clone() for name in kept]
+            drafter.catch_up(state, needs)
+            for row in state.active_B.nonzero().flatten().tolist():
+                now = [getattr(drafter.rows, name) for name in kept]
+                same = all(torch.equal(old[row], new[row]) for old, new in zip(before, now, strict=True))
+                seen.add((bool(missed_B[row]), not same))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(drafter, name)
+
+    driver.replace_drafter(Watched())
     driver.set_depth(0)
     driver.script_levels(*[2, 0, 0] * 20)
     decoder.generate(ragged_prompts(40, 7), [SamplingParams(max_tokens=n) for n in (3, 14, 5, 4, 9, 5, 6)])
