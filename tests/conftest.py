@@ -40,8 +40,10 @@ attention/test_cross attention/test_dense attention/test_matrix attention/test_p
 batch/test_draws batch/test_logprobs batch/test_masks batch/test_rules batch/test_sampling batch/test_state
 door/test_cli_flags door/test_door_errors door/test_options door/test_prompts door/test_settings
 draft/ngram/test_lookup draft/test_ancestry draft/test_kernels draft/test_load draft/test_rows draft/test_tree
-engine/pages/test_copies engine/pages/test_page_groups engine/pages/test_pages engine/pages/test_shared_prefix
-engine/speculation/test_busy_machines engine/speculation/test_estimates engine/speculation/test_pause
+engine/pages/test_copies engine/pages/test_mixed_windows::test_copies_are_evicted_before_anybody_waits
+engine/pages/test_prefix_cache::test_any_order_of_use_keeps_the_books
+engine/pages/test_page_groups engine/pages/test_pages engine/pages/test_shared_prefix
+engine/speculation/test_estimates engine/speculation/test_pause
 engine/test_chunks engine/test_detokenize engine/test_endings engine/test_engine engine/test_kept engine/test_not_finite
 engine/test_scheduler engine/test_text
 grammar/test_completion grammar/test_grammar_rows grammar/test_keywords
@@ -50,13 +52,17 @@ lossless/test_random_traffic
 models/test_config_values models/test_forward models/test_linear models/test_strict
 ops/noise/test_floor ops/noise/test_gumbel ops/noise/test_gumbel_triton ops/noise/test_sample
 runner/test_rehearsal
-serve/test_metrics_and_log serve/test_refused serve/wire/test_answers
+serve/test_metrics_and_log serve/test_refused serve/test_http_options::test_every_option_is_a_field
+serve/test_http_options::test_a_wrong_option_is_named serve/test_http_options::test_every_field_has_a_reader
+serve/wire/test_answers
 verify/test_accept verify/test_commit verify/test_divided verify/test_kernels
 """.split()
 
 
-def is_quick(path: Path) -> bool:
-    return str(path.relative_to(ROOT / "tests").with_suffix("")) in QUICK
+def is_quick(path: Path, test: str = "") -> bool:
+    """Whether the list has the file, or that test of it; without a test, whether it has any of the file's."""
+    file = str(path.relative_to(ROOT / "tests").with_suffix(""))
+    return file in QUICK or any(each == f"{file}::{test}" if test else each.startswith(f"{file}::") for each in QUICK)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -66,8 +72,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that share the files (`--dist loadfile`) take them as they are listed, not those of few tests last."""
+    """Processes that share the files (`--dist loadfile`) take them as they are listed, not those of few tests last.
+
+    The first tier loses no file because it was renamed.
+    """
     config.option.loadscopereorder = False
+    files = {each.partition("::")[0] for each in QUICK}
+    if config.option.markexpr == "quick" and (gone := [file for file in files if not (ROOT / f"tests/{file}.py").is_file()]):
+        raise pytest.UsageError(f"QUICK in tests/conftest.py names files that are gone: {', '.join(gone)}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
@@ -90,7 +102,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
             if seen[test] > marker.kwargs.get("keep", 1):
                 item.add_marker(pytest.mark.slow)
-        if is_quick(item.path) and not item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
+        if (
+            is_quick(item.path, item.nodeid.split("::")[1].split("[")[0])
+            and not item.get_closest_marker("slow")
+            and not item.get_closest_marker("gpu")
+        ):
             item.add_marker(pytest.mark.quick)
 
 

@@ -16,6 +16,7 @@ import threading
 import tty
 import unicodedata
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,9 +108,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
                 patched.delenv(name, raising=False)
             for name, value in {"TERM": "xterm-256color", **environment}.items():
                 patched.setenv(name, value)
-            patched.setattr(sys, "stdout", screens[0].stream)
-            patched.setattr(sys, "stderr", screens[1].stream)
-            code = cli.main(["generate", "--target", str(shipped.target_folder()), "--device", "cpu", *argv])
+            with redirect_stdout(screens[0].stream), redirect_stderr(screens[1].stream):
+                code = cli.main(["generate", "--target", str(shipped.target_folder()), "--device", "cpu", *argv])
         return Shown(code, *(screen.close() for screen in screens))
 
     return run

@@ -1,4 +1,4 @@
-"""A target of specdec's own modules without an engine around it, or one rank's share of it."""
+"""A target of specdec's own modules without an engine around it, or one rank's share of it; and one whose numbers are gone."""
 
 from pathlib import Path
 
@@ -16,6 +16,14 @@ from specdec.parallel.shard import WHOLE, Shard
 def read_target_config(folder: Path) -> ModelConfig:
     """The config of a target, by the Llama family's rules."""
     return with_ends(parse_llama(target_json(folder), str(folder / "config.json")), folder)
+
+
+def cut_numbers(folder: Path) -> Path:
+    """Cuts the weights of a folder off after their headers: whoever reads them fails."""
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        file.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+    return folder
 
 
 def load_target(

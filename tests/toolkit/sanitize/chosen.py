@@ -14,7 +14,7 @@ CHOSEN: dict[str, list[str]] = {
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/products/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
     "hopper_linear_kernel": [
-        "tests/ops/products/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-1-True-dtype1]",
+        "tests/ops/products/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-True-dtype1]",
         "tests/ops/test_terms.py::test_terms_are_the_product[1544-2088-9]",
     ],
     "gated_linear_kernel": ["tests/ops/products/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
