@@ -19,10 +19,12 @@ import triton.language as tl
 from specdec.attention.invariant.states_triton import (
     add_block,
     complete_leaves,
+    empty_state,
     first_key,
     joined_sums,
     leaf_of,
     load_sums,
+    next_leaf,
     store_answer,
     store_sums,
 )
@@ -48,7 +50,7 @@ def load_queries(
 
 @triton.jit
 def read_latents(
-    q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, visible_MN, part, top_M, total_M, acc_MD, scale,
+    q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, visible_MN, part, state, scale,
     LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """`add_block` for the latents of these slots.  Slots that are not ok give zeros: they may hold NaN, and 0 * NaN is NaN."""
@@ -62,7 +64,7 @@ def read_latents(
     if PARTS == 2:
         other_ND = tl.load(at_ND + (1 - part) * DIM, mask=ok_ND, other=0.0)
         s_MN = tl.dot(other_MD, tl.trans(other_ND), s_MN, input_precision="ieee")
-    return add_block(s_MN, v_ND, visible_MN, top_M, total_M, acc_MD, scale * LOG2E)
+    return add_block(s_MN, v_ND, visible_MN, state, scale * LOG2E)
 
 
 @triton.jit(
@@ -140,10 +142,9 @@ def latent_leaves_kernel(
     q_M = q + token_M * stride_qt + head_M * stride_qh
     q_MD, other_MD, q_MR = load_queries(q_M, part, ok_M, DIM, PADDED_DIM, PARTS, ROPE, PADDED_ROPE)
     last_M = length - (queries - query_M) if CAUSAL else query_M * 0 + (length - 1)  # the last key that each query reads
-    top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    state = empty_state(BLOCK_M, PADDED_DIM)
     if ONE:  # the state over the leaves before this one
-        all_top_M, all_total_M, all_acc_MD = top_M, total_M, acc_MD
+        before = state
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
@@ -152,28 +153,23 @@ def latent_leaves_kernel(
         visible_MN = ok_N[None, :] & (key_N[None, :] <= last_M[:, None])
         if ONE:
             if start == border:
-                all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-                top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-                acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-                leaf += 1
-                border = first_key(leaf + 1, LEAST, OCTAVES)
-        top_M, total_M, acc_MD = read_latents(
-            q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, visible_MN, part, top_M, total_M, acc_MD, scale,
+                before, state, leaf, border = next_leaf(before, state, leaf, LEAST, OCTAVES)
+        state = read_latents(
+            q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, visible_MN, part, state, scale,
             LATENT_STRIDE, ROPE_STRIDE, DIM, PARTS, ROPE,
         )  # fmt: skip
 
     at_M = (token_M * HEADS + head_M) * PARTS + part
     if not ONE:
-        store_sums(sums, accs, at_M * states + leaf, top_M, total_M, acc_MD, ok_M, ok_D, DIM)
+        store_sums(sums, accs, at_M * states + leaf, state, ok_M, ok_D, DIM)
     elif TREE:  # two states: all leaves that are complete, and the one in which the tree begins
         if end == border:
-            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-            top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        store_sums(sums, accs, at_M * 2, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, DIM)
-        store_sums(sums, accs, at_M * 2 + 1, top_M, total_M, acc_MD, ok_M, ok_D, DIM)
+            before = joined_sums(before, state)
+            state = tl.full([BLOCK_M], -float("inf"), tl.float32), state[1], state[2]
+        store_sums(sums, accs, at_M * 2, before, ok_M, ok_D, DIM)
+        store_sums(sums, accs, at_M * 2 + 1, state, ok_M, ok_D, DIM)
     else:
-        all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-        store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, DIM)
+        store_answer(out, lse, at_M, joined_sums(before, state), ok_M, ok_D, DIM)
 
 
 @triton.jit(
@@ -233,27 +229,20 @@ def latent_path_kernel(
     at_M = (token * HEADS + head_M) * PARTS + part
     begun = 1 if ONE else complete
     is_there_M = ok_M & (begun < states)
-    all_top_M, all_total_M, all_acc_MD = load_sums(
-        sums, accs, at_M * states, ok_M & ((complete > 0) | ONE), ok_D, PADDED_DIM, DIM
-    )
-    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + begun, is_there_M, ok_D, PADDED_DIM, DIM)
+    before = load_sums(sums, accs, at_M * states, ok_M & ((complete > 0) | ONE), ok_D, PADDED_DIM, DIM)
+    state = load_sums(sums, accs, at_M * states + begun, is_there_M, ok_D, PADDED_DIM, DIM)
 
     pages, path = page_table + token // nodes * stride_row, paths + token * stride_path
     for start in range(base, end, BLOCK_N):
         if start == border:
-            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-            top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-            acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            leaf += 1
-            border = first_key(leaf + 1, LEAST, OCTAVES)
+            before, state, leaf, border = next_leaf(before, state, leaf, LEAST, OCTAVES)
         key_N = start + n
         ok_N, is_own_N = key_N < end, key_N >= length
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N & (is_own_N == 0), other=0)
         own_N = tl.load(path + (key_N - length), mask=ok_N & is_own_N, other=0)
         slot_N = tl.where(is_own_N, own_N.to(tl.int64), slots_on(page_N, key_N, PAGE_SIZE))
-        top_M, total_M, acc_MD = read_latents(
-            q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, ok_N[None, :] & ok_M[:, None], part, top_M, total_M, acc_MD,
+        state = read_latents(
+            q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, ok_N[None, :] & ok_M[:, None], part, state,
             scale, LATENT_STRIDE, ROPE_STRIDE, DIM, PARTS, ROPE,
         )  # fmt: skip
-    all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, DIM)
+    store_answer(out, lse, at_M, joined_sums(before, state), ok_M, ok_D, DIM)

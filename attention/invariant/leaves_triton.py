@@ -23,10 +23,12 @@ import triton.language as tl
 
 from specdec.attention.invariant.states_triton import (
     add_block,
+    empty_state,
     first_key,
     joined_sums,
     leaf_of,
     load_sums,
+    next_leaf,
     store_answer,
     store_sums,
 )
@@ -35,13 +37,13 @@ from specdec.attention.kernels.tables_triton import slots_on
 
 
 @triton.jit
-def read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP: tl.constexpr):
+def read_block(q_MD, k_ND, v_ND, visible_MN, state, scale, softcap, SOFTCAP: tl.constexpr):
     """`add_block` for ordinary heads."""
     s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
     if SOFTCAP:
-        return add_block(capped(s_MN * scale, softcap), v_ND, visible_MN, top_M, total_M, acc_MD, LOG2E)
+        return add_block(capped(s_MN * scale, softcap), v_ND, visible_MN, state, LOG2E)
     else:
-        return add_block(s_MN, v_ND, visible_MN, top_M, total_M, acc_MD, scale * LOG2E)
+        return add_block(s_MN, v_ND, visible_MN, state, scale * LOG2E)
 
 
 @triton.jit(
@@ -131,10 +133,9 @@ def leaves_kernel(
     at_MD += (token_M * stride_qt + head_M * stride_qh)[:, None]
     q_MD = tl.load(q + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
     last_M = length - (queries - query_M) if CAUSAL else query_M * 0 + (length - 1)  # the last key that each query reads
-    top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    state = empty_state(BLOCK_M, PADDED_DIM)
     if ONE:  # the state over the leaves before this one
-        all_top_M, all_total_M, all_acc_MD = top_M, total_M, acc_MD
+        before = state
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
@@ -146,27 +147,22 @@ def leaves_kernel(
         visible_MN = ok_N[None, :] & (key_N[None, :] <= last_M[:, None]) & (key_N[None, :] >= start_M[:, None])
         if ONE:
             if start == border:
-                all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-                top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-                acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-                leaf += 1
-                border = first_key(leaf + 1, LEAST, OCTAVES)
-        top_M, total_M, acc_MD = read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP)
+                before, state, leaf, border = next_leaf(before, state, leaf, LEAST, OCTAVES)
+        state = read_block(q_MD, k_ND, v_ND, visible_MN, state, scale, softcap, SOFTCAP)
 
     at_M = token_M * (KV_HEADS * GROUP) + head_M
     if not ONE:  # a query's states are counted from the leaf of its own first key; empty ones of leaves before it come last
         state_M = leaf - leaf_of(start_M, LEAST, OCTAVES)
         state_M = tl.where(state_M < 0, state_M + states, state_M)
-        store_sums(sums, accs, at_M * states + state_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
+        store_sums(sums, accs, at_M * states + state_M, state, ok_M, ok_D, HEAD_DIM)
     elif TREE:  # two states: all leaves that are complete, and the one in which the tree begins
         if end == border:
-            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-            top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        store_sums(sums, accs, at_M * 2, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
-        store_sums(sums, accs, at_M * 2 + 1, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
+            before = joined_sums(before, state)
+            state = tl.full([BLOCK_M], -float("inf"), tl.float32), state[1], state[2]
+        store_sums(sums, accs, at_M * 2, before, ok_M, ok_D, HEAD_DIM)
+        store_sums(sums, accs, at_M * 2 + 1, state, ok_M, ok_D, HEAD_DIM)
     else:
-        all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-        store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
+        store_answer(out, lse, at_M, joined_sums(before, state), ok_M, ok_D, HEAD_DIM)
 
 
 @triton.jit(
@@ -237,10 +233,8 @@ def path_kernel(
     at_M = token_M * (KV_HEADS * GROUP) + head_M
     begun_M = complete_M * 0 + 1 if ONE else complete_M
     is_there_M = ok_M & (begun_M >= 0) & (begun_M < states)
-    all_top_M, all_total_M, all_acc_MD = load_sums(
-        sums, accs, at_M * states, ok_M & ((complete_M > 0) | ONE), ok_D, PADDED_DIM, HEAD_DIM
-    )
-    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + begun_M, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
+    before = load_sums(sums, accs, at_M * states, ok_M & ((complete_M > 0) | ONE), ok_D, PADDED_DIM, HEAD_DIM)
+    state = load_sums(sums, accs, at_M * states + begun_M, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
 
     pages = page_table + row.to(tl.int64) * stride_row
     kv += kv_head.to(tl.int64) * stride_kv_head
@@ -248,11 +242,7 @@ def path_kernel(
     last = tl.max(length + tl.load(path_lens + token_M, mask=ok_M, other=0), 0)
     for start in range(base, last, BLOCK_N):
         if start == border:
-            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-            top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-            acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            leaf += 1
-            border = first_key(leaf + 1, LEAST, OCTAVES)
+            before, state, leaf, border = next_leaf(before, state, leaf, LEAST, OCTAVES)
         key_N = start + n
         is_own_N = key_N >= length
         for node in range(NODES):  # the states of all others stay as they are, bit for bit
@@ -265,6 +255,5 @@ def path_kernel(
             ok_ND = ok_N[:, None] & ok_D[None, :]
             k_ND, v_ND = tl.load(at_ND, mask=ok_ND, other=0.0), tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
             visible_MN = ok_N[None, :] & (key_N[None, :] >= begin_M[:, None]) & (ok_M & (node_M == node))[:, None]
-            top_M, total_M, acc_MD = read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP)
-    all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
+            state = read_block(q_MD, k_ND, v_ND, visible_MN, state, scale, softcap, SOFTCAP)
+    store_answer(out, lse, at_M, joined_sums(before, state), ok_M, ok_D, HEAD_DIM)

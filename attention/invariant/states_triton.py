@@ -53,12 +53,20 @@ def complete_leaves(
 
 
 @triton.jit
-def add_block(s_MN, v_ND, visible_MN, top_M, total_M, acc_MD, factor):
-    """A state with one more block of keys.  A state is (base-2 maximum, sum of weights, sum of weighted values).
+def empty_state(BLOCK_M: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """The state over no key: (base-2 maximum [M], sum of weights [M], sum of weighted values [M, D])."""
+    top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    return top_M, total_M, tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+
+
+@triton.jit
+def add_block(s_MN, v_ND, visible_MN, state, factor):
+    """A state with one more block of keys.
 
     s_MN: products of queries and keys, which times `factor` are logarithms of weights in base 2.
     A block of which a query may read nothing leaves the query's state as it is, bit for bit.
     """
+    top_M, total_M, acc_MD = state
     s_MN = tl.where(visible_MN, s_MN, -float("inf"))
     new_M = tl.maximum(top_M, tl.max(s_MN, 1) * factor)
     shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
@@ -70,8 +78,10 @@ def add_block(s_MN, v_ND, visible_MN, top_M, total_M, acc_MD, factor):
 
 
 @triton.jit
-def joined_sums(top_M, total_M, acc_MD, next_top_M, next_total_M, next_acc_MD):
+def joined_sums(state, following):
     """The state over two sets of keys.  An empty state, of maximum -inf and sums 0, changes nothing, bit for bit."""
+    top_M, total_M, acc_MD = state
+    next_top_M, next_total_M, next_acc_MD = following
     new_M = tl.maximum(top_M, next_top_M)
     shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)
     keep_M, weight_M = tl.exp2(top_M - shift_M), tl.exp2(next_top_M - shift_M)
@@ -81,8 +91,16 @@ def joined_sums(top_M, total_M, acc_MD, next_top_M, next_total_M, next_acc_MD):
 
 
 @triton.jit
-def store_answer(out, lse, at_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM: tl.constexpr):
+def next_leaf(before, state, leaf, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
+    """At the end of a leaf: (the state over all leaves so far, that over the next one, which leaf it is, where it ends)."""
+    before, leaf = joined_sums(before, state), leaf + 1
+    return before, empty_state(state[2].shape[0], state[2].shape[1]), leaf, first_key(leaf + 1, LEAST, OCTAVES)
+
+
+@triton.jit
+def store_answer(out, lse, at_M, state, ok_M, ok_D, HEAD_DIM: tl.constexpr):
     """The average of values and the natural log of the sum of weights; 0 and -inf where no key was read."""
+    top_M, total_M, acc_MD = state
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
     tl.store(lse + at_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
@@ -91,8 +109,9 @@ def store_answer(out, lse, at_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM: t
 
 
 @triton.jit
-def store_sums(sums, accs, state_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM: tl.constexpr):
+def store_sums(sums, accs, state_M, state, ok_M, ok_D, HEAD_DIM: tl.constexpr):
     """Stores states as they are.  Nobody reads the values of an empty state."""
+    top_M, total_M, acc_MD = state
     tl.store(sums + 2 * state_M, top_M, mask=ok_M)
     tl.store(sums + 2 * state_M + 1, total_M, mask=ok_M)
     at_MD = state_M[:, None] * HEAD_DIM + tl.arange(0, acc_MD.shape[1])[None, :]
@@ -138,20 +157,17 @@ def join_kernel(
     many = states
     if TREE:
         many = complete_leaves(tl.program_id(0) // HEADS, cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
-    top_M, total_M = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32)
-    acc_MD = tl.zeros([1, PADDED_DIM], tl.float32)
-    state = many * 0
-    while state < many:
-        next_top_M = top_M
+    joined = empty_state(1, PADDED_DIM)
+    at = many * 0
+    while at < many:
+        following = joined
         for i in tl.static_range(CHUNK):
-            ok_M = state + i + at_M * 0 < many
-            next_top_M, next_total_M, next_acc_MD = load_sums(
-                sums, accs, at_M * states + state + i, ok_M, ok_D, PADDED_DIM, HEAD_DIM
-            )
-            top_M, total_M, acc_MD = joined_sums(top_M, total_M, acc_MD, next_top_M, next_total_M, next_acc_MD)
+            ok_M = at + i + at_M * 0 < many
+            following = load_sums(sums, accs, at_M * states + at + i, ok_M, ok_D, PADDED_DIM, HEAD_DIM)
+            joined = joined_sums(joined, following)
         # A query reads every leaf from its first key's to its last key's, so after an empty state there are only empty ones.
-        state = tl.where(tl.max(next_top_M) == -float("inf"), many, state + CHUNK)
+        at = tl.where(tl.max(following[0]) == -float("inf"), many, at + CHUNK)
     if TREE:
-        store_sums(sums, accs, at_M * states, top_M, total_M, acc_MD, at_M * 0 + many > 0, ok_D, HEAD_DIM)
+        store_sums(sums, accs, at_M * states, joined, at_M * 0 + many > 0, ok_D, HEAD_DIM)
     else:
-        store_answer(out, lse, at_M, top_M, total_M, acc_MD, at_M >= 0, ok_D, HEAD_DIM)
+        store_answer(out, lse, at_M, joined, at_M >= 0, ok_D, HEAD_DIM)

@@ -106,10 +106,6 @@ class Acceptance:
             found.append(own)
         return found
 
-    def of(self, shape: SpecConfig) -> list[float]:
-        """The same of a shape."""
-        return self._shifted(self.of_chain(shape.max_steps), shape)
-
     def accept_lengths(self, shapes: Sequence[SpecConfig | None], runs: SpecConfig | None = None) -> list[float]:
         """The tokens that a round of each shape emits in a row that speculates, the bonus token included.
 

@@ -19,7 +19,7 @@ def read_target_config(folder: Path) -> ModelConfig:
 
 
 def cut_numbers(folder: Path) -> Path:
-    """Cuts the weights of a folder off after their headers: whoever reads them fails."""
+    """Cuts the weights of a folder off after their headers: whoever opens them fails."""
     for file in folder.glob("*.safetensors"):
         data = file.read_bytes()
         file.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
