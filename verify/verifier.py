@@ -2,7 +2,8 @@
 
 This module knows the target, trees and attention; it knows neither requests nor the drafter.
 
-Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logits, T packed tokens, V vocabulary, F features.
+Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logits, T packed tokens, V vocabulary, W a
+rank's run of it, F features, Y numbers of a token's log-probabilities, S tokens of an encoder's text.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ For each row of logits the token chosen is the argmax of a score: of the logits 
 filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  Before that, the steps in EDITS change the logits.
 This module knows no model.
 
-Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary.
+Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary, E tokens of an output, X words of a mask.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It looks at the logits themselves, so it comes before the temperature, and after all that changes them (Tang and others, arXiv
 2411.07641; llama.cpp's sampler of this name).  The deviation is over finite logits: a banned token does not count.
 
-Shapes: R rows of logits, W a rank's run of the vocabulary.
+Shapes: B sequences, R rows of logits, equally many for each sequence, W a rank's run of the vocabulary.
 """
 
 from __future__ import annotations

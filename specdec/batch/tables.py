@@ -3,7 +3,8 @@
 The tables are made when the first row with such rules enters, and no pass without a need for them reads or writes them.  A row
 without rules has neutral entries.  Knows no tree and no other option; what follows for logits is said in rules.py.
 
-Shapes: B rows, W a rank's run of the vocabulary, K bad words, M tokens before a word's last, E levels.
+Shapes: B rows, R some of them, W a rank's run of the vocabulary, K bad words, M tokens before a word's last,
+E new tokens, T = M + E.
 """
 
 from __future__ import annotations

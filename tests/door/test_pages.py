@@ -100,9 +100,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def missing_files(page: str) -> list[str]:
-    """Paths in backticks that are neither in the repository nor in any folder of specdec/, attention/ or tests/."""
+    """Paths in backticks that are neither in the repository nor in any folder of the product or of tests/."""
     paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|sh|txt|json))?|\w+\.py)`", page)
-    tops = [ROOT / top for top in ("specdec", "attention", "tests")]
+    tops = [ROOT / top for top in ("specdec", "draft", "verify", "attention", "tests")]
     roots = [ROOT, *tops, *(folder for top in tops for folder in top.rglob("*/"))]
     return [path for path in paths if not any((root / path).exists() for root in roots)]
 

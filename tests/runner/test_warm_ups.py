@@ -1,13 +1,16 @@
-"""Rounds whose functions run as a capture runs them, twice for nothing and then once: on a CPU, where nothing is captured.
+"""Rounds whose functions run as a capture or a replay runs them, on a CPU, where nothing is captured.
 
-A capture warms up by calling its function, and restores after each call the tensors that it was told of.  So whatever else a
-later phase reads must come out the same however often the function has run.
+A capture warms up by calling its function twice, and restores after each call the tensors that it was told of.  So whatever
+else a later phase reads must come out the same however often the function has run.  A replay runs the function that was
+captured under its key, with that function's Python values.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
+import torch
 from toolkit.driver import Driver, new_request
 from toolkit.heads.block_zoo import HEADS  # which the zoo then has
 from toolkit.models import Zoo, ragged_prompts
@@ -72,6 +75,42 @@ class WarmUps(GraphSet):
         return fn()
 
 
+class Replays(GraphSet):
+    """Runs functions as replays do: the first one that came with a key, into what it returned then.  replays: by key's name."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.first: dict[Hashable, tuple[Callable[[], Any], Any]] = {}
+        self.replays: Counter[str] = Counter()
+
+    def run(
+        self,
+        key: Hashable,
+        fn: Callable[[], Any],
+        mutable: list[Tensor],
+        warm_ups: int = 2,
+        before: Callable[[], object] = lambda: None,
+    ) -> Any:
+        if key not in self.first:
+            self.first[key] = fn, fn()
+            return self.first[key][1]
+        assert isinstance(key, tuple)
+        captured, result = self.first[key]
+        for held, now in zip(tensors_in(result), tensors_in(captured()), strict=True):
+            if not torch.equal(held, now):  # a chain's parents can't be written, nor do they change
+                held.copy_(now)
+        self.replays[key[0]] += 1
+        return result
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """The tensors of what a phase returns."""
+    if isinstance(result, Tensor):
+        return [result]
+    parts = vars(result).values() if isinstance(result, DraftTree) else result if isinstance(result, tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
 def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
     """What requests got, and what each round accepted.  trees: gets the tokens of all trees that are drafted."""
     driver.replace_drafter(Watched(driver.drafter, trees))
@@ -95,6 +134,35 @@ def test_warm_ups_change_nothing(zoo: Zoo, kind: str, whole: bool) -> None:
     driver.use_graphs(graphs, whole)
     assert outputs(driver, seen) == want
     assert seen == trees and graphs.calls > 20 and any(sum(accepted) for _, accepted in want)
+
+
+MIXED = [  # so that rows with different needs run beside each other, and in turns
+    *SAMPLING,
+    SamplingParams(max_tokens=12, temperature=0.9, seed=3, top_n_sigma=1.0, logprobs=2),
+    SamplingParams(max_tokens=6, temperature=1.2, seed=4, top_p=0.7),
+    SamplingParams(max_tokens=6, logit_bias={3: 5.0}, min_tokens=3, stop_token_ids=[7]),
+    SamplingParams(max_tokens=6, temperature=0.8, seed=5, min_p=0.2, bad_words=[[5], [6, 7]]),
+]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
+@pytest.mark.parametrize("kind", ["eagle3", "ngram"])
+def test_replays_depend_on_their_keys_and_tensors_alone(zoo: Zoo, kind: str, whole: bool) -> None:
+    """Keeps out: a key that lacks what the captured function depends on, such as a drafter's without noise for rows with noise.
+    Rounds would then replay another one's steps, on GPUs alone."""
+    prompts = [[*prompt, *prompt] for prompt in ragged_prompts(40, len(MIXED), seed=5)]
+    found: list[list[tuple[Any, ...]]] = []
+    for graphs in (None, Replays()):
+        driver = Driver(zoo.decoder("llama", kind, SpecConfig("auto", 2, 6), page_size=4, max_batch_size=2))
+        if graphs is not None:
+            driver.use_graphs(graphs, whole)
+        driver.set_depth(0)
+        driver.script_levels(*LEVELS * 40)
+        outs = [*driver.decoder.generate(prompts, MIXED, speculate=False), *driver.decoder.generate(prompts, MIXED)]
+        found.append([(out.token_ids, out.stats.accepted_per_round, out.logprobs) for out in outs])
+        if graphs is not None:
+            assert min(graphs.replays[name] for name in ("decode", "paused", "round" if whole else "verify")) > 5
+    assert found[0] == found[1]
 
 
 def test_few_tokens_and_many_leave_the_same_first_level(zoo: Zoo) -> None:

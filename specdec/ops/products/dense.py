@@ -6,7 +6,7 @@ follows.  Products of up to 192 rows with wide weights use the one in wide_trito
 one in gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The
 policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
 
-Shapes: M rows, K in, N out, F of a gated pair.
+Shapes: M rows, K in, N out, F of a gated pair, R rows asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.ops.products.tuned.here import tuned_table
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
-    """x W^M + bias: [M, N], summed in float32 and rounded once."""
+    """x W^T + bias: [M, N], summed in float32 and rounded once."""
     if use_operator(x_MK):
         return LINEAR(x_MK, weight_NK, bias_N)
     if numerics.is_invariant:

@@ -3,7 +3,7 @@
 The 12 bits are read on Hopper GPUs, up to the number of rows for which that was measured to be faster (tiles/lossless.py);
 everything else is dense.py's.  This module knows no model.
 
-Shapes: M rows, K in, N out, F of a gated pair.
+Shapes: M rows, K in, N out, F of a gated pair, R rows asked for.
 """
 
 from __future__ import annotations

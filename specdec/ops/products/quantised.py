@@ -4,7 +4,7 @@ On a CPU, under autograd and in a trace its products are as defined: the weight'
 multiplied.  On a GPU a kernel converts the codes on their way to the tensor cores, for the rows that tiles/quantised.py names.
 For more rows the numbers are computed into a scratch that cuBLAS reads.  This module knows no model.
 
-Shapes: M rows, K in, N out, F of a gated pair, R rows asked for.
+Shapes: M rows, K in, N out, F of a gated pair, R rows asked for, G scales of a row.
 """
 
 from __future__ import annotations

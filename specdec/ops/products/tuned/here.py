@@ -1,7 +1,4 @@
-"""The tuned table of this machine's GPUs, read once in a process.
-
-Shapes: T rows, I in, O out.
-"""
+"""The tuned table of this machine's GPUs, read once in a process."""
 
 from __future__ import annotations
 
