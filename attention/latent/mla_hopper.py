@@ -165,6 +165,22 @@ def _store_values(to, codes_NE, scale_N):
     to._reinterpret(gl.int32, [64, 64], PAIRS).store(gl.join(two_NE, more_NE).reshape([64, 64]))
 
 
+@gluon.jit
+def absorb(s_MN, c_NC, p_s, top_M, total_M, acc_MC, A: gl.constexpr):
+    """mla_triton.absorb for two warp groups.  p_s: memory for the weights.  The caller waits for all before c_NC changes."""
+    new_M = gl.maximum(top_M, gl.max(s_MN, 1))
+    shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)
+    p_MN = gl.exp2(s_MN - shift_M[:, None])
+    decay_M = gl.exp2(top_M - shift_M)
+    p_s.store(p_MN.to(p_s.dtype))
+    fence_async_shared()
+    barrier()
+    acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
+    acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
+    total_M = total_M * decay_M + gl.sum(p_MN, 1)
+    return new_M, total_M, warpgroup_mma_wait(0, deps=(acc,))
+
+
 @gluon.jit(
     do_not_specialize=["stride_row", "tiles", "first_state", "states"],
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q"],
@@ -291,18 +307,7 @@ def latent_hopper_kernel(
             if CAUSAL:
                 last_M = gl.minimum(last_M, length - (queries - 1 - query_M))
             s_MN = gl.where(key_N[None, :] < last_M[:, None], s_MN, -float("inf"))
-        new_M = gl.maximum(top_M, gl.max(s_MN, 1))
-        shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)
-        p_MN = gl.exp2(s_MN - shift_M[:, None])
-        decay_M = gl.exp2(top_M - shift_M)
-        top_M = new_M
-        p_s.store(p_MN.to(q.dtype.element_ty))
-        fence_async_shared()
-        barrier()
-        acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
-        acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
-        total_M = total_M * decay_M + gl.sum(p_MN, 1)
-        acc_MC = warpgroup_mma_wait(0, deps=(acc,))
+        top_M, total_M, acc_MC = absorb(s_MN, c_NC, p_s, top_M, total_M, acc_MC, A)
         if SCALED:
             async_copy.wait_group(0)
             fence_async_shared()

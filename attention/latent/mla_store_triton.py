@@ -46,11 +46,19 @@ def turn_of(table, position, e, ok_E, HALF: tl.constexpr):
 
 
 @triton.jit
-def rotated(at, ok, cos_low, cos_high, sin_low, sin_high, HALF: tl.constexpr):
+def rotated(at, ok, turn, HALF: tl.constexpr):
     """Both halves of rotated pairs: x * cos + rotate_half(x) * sin.  The sine table carries the sign of rotate_half."""
+    cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn
     low = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
-    return low * cos_low + high * sin_low, high * cos_high + low * sin_high
+    return low * cos_low_E + high * sin_low_E, high * cos_high_E + low * sin_high_E
+
+
+@triton.jit
+def store_pairs(pairs, to, ok, HALF: tl.constexpr):
+    """Stores both halves, rounded."""
+    tl.store(to, pairs[0].to(to.dtype.element_ty), mask=ok)
+    tl.store(to + HALF, pairs[1].to(to.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -88,7 +96,7 @@ def store_latent_kernel(
     ok_E = e < HALF
     position = tl.load(positions + token, cache_modifier=".cg")
     slot = tl.load(slots + token, cache_modifier=".cg")
-    cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn_of(table, position, e, ok_E, HALF)
+    turn = turn_of(table, position, e, ok_E, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -105,20 +113,13 @@ def store_latent_kernel(
             g = tl.arange(0, PADDED_RANK // 128)
             tl.store(scales + slot * SCALES_STRIDE + g, scale_G, mask=g < RANK // 128)
         tl.store(latent + slot * LATENT_STRIDE + c, x_C.to(latent.dtype.element_ty), mask=ok_C)
-        low_E, high_E = rotated(fresh + RANK + e, ok_E, cos_low_E, cos_high_E, sin_low_E, sin_high_E, HALF)
-        to_E = rope + slot * ROPE_STRIDE + e
-        tl.store(to_E, low_E.to(rope.dtype.element_ty), mask=ok_E)
-        tl.store(to_E + HALF, high_E.to(rope.dtype.element_ty), mask=ok_E)
+        store_pairs(rotated(fresh + RANK + e, ok_E, turn, HALF), rope + slot * ROPE_STRIDE + e, ok_E, HALF)
     else:
         h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         ok_HE = (h < HEADS)[:, None] & ok_E[None, :]
         at_HE = q + token * stride_qt + h[:, None] * stride_qh + e[None, :]
-        low_HE, high_HE = rotated(
-            at_HE, ok_HE, cos_low_E[None, :], cos_high_E[None, :], sin_low_E[None, :], sin_high_E[None, :], HALF
-        )
-        to_HE = out + token * stride_ot + h[:, None] * stride_oh + e[None, :]
-        tl.store(to_HE, low_HE.to(out.dtype.element_ty), mask=ok_HE)
-        tl.store(to_HE + HALF, high_HE.to(out.dtype.element_ty), mask=ok_HE)
+        pairs_HE = rotated(at_HE, ok_HE, turn, HALF)
+        store_pairs(pairs_HE, out + token * stride_ot + h[:, None] * stride_oh + e[None, :], ok_HE, HALF)
 
 
 def launch_store_latent(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.latent.mla_store_triton import rotated, turn_of
+from specdec.attention.latent.mla_store_triton import rotated, store_pairs, turn_of
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.ops.launch import chained
 
@@ -62,7 +62,7 @@ def store_index_kernel(
     ok_E = e < HALF
     position = tl.load(positions + token, cache_modifier=".cg")
     slot = tl.load(slots + token, cache_modifier=".cg")
-    cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn_of(table, position, e, ok_E, HALF)
+    turn = turn_of(table, position, e, ok_E, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -79,6 +79,7 @@ def store_index_kernel(
         tl.store(plane + i, normed(key, i, rest_I, norm, bias, mean, inverse).to(plane.dtype.element_ty), mask=rest_I)
         low_E = normed(key, e, ok_E, norm, bias, mean, inverse)
         high_E = normed(key, HALF + e, ok_E, norm, bias, mean, inverse)
+        cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn
         tl.store(plane + e, (low_E * cos_low_E + high_E * sin_low_E).to(plane.dtype.element_ty), mask=ok_E)
         tl.store(plane + HALF + e, (high_E * cos_high_E + low_E * sin_high_E).to(plane.dtype.element_ty), mask=ok_E)
         h = tl.arange(0, PADDED_HEADS)  # not j: a name must mean one shape in both branches
@@ -88,11 +89,7 @@ def store_index_kernel(
         j = (tl.program_id(1) - 1) * BLOCK_J + tl.arange(0, BLOCK_J)
         ok_JE = (j < HEADS)[:, None] & ok_E[None, :]
         at_JE = q + token * stride_qt + j[:, None] * stride_qj + e[None, :]
-        low_JE, high_JE = rotated(
-            at_JE, ok_JE, cos_low_E[None, :], cos_high_E[None, :], sin_low_E[None, :], sin_high_E[None, :], HALF
-        )
-        tl.store(at_JE, low_JE.to(q.dtype.element_ty), mask=ok_JE)
-        tl.store(at_JE + HALF, high_JE.to(q.dtype.element_ty), mask=ok_JE)
+        store_pairs(rotated(at_JE, ok_JE, turn, HALF), at_JE, ok_JE, HALF)
 
 
 def launch_store_index(

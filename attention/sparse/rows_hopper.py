@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec.attention.kernels.paged_triton import LN2, LOG2E
+from specdec.attention.latent.mla_hopper import absorb
 from specdec.ops.hopper import barrier, copy_rows
 
 
@@ -129,18 +130,7 @@ def rows_hopper_kernel(
         if start + 64 > high:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
             s_MN = gl.where((key_N < high)[None, :], s_MN, -float("inf"))
-        new_M = gl.maximum(top_M, gl.max(s_MN, 1))
-        shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)
-        p_MN = gl.exp2(s_MN - shift_M[:, None])
-        decay_M = gl.exp2(top_M - shift_M)
-        top_M = new_M
-        p_s.store(p_MN.to(q.dtype.element_ty))
-        fence_async_shared()
-        barrier()
-        acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
-        acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
-        total_M = total_M * decay_M + gl.sum(p_MN, 1)
-        acc_MC = warpgroup_mma_wait(0, deps=(acc,))
+        top_M, total_M, acc_MC = absorb(s_MN, c_NC, p_s, top_M, total_M, acc_MC, A)
         barrier()  # all warps are done with this block, so its buffer may be overwritten
         # The copies of the next block may still be under way: two blocks are, so that no copy waits for another's end.
         if block + 2 < blocks:
