@@ -37,14 +37,17 @@ class FlashMLAPlan(TritonPlan):
 
 
 class FlashMLABackend(TritonBackend):
-    """programs: as in TritonBackend.  least_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them."""
+    """programs: as in TritonBackend.  least_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them.
+
+    checked: the kinds of calls for which the library was asked, after its conventions were checked.
+    """
 
     name = "flashmla"
 
     def __init__(self, programs: int | None = None, least_rows: int = mla_adapters.LEAST_ROWS) -> None:
         super().__init__(programs)
         self._least_rows = least_rows
-        self._checked: set[tuple[object, ...]] = set()
+        self.checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
     def prepare(self, plan: AttentionPlan) -> FlashMLAPlan:
@@ -55,18 +58,24 @@ class FlashMLABackend(TritonBackend):
 
     def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
         assert isinstance(plan, FlashMLAPlan)
-        if not isinstance(view, LatentView) or len(plan.segments) > 1:
+        if not self.reads(q_THD, view, plan):
             return super()._state(q_THD, view, plan, scoring)
+        assert isinstance(view, LatentView)
         segment = plan.segments[0]
-        reads_rows = mla_adapters.reads_rows(q_THD, view, segment, self._least_rows)
-        if not (reads_rows or mla_adapters.reads_pages(q_THD, view, segment)):
-            return super()._state(q_THD, view, plan, scoring)
         assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
         assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
         assert q_THD.stride(2) == 1, "a model's absorbed queries lie densely"
         self._check_once(q_THD, view, segment)
         state = self._library(q_THD, view, segment, scoring.scale, plan.schedules)
         return state if plan.suffix is None else merge_suffix(q_THD, view, plan.suffix, scoring.scale, state)
+
+    def reads(self, q_THD: Tensor, view: KVView, plan: AttentionPlan) -> bool:
+        """Whether the library reads the plan's keys; specdec's kernels do otherwise."""
+        if not isinstance(view, LatentView) or len(plan.segments) > 1:
+            return False
+        (segment,) = plan.segments
+        by_rows = mla_adapters.reads_rows(q_THD, view, segment, self._least_rows)
+        return by_rows or mla_adapters.reads_pages(q_THD, view, segment)
 
     def _library(
         self, q_THL: Tensor, view: LatentView, segment: Segment, scale: float, schedules: dict[int, Any]
@@ -98,7 +107,7 @@ class FlashMLABackend(TritonBackend):
     def _check_once(self, q_THL: Tensor, view: LatentView, segment: Segment) -> None:
         """Before the first call of its kind with these heads: checks the library's conventions on two known answers."""
         key = (q_THL.shape[1:], q_THL.dtype, type(view), segment.pages.page_size)
-        if key in self._checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if key in self.checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        self._checked.add(key)
+        self.checked.add(key)
         mla_adapters.check_conventions(q_THL, view, segment)

@@ -28,8 +28,3 @@ class Limits:
 
 
 LIMITS = Limits()
-
-
-def usual_limits() -> Limits:
-    """LIMITS."""
-    return LIMITS
