@@ -56,6 +56,13 @@ class Hooks:
     def running(self) -> list[Request]:
         raise NotImplementedError
 
+    @property
+    def is_idle(self) -> bool:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        raise NotImplementedError
+
     def request_in(self, row: int) -> Request | None:
         raise NotImplementedError
 
@@ -215,12 +222,12 @@ class Hooks:
     def small_pool(self, pages: int) -> Iterator[None]:
         """Inside the block, requests own pages of a pool of so many.  The decoder is idle, and keeps none before."""
         whole = self._scheduler.admission
-        assert self.decoder.engine.is_idle and whole.local is None
+        assert self.is_idle and whole.local is None
         pool = PagePool(pages + 1, whole.pool.page_size, whole.pool.ring)
         small = self._scheduler.admission = Admission(pool, whole.lookahead, whole.cache is not None)
         small.least_shared_to_wait = whole.least_shared_to_wait
         yield
-        self.decoder.owner.settle()
+        self.settle()
         self._scheduler.admission = whole
 
     def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
