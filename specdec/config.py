@@ -172,6 +172,17 @@ def option(default: Any, check: Callable[[str, Any], Any], meaning: str = "", *,
     return field(default=default, hash=hash, metadata={"option": SamplingOption(default, check, meaning, **more)})
 
 
+IDLE: dict[str, Any] = {"greedy": False}  # of an option that only sampling looks at
+SAMPLED = {**IDLE, "drafted": True}  # of one that drafters look at too
+SEED = partial(require_int, low=-(2**63), high=LARGEST_SEED)
+
+
+def number(default: float, bounds: tuple[float, float], step: str, metavar: str, meaning: str, **more: Any) -> Any:
+    """A field that is a number of a row, of the type of its default and within the bounds."""
+    check = partial(require_int if isinstance(default, int) else require_float, low=bounds[0], high=bounds[1])
+    return option(default, check, meaning, metavar=metavar, column=type(default), step=step, **more)
+
+
 def _temperature(name: str, value: Any) -> float:
     temperature = require_float(name, value, 0.0, 100.0)
     if 0 < temperature < 1e-4:
@@ -219,64 +230,24 @@ class SamplingParams:
         1.0,
         partial(require_float, low=0.0, high=1.0, above_low=True),
         "sample from the likeliest tokens that together have this probability",
-        metavar="P",
-        column=float,
-        step="filtered",
-        greedy=False,
-        drafted=True,
+        **SAMPLED | {"metavar": "P", "column": float, "step": "filtered"},
     )
-    top_k: int = option(
-        0,
-        partial(require_int, low=0, high=2**31 - 1),
-        "sample from the N likeliest tokens",
-        column=int,
-        step="filtered",
-        greedy=False,
-        drafted=True,
-    )
+    top_k: int = number(0, (0, 2**31 - 1), "filtered", "N", "sample from the N likeliest tokens", **SAMPLED)
     seed: int | None = option(
-        None,
-        partial(require_int, low=-(2**63), high=LARGEST_SEED),
-        "bench samples with 0 unless told otherwise, generate with a random one",
-        column=int,
-        greedy=False,
+        None, SEED, "bench samples with 0 unless told otherwise, generate with a random one", column=int, **IDLE
     )
     stop: str | Sequence[str] | None = option(None, require_texts)
     stop_token_ids: Sequence[int] | None = option(None, require_ids)
     ignore_eos: bool = option(False, partial(require_bool, nearest=False))
-    min_p: float = option(
-        0.0,
-        partial(require_float, low=0.0, high=1.0),
-        "sample from tokens at least P times as likely as the likeliest",
-        metavar="P",
-        column=float,
-        step="min_p",
-        greedy=False,
-        drafted=True,
+    min_p: float = number(
+        0.0, (0.0, 1.0), "min_p", "P", "sample from tokens at least P times as likely as the likeliest", **SAMPLED
     )
-    repetition_penalty: float = option(
-        1.0,
-        partial(require_float, low=0.01, high=100.0),
-        "divide logits above 0 of tokens in prompt or output by X",
-        metavar="X",
-        column=float,
-        step="penalties",
+    repetition_penalty: float = number(
+        1.0, (0.01, 100.0), "penalties", "X", "divide logits above 0 of tokens in prompt or output by X"
     )
-    presence_penalty: float = option(
-        0.0,
-        partial(require_float, low=-2.0, high=2.0),
-        "take X off the logits of tokens in the output",
-        metavar="X",
-        column=float,
-        step="penalties",
-    )
-    frequency_penalty: float = option(
-        0.0,
-        partial(require_float, low=-2.0, high=2.0),
-        "take X off a token's logit for each time the output holds it",
-        metavar="X",
-        column=float,
-        step="penalties",
+    presence_penalty: float = number(0.0, (-2.0, 2.0), "penalties", "X", "take X off the logits of tokens in the output")
+    frequency_penalty: float = number(
+        0.0, (-2.0, 2.0), "penalties", "X", "take X off a token's logit for each time the output holds it"
     )
     logit_bias: Mapping[int, float] | None = option(None, require_bias, step="bias", hash=False)
     bad_words: Sequence[str] | Sequence[Sequence[int]] | None = option(None, require_words, step="bad_words")
@@ -289,14 +260,13 @@ class SamplingParams:
         "raw", partial(require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
     n: int = option(1, partial(require_int, low=1, high=MAX_CHOICES))
-    top_n_sigma: float = option(
+    top_n_sigma: float = number(
         0.0,
-        partial(require_float, low=0.0, high=100.0),
+        (0.0, 100.0),
+        "top_n_sigma",
+        "X",
         "sample from tokens within X standard deviations of the largest logit; 0 is all",
-        metavar="X",
-        column=float,
-        step="top_n_sigma",
-        greedy=False,
+        **IDLE,
     )
 
     def __post_init__(self) -> None:

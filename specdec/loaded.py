@@ -185,7 +185,7 @@ class LoadedDecoder:
         """How many tokens may follow a prompt; 0 or less: it is longer than max_seq_len or the KV pool.  ids: of `encode`."""
         encoder = self.model.config.encoder
         begin = len(ids) if encoder is None else len(encoder.start_ids)
-        return self.engine.longest_text(self.settings.max_seq_len) - begin
+        return self.engine.scheduler.admission.longest_text(self.settings.max_seq_len) - begin
 
     def new_request(
         self,

@@ -31,12 +31,9 @@ def _fault(request: Request, left_after: LeftAfter, text: Sequence[int], where: 
         said = f"; llguidance says: {reason}" if reason else ""
         return f"{grammar.kind} leaves no token {where}: it has no such text, or is too large{said}"
     rest, fewer = _left_by_ends(request, left, len(text)), f"min_tokens={len(output)}"
-    if not rest and grammar is not None:
-        return (
-            f"{grammar.kind} and min_tokens leave no token {where}: the text is complete; nearest setting that works: {fewer}"
-        )
     if not rest:
-        return f"stop_token_ids and min_tokens leave no token {where}; nearest setting that works: {fewer}"
+        what, why = ("stop_token_ids", "") if grammar is None else (grammar.kind, ": the text is complete")
+        return f"{what} and min_tokens leave no token {where}{why}; nearest setting that works: {fewer}"
     if _left_by_words(request, rest, text):
         return ""
     without_ends = _left_by_words(request, left, text)  # then a smaller min_tokens helps, too

@@ -54,7 +54,7 @@ class EngineOwner:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._mailboxes: dict[Request, Mailbox] = {}
         self._ended: deque[Request] = deque()
-        engine.on_end(self._note_end)
+        engine.scheduler.on_end = self._note_end
         self._unclean = 0
         self._thread: threading.Thread | None = None
         self._is_served = threading.Lock()  # held by the thread that serves the engine
@@ -228,7 +228,8 @@ class EngineOwner:
             action()
             self._unclean = 0
         except BaseException as error:  # of any kind: a tokenizer may raise SystemExit
-            self._unclean = 0 if self.engine.is_clean and self._ended else self._unclean + 1
+            has_told = self.engine.scheduler.departures() is None  # the runner, of all rows that have ended
+            self._unclean = 0 if has_told and self._ended else self._unclean + 1
             if self._unclean >= MOST_UNCLEAN_STEPS:
                 self.failure = error
                 self._fail(error)

@@ -125,16 +125,14 @@ class Request:
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
         if self.error is not None:
-            reason = str(self.error) or type(self.error).__name__  # a MemoryError or an interrupt says nothing
-            raise RuntimeError(f"the request failed while it ran: {reason}") from self.error
-        assert self.output.finish_reason is not None, "the request is not finished"
-        self.stats.check_identity(len(self.output.token_ids))
+            said = str(self.error) or type(self.error).__name__  # a MemoryError or an interrupt says nothing
+            raise RuntimeError(f"the request failed while it ran: {said}") from self.error
         output, logprobs = self.output, None if self.sampling.logprobs is None else self.logprobs
-        assert output.finish_reason is not None and len(self.logprobs) in (0, len(output.token_ids))
-        assert len(self.origins) == len(output.token_ids)
-        return Generation(
-            self.given_ids, output.token_ids, output.text, output.finish_reason, self.stats, self.origins, logprobs
-        )
+        ids, reason = output.token_ids, output.finish_reason
+        assert reason is not None, "the request is not finished"
+        self.stats.check_identity(len(ids))
+        assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(ids)
+        return Generation(self.given_ids, ids, output.text, reason, self.stats, self.origins, logprobs)
 
 
 @dataclass(eq=False)

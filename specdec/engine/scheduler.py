@@ -157,8 +157,7 @@ class Scheduler:
         """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
         if not self._cleared:
             return None
-        moves = tuple((source, target) for target, source in self._moved.items())
-        return LeaveRows(moves, tuple(sorted(self._cleared)))
+        return LeaveRows(tuple((source, target) for target, source in self._moved.items()), tuple(sorted(self._cleared)))
 
     def departed(self) -> None:
         """The runner has been told of all departures."""
@@ -332,7 +331,7 @@ class Scheduler:
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""
-        return request.speculate and self.speculation.drafts and request.drafted_until is None
+        return request.speculate and bool(self.speculation.shapes) and request.drafted_until is None
 
     # ---- endings ----
 

@@ -48,15 +48,10 @@ class Speculation:
         first_accepted: float | None = None,
     ) -> None:
         self.shapes, self.most_tokens = tuple(shapes), most_tokens
-        self.controller = Controller(shapes, ready_seconds > 0, ready_seconds, first_accepted) if is_auto else None
+        self.controller = Controller(shapes, ready_seconds, first_accepted) if is_auto else None
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried
         self._ready: dict[Batch, tuple[Shape, ...]] = {}  # what has been captured, where anything is
-
-    @property
-    def drafts(self) -> bool:
-        """Whether there is a drafter."""
-        return bool(self.shapes)
 
     def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.
@@ -142,8 +137,8 @@ class Speculation:
         return ready
 
     def _tries(self, batch: Batch, shapes: Sequence[Shape]) -> list[Step]:
-        steps = [Try(_round(batch, shape)) for shape in shapes]
-        return [*steps, Try(CatchUp(*batch))] if None in shapes else [*steps]
+        catch_up = [Try(CatchUp(*batch))] if None in shapes else []
+        return [*(Try(_round(batch, shape)) for shape in shapes), *catch_up]
 
 
 def _round(batch: Batch, shape: Shape) -> RunRound:

@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from specdec.parallel.processes import Followers
+
 R = TypeVar("R")
-
-
-class OtherRanks(Protocol):
-    """Ranks that run the same steps.
-
-    check: raises if one has failed.  explain: what to raise for an error of this rank, after which none of them can go on.
-    """
-
-    def check(self) -> None: ...
-    def explain(self, error: BaseException) -> BaseException: ...
 
 
 class Readback:
@@ -33,7 +25,7 @@ class Readback:
         self.device = device
         self.waits = 0
         self.wait_seconds = 0.0
-        self.followers: OtherRanks | None = None  # other ranks; if one fails, what was waited for means nothing
+        self.followers: Followers | None = None  # other ranks; if one fails, what was waited for means nothing
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
 
     def start(self, source: Tensor, begun: Any = None) -> Ticket:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,12 +24,13 @@ from specdec.limits import DUMMY_PAGE
 from specdec.ops.compiling.known import num_loaded
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
+from specdec.parallel.processes import Followers
 from specdec.runner.first_passes import FirstPasses, compile_steps
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.pending import EmittedPending, TryPending
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
-from specdec.runner.readback import OtherRanks, Readback
+from specdec.runner.readback import Readback
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
 from specdec.steps import (
@@ -62,22 +63,11 @@ class Call(NamedTuple):
     given: tuple[Any, ...]
 
 
-class Followers(OtherRanks, Protocol):
-    """The other ranks, as the first one's runner knows them.  send: tells them a step, which this rank runs next."""
-
-    def send(self, message: Any) -> None: ...
-
-
 class DeviceRunner:
     """Executes steps.
 
-    workers: both models and the batch.
-    graphs: see RoundRunner.
-    most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
-    shared: buffers for the pages that rows read together; None where rows never do.
-    rehearses: the purpose for which the first passes are rehearsed (see FirstPasses), so that their kernels are compiled side
-        by side; None: they may not be.
-    spec: the shape of the first speculative round; None: nobody knows it yet.
+    graphs: see RoundRunner.  most_captured: see PromptRunner.  rehearses, spec: see FirstPasses, whose purpose the first is;
+    None: passes may not be rehearsed.  shared: buffers for the pages that rows read together; None where rows never do.
     """
 
     def __init__(
@@ -112,7 +102,7 @@ class DeviceRunner:
             LeaveRows: self._leave,
             StopDrafting: self._stop_drafting,
             CopyPages: self._copy,
-            TimePhases: self._time_phases,
+            TimePhases: lambda step: setattr(self.clock, "enabled", step.enabled),
             ForceAcceptance: self._force_acceptance,
         }
 
@@ -291,9 +281,6 @@ class DeviceRunner:
             cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
 
     # ---- what is measured ----
-
-    def _time_phases(self, step: TimePhases) -> None:
-        self.clock.enabled = step.enabled
 
     def _force_acceptance(self, step: ForceAcceptance) -> None:
         verifier = self.workers.verifier

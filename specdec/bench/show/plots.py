@@ -31,11 +31,6 @@ def require(path: Path) -> None:
         raise ValueError(f"--plot must end in one of .{', .'.join(sorted(endings))}; got {str(path)!r}")
 
 
-def write_plot(measurement: Measurement, path: Path) -> None:
-    """Writes the figure in the format that the path's ending names."""
-    draw(measurement).savefig(path)
-
-
 def draw(measurement: Measurement) -> Any:
     """The figure: bars of tok/s, a round's milliseconds by phase, and acceptance by depth; what ran in the title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

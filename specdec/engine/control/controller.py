@@ -79,22 +79,13 @@ class Book:
 class Controller:
     """Chooses among shapes.
 
-    shapes: all but that of no levels.
-    tries: whether shapes are tried on the side before they run, as where a graph must be captured first.
-    ready_seconds: how long it takes to make a shape ready, where shapes are tried.
-    first_accepted: the share of a chain's first drafts that are taken to be accepted before a round was verified; None: nobody
-        knows.
+    shapes: all but that of no levels.  ready_seconds: how long it takes to make one ready, as where a graph must be captured
+    first: it is tried on the side before it runs; 0: none is.  first_accepted: see Acceptance.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[SpecConfig],
-        tries: bool = False,
-        ready_seconds: float = 0.0,
-        first_accepted: float | None = None,
-    ) -> None:
+    def __init__(self, shapes: Sequence[SpecConfig], ready_seconds: float = 0.0, first_accepted: float | None = None) -> None:
         assert shapes, "a drafter can grow some shape"
-        self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
+        self.shapes, self.tries, self.ready_seconds = tuple(shapes), ready_seconds > 0, ready_seconds
         self.all: tuple[Shape, ...] = (None, *self.shapes)
         self.has_looked = first_accepted is not None
         self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted)
@@ -233,9 +224,8 @@ class Controller:
         shapes: list[Shape] = [*book.first, None] if self.tries else [None, book.smallest()]
         known = [self._line(size, shape, share) for shape in shapes if book.costs.is_known(shape)]
         missing = ", ".join(label(shape) for shape in shapes if not book.costs.is_known(shape))
-        found = (
-            f"measured so far: {', '.join(known)}" if known else "the first round of a shape is not timed, as it may compile"
-        )
+        found = "the first round of a shape is not timed, as it may compile"
+        found = f"measured so far: {', '.join(known)}" if known else found
         return f"{found}; to be measured: {missing}" if missing else found
 
     def _line(self, size: Size, shape: Shape, share: float) -> str:
@@ -248,7 +238,11 @@ class Controller:
     def _book(self, size: Size) -> Book:
         """The size's own book, which begins with what the nearest one says, of those with a grammar or without, as it is."""
         if size not in self.books:
-            near = min(self.books, key=lambda other: (other.grammar != size.grammar, _apart(other, size)), default=None)
+
+            def unlike(other: Size) -> tuple[bool, float]:
+                return other.grammar != size.grammar, abs(math.log(other.rows / size.rows))
+
+            near = min(self.books, key=unlike, default=None)
             if near is None:
                 self.books[size] = Book(Costs(first_counts=self.tries), first_shapes(self.shapes))
             else:
@@ -294,10 +288,6 @@ class Controller:
         self._learn()
         self.acceptance.trust(TRUST)
         return look
-
-
-def _apart(one: Size, other: Size) -> float:
-    return abs(math.log(one.rows / other.rows))
 
 
 def label(shape: Shape) -> str:

@@ -27,9 +27,7 @@ DOUBT, DOUBT_GROWS = 0.03, 2000.0  # which share less a shape may cost than is k
 GROWTH_MEMORY = 500.0  # rounds that the growth with the rows' tokens is learned from
 SLOWLY = 0.02  # the weight of the newest round in the averages that it is learned from
 NO_GROWTH = 1e6  # tokens squared: unless tokens have differed by far more, the growth is taken to be small
-MOST_OF_COST = (
-    0.5  # the share of a round that the rows' tokens are taken to cost at most: a machine that slows down looks alike
-)
+MOST_OF_COST = 0.5  # the share of a round that tokens are taken to cost at most: a machine that slows down looks alike
 
 
 @dataclass
@@ -166,11 +164,8 @@ class Costs:
         """
         if self._late[0] == self._rounds:
             return self._late[1]
-        late = [
-            self._seconds(ran, self.tokens) - self._seconds(ran.tried, self.tokens)
-            for ran in self._measured.values()
-            if ran.tried is not None
-        ]
+        both = [(ran, ran.tried) for ran in self._measured.values() if ran.tried is not None]
+        late = [self._seconds(ran, self.tokens) - self._seconds(tried, self.tokens) for ran, tried in both]
         self._late = self._rounds, max(0.0, min(late, default=0.0))
         return self._late[1]
 

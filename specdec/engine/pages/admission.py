@@ -202,7 +202,7 @@ class Admission:
             self.copies.make_room(self.local.pages_for(needed))
         table = _around(self.local.admit(request, needed), self.local.table_pages(needed))
         if self.copies is not None:
-            self.copies.fill(sources, table, len(found.path))
+            self.copies.orders.add(sources, table[len(found.path) - len(sources) : len(found.path)])
         return table
 
     def fixed_pages(self, request: Request, drafted: bool) -> list[int]:
