@@ -43,11 +43,8 @@ class StepTime(NamedTuple):
 
 
 class Session:
-    """Drives one decoder on the thread of the caller, who must be the only one to use it then.
-
+    """Drives one decoder on the thread of the caller, who must be the only one to use it then, and `cancel` what was submitted.
     That thread keeps the decoder's number of torch's threads; see `using_threads`.
-
-    Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
     """
 
     def __init__(self, decoder: LoadedDecoder, rehearsed: set[RunChunk | RunRound] | None = None) -> None:
@@ -157,11 +154,7 @@ class Session:
         scheduler, needs = self.decoder.engine.scheduler, self.choice(prompts[0], sampling).needs
         if needs.grammar:
             return []
-        rows, most = scheduler.rows, 1
-        sizes = [most]
-        while scheduler.pads_rows and most < rows:
-            most = min(2 * most, rows)
-            sizes.append(most)
+        sizes = scheduler.sizes() if scheduler.pads_rows else [1]
         return [step for size in sizes for step in scheduler.speculation.rounds(size, needs)]
 
     def chunks_to_come(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RunChunk]:

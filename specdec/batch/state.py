@@ -71,22 +71,12 @@ class BatchState:
 
     @classmethod
     def empty(
-        cls,
-        rows: int,
-        pages: int,
-        *,
-        page_size: int,
-        groups: int = 1,
-        source_size: int = 0,
-        device: torch.device | str,
+        cls, rows: int, pages: int, *, page_size: int, groups: int = 1, source_size: int = 0, device: torch.device | str
     ) -> BatchState:
-        """A batch of `rows` rows, all of them padding.
+        """A batch of `rows` rows, all of them padding.  pages: W.  groups: G.  page_size, source_size: see the class."""
 
-        pages: W.  page_size: tokens per page.  groups: G.  source_size: see the class.
-        """
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def zeros(dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(rows, dtype=dtype, device=device)
 
         def tables() -> Tensor:
             width = pages if groups == 1 else -(-pages // 4) * 4  # so that each table is aligned to 16 bytes
@@ -94,16 +84,8 @@ class BatchState:
 
         neutral = RowSampling.of([RowOptions.of()] * rows, device)
         return cls(
-            lens_B=zeros(rows, dtype=torch.int32),
-            bonus_B=zeros(rows, dtype=torch.int64),
-            active_B=zeros(rows, dtype=torch.int32),
-            page_table_BGW=tables(),
-            prompt_table_BGW=tables(),
-            speculates_B=zeros(rows, dtype=torch.int32),
-            option_floats_BF=neutral.floats_RF,
-            option_ints_BI=neutral.ints_RI,
-            source_page_B=zeros(rows, dtype=torch.int32),
-            source_lens_B=zeros(rows, dtype=torch.int32),
+            *(zeros(), zeros(torch.int64), zeros(), tables(), tables(), zeros()),
+            *(neutral.floats_RF, neutral.ints_RI, zeros(), zeros()),
             page_size=page_size,
             source_size=source_size,
         )
@@ -121,11 +103,6 @@ class BatchState:
     def prompt_pages(self) -> PageTable:
         """The pages that chunks of prompts read and write in the layers of `group`."""
         return PageTable(self.prompt_table_BGW[:, self.group], self.page_size)
-
-    @property
-    def num_groups(self) -> int:
-        """G, the number of groups of layers."""
-        return self.page_table_BGW.shape[1]
 
     @property
     def sources(self) -> Sources | None:

@@ -216,7 +216,11 @@ class Scheduler:
     def make_ready(self, sizes: Sequence[int]) -> list[Step]:
         """The steps that capture what rounds of so many rows may need; none given: of any number.  To be run while idle."""
         assert not self.seats
-        return self.speculation.make_ready(sizes or sorted({self._padded(rows + 1) for rows in range(self.rows)}))
+        return self.speculation.make_ready(sizes or self.sizes())
+
+    def sizes(self) -> list[int]:
+        """All numbers of rows that rounds may compute."""
+        return sorted({self._padded(rows + 1) for rows in range(self.rows)})
 
     def take(self, launch: Launch, emitted: list[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.

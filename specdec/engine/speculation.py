@@ -105,12 +105,7 @@ class Speculation:
         return [RunRound(rows, "plain", None, needs), *(RunRound(rows, "speculative", spec, needs) for spec in fixed)]
 
     def observe(
-        self,
-        step: RunRound,
-        seconds: float,
-        accepted: list[int],
-        best: list[tuple[int, int]] | None = None,
-        tokens: int = 0,
+        self, step: RunRound, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None = None, tokens: int = 0
     ) -> None:
         """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted.
 

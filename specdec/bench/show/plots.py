@@ -83,9 +83,8 @@ def _speed(axes: Any, measurement: Measurement, tag: str) -> None:
         _bar(axes, x, cell.baseline.rates, width, BASELINE_COLOUR, "" if named else f"plain decoding{again}")
         _bar(axes, x + width, cell.speculative.rates, width, COLOURS[i % len(COLOURS)], label)
         named.add(cell.name)
-        note = {"DIVERGED": "outputs\ndiffer", "EMPTY": "outputs\nempty"}.get(
-            cell.outputs.verdict, f"{cell.speed_up or 0:.2f}x"
-        )
+        wrong = {"DIVERGED": "outputs\ndiffer", "EMPTY": "outputs\nempty"}
+        note = wrong.get(cell.outputs.verdict, f"{cell.speed_up or 0:.2f}x")
         _note(axes, note, x + width, max(cell.speculative.rates))
     tokens = [sum(cell.speculative.output_tokens) for cell in cells]
     spread = f"{min(tokens):,}" if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"
