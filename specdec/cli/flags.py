@@ -182,9 +182,9 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
     if setting.choices:
         spelled = {OFF if choice is False else choice: choice for choice in setting.choices}
         return {**details, "type": _one_of(spelled), "metavar": "{" + ",".join(spelled) + "}"}
-    if setting.low is None:
+    if setting.bounds is None:
         return {**details, "type": not_empty, "metavar": setting.metavar}
-    return {**details, "type": auto_or_int if item.default == "auto" else int, "metavar": setting.metavar or "N"}
+    return {**details, "type": auto_or_int if item.default == "auto" else int, "metavar": "N"}
 
 
 # ---- values ----

@@ -39,9 +39,9 @@ class RowChoice(NamedTuple):
         if (rule := sampling.grammar_rule) is not None:
             grammar = Grammar(*rule, tuple(sorted({*eos_ids, *(sampling.stop_token_ids or ())})))
         is_processed = sampling.logprobs_mode == "processed"
+        steps = _steps_of_numbers(sampling) | ({"grammar"} if grammar else set()) | ({"processed"} if is_processed else set())
         others = {"bias": bias, "bad_words": phrases, "ends": ends and sampling.min_tokens}
-        others |= {"grammar": grammar, "processed": is_processed}
-        steps = _steps_of_numbers(sampling) | {step for step, value in others.items() if value}
+        steps |= {step for step, value in others.items() if value}
         logprobs = 0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs)
         needs = Needs.of(*steps, logprobs=logprobs)
         own = {name: getattr(sampling, name) for name, declared in SAMPLING_OPTIONS.items() if declared.column}

@@ -74,12 +74,9 @@ class EngineOwner:
         return os.getpid() != self._process
 
     def submit(self, requests: Sequence[Request], wake: Callable[[], None]) -> list[Mailbox]:
-        """Hands requests to the engine, and returns a mailbox for each.
+        """Hands requests that have passed `Engine.check` to the engine, and returns a mailbox for each.  wake: see Mailbox.
 
-        wake: see Mailbox; it is called for every one of these requests.
-
-        RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.  The
-        requests must have passed `Engine.check`.
+        RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.
         """
         now = time.monotonic()
         mailboxes = [Mailbox(request, wake, now) for request in requests]

@@ -26,9 +26,7 @@ class Request:
     source_ids: what the target's encoder reads; None for a target without one.
     drafted_until: how many tokens of the text the drafter knows, since it stopped there; None: it goes on.
     error: what made this request fail, or None.  Other requests go on.
-    choice: how its row chooses tokens.
-    origins: of the output's tokens: see Generation.
-    logprobs: of the output's tokens, if the request asked for them.
+    origins, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
     is_submitted: whether an engine's owner has taken it; that can happen once only.
@@ -65,10 +63,9 @@ class Request:
         bad_words: Sequence[Sequence[int]] = (),
         left_after: LeftAfter | None = None,
     ) -> Request:
-        """A request that has no output yet.
+        """A request that has no output yet.  eos_ids: see Trimmer.
 
-        seed: the seed that sampling uses, which was drawn at random if the caller gave none.  eos_ids, decode, streaming: see
-        Trimmer.  bad_words: those of `sampling` as ids.  left_after: see Request.
+        seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)

@@ -34,7 +34,7 @@ class Speculation:
     shapes: those that a round's tree may have; none: there is no drafter; several: the controller chooses.
     ready_seconds: how long it takes to capture a shape's round; 0: nothing is captured, so that any shape may run at any time.
     most_tokens: of a text, beyond which nothing is drafted; None: there is no such length.
-    first_accepted: see Controller.
+    first_accepted: see Acceptance.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
@@ -107,9 +107,9 @@ class Speculation:
     def observe(
         self, step: RunRound, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None = None, tokens: int = 0
     ) -> None:
-        """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted.
+        """Records a timed round, and how many draft tokens each row that speculates accepted.
 
-        best: of these rows, see Emitted; None for a chain.  tokens: of all rows when the round began.
+        seconds: from the end of the round before it.  best: see Emitted; None for a chain.  tokens: of all rows at its start.
         """
         if self.controller is not None:
             self.controller.observe(Size(step.rows, step.needs.grammar), step.spec, seconds, accepted, best, tokens)

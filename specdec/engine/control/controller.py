@@ -104,11 +104,7 @@ class Controller:
         best: Sequence[tuple[int, int]] | None = None,
         tokens: int = 0,
     ) -> None:
-        """A round was verified.
-
-        seconds: from the end of the round before it to its own end.  accepted: of each row that speculates, how many draft
-        tokens it took.  best: of each of these rows, see Emitted; None for a chain.  tokens: of all rows when the round began.
-        """
+        """A round was verified.  The arguments: see Speculation.observe."""
         self._book(size).costs.observe(shape, seconds, tokens)
         if shape is None or not accepted:
             return
