@@ -43,8 +43,8 @@ class AsyncSpecDecoder:
             )
         self.decoder = decoder
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
-        end_threads = weakref.WeakMethod(self._end_threads)
-        decoder.owner.at_close(lambda: (end := end_threads()) and end())
+        encoders = weakref.ref(self._encoders)
+        decoder.owner.at_close.append(lambda: (pool := encoders()) and pool.shutdown(wait=False))
         self._bell: Bell | None = None
 
     @classmethod
@@ -81,9 +81,6 @@ class AsyncSpecDecoder:
         """Closes the decoder: see `SpecDecoder.close`."""
         await asyncio.to_thread(self.decoder.close)
 
-    def _end_threads(self) -> None:
-        self._encoders.shutdown(wait=False)
-
     @property
     def totals(self) -> Totals:
         """What the engine has done since its start and what it holds now."""
@@ -110,8 +107,6 @@ class AsyncSpecDecoder:
         prompt, sampling, speculate, errors: see `generate`; errors are raised by the first step of the loop.
         """
         return AsyncStream(self, lambda: self.new_request(prompt, sampling, speculate=speculate, streaming=True))
-
-    # ---- the two halves, for callers that check several prompts before the first runs ----
 
     async def new_request(
         self,

@@ -175,8 +175,6 @@ class Session:
         chunks.sort(key=lambda chunk: chunk.cost)
         return list(dict.fromkeys((chunks[0], chunks[-1])))
 
-    # ---- SpecConfig("auto") ----
-
     def make_ready(self, sizes: Sequence[int] = ()) -> None:
         """Captures whatever "auto" may run later, for options that have occurred.  sizes: numbers of rows; none: all."""
         with self.turn():
@@ -187,8 +185,6 @@ class Session:
         """For each number of rows that has run, which shape "auto" runs and why."""
         return self.decoder.reasons
 
-    # ---- forced acceptance ----
-
     @property
     def forces_acceptance(self) -> bool:
         return self.decoder.engine.runner.workers.verifier.synthetic is not None
@@ -197,15 +193,11 @@ class Session:
         """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
         self.decoder.engine.runner.run(ForceAcceptance(tuple(probs)))
 
-    # ---- the rule by which drafts are chosen ----
-
     def share_noise(self, shares: bool) -> None:
         """Whether drafts are chosen with the target's own noise.  To be called before the first round is captured."""
         drafter = self.decoder.engine.runner.workers.drafter
         assert isinstance(drafter, DraftWorker), "only a head's drafter has two rules"
         drafter.shares_noise = shares
-
-    # ---- whole prompts, as users run them ----
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool

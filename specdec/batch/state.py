@@ -164,11 +164,6 @@ class BatchState:
         if self.tables is not None:
             self.tables.clear_rows(rows_R)
 
-    def enter_sources(self, rows_R: Tensor, source_R2: Tensor) -> None:
-        """Gives rows (int64) the texts that they read of an encoder.  source_R2: int32, source_page_B and source_lens_B."""
-        for tensor, values_R in zip((self.source_page_B, self.source_lens_B), source_R2.unbind(1), strict=True):
-            tensor.index_copy_(0, rows_R, values_R)
-
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int, rows_B: Tensor | None = None) -> None:
         """Adds the first counts_B tokens of each row to what the tables know of its text.
 

@@ -63,7 +63,7 @@ class EngineOwner:
         self._door = threading.RLock()
         self.is_closed = False
         self._process = os.getpid()
-        self._at_close: list[Callable[[], object]] = []
+        self.at_close: list[Callable[[], object]] = []  # called when the owner closes
         _owners.add(self)
 
     # ---- for any thread ----
@@ -108,10 +108,6 @@ class EngineOwner:
         while not done.wait(0.1) and self._thread is not None and self._thread.is_alive():
             pass
 
-    def at_close(self, end: Callable[[], object]) -> None:
-        """Has something called when the owner closes, such as what ends the threads of AsyncSpecDecoder."""
-        self._at_close.append(end)
-
     def check_open(self) -> None:
         """RuntimeError if no request can be taken: in a forked process, from inside a step, after `close` or a failure."""
         if self.is_fork:
@@ -149,8 +145,8 @@ class EngineOwner:
             return
         self.is_closed = True
         self._commands.put(lambda: None)  # wakes the thread
-        while self._at_close:
-            self._at_close.pop()()
+        while self.at_close:
+            self.at_close.pop()()
 
     def release(self) -> None:
         """Lets the engine go after `close`, so that its memory can be freed."""

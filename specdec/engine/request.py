@@ -21,29 +21,23 @@ LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 class Request:
     """A request; two requests are equal only if they are the same object.
 
-    speculate: whether the drafter proposes tokens for this request.
-    streaming: whether its text is made token by token, for chunks.
-    source_ids: what the target's encoder reads; None for a target without one.
-    drafted_until: how many tokens of the text the drafter knows, since it stopped there; None: it goes on.
-    error: what made this request fail, or None.  Other requests go on.
     origins, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
-    is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
 
     prompt_ids: list[int]
     sampling: SamplingParams
     choice: RowChoice
     output: Trimmer
-    speculate: bool = True
-    streaming: bool = False
+    speculate: bool = True  # whether the drafter proposes tokens
+    streaming: bool = False  # whether its text is made token by token, for chunks
     stats: Stats = field(default_factory=Stats)
-    error: BaseException | None = None
+    error: BaseException | None = None  # what made this request fail; others go on
     cancelled: bool = False
-    is_submitted: bool = False
-    source_ids: list[int] | None = None
-    drafted_until: int | None = None
+    is_submitted: bool = False  # whether an engine's owner has taken it; that can happen once only
+    source_ids: list[int] | None = None  # what the target's encoder reads; None for a target without one
+    drafted_until: int | None = None  # how many tokens the drafter knows, since it stopped there; None: it goes on
     origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     left_after: LeftAfter | None = None
@@ -134,19 +128,13 @@ class Request:
 
 @dataclass(eq=False)
 class Seat:
-    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
-
-    done: how many prompt tokens are in the cache or in chunks that have been planned.
-    arrival: how many requests entered before this one.
-    runs: whether chunks have been planned for the whole prompt, so that the row takes part in rounds.
-    unread: launches that emit tokens for the request and have not been read yet.
-    """
+    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row."""
 
     request: Request
-    done: int
-    arrival: int
-    runs: bool = False
-    unread: int = 0
+    done: int  # how many prompt tokens are in the cache or in chunks that have been planned
+    arrival: int  # how many requests entered before this one
+    runs: bool = False  # whether chunks have been planned for the whole prompt, so that the row takes part in rounds
+    unread: int = 0  # launches that emit tokens for the request and have not been read yet
 
     @property
     def left(self) -> Left:

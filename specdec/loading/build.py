@@ -55,7 +55,7 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
         admission,
-        chunk_budget(model.config, settings, admission.max_chunk_tokens),
+        ChunkBudget(*settings.chunk_costs, doubling_context(model.config), admission.max_chunk_tokens),
         speculation(head, settings),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
@@ -161,14 +161,6 @@ def divided_context(settings: EngineSettings, pages: int, group: Group) -> Divid
     run = options.context_interleave or options.page_size
     ownership = Ownership(holders.rank, holders.size, options.page_size, run)
     return DividedContext(holders, ownership, pages * options.page_size, settings.scratch_room)
-
-
-# ---- chunks of prompts ----
-
-
-def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None) -> ChunkBudget:
-    """What a chunk of prompts may cost.  config: the target's.  most: the most tokens of one prompt in one chunk."""
-    return ChunkBudget(*settings.chunk_costs, doubling_context(config), most)
 
 
 def doubling_context(config: ModelConfig) -> float:

@@ -30,25 +30,20 @@ from specdec.runner.prompts import LARGEST_STEP
 class EngineSettings:
     """How an engine runs: the options as they were given, and the settings that they were resolved to.
 
-    options: as given; device, dtype, max_seq_len, cuda_graphs: as resolved; no graphs without a GPU.
-    spec: the shape of the draft tree; None without a drafter.
-    target_backend: "native" if specdec's own modules compute the target, or "transformers".
-    draft_slots: how many slots after the tokens that are committed before a round the drafter writes in it.
-    threads: of a CPU, for each thing that is computed; None on a GPU, and before the target is loaded.
     first_accepted: the share of the drafter's first drafts that the target accepted when both were looked at; None: not known.
     """
 
     options: EngineOptions
-    spec: SpecConfig | None
+    spec: SpecConfig | None  # None without a drafter
     device: torch.device
     dtype: torch.dtype
     max_seq_len: int
-    cuda_graphs: GraphMode
+    cuda_graphs: GraphMode  # False without a GPU
     attention_backend: BackendChoice
-    target_backend: str
+    target_backend: str  # "native" if specdec's own modules compute the target, or "transformers"
     target_backend_reason: str
-    draft_slots: int = 0
-    threads: int | None = None
+    draft_slots: int = 0  # how many slots after the tokens that are committed before a round the drafter writes in it
+    threads: int | None = None  # of a CPU; None on a GPU, and before the target is loaded
     first_accepted: float | None = None
 
     @property

@@ -222,7 +222,10 @@ class DeviceRunner:
         state.enter_rows(rows_R, sent(padded, device, torch.int32), sampling, speculates_R)
         if state.source_size:
             sources = [(entry.source.page, len(entry.source.token_ids)) if entry.source else (0, 0) for entry in entries]
-            state.enter_sources(rows_R, sent(sources, device, torch.int32))
+            for tensor, values_R in zip(
+                (state.source_page_B, state.source_lens_B), sent(sources, device, torch.int32).unbind(1)
+            ):
+                tensor.index_copy_(0, rows_R, values_R)
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None

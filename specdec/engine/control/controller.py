@@ -45,25 +45,18 @@ class Size(NamedTuple):
 
 @dataclass
 class Book:
-    """What is known of one size.
-
-    first: the shapes that are measured before anything is chosen.  best: the one last found the best; a look is none.
-    account: seconds that looks may lose.  share: of all time, which goes there.  since: rounds since the last look.
-    missed: seconds that a shape would have saved, if it had been ready.
-    rounds: so many were chosen.  rates: as last judged, tokens a second and row.  judged: the share of rows and the
-    shapes for which that was.
-    """
+    """What is known of one size."""
 
     costs: Costs
-    first: list[SpecConfig]
-    best: Shape = None
-    account: float = 0.0
-    share: float = LOOKING[0]
-    since: int = 0
-    missed: dict[Shape, float] = field(default_factory=dict)
-    rounds: int = 0
-    rates: dict[Shape, float] = field(default_factory=dict)
-    judged: tuple[float, Sequence[Shape]] | None = None
+    first: list[SpecConfig]  # the shapes that are measured before anything is chosen
+    best: Shape = None  # the one last found the best; a look is none
+    account: float = 0.0  # seconds that looks may lose
+    share: float = LOOKING[0]  # of all time, which goes there
+    since: int = 0  # rounds since the last look
+    missed: dict[Shape, float] = field(default_factory=dict)  # seconds that a shape would have saved, if it had been ready
+    rounds: int = 0  # so many were chosen
+    rates: dict[Shape, float] = field(default_factory=dict)  # as last judged, tokens a second and row
+    judged: tuple[float, Sequence[Shape]] | None = None  # the share of rows and the shapes for which that was
     _knows_enough: bool = False
 
     def smallest(self) -> SpecConfig:

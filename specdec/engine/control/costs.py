@@ -32,22 +32,17 @@ MOST_OF_COST = 0.5  # the share of a round that tokens are taken to cost at most
 
 @dataclass
 class Measured:
-    """What was measured of one shape.
+    """What was measured of one shape."""
 
-    seconds, tokens: moving averages over its rounds.  far_seconds, far_tokens: over more of them.
-    pace: Costs._pace at the last of them.  at: when that was, in rounds of any shape.  runs: how many were measured.
-    tried: what a trial showed, if there was one before the first round.  first: the first rounds.
-    """
-
-    seconds: float
+    seconds: float  # these two: moving averages over its rounds
     tokens: float
-    pace: float
-    tried: Measured | None = None
-    far_seconds: float = 0.0
+    pace: float  # Costs._pace at the last of them
+    tried: Measured | None = None  # what a trial showed, if there was one before the first round
+    far_seconds: float = 0.0  # these two: averages over more rounds
     far_tokens: float = 0.0
-    first: list[float] = field(default_factory=list)
-    runs: int = 0
-    at: int = 0
+    first: list[float] = field(default_factory=list)  # the first rounds
+    runs: int = 0  # how many were measured
+    at: int = 0  # when the last one was, in rounds of any shape
 
 
 class Costs:

@@ -19,7 +19,6 @@ from rich.text import Text
 from specdec import shipped
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
-from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import all_kinds
@@ -151,11 +150,6 @@ def _backend_table() -> Table:
         )
         table.add_row(name, Text("no", "yellow") if problem else Text("yes", "green"), row.run_on, problem)
     return table
-
-
-def print_capabilities() -> None:
-    """What each attention backend can do on any machine, as docs/SETTINGS.md has it."""
-    print(table_as_markdown())
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
