@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,9 +66,7 @@ def options_of(args: argparse.Namespace) -> BenchOptions:
     target, draft = flags.pair_of(args, [flag for flag, value in about_drafts.items() if value])
     if draft is None:
         say_plain(target)
-    sampling = flags.sampling_of(args)
-    if sampling.temperature > 0 and sampling.seed is None:
-        sampling = replace(sampling, seed=0)
+    sampling = flags.sampling_of(args, seed=0)
     source, engine = Path(args.prompts) if args.prompts else shipped.prompts_file(), flags.engine_of(args)
     prompts = read_prompts(source, args.num_prompts)
     from specdec.bench.run import BenchOptions

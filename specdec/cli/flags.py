@@ -101,9 +101,11 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     add("--grammar", type=_grammar, metavar="FILE_OR_TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
 
 
-def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Flags that greedy decoding would not look at are errors: nothing is ignored."""
+def sampling_of(args: argparse.Namespace, seed: int | None = None) -> SamplingParams:
+    """Flags that greedy decoding would not look at are errors: nothing is ignored.  seed: of sampled texts without a --seed."""
     given = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
+    if seed is not None and args.temperature > 0:
+        given.setdefault("seed", seed)
     has_own_draws = {"seed"} if getattr(args, "synthetic_acceptance", None) else set()  # forced acceptance draws by seed
     if idle := idle_options(args.temperature, given.keys() - has_own_draws):
         flags = ", ".join(map(flag_of, idle))

@@ -41,27 +41,20 @@ NO_TREE: HostTree = (), ()
 
 @dataclass
 class GrammarRow:
-    """One text.  speculates: whether draft tokens may be accepted in it.  runs: whether its prompt is complete.
+    """One text."""
 
-    matcher: of the first rank; others have none.
-    is_unreported: whether its drafts have ended here, and the scheduler does not know yet.
-    """
-
-    matcher: Matcher | None
-    speculates: bool
-    runs: bool = False
-    is_unreported: bool = False
+    matcher: Matcher | None  # of the first rank; others have none
+    speculates: bool  # whether draft tokens may be accepted
+    runs: bool = False  # whether its prompt is complete
+    is_unreported: bool = False  # whether its drafts have ended here, and the scheduler does not know yet
 
 
 class Unread(NamedTuple):
-    """Tokens that a pass has emitted and no matcher has taken: of these texts, at these places of the copy.
-
-    read: what makes rows of the copy.
-    """
+    """Tokens that a pass has emitted and no matcher has taken: of these texts, at these places of the copy."""
 
     ticket: Ticket
     texts: Sequence[tuple[int, GrammarRow]]
-    read: Callable[[Tensor], list[Emitted]]
+    read: Callable[[Tensor], list[Emitted]]  # makes rows of the copy
 
 
 class GrammarRows:

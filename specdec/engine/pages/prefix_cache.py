@@ -27,18 +27,13 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """One kept page; the pages before it are those of its parent, its parent's parent, and so on.
+    """One kept page; the pages before it are those of its parent, its parent's parent, and so on."""
 
-    key: the page's tokens and its successor.
-    drafted: whether the page holds the drafter's keys and values too.
-    users: how many sequences read this page or one after it.
-    """
-
-    key: Key
+    key: Key  # the page's tokens and its successor
     parent: Node | None
     page: int
-    drafted: bool
-    users: int = 0
+    drafted: bool  # whether the page holds the drafter's keys and values too
+    users: int = 0  # how many sequences read this page or one after it
     children: dict[Key, Node] = field(default_factory=dict)
 
 
