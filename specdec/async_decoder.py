@@ -43,8 +43,8 @@ class AsyncSpecDecoder:
             )
         self.decoder = decoder
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
-        encoders = weakref.ref(self._encoders)
-        decoder.owner.at_close.append(lambda: (pool := encoders()) and pool.shutdown(wait=False))
+        end_threads = weakref.WeakMethod(self._end_threads)
+        decoder.owner.at_close.append(lambda: (end := end_threads()) and end())
         self._bell: Bell | None = None
 
     @classmethod
@@ -80,6 +80,9 @@ class AsyncSpecDecoder:
     async def close(self) -> None:
         """Closes the decoder: see `SpecDecoder.close`."""
         await asyncio.to_thread(self.decoder.close)
+
+    def _end_threads(self) -> None:
+        self._encoders.shutdown(wait=False)
 
     @property
     def totals(self) -> Totals:

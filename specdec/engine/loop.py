@@ -68,11 +68,6 @@ class Engine(Generic[R]):
             self.scheduler.cancel(request)
             self._settle()
 
-    def fail_everything(self, error: BaseException) -> None:
-        """Ends all requests with that error, those that wait too, for an engine that is not to run again."""
-        self.scheduler.fail_all(error)
-        self.scheduler.fail_waiting(error)
-
     def step(self) -> None:
         """Launches one chunk of prompts or one round, and hands out the tokens of earlier launches that are due.
 

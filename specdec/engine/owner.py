@@ -231,7 +231,8 @@ class EngineOwner:
         """Ends everything with that error: the engine is not to run again, and may be unable to."""
         while not self._commands.empty():  # requests that came in the meantime
             self._commands.get()()
-        self.engine.fail_everything(error)
+        self.engine.scheduler.fail_all(error)
+        self.engine.scheduler.fail_waiting(error)
         self._deliver()
 
     def _give_up(self, error: BaseException) -> None:

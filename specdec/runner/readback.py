@@ -19,11 +19,10 @@ R = TypeVar("R")
 
 
 class Readback:
-    """Copies small tensors to the host.  waits, wait_seconds: how often and how long the host waited for the device."""
+    """Copies small tensors to the host.  wait_seconds: how long the host waited for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.waits = 0
         self.wait_seconds = 0.0
         self.followers: Followers | None = None  # other ranks; if one fails, what was waited for means nothing
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
@@ -70,9 +69,13 @@ class Ticket:
         """Waits for the tensor's values and returns what `of` makes of them.  To be called once only."""
         if self._pinned is not None:
             start = time.perf_counter()
-            self._wait()
+            try:
+                self.done.synchronize()
+            except RuntimeError as error:  # the device has failed, perhaps because another rank has
+                if self._owner.followers is not None:
+                    raise self._owner.followers.explain(error) from error
+                raise
             self._owner.wait_seconds += time.perf_counter() - start
-            self._owner.waits += 1
         if self._owner.followers is not None:
             self._owner.followers.check()
         values = of(self._host)
@@ -83,14 +86,6 @@ class Ticket:
     def device_waits(self) -> bool:
         """Whether the device has made the values, and may wait for whoever reads them.  Where the device is the host: never."""
         return self._pinned is not None and bool(self.done.query())
-
-    def _wait(self) -> None:
-        try:
-            self.done.synchronize()
-        except RuntimeError as error:  # the device has failed, perhaps because another rank has
-            if self._owner.followers is not None:
-                raise self._owner.followers.explain(error) from error
-            raise
 
     def drop(self) -> None:
         """Gives the pinned memory back.  The next copy into it is enqueued later on the same stream, so copies can't mix."""
