@@ -6,13 +6,13 @@ from specdec.attention.backend import Backend
 from specdec.attention.capability import FLOATS, KV_DTYPES, Capability, Feature, Machine
 
 
-def _make(by_rule: bool) -> Backend:
+def make(by_rule: bool) -> Backend:
     from specdec.attention.eager.torch_backend import TorchBackend
 
     return TorchBackend()
 
 
 TORCH = Capability(
-    "torch", "gathered keys, a mask", Machine("CPU, H100, H200", devices=("cpu", "cuda")), _make, dtypes=FLOATS,
+    "torch", "gathered keys, a mask", Machine("CPU, H100, H200", devices=("cpu", "cuda")), make, dtypes=FLOATS,
     kv_cache_dtypes=KV_DTYPES, features=frozenset(Feature) - {Feature.DETERMINISTIC},
 )  # fmt: skip

@@ -7,13 +7,13 @@ from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
 from specdec.attention.capability import FLOATS, KV_DTYPES, Capability, Feature, HeadDims, Machine
 
 
-def _make(by_rule: bool) -> Backend:
+def make(by_rule: bool) -> Backend:
     from specdec.attention.kernels.triton_backend import TritonBackend
 
     return TritonBackend()
 
 
 TRITON = Capability(
-    "triton", "our kernels", Machine("H100, H200", "triton"), _make, dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+    "triton", "our kernels", Machine("H100, H200", "triton"), make, dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
     kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, features=frozenset(Feature) - {Feature.SCORED_LATENTS},
 )  # fmt: skip
