@@ -20,10 +20,10 @@ from specdec import shipped
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability import Feature
-from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import all_kinds
+from specdec.loading.about.attention_table import table_as_markdown
 from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
 from specdec.loading.about.pairs import pairs
 from specdec.loading.resolve import resolve_device, resolve_dtype
