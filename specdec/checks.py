@@ -27,8 +27,13 @@ def about(field: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, OverflowError) as error:
-        vars(error).setdefault("field", field)
+        mark(error, field)
         raise
+
+
+def mark(error: BaseException, field: str) -> None:
+    """Says that an error is about this option, unless it is known to be about another one."""
+    vars(error).setdefault("field", field)
 
 
 def field_of(error: BaseException) -> str:

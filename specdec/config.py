@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from specdec.checks import (
     about,
+    mark,
     require_bias,
     require_bool,
     require_choice,
@@ -159,8 +160,11 @@ class SamplingOption:
 
     def checked(self, name: str, value: Any) -> Any:
         """The value as it is kept; ValueError or TypeError, marked with the name, if it is not allowed."""
-        with about(name):
+        try:  # and not `about`, since each request has all options checked
             return None if value is None and self.default is None else self.check(name, value)
+        except (TypeError, ValueError, OverflowError) as error:
+            mark(error, name)
+            raise
 
 
 def option(default: Any, check: Callable[[str, Any], Any], meaning: str = "", *, hash: bool | None = None, **more: Any) -> Any:
@@ -296,8 +300,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        for name, declared in SAMPLING_OPTIONS.items():
-            store(self, **{name: declared.checked(name, getattr(self, name))})
+        store(self, **{name: declared.checked(name, getattr(self, name)) for name, declared in SAMPLING_OPTIONS.items()})
         for name, fault in self._faults():
             with about(name):
                 raise ValueError(fault)
