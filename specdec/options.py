@@ -23,6 +23,14 @@ from specdec.config import GraphMode
 if TYPE_CHECKING:
     import torch
 
+ATTENTION_BACKENDS = {  # the choices of `attention`: where each backend declares its Capability
+    "torch": "specdec.attention.eager.capability:TORCH",
+    "triton": "specdec.attention.kernels.capability:TRITON",
+    "fa2": "specdec.attention.flash.capability:FA2",
+    "fa3": "specdec.attention.flash.capability:FA3",
+    "fa4": "specdec.attention.flash.capability:FA4",
+    "flashmla": "specdec.attention.flashmla.capability:FLASHMLA",
+}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -111,7 +119,7 @@ class EngineOptions:
     attention: str = option(
         "auto",
         "which attention backend reads the cached keys and values; `specdec doctor --table` says what each can do",
-        choices=("auto", "torch", "triton", "fa2", "fa3", "fa4", "flashmla"),
+        choices=("auto", *ATTENTION_BACKENDS),
     )
     cuda_graphs: GraphMode = option(
         "round",

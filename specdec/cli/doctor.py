@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if first := next(broken(package_versions()), None):  # what follows imports these packages, and may fail with them
         print(f"{first.runs}\nNext: {first.next}")
         return 0
-    from specdec.attention.capability_table import table_as_markdown
+    from specdec.loading.about.attention_table import table_as_markdown
     from specdec.loading.about.doctor import print_details
     from specdec.loading.about.screen import print_screen
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from specdec.attention.capabilities import BackendChoice, choose_backend
+from specdec.attention.capability import GRAPHS, Feature
+from specdec.attention.flash.rule import Reads
 from specdec.attention.invariant.plan import PIECE, pieces
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
@@ -261,7 +263,21 @@ def choose_attention(settings: EngineSettings, *configs: ModelConfig) -> Backend
 
 def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> AttentionNeeds:
     """What these models, target first, need of an attention backend under these settings."""
-    spec, target = settings.spec, configs[0]
+    spec, target, options = settings.spec, configs[0], settings.options
+    asked = {
+        Feature.DIFFERENTIAL: target.differential,
+        Feature.INT8_QUERIES: options.int8_queries,
+        Feature.SPARSE: target.most_read is not None,
+        Feature.SOFTCAP: any(c.softcap is not None for c in configs),
+        Feature.SINKS: any(c.has_sinks for c in configs),
+        Feature.ALIBI: any(kind.alibi for c in configs for kind in c.layer_kinds),
+        Feature.ENCODER: target.encoder is not None,
+        Feature.DETERMINISTIC: options.deterministic,
+        Feature.TREES: spec is not None and spec.topk > 1,
+        Feature.DIVIDED: options.decode_context_parallel_size > 1,
+        Feature.SHARED_PREFIXES: options.prefix_caching,
+    }
+    packed = (spec.num_draft_tokens if spec else 1) * target.heads_a_key
     return AttentionNeeds(
         settings.device,
         settings.dtype,
@@ -269,26 +285,10 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         gpu_kind(settings.device),
         head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in c.head_dims)),
         value_dims=tuple(dict.fromkeys(c.split_width for c in configs if c.split_width)),
-        differential=target.differential,
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
-        softcap=any(c.softcap is not None for c in configs),
-        sinks=any(c.has_sinks for c in configs),
-        alibi=any(kind.alibi for c in configs for kind in c.layer_kinds),
-        encoder=target.encoder is not None,
-        kv_cache_dtype=settings.options.kv_cache_dtype,
-        int8_queries=settings.options.int8_queries,
-        mla=target.keeps_latents,
-        latent_rank=target.latent_rank,
-        rope_dim=target.head_dim if target.keeps_latents else 0,
-        sparse=target.most_read is not None,
-        page_size=settings.options.page_size,
-        divided=settings.options.decode_context_parallel_size > 1,
-        tree=spec is not None and spec.topk > 1,
-        graphs=settings.cuda_graphs,
-        deterministic=settings.options.deterministic,
-        shared_prefixes=settings.options.prefix_caching,
-        rows=settings.options.max_batch_size,
-        tokens=settings.max_seq_len,
-        kv_heads=target.num_kv_heads,
-        packed=(spec.num_draft_tokens if spec else 1) * target.heads_a_key,
+        latents=(target.latent_rank, target.head_dim) if target.keeps_latents else None,
+        kv_cache_dtype=options.kv_cache_dtype,
+        page_size=options.page_size,
+        features=GRAPHS[settings.cuda_graphs].union(feature for feature, is_asked in asked.items() if is_asked),
+        most=Reads(options.max_batch_size, target.num_kv_heads, packed, settings.max_seq_len),
     )

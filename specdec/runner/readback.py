@@ -19,10 +19,11 @@ R = TypeVar("R")
 
 
 class Readback:
-    """Copies small tensors to the host.  wait_seconds: how long the host waited for the device."""
+    """Copies small tensors to the host.  waits, wait_seconds: how often and how long the host waited for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.waits = 0
         self.wait_seconds = 0.0
         self.followers: Followers | None = None  # other ranks; if one fails, what was waited for means nothing
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
@@ -76,6 +77,7 @@ class Ticket:
                     raise self._owner.followers.explain(error) from error
                 raise
             self._owner.wait_seconds += time.perf_counter() - start
+            self._owner.waits += 1
         if self._owner.followers is not None:
             self._owner.followers.check()
         values = of(self._host)

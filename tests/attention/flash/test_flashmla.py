@@ -25,8 +25,8 @@ from specdec.attention import capabilities
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.flash import mla_adapters
-from specdec.attention.flash.mla_backend import FlashMLABackend
+from specdec.attention.flashmla import adapters
+from specdec.attention.flashmla.backend import FlashMLABackend
 from specdec.attention.kinds import LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -80,7 +80,7 @@ def test_pages(shape: str, n: int, dtype: torch.dtype) -> None:
     segment = (causal_segment if shape == "causal" else prefix_segment)(pages, lens, n)
     q_THL = queries(len(LENS) * n, dtype=dtype)
     backend = FlashMLABackend()
-    assert mla_adapters.reads_pages(q_THL, view, segment)
+    assert adapters.reads_pages(q_THL, view, segment)
     check(backend.run(q_THL, view, segment, SCORING), q_THL, view, segment)
 
 
@@ -104,7 +104,7 @@ def test_rows_of_slots(eight_bits: bool) -> None:
     """Keeps out: slots read past a row's count, rows without keys that are not empty, few rows given to the wrong kernel."""
     segment, view = rows([128, 0, 1, 64, 65, 127, 2], 128, eight_bits)
     q_THL = queries(7, 64)
-    assert mla_adapters.reads_rows(q_THL, view, segment) == eight_bits, "few rows in 16 bits are our kernel's"
+    assert adapters.reads_rows(q_THL, view, segment) == eight_bits, "few rows in 16 bits are our kernel's"
     backend = FlashMLABackend(least_rows=1)
     for _ in range(2):  # the second call uses the first one's schedule
         check(backend.run(q_THL, view, segment, SCORING), q_THL, view, segment)
@@ -135,7 +135,7 @@ def test_who_reads_a_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Asked
 
     for name in ("pages_state", "rows_state", "byte_rows_state", "check_conventions"):
-        monkeypatch.setattr(mla_adapters, name, knock)
+        monkeypatch.setattr(adapters, name, knock)
     monkeypatch.setattr(TritonBackend, "_state", lambda *args: "ours")
     pages, lens, view = paged(torch.bfloat16)
     plan = other_plans(pages, lens).get(case, AttentionPlan((causal_segment(pages, lens, 3),)))
@@ -154,9 +154,9 @@ def test_who_reads_a_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: work divided anew in every layer, and a pass whose lengths changed that uses the last pass's division."""
     made = []
-    original = mla_adapters.new_schedule
-    monkeypatch.setattr(mla_adapters, "check_conventions", lambda *args: None)
-    monkeypatch.setattr(mla_adapters, "new_schedule", lambda: made.append(original()) or made[-1])
+    original = adapters.new_schedule
+    monkeypatch.setattr(adapters, "check_conventions", lambda *args: None)
+    monkeypatch.setattr(adapters, "new_schedule", lambda: made.append(original()) or made[-1])
     pages, lens, view = paged(torch.bfloat16)
     backend, q_THL = FlashMLABackend(), queries(len(LENS))
     for count, shorter in enumerate((0, 1), 1):
@@ -178,7 +178,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, kind: str, monk
     if kind != "pages":
         segment, view = rows([5, 0, 128], 128, kind == "8 bits")
     q_THL = queries(segment.rows, 64)
-    mla_adapters.check_conventions(q_THL, view, segment)
+    adapters.check_conventions(q_THL, view, segment)
 
     def wrong(lse: Tensor) -> Tensor:
         return lse / 0.6931 if fault == "base 2" else torch.where(lse == torch.inf, 0.0, lse)
@@ -229,8 +229,8 @@ def test_a_captured_pass_follows_the_lengths(kind: str) -> None:
 def test_the_whole_runtime(graphs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a library that asks the device in a capture; a backend that is never asked; text beyond near-ties."""
     name, zoo, sampling, asked = "v3-wide-latents", DeepseekZoo(tmp_path), SamplingParams(max_tokens=24), []
-    target, original = save_deepseek(tmp_path / name, name, kv_lora_rank=C, qk_rope_head_dim=R), mla_adapters.pages_state
-    monkeypatch.setattr(mla_adapters, "pages_state", lambda *args: (asked.append(1), original(*args))[1])
+    target, original = save_deepseek(tmp_path / name, name, kv_lora_rank=C, qk_rope_head_dim=R), adapters.pages_state
+    monkeypatch.setattr(adapters, "pages_state", lambda *args: (asked.append(1), original(*args))[1])
     settings: dict[str, Any] = dict(device="cuda", dtype="bfloat16", max_seq_len=192, page_size=P, spec=SpecConfig(3, 4, 12))
     ours = SpecDecoder.from_pretrained(target, zoo.head(name, "eagle3"), **settings, attention="triton")
     theirs = SpecDecoder.from_pretrained(

@@ -18,7 +18,7 @@ from specdec.attention.caches.fp8_latent import Fp8LatentView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
-from specdec.attention.flash import mla_adapters
+from specdec.attention.flashmla import adapters
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
@@ -41,7 +41,7 @@ class FlashMLABackend(TritonBackend):
 
     name = "flashmla"
 
-    def __init__(self, programs: int | None = None, least_rows: int = mla_adapters.LEAST_ROWS) -> None:
+    def __init__(self, programs: int | None = None, least_rows: int = adapters.LEAST_ROWS) -> None:
         super().__init__(programs)
         self._least_rows = least_rows
         self._checked: set[tuple[object, ...]] = set()
@@ -58,8 +58,8 @@ class FlashMLABackend(TritonBackend):
         if not isinstance(view, LatentView) or len(plan.segments) > 1:
             return super()._state(q_THD, view, plan, scoring)
         segment = plan.segments[0]
-        reads_rows = mla_adapters.reads_rows(q_THD, view, segment, self._least_rows)
-        if not (reads_rows or mla_adapters.reads_pages(q_THD, view, segment)):
+        reads_rows = adapters.reads_rows(q_THD, view, segment, self._least_rows)
+        if not (reads_rows or adapters.reads_pages(q_THD, view, segment)):
             return super()._state(q_THD, view, plan, scoring)
         assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
         assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
@@ -74,13 +74,13 @@ class FlashMLABackend(TritonBackend):
         """The library's answer to one segment that it reads."""
         T, H, _ = q_THL.shape
         if isinstance(view, Fp8LatentView):
-            return mla_adapters.byte_rows_state(q_THL, view, segment, scale, self._rows_schedule(T, H, segment))
+            return adapters.byte_rows_state(q_THL, view, segment, scale, self._rows_schedule(T, H, segment))
         assert isinstance(view, MLAView)
         if segment.pages.page_size == 1:
-            return mla_adapters.rows_state(q_THL, view, segment, scale)
+            return adapters.rows_state(q_THL, view, segment, scale)
         if H not in schedules:
-            schedules[H] = mla_adapters.new_schedule()
-        return mla_adapters.pages_state(q_THL, view, segment, scale, schedules[H])
+            schedules[H] = adapters.new_schedule()
+        return adapters.pages_state(q_THL, view, segment, scale, schedules[H])
 
     def _rows_schedule(self, T: int, H: int, segment: Segment) -> Any:
         """The schedule of T rows of so many slots.
@@ -90,7 +90,7 @@ class FlashMLABackend(TritonBackend):
         key, device = (T, H, segment.pages.capacity), segment.cache_seqlens.device
         if key in self._of_rows:
             return self._of_rows[key]
-        schedule = mla_adapters.new_schedule()
+        schedule = adapters.new_schedule()
         if T <= KEPT_ROWS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._of_rows[key] = schedule
         return schedule
@@ -101,4 +101,4 @@ class FlashMLABackend(TritonBackend):
         if key in self._checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._checked.add(key)
-        mla_adapters.check_conventions(q_THL, view, segment)
+        adapters.check_conventions(q_THL, view, segment)
