@@ -24,28 +24,21 @@ LARGEST_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in a
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request asks for.
+    """What a request asks for."""
 
-    path: the endpoint.  prompts: texts, lists of ids, or one chat.  prompt_field: what errors call them.
-    sampling: of choice 0 of each prompt, but for the next two.  max_tokens: None: as many as fit.  min_tokens: before any end.
-    n: choices of each prompt.
-    is_list: whether the prompts came as a list of prompts.  grammar_field: the field that says what the text must be.
-    return_origins: say of each token where it came from.
-    """
-
-    path: str
-    prompts: Sequence[Any]
-    prompt_field: str
-    sampling: SamplingParams
-    max_tokens: int | None
-    min_tokens: int = 0
-    n: int = 1
+    path: str  # the endpoint
+    prompts: Sequence[Any]  # texts, lists of ids, or one chat
+    prompt_field: str  # what errors call them
+    sampling: SamplingParams  # of choice 0 of each prompt, but for the next two
+    max_tokens: int | None  # None: as many as fit
+    min_tokens: int = 0  # before any end
+    n: int = 1  # choices of each prompt
     stream: bool = False
     include_usage: bool = False
     speculate: bool = True
-    is_list: bool = False
-    grammar_field: str = ""
-    return_origins: bool = False
+    is_list: bool = False  # whether the prompts came as a list of prompts
+    grammar_field: str = ""  # the field that says what the text must be
+    return_origins: bool = False  # say of each token where it came from
 
     @property
     def choices(self) -> int:
