@@ -8,7 +8,6 @@ Shapes: T queries, H heads, C latent rank, L latent width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,17 +22,10 @@ from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import merge_suffix
-from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 
 KEPT_ROWS = 256  # schedules of calls with more rows are made anew: prompts make such calls, with ever other numbers of rows
-
-
-@dataclass(frozen=True)
-class FlashMLAPlan(TritonPlan):
-    """A plan, and how the library divides its pages over the GPU, by the number of heads: the plan's layers share that."""
-
-    schedules: dict[int, Any] = field(default_factory=dict)
 
 
 class FlashMLABackend(TritonBackend):
@@ -47,26 +39,18 @@ class FlashMLABackend(TritonBackend):
         self._checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
-    def prepare(self, plan: AttentionPlan) -> FlashMLAPlan:
-        return FlashMLAPlan(plan.segments, plan.suffix)
-
-    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._state(q_THD, view, FlashMLAPlan((segment,)), scoring)
-
-    def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
-        assert isinstance(plan, FlashMLAPlan)
-        if not isinstance(view, LatentView) or len(plan.segments) > 1:
-            return super()._state(q_THD, view, plan, scoring)
-        segment = plan.segments[0]
+    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
+        if not isinstance(view, LatentView) or len(prepared.segments) > 1:
+            return super().attend(q_THD, view, prepared, scoring)
+        segment = prepared.segments[0]
         reads_rows = adapters.reads_rows(q_THD, view, segment, self._least_rows)
         if not (reads_rows or adapters.reads_pages(q_THD, view, segment)):
-            return super()._state(q_THD, view, plan, scoring)
-        assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-        assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
+            return super().attend(q_THD, view, prepared, scoring)
+        scale = scoring.latent_factor()
         assert q_THD.stride(2) == 1, "a model's absorbed queries lie densely"
         self._check_once(q_THD, view, segment)
-        state = self._library(q_THD, view, segment, scoring.scale, plan.schedules)
-        return state if plan.suffix is None else merge_suffix(q_THD, view, plan.suffix, scoring.scale, state)
+        state = self._library(q_THD, view, segment, scale, prepared.schedules)
+        return state if prepared.suffix is None else merge_suffix(q_THD, view, prepared.suffix, scale, state)
 
     def _library(
         self, q_THL: Tensor, view: LatentView, segment: Segment, scale: float, schedules: dict[int, Any]

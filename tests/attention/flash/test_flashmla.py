@@ -136,7 +136,7 @@ def test_who_reads_a_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("pages_state", "rows_state", "byte_rows_state", "check_conventions"):
         monkeypatch.setattr(adapters, name, knock)
-    monkeypatch.setattr(TritonBackend, "_state", lambda *args: "ours")
+    monkeypatch.setattr(TritonBackend, "attend", lambda *args: "ours")
     pages, lens, view = paged(torch.bfloat16)
     plan = other_plans(pages, lens).get(case, AttentionPlan((causal_segment(pages, lens, 3),)))
     eight_bits = Fp8LatentView(torch.zeros(64, 656, dtype=torch.uint8, device=DEVICE), C)
