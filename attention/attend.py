@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.capabilities import BackendChoice
+from specdec.attention.capabilities import TABLE, BackendChoice, Table
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan
@@ -68,32 +68,18 @@ class _Group(NamedTuple):
     rows: PreparedPlan | None
 
 
-def make_backend(choice: BackendChoice | str, numerics: Numerics = FAST) -> Backend:
-    """The attention backend that was chosen, or the one of that name, one of BACKENDS.
+def make_backend(choice: BackendChoice | str, numerics: Numerics = FAST, table: Table = TABLE) -> Backend:
+    """The attention backend that was chosen, or the one of that name, one of those in the table.
 
     numerics: an invariant policy needs a backend that is deterministic by the table.
 
     The backend's library is imported here and not before, so `import specdec` needs neither triton nor a GPU.
     """
-    name, by_rule = (choice, False) if isinstance(choice, str) else (choice.name, choice.by_rule)
+    if isinstance(choice, str):
+        choice = BackendChoice(choice, "")
     if numerics.is_invariant:
-        assert name == "triton", name
+        assert choice.name == "triton", choice
         from specdec.attention.invariant.backend import InvariantBackend
 
         return InvariantBackend()
-    if name == "torch":
-        from specdec.attention.eager.torch_backend import TorchBackend
-
-        return TorchBackend()
-    if name == "triton":
-        from specdec.attention.kernels.triton_backend import TritonBackend
-
-        return TritonBackend()
-    if name == "flashmla":
-        from specdec.attention.flash.mla_backend import FlashMLABackend
-
-        return FlashMLABackend()
-    from specdec.attention.flash.backend import FlashBackend
-    from specdec.attention.flash.rule import is_faster
-
-    return FlashBackend(name, is_faster if by_rule else None)
+    return table[choice.name].make(choice.by_rule)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_states
+from specdec.attention.state import AttentionState, merge_all, merge_states
 from specdec.ops.rope import HeadPrep
 
 
@@ -51,10 +51,7 @@ class Backend(ABC):
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
         """The state over all parts of the prepared plan, without sinks."""
-        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in prepared.parts]
-        for other in rest:
-            state = merge_states(state, other)
-        return state
+        return merge_all([self.run(q_THD, view, segment, scoring) for segment in prepared.parts])
 
     def attend_after(
         self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN

@@ -99,7 +99,7 @@ class LayerCall(NamedTuple):
 
     def finish(self, state: AttentionState) -> AttentionState:
         """Adds the layer's sinks, after all states have been merged.  Nobody else adds any."""
-        return state if self.scoring.sinks_H is None else with_sinks(state, self.scoring.sinks_H)
+        return with_sinks(state, self.scoring.sinks_H)
 
     def once(self, name: str, make: Callable[[AttentionPlan], Made]) -> Made:
         """What `make` returns for this pass's plan: made when the first layer asks, the same object for all others."""

@@ -82,6 +82,12 @@ class Scoring:
         """The factor of the products."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
+    def latent_factor(self) -> float:
+        """The factor of the products of absorbed queries with latents, whose width does not tell it."""
+        assert self.scale is not None, "the scale can't be derived from the width of absorbed queries"
+        assert self.softcap is None and self.slopes_H is None, "no model of latent attention has a softcap or slopes"
+        return self.scale
+
     def capped(self, scores: Tensor) -> Tensor:
         """Applies the softcap, if there is one, to scaled products."""
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from specdec.attention.flash.rule import MEASURED
+from specdec.attention.capability import SCORINGS, Feature
+from specdec.attention.flash.rule import MEASURED, Reads
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.config import GraphMode
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,11 @@ class AttentionNeeds:
     architecture: the GPU's compute capability; None on a CPU.
     gpu: the kind of GPU, as gpu_kind names it.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
-    alibi, encoder: whether layers have ALiBi's slopes, and whether the target has an encoder, which its decoder's layers read.
     value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
-    differential: whether these values are those of differential attention.
-    kv_cache_dtype, int8_queries: as in EngineOptions.
-    mla, latent_rank, rope_dim, sparse: whether the target's layers keep latents, the latents' rank and rotated dim, and whether
-        an indexer chooses those that a query reads.
-    divided: whether several ranks divide each sequence's keys and values among them.
-    tree: whether draft trees branch.
-    graphs: the setting cuda_graphs.
-    deterministic: whether a query's result must not depend on what is computed beside it.
-    rows: the most sequences in a batch.
-    tokens: the most tokens of one sequence.
-    kv_heads: the target's number of kv heads.
-    packed: the target's queries of one sequence in one verify pass, times the query heads that share a kv head.
+    latents: the rank and the rotated dim of the latents that the target's layers keep; None: they keep none.
+    kv_cache_dtype, page_size: as in EngineOptions.
+    features: what else models and settings ask for; `asked` adds those that follow from widths and latents.
+    most: the most sequences in a batch and tokens of one, and the target's packed queries of one sequence in a verify pass.
     """
 
     device: torch.device
@@ -47,28 +38,25 @@ class AttentionNeeds:
     gpu: str = ""
     head_dims: tuple[int, ...] = (128,)
     value_dims: tuple[int, ...] = ()
-    differential: bool = False
     kinds: tuple[LayerKind, ...] = (FULL,)
-    softcap: bool = False
-    sinks: bool = False
-    alibi: bool = False
-    encoder: bool = False
+    latents: tuple[int, int] | None = None
     kv_cache_dtype: str = "auto"
-    int8_queries: bool = False
-    mla: bool = False
-    latent_rank: int = 512
-    rope_dim: int = 64
-    sparse: bool = False
     page_size: int = 16
-    divided: bool = False
-    tree: bool = True
-    graphs: GraphMode = False
-    shared_prefixes: bool = False
-    deterministic: bool = False
-    rows: int = 1
-    tokens: int = 0
-    kv_heads: int = 1
-    packed: int = 1
+    features: frozenset[Feature] = frozenset()
+    most: Reads = Reads(1, 1, 1, 0)
+
+    @property
+    def asked(self) -> frozenset[Feature]:
+        """All features that a backend must have."""
+        follow = {Feature.LATENTS if self.latents else Feature.HEADS}
+        if self.latents and self.features & SCORINGS:
+            follow.add(Feature.SCORED_LATENTS)
+        if self.value_dims and Feature.DIFFERENTIAL not in self.features:
+            follow.add(Feature.SPLIT_HEADS)
+        return self.features | follow
+
+    def without(self, *features: Feature) -> AttentionNeeds:
+        return replace(self, features=self.features.difference(features))
 
 
 def architecture_of(device: torch.device) -> tuple[int, int] | None:

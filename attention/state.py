@@ -6,6 +6,8 @@ Shapes: T queries, H heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -46,11 +48,19 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     return AttentionState(out.to(a.out_THD.dtype), top_TH + total.log())
 
 
-def with_sinks(state: AttentionState, sinks_H: Tensor) -> AttentionState:
-    """Adds to every query one more key with that logit and value 0.  Call it once, after all states have been merged.
+def merge_all(states: Iterable[AttentionState]) -> AttentionState:
+    """Attention over the union of one or more disjoint sets of keys."""
+    return reduce(merge_states, states)
+
+
+def with_sinks(state: AttentionState, sinks_H: Tensor | None) -> AttentionState:
+    """Adds to every query one more key with that logit and value 0, if there are sinks.  Call it once, after all states have
+    been merged.
 
     The given state may be changed.
     """
+    if sinks_H is None:
+        return state
     if use_kernels(state.out_THD):
         from specdec.attention.kernels.sinks_triton import launch_sinks
 

@@ -27,15 +27,11 @@ class CrossInputs(LayerInputs):
 
     def paged(self, call: LayerCall) -> Tensor:
         assert call.sources is not None, "cross attention needs the cache of an encoder's texts"
-        prepared = call.once("cross", lambda plan: call.backend.prepare(texts_alone(plan)))
+        text = call.plan.cross
+        assert text is not None, "the plan does not say what the encoder read"
+        prepared = call.once("cross", lambda plan: call.backend.prepare(AttentionPlan((text,), plan.positions_T)))
         state = call.backend.attend(call.asked(self.q_TQD), call.sources, prepared, call.scoring)
         return call.finish(state).out_THD
 
     def dense(self) -> DenseHeads:
         raise AssertionError("dense attention knows no encoder's texts: training and checks refuse encoder-decoder targets")
-
-
-def texts_alone(plan: AttentionPlan) -> AttentionPlan:
-    """The plan of a layer of cross attention: every query reads its row's text."""
-    assert plan.cross is not None, "the plan does not say what the encoder read"
-    return AttentionPlan((plan.cross,), plan.positions_T)

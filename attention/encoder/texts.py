@@ -45,4 +45,4 @@ def attend_texts(
     """[T, Q, D].  segment: the result of `encoder_segment`."""
     assert scoring.slopes_H is None, "no encoder here has ALiBi, whose sign in both directions no model defines"
     state = backend.run(q_TQD, MHAView(torch.stack((k_TKD, v_TKD), dim=1)), segment, scoring)
-    return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD
+    return with_sinks(state, scoring.sinks_H).out_THD

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView
-from specdec.attention.capabilities import TABLE
 from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
+from specdec.attention.flash.capability import LIBRARIES
 from specdec.attention.flash.rule import Reads
 from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
 from specdec.attention.kinds import Scoring
@@ -61,7 +61,7 @@ class FlashBackend(TritonBackend):
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
         if segment.is_per_query or not self._knows(view):
             return False
-        if segment.pages.page_size % TABLE[self.library].page_multiple:
+        if segment.pages.page_size % LIBRARIES[self.library].pages.multiple:
             return False  # pages of a size that the library can't read, such as slots
         if self.rule is None:
             return True
@@ -75,7 +75,7 @@ class FlashBackend(TritonBackend):
     def _knows(self, view: PlannedView) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""
         if isinstance(view, QuantView):
-            return view.scale_2K is not None and "fp8" in TABLE[self.library].kv_cache_dtypes and self.rule is None
+            return view.scale_2K is not None and "fp8" in LIBRARIES[self.library].kv_cache_dtypes and self.rule is None
         return isinstance(view, MHAView)
 
     def _check_once(self, q_THD: Tensor, view: FlashView, segment: Segment) -> None:

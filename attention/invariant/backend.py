@@ -44,20 +44,17 @@ class InvariantBackend(TritonBackend):
         return LeavesPlan(paged, plan.suffix, self.leaves)
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: LeavesPlan, scoring: Scoring = PLAIN) -> AttentionState:  # type: ignore[override]
-        return self._answer(q_THD, view, prepared, scoring)
-
-    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._answer(q_THD, view, LeavesPlan(segment, None, self.leaves), scoring)
-
-    def _answer(self, q_THD: Tensor, view: KVView, plan: LeavesPlan, scoring: Scoring) -> AttentionState:
         q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-        assert plan.paged.base_B is None and not plan.paged.ahead and plan.paged.pages.table.stride(1) == 1
+        assert prepared.paged.base_B is None and not prepared.paged.ahead and prepared.paged.pages.table.stride(1) == 1
         programs = self.programs or programs_at_once(q_THD.device)
         if isinstance(view, LatentView):
-            return attend_latents(q_THD, view, plan, scoring, programs)
+            return attend_latents(q_THD, view, prepared, scoring, programs)
         assert isinstance(view, MHAView | PairedView) and scoring.slopes_H is None and scoring.factor(q_THD.shape[2]) > 0
         check_view(q_THD, view)
-        return _attend_heads(q_THD, view, plan, scoring, programs)
+        return _attend_heads(q_THD, view, prepared, scoring, programs)
+
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        return self.attend(q_THD, view, LeavesPlan(segment, None, self.leaves), scoring)
 
 
 def _attend_heads(

@@ -26,8 +26,8 @@ def attend_latents(q_THL: Tensor, view: LatentView, plan: LeavesPlan, scoring: S
     """The state [T, H, C] of absorbed queries."""
     (T, H, L), C, paged, suffix, device = q_THL.shape, view.rank, plan.paged, plan.suffix, q_THL.device
     assert isinstance(view, MLAView) and view.latent.dtype == q_THL.dtype and view.width == L
-    assert scoring.scale is not None and scoring.scale > 0 and scoring.softcap is None and scoring.slopes_H is None
-    assert paged.starts_T is None and q_THL.stride(2) == 1
+    scale = scoring.latent_factor()
+    assert scale > 0 and paged.starts_T is None and q_THL.stride(2) == 1
     parts, nodes = pieces(C, plan.leaves.piece), paged.max_seqlen_q
     D = C // parts
     state = AttentionState.empty((T, H * parts, D), q_THL.dtype, device)  # of as many heads as pieces
@@ -40,7 +40,7 @@ def attend_latents(q_THL: Tensor, view: LatentView, plan: LeavesPlan, scoring: S
         strides = {name: stored.options[name] for name in ("LATENT_STRIDE", "ROPE_STRIDE")}
         shapes = {"HEADS": H, "PARTS": parts, "DIM": D, "PADDED_DIM": padded(D), "ROPE": L - C, "PADDED_ROPE": padded(L - C),
                   "PAGE_SIZE": paged.pages.page_size, "ONE": shares.one, "BLOCK_M": BLOCK_M, **order, **strides}  # fmt: skip
-        keys, numbers = stored.pointers[:2], (scoring.scale, *q_THL.stride()[:2], paged.pages.table.stride(0))
+        keys, numbers = stored.pointers[:2], (scale, *q_THL.stride()[:2], paged.pages.table.stride(0))
         latent_leaves_kernel[(shares.programs, shares.leaves)](
             q_THL, *keys, paged.pages.table, paged.cache_seqlens, paged.cu_seqlens_q, *state, values, sums, *numbers,
             shares.states, shares.tiles, CAUSAL=paged.causal and nodes > 1, TREE=suffix is not None, STAGES=STAGES,

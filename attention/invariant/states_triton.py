@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention.invariant import plan
-from specdec.attention.kernels.paged_triton import LN2
+from specdec.attention.kernels.paged_triton import store_lse
 
 IN_OCTAVE = tl.constexpr(plan.IN_OCTAVE)
 
@@ -101,9 +101,7 @@ def next_leaf(before, state, leaf, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
 def store_answer(out, lse, at_M, state, ok_M, ok_D, HEAD_DIM: tl.constexpr):
     """The average of values and the natural log of the sum of weights; 0 and -inf where no key was read."""
     top_M, total_M, acc_MD = state
-    some_M = total_M > 0
-    safe_M = tl.where(some_M, total_M, 1.0)
-    tl.store(lse + at_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
+    safe_M = store_lse(lse, at_M, top_M, total_M, ok_M, 0.0)
     at_MD = at_M[:, None] * HEAD_DIM + tl.arange(0, acc_MD.shape[1])[None, :]
     tl.store(out + at_MD, (acc_MD / safe_M[:, None]).to(out.dtype.element_ty), mask=ok_M[:, None] & ok_D[None, :])
 

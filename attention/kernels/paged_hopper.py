@@ -33,7 +33,7 @@ from specdec.attention.kernels.paged_triton import LN2, LOG2E
 from specdec.attention.kernels.tiles_triton import PagedTiles
 from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
-from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_layout, tma_load
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, next_stage, tma_layout, tma_load
 from specdec.ops.launch import chained
 
 LOADER = 40  # registers that a thread of the loading warp keeps
@@ -213,10 +213,7 @@ def load(
         for i in gl.static_range(PAGES):
             _fetch_page(kv_tiles, kv_smem, full.index(slot), slots[i], kv_head, slot, i, True, JOINED, PAGES, PANELS)
         slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_stage(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -303,10 +300,7 @@ def attend(
         if k + STAGES < blocks:
             barrier()  # all warps have read the stage
             mbarrier.arrive(empty.index(slot), count=1)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_stage(slot, phase, STAGES)
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)

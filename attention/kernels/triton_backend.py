@@ -67,7 +67,35 @@ class TritonBackend(Backend):
         return TritonPlan(plan.segments, plan.suffix)
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._state(q_THD, view, prepared, scoring)
+        """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any."""
+        q_THD = _dense_rows(q_THD)
+        T, H, _ = q_THD.shape
+        if isinstance(view, LatentView):
+            return attend_latent(q_THD, view, prepared, scoring, self.programs or programs_at_once(q_THD.device))
+        assert isinstance(view, PlannedView)
+        check_view(q_THD, view)
+        E = view.heads[1].shape[2]
+        state = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device)
+        if not T:
+            return state
+        paged, suffix = prepared.segments, prepared.suffix
+        assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
+        counts = [self.partial_splits(q_THD, view, segment, scoring) for segment in paged]
+        if suffix is None and counts == [1]:
+            self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
+            return state
+        partial = prepared.scratch(T, H, sum(counts), E, q_THD.device)
+        outs, lses = partial.out_THD.split(counts, 2), partial.lse_TH.split(counts, 2)
+        whole: AttentionState | None = None
+        for segment, out_THSD, lse_THS in zip(paged, outs, lses, strict=True):
+            answer = self.paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
+            if answer is not None:
+                whole = answer if whole is None else merge_states(whole, answer)
+        if whole is not None and suffix is None and not any(counts):
+            return whole
+        left_filled = len(paged) == 1 and paged[0].starts_T is None
+        launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled)
+        return state
 
     def attend_after(
         self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN
@@ -76,8 +104,7 @@ class TritonBackend(Backend):
         if prepared.segments or suffix is None:
             return super().attend_after(prefix, q_THD, view, prepared, scoring)
         if isinstance(view, LatentView):
-            assert scoring.scale is not None
-            return merge_suffix(q_THD, view, suffix, scoring.scale, prefix)
+            return merge_suffix(q_THD, view, suffix, scoring.latent_factor(), prefix)
         assert isinstance(view, PlannedView)
         check_view(q_THD, view)
         (T, H, _), E = q_THD.shape, view.heads[1].shape[2]
@@ -86,7 +113,7 @@ class TritonBackend(Backend):
         return state
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._state(q_THD, view, TritonPlan((segment,)), scoring)
+        return self.attend(q_THD, view, TritonPlan((segment,)), scoring)
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
         """How many partial states for each query and head `paged_partial` will leave in the scratch for this segment.
@@ -142,37 +169,6 @@ class TritonBackend(Backend):
             tiles = tiles.within(shared_memory(q_THD.device), key_bytes, padded(k.shape[2]) * q_THD.itemsize)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
-
-    def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
-        """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any."""
-        q_THD = _dense_rows(q_THD)
-        T, H, _ = q_THD.shape
-        if isinstance(view, LatentView):
-            return attend_latent(q_THD, view, plan, scoring, self.programs or programs_at_once(q_THD.device))
-        assert isinstance(view, PlannedView)
-        check_view(q_THD, view)
-        E = view.heads[1].shape[2]
-        state = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device)
-        if not T:
-            return state
-        paged, suffix = plan.segments, plan.suffix
-        assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
-        counts = [self.partial_splits(q_THD, view, segment, scoring) for segment in paged]
-        if suffix is None and counts == [1]:
-            self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
-            return state
-        partial = plan.scratch(T, H, sum(counts), E, q_THD.device)
-        outs, lses = partial.out_THD.split(counts, 2), partial.lse_TH.split(counts, 2)
-        whole: AttentionState | None = None
-        for segment, out_THSD, lse_THS in zip(paged, outs, lses, strict=True):
-            answer = self.paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
-            if answer is not None:
-                whole = answer if whole is None else merge_states(whole, answer)
-        if whole is not None and suffix is None and not any(counts):
-            return whole
-        left_filled = len(paged) == 1 and paged[0].starts_T is None
-        launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled)
-        return state
 
 
 def launch_paged(

@@ -6,6 +6,7 @@ Shapes: T queries, H heads, D head dim, S states of a query.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -17,10 +18,13 @@ from specdec.attention.state import AttentionState
 class TritonPlan:
     """A plan, and the scratch memory that its layers share.  The first layer allocates it: only layers know the number of
     heads.
+
+    schedules: how a library divides the plan's pages over the GPU, by the number of heads.
     """
 
     segments: tuple[Segment, ...]
     suffix: Segment | None = None
+    schedules: dict[int, Any] = field(default_factory=dict)
     _scratch: dict[tuple[int, ...], AttentionState] = field(default_factory=dict)
 
     def scratch(self, T: int, H: int, S: int, D: int, device: torch.device) -> AttentionState:

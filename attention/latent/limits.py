@@ -1,4 +1,5 @@
-"""How large a pass of latent attention has to be before it is computed in another form, and how much of it at once.
+"""How large a pass of latent attention has to be before it is computed in another form, how much of it at once, and into how
+many splits.
 
 This module knows no form.  (Measured: benchmarks/latent/README.md, "Why the tiles and rules are what they are".)
 """
@@ -6,6 +7,7 @@ This module knows no form.  (Measured: benchmarks/latent/README.md, "Why the til
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,22 @@ class Limits:
 
 
 LIMITS = Limits()
+
+
+@lru_cache
+def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int, most: int = 64) -> int:
+    """The number of splits that takes the least time by a simple model, counted in the time of one block of 64 keys.
+
+    In the model a program's start and end take three blocks, the merge's launch takes one, and writing and reading one state of
+    a tile takes 1 / 40.
+    num_tiles: tiles of all rows.
+    max_keys: the table's capacity in keys; only the device knows the rows' lengths.  A short row uses the first few splits.
+    least: the fewest keys of a split.  most: the most splits.
+    """
+
+    def blocks(splits: int) -> float:
+        waves = -(-num_tiles * splits // programs)
+        merge = 0.0 if splits == 1 else 1 + num_tiles * splits / 40
+        return waves * (-(-max_keys // (64 * splits)) + 3) + merge
+
+    return min(range(1, max(1, min(-(-max_keys // least), most)) + 1), key=blocks)

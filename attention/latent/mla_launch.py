@@ -22,6 +22,7 @@ from specdec.attention.kernels.tiles_triton import padded
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.keys import LatentKeys
+from specdec.attention.latent.limits import latent_splits
 from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_merge_kernel
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.rows_launch import attend_rows, takes_rows
@@ -53,14 +54,12 @@ class LatentTiles(NamedTuple):
 
 def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
     """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
-    assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-    assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
     assert q_THL.stride(2) == 1 and q_THL.shape[2] == view.width
-    stored = view.parts
+    stored, scale = view.parts, scoring.latent_factor()
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
     if isinstance(view, MLAView) and gpu_generation(device) == 9 and has_gluon() and takes_rows(q_THL, view, plan):
-        return attend_rows(q_THL, view, plan, scoring.scale, programs)
+        return attend_rows(q_THL, view, plan, scale, programs)
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
     shapes = [_tiles_and_splits(q_THL, view, segment, programs) for segment in paged]
@@ -69,14 +68,14 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     if not T:
         return result
     if states == 1 and suffix is None:
-        _launch_paged(q_THL, view, paged[0], scoring.scale, result, shapes[0], 0, 1)
+        _launch_paged(q_THL, view, paged[0], scale, result, shapes[0], 0, 1)
         return result
     partial = plan.scratch(T, H, states, C, device)
     first = 0
     for segment, shape in zip(paged, shapes):
-        _launch_paged(q_THL, view, segment, scoring.scale, partial, shape, first, states)
+        _launch_paged(q_THL, view, segment, scale, partial, shape, first, states)
         first += shape[1]
-    _launch_merge(q_THL, view, suffix, scoring.scale, partial, result, states)
+    _launch_merge(q_THL, view, suffix, scale, partial, result, states)
     return result
 
 
@@ -152,25 +151,6 @@ def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, program
         tiles = tiles._replace(least=SHORT_LEAST)
     num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
     return tiles, latent_splits(num_tiles, segment.max_keys, tiles.least, programs)
-
-
-@lru_cache
-def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> int:
-    """The number of splits that takes the least time by a simple model, counted in the time of one block of 64 keys.
-
-    In the model a program's start and end take three blocks, the merge's launch takes one, and writing and reading one state of
-    a tile takes 1 / 40.  (Measured: benchmarks/latent/README.md, "Why the tiles and rules are what they are".)
-    num_tiles: tiles of all rows.
-    max_keys: the table's capacity in keys; only the device knows the rows' lengths.  A short row uses the first few splits.
-    least: the fewest keys of a split.
-    """
-
-    def blocks(splits: int) -> float:
-        waves = -(-num_tiles * splits // programs)
-        merge = 0.0 if splits == 1 else 1 + num_tiles * splits / 40
-        return waves * (-(-max_keys // (64 * splits)) + 3) + merge
-
-    return min(range(1, max(1, min(-(-max_keys // least), 64)) + 1), key=blocks)
 
 
 @lru_cache

@@ -17,7 +17,7 @@ states of each query.
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.paged_triton import LN2, LOG2E
+from specdec.attention.kernels.paged_triton import LOG2E, store_lse
 from specdec.attention.kernels.tables_triton import slots_on
 
 
@@ -197,9 +197,7 @@ def latent_attention_kernel(
         top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
 
     state_M = (token_M * HEADS + head_M) * states + first_state + split
-    some_M = total_M > 0
-    safe_M = tl.where(some_M, total_M, 1.0)
-    tl.store(lse + state_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
+    safe_M = store_lse(lse, state_M, top_M, total_M, ok_M, 0.0)
     # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (states == 1), queries, 0)
     tl.store(

@@ -12,7 +12,7 @@ Shapes: B rows, T queries, N slots of the workspace, C latent rank, R rotated di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from specdec.attention.kinds import Scoring
 from specdec.attention.latent.limits import Limits
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_states
+from specdec.attention.state import AttentionState, merge_all
 from specdec.ops.launch import use_kernels
 
 PAGE = 64  # tokens of a workspace's page: what the kernels load fastest
@@ -72,29 +72,18 @@ def upconvert(view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tens
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Rows that are converted together.
-
-    lens_B: int32, the rows' lengths; 0 for rows of other chunks.
-    segment: what the pass's queries read of the workspace.
-    """
-
-    lens_B: Tensor
-    segment: Segment
-
-
-@dataclass(frozen=True)
 class Workspace:
     """A prompt's converted latents, and who reads them.  All layers of a pass use it one after the other.
 
     prompt: the segment as given, over the cache.
     most: no row has more latents.
+    chunks: what the queries read of the workspace when the rows of one chunk are there; rows of other chunks have no keys.
     """
 
     prompt: Segment
     most: int
     starts_B: Tensor
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Segment, ...]
     latent_NL: Tensor
 
     @classmethod
@@ -127,17 +116,17 @@ class Workspace:
         for first in dict.fromkeys(firsts):
             rows = firsts.count(first)
             own_B = lens_B if rows == B else torch.where((row_B >= first) & (row_B < first + rows), lens_B, 0)
-            chunks.append(Chunk(own_B, replace(prompt, pages=PageTable(table_BW, PAGE), cache_seqlens=own_B)))
+            chunks.append(replace(prompt, pages=PageTable(table_BW, PAGE), cache_seqlens=own_B))
         slots = room * max(firsts.count(first) for first in firsts)
         memory_NL = torch.empty(slots, width, dtype=dtype, device=lens_B.device)
         return cls(prompt, most, starts_B, tuple(chunks), memory_NL)
 
     def state(self, backend: Backend, q_THL: Tensor, view: LatentView, scoring: Scoring) -> AttentionState:
         """The state of absorbed queries over the whole prompt."""
-        state: AttentionState | None = None
-        for chunk in self.chunks:
-            upconvert(view, self.prompt.pages, chunk.lens_B, self.starts_B, self.most, self.latent_NL)
-            part = backend.run(q_THL, MLAView(self.latent_NL, view.rank), chunk.segment, scoring)
-            state = part if state is None else merge_states(state, part)
-        assert state is not None
-        return state
+
+        def states() -> Iterator[AttentionState]:
+            for chunk in self.chunks:
+                upconvert(view, self.prompt.pages, chunk.cache_seqlens, self.starts_B, self.most, self.latent_NL)
+                yield backend.run(q_THL, MLAView(self.latent_NL, view.rank), chunk, scoring)
+
+        return merge_all(states())

@@ -23,7 +23,7 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE, SUFFIX_MERGE
 from specdec.attention.operators.latent import LATENT_ATTENTION
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_states
+from specdec.attention.state import AttentionState, merge_all, merge_states
 from specdec.ops.rope import HeadPrep
 
 # Fields of Scoring and of Segment that the operators take; every other must have its default.
@@ -70,9 +70,7 @@ class OperatorBackend(Backend):
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
         plan: AttentionPlan = prepared
-        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in plan.segments]
-        for other in rest:
-            state = merge_states(state, other)
+        state = merge_all([self.run(q_THD, view, segment, scoring) for segment in plan.segments])
         return state if plan.suffix is None else self._with_suffix(q_THD, view, plan.suffix, scoring, state)
 
     def _with_suffix(

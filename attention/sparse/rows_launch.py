@@ -7,14 +7,13 @@ Shapes: T queries, H heads, C latent rank, L latent width, I slots of a row, S s
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import triton
 from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kernels.triton_plan import TritonPlan
+from specdec.attention.latent.limits import latent_splits
 from specdec.attention.sparse.rows_merge_triton import merge_rows_kernel
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
@@ -77,16 +76,6 @@ def launch_merge(partial: AttentionState, state: AttentionState, counts_T: Tenso
     )  # fmt: skip
 
 
-@lru_cache
 def row_splits(tiles: int, keys: int, programs: int) -> int:
-    """The number of splits of each row that takes the least time by a simple model, counted in the time of one block of keys.
-
-    In the model a program's start and end take three blocks, the merge's launch takes one, and writing and reading one state of
-    a tile takes 1 / 40.
-    """
-
-    def blocks(splits: int) -> float:
-        merge = 0.0 if splits == 1 else 1 + tiles * splits / 40
-        return -(-tiles * splits // programs) * (-(-keys // (BLOCK * splits)) + 3) + merge
-
-    return min(range(1, max(1, min(-(-keys // BLOCK), MOST_SPLITS)) + 1), key=blocks)
+    """The number of splits of each row."""
+    return latent_splits(tiles, keys, BLOCK, programs, MOST_SPLITS)

@@ -133,7 +133,7 @@ def call_of(trial: Trial, weights: CodedExperts | tuple[Tensor, Tensor]) -> Call
     xs = [torch.randn(T, layer.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
     chosen, shares = choices(layer, T), torch.rand(T, layer.chosen, device="cuda")
     if isinstance(weights, CodedExperts):
-        return lambda n: coded_experts(xs[n], shares, chosen[n], weights, trial.tiles)
+        return lambda n: coded_experts(xs[n], shares, chosen[n], weights, tiles=trial.tiles)
     gate_up, down = weights
     return lambda n: run_experts(xs[n], shares, chosen[n], gate_up, down)
 

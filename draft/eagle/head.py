@@ -68,7 +68,7 @@ class Eagle3Head(EagleHead):
 
     def parts(self, names: Names) -> Iterator[Part]:
         yield names.fc, self.fc
-        yield from zip(names.feature_norms, self.feature_norms, strict=False)  # files that lack a norm are told by `fc`
+        yield from zip(names.feature_norms, self.feature_norms, strict=True)
         yield from layer_parts(self, names.first)
         yield f"{names.first}.hidden_norm", self.hidden_norm
         for layer, name in zip(self.layers, names.layers, strict=True):

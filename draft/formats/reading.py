@@ -46,9 +46,9 @@ class Names:
     confidence: str = "confidence_head.proj"
 
     @classmethod
-    def numbered(cls, count: int, at: str = "layers", **others: Any) -> Names:
+    def numbered(cls, count: int, **others: Any) -> Names:
         """Layers that are called by their number."""
-        first, *layers = (f"{at}.{index}" for index in range(count))
+        first, *layers = (f"layers.{index}" for index in range(count))
         return cls(first, tuple(layers), **others)
 
 

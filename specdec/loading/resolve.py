@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from specdec.attention.capabilities import BackendChoice, choose_backend
+from specdec.attention.capability import GRAPHS, Feature
+from specdec.attention.flash.rule import Reads
 from specdec.attention.invariant.plan import PIECE, pieces
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
@@ -30,30 +32,20 @@ from specdec.runner.prompts import LARGEST_STEP
 class EngineSettings:
     """How an engine runs: the options as they were given, and the settings that they were resolved to.
 
-    options: as given.
-    spec: the shape of the draft tree; None without a drafter.
-    device, dtype: where the models run, and in which type.
-    max_seq_len: the most tokens of one request, prompt and output together.
-    cuda_graphs: see EngineOptions; False without a GPU.
-    attention_backend: the name of the backend that reads the cache, and why it was chosen.
-    target_backend: "native" if specdec's own modules compute the target, or "transformers".
-    target_backend_reason: why that one was chosen.
-    draft_slots: how many slots after the tokens that are committed before a round the drafter writes in it.
-    threads: of a CPU, for each thing that is computed; None on a GPU, and before the target is loaded.
     first_accepted: the share of the drafter's first drafts that the target accepted when both were looked at; None: not known.
     """
 
     options: EngineOptions
-    spec: SpecConfig | None
+    spec: SpecConfig | None  # None without a drafter
     device: torch.device
     dtype: torch.dtype
     max_seq_len: int
-    cuda_graphs: GraphMode
+    cuda_graphs: GraphMode  # False without a GPU
     attention_backend: BackendChoice
-    target_backend: str
+    target_backend: str  # "native" if specdec's own modules compute the target, or "transformers"
     target_backend_reason: str
-    draft_slots: int = 0
-    threads: int | None = None
+    draft_slots: int = 0  # how many slots after the tokens that are committed before a round the drafter writes in it
+    threads: int | None = None  # of a CPU; None on a GPU, and before the target is loaded
     first_accepted: float | None = None
 
     @property
@@ -187,15 +179,11 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":
-        refuse(
-            f"keeps keys and values in the model's dtype, got kv_cache_dtype={options.kv_cache_dtype!r}",
-            "kv_cache_dtype='auto'",
-        )
-    if options.decode_context_parallel_size > 1:
-        refuse(
-            f"keeps whole sequences on each rank, got decode_context_parallel_size={options.decode_context_parallel_size}",
-            "decode_context_parallel_size=1",
-        )
+        got = f"kv_cache_dtype={options.kv_cache_dtype!r}"
+        refuse(f"keeps keys and values in the model's dtype, got {got}", "kv_cache_dtype='auto'")
+    if (divided := options.decode_context_parallel_size) > 1:
+        name = "decode_context_parallel_size"
+        refuse(f"keeps whole sequences on each rank, got {name}={divided}", f"{name}=1")
     ranks = options.tensor_parallel_size
     if any(size % 8 for size in target.row_lengths(ranks)):
         fits = [n for n in range(ranks, 0, -1) if ranks % n == 0 and not any(size % 8 for size in target.row_lengths(n))]
@@ -275,7 +263,21 @@ def choose_attention(settings: EngineSettings, *configs: ModelConfig) -> Backend
 
 def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> AttentionNeeds:
     """What these models, target first, need of an attention backend under these settings."""
-    spec, target = settings.spec, configs[0]
+    spec, target, options = settings.spec, configs[0], settings.options
+    asked = {
+        Feature.DIFFERENTIAL: target.differential,
+        Feature.INT8_QUERIES: options.int8_queries,
+        Feature.SPARSE: target.most_read is not None,
+        Feature.SOFTCAP: any(c.softcap is not None for c in configs),
+        Feature.SINKS: any(c.has_sinks for c in configs),
+        Feature.ALIBI: any(kind.alibi for c in configs for kind in c.layer_kinds),
+        Feature.ENCODER: target.encoder is not None,
+        Feature.DETERMINISTIC: options.deterministic,
+        Feature.TREES: spec is not None and spec.topk > 1,
+        Feature.DIVIDED: options.decode_context_parallel_size > 1,
+        Feature.SHARED_PREFIXES: options.prefix_caching,
+    }
+    packed = (spec.num_draft_tokens if spec else 1) * target.heads_a_key
     return AttentionNeeds(
         settings.device,
         settings.dtype,
@@ -283,26 +285,10 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         gpu_kind(settings.device),
         head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in c.head_dims)),
         value_dims=tuple(dict.fromkeys(c.split_width for c in configs if c.split_width)),
-        differential=target.differential,
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
-        softcap=any(c.softcap is not None for c in configs),
-        sinks=any(c.has_sinks for c in configs),
-        alibi=any(kind.alibi for c in configs for kind in c.layer_kinds),
-        encoder=target.encoder is not None,
-        kv_cache_dtype=settings.options.kv_cache_dtype,
-        int8_queries=settings.options.int8_queries,
-        mla=target.keeps_latents,
-        latent_rank=target.latent_rank,
-        rope_dim=target.head_dim if target.keeps_latents else 0,
-        sparse=target.most_read is not None,
-        page_size=settings.options.page_size,
-        divided=settings.options.decode_context_parallel_size > 1,
-        tree=spec is not None and spec.topk > 1,
-        graphs=settings.cuda_graphs,
-        deterministic=settings.options.deterministic,
-        shared_prefixes=settings.options.prefix_caching,
-        rows=settings.options.max_batch_size,
-        tokens=settings.max_seq_len,
-        kv_heads=target.num_kv_heads,
-        packed=(spec.num_draft_tokens if spec else 1) * target.heads_a_key,
+        latents=(target.latent_rank, target.head_dim) if target.keeps_latents else None,
+        kv_cache_dtype=options.kv_cache_dtype,
+        page_size=options.page_size,
+        features=GRAPHS[settings.cuda_graphs].union(feature for feature, is_asked in asked.items() if is_asked),
+        most=Reads(options.max_batch_size, target.num_kv_heads, packed, settings.max_seq_len),
     )

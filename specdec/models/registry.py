@@ -190,6 +190,8 @@ def check_chosen(choice: TargetChoice, folder: Path) -> Checkpoint:
     from specdec.models.transformers_backend.load import check_sizes
 
     with _refused_natively(choice):
+        if family := family_of(choice.config.family):
+            family.mistaken(checkpoint)
         check_sizes(checkpoint)
     return checkpoint
 

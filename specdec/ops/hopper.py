@@ -41,6 +41,16 @@ def copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
     _copy(to, base_N[:, None] + c[None, :], mask=ok_N[:, None] & (c < COLUMNS)[None, :])
 
 
+@gluon.jit
+def next_stage(slot, phase, STAGES: gl.constexpr):
+    """(the stage of a pipeline after this one, the phase of its mbarriers, which changes from round to round)."""
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
 @cache
 def tma_layout(rank: int, columns: int = 64) -> gl.NVMMASharedLayout:
     """How tiles of 16 bits lie in shared memory: rows of at most 128 bytes, swizzled so that 8 of them are read at once."""

@@ -10,6 +10,7 @@ bfloat16 need a GPU, where fa4 runs if it is installed.
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.attend import make_backend
-from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, TABLE, choose_backend, faults, installed, why_not
+from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, installed, table_of, why_not
+from specdec.attention.capability import GRAPHS, KINDS, Capability, Feature
 from specdec.attention.kinds import FULL
 from specdec.attention.needs import AttentionNeeds
 from specdec.lossless.near_tie import explain_divergence
+from specdec.options import ATTENTION_BACKENDS
 from specdec.session import Session
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
@@ -67,24 +70,27 @@ def settings_in(message: str) -> list[dict[str, Any]]:
     return found
 
 
-NAMES = {"cuda_graphs": "graphs", "prefix_caching": "shared_prefixes"}
+FEATURES = {  # settings that switch one off, as they are spelled
+    name: {feature for feature in Feature if (feature.setting or "").startswith(f"{name}=")}
+    for name in ("int8_queries", "topk", "cuda_graphs", "prefix_caching", "decode_context_parallel_size", "deterministic")
+}
 
 
 def applied(name: str, needs: AttentionNeeds, settings: dict[str, Any]) -> tuple[str, AttentionNeeds]:
-    settings = {NAMES.get(key, key): value for key, value in settings.items()}
+    for setting in settings.keys() & FEATURES.keys():
+        needs = needs.without(*FEATURES[setting])
+    settings = {key: value for key, value in settings.items() if key not in FEATURES}
     if "dtype" in settings:
         settings["dtype"] = getattr(torch, settings["dtype"])
-    if "topk" in settings:
-        settings["tree"] = settings.pop("topk") > 1
     return settings.pop("attention", name), replace(needs, **settings)
 
 
-def hold_refusal(name: str, needs: AttentionNeeds) -> None:
+def hold_refusal(name: str, needs: AttentionNeeds, table: Mapping[str, Capability] = TABLE) -> None:
     """Raised where the engine is built, and every setting it calls nearest does work."""
     with pytest.raises(ValueError, match=f"attention='{name}' .*nearest setting that works: ") as refusal:
-        choose_backend(name, needs)
+        choose_backend(name, needs, table)
     for settings in settings_in(str(refusal.value)):
-        assert why_not(*applied(name, needs, settings)) == "", (str(refusal.value), settings)
+        assert why_not(*applied(name, needs, settings), table) == "", (str(refusal.value), settings)
 
 
 def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +108,7 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
     assert all(combinations_of(cell) <= walked for cell in PASSES), "of a cell, two things never meet on this machine"
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if "cpu" not in TABLE[name].devices])
+@pytest.mark.parametrize("name", [name for name in BACKENDS if "cpu" not in TABLE[name].machine.devices])
 def test_the_door_refuses_before_it_reads_weights(name: str, tmp_path: Path) -> None:
     """Keeps out: a refusal that comes after minutes of loading, or with the first prompt."""
     target = cut_numbers(Path(shutil.copytree(target_folder(), tmp_path / "without numbers")))  # whoever reads them fails
@@ -110,7 +116,10 @@ def test_the_door_refuses_before_it_reads_weights(name: str, tmp_path: Path) -> 
         SpecDecoder.from_pretrained(target, draft_folder(), device="cpu", attention=name)
 
 
-WANTED = AttentionNeeds(H100, torch.bfloat16, (9, 0), kinds=(FULL, LAYERS["window"]), page_size=256)
+WANTED = AttentionNeeds(
+    H100, torch.bfloat16, (9, 0), kinds=(FULL, LAYERS["window"]), page_size=256, features=frozenset({Feature.TREES})
+)
+DIFFERENTIAL, INT8_QUERIES = (WANTED.features | {feature} for feature in (Feature.DIFFERENTIAL, Feature.INT8_QUERIES))
 OTHER_MACHINES = {  # what the cells hold fixed
     "device": dict(device=torch.device("cpu"), architecture=None, dtype=torch.float32),
     "architecture": dict(architecture=(8, 0)),
@@ -120,29 +129,29 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "head_dims": dict(head_dims=(128, 272)),
     "odd heads": dict(head_dims=(100,)),
     "no full layer": dict(kinds=(LAYERS["window"], LAYERS["chunk"])),
-    "two at once": dict(mla=True, head_dims=(), kv_cache_dtype="fp8"),
-    "latents on Ampere": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", architecture=(8, 0)),
+    "two at once": dict(latents=(512, 64), head_dims=(), kv_cache_dtype="fp8"),
+    "latents on Ampere": dict(latents=(512, 64), head_dims=(), kv_cache_dtype="fp8_ds_mla", architecture=(8, 0)),
     "keys as latents": dict(kv_cache_dtype="fp8_ds_mla"),
-    "wide values as latents": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8_ds_mla"),
-    "odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", latent_rank=320),
-    "other rotated parts": dict(mla=True, head_dims=(), page_size=64, rope_dim=32),
-    "int8 for odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="int8", latent_rank=320),
+    "wide values as latents": dict(value_dims=(256,), features=DIFFERENTIAL, kv_cache_dtype="fp8_ds_mla"),
+    "odd latents": dict(latents=(320, 64), head_dims=(), kv_cache_dtype="fp8_ds_mla"),
+    "other rotated parts": dict(latents=(512, 32), head_dims=(), page_size=64),
+    "int8 for odd latents": dict(latents=(320, 64), head_dims=(), kv_cache_dtype="int8"),
     "split heads in int8": dict(value_dims=(64,), kv_cache_dtype="int8"),
-    "differential in fp8": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8"),
-    "values too wide": dict(value_dims=(512,), differential=True),
+    "differential in fp8": dict(value_dims=(256,), features=DIFFERENTIAL, kv_cache_dtype="fp8"),
+    "values too wide": dict(value_dims=(512,), features=DIFFERENTIAL),
     "fp8 of odd heads": dict(head_dims=(128, 72), kv_cache_dtype="fp8"),
-    "split heads in fp8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="fp8", int8_queries=True),
-    "split heads with int8 queries": dict(value_dims=(64,), int8_queries=True),
-    "split heads in int8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="int8", int8_queries=True),
-    "latents with int8 queries": dict(mla=True, head_dims=(), int8_queries=True),
-    "latents in int8 with int8 queries": dict(mla=True, head_dims=(), kv_cache_dtype="int8", int8_queries=True),
-    "latents with int8 keys": dict(mla=True, head_dims=(), kv_cache_dtype="int8_keys"),
-    "fp8 with int8 queries": dict(kv_cache_dtype="fp8", int8_queries=True),
-    "16 bit with int8 queries": dict(int8_queries=True),
-    "int8 keys with int8 queries": dict(kv_cache_dtype="int8_keys", int8_queries=True),
+    "split heads in fp8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="fp8", features=INT8_QUERIES),
+    "split heads with int8 queries": dict(value_dims=(64,), features=INT8_QUERIES),
+    "split heads in int8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="int8", features=INT8_QUERIES),
+    "latents with int8 queries": dict(latents=(512, 64), head_dims=(), features=INT8_QUERIES),
+    "latents in int8 with int8 queries": dict(latents=(512, 64), head_dims=(), kv_cache_dtype="int8", features=INT8_QUERIES),
+    "latents with int8 keys": dict(latents=(512, 64), head_dims=(), kv_cache_dtype="int8_keys"),
+    "fp8 with int8 queries": dict(kv_cache_dtype="fp8", features=INT8_QUERIES),
+    "16 bit with int8 queries": dict(features=INT8_QUERIES),
+    "int8 keys with int8 queries": dict(kv_cache_dtype="int8_keys", features=INT8_QUERIES),
     "fp8 on Ampere": dict(architecture=(8, 0), kv_cache_dtype="fp8"),
     "nothing": dict(),
-    "shared_prefixes": dict(shared_prefixes=True),
+    "shared_prefixes": dict(features=WANTED.features | {Feature.SHARED_PREFIXES}),
 }
 
 
@@ -154,54 +163,66 @@ def test_what_the_cells_hold_fixed(name: str, change: str, monkeypatch: pytest.M
     needs = replace(WANTED, **OTHER_MACHINES[change])
     if why_not(name, needs):
         hold_refusal(name, needs)
-    assert choose_backend("auto", replace(needs, kv_cache_dtype="auto", int8_queries=False)).reason
+    assert choose_backend("auto", replace(needs.without(Feature.INT8_QUERIES), kv_cache_dtype="auto")).reason
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flashmla", "triton"])
 @pytest.mark.parametrize("version", [None, "1.9"])
 def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: an ImportError out of the first prompt."""
-    package = TABLE[name].package or ""
+    package = TABLE[name].machine.package or ""
     if version is None and installed(package):  # on this machine
-        missing = replace(TABLE[name], package="a-package-of-nobody")
-        assert "not installed" in next(faults(missing, WANTED)).problem
+        machine = TABLE[name].machine._replace(package="a-package-of-nobody")
+        assert "not installed" in why_not(name, WANTED, {**TABLE, name: replace(TABLE[name], machine=machine)})
         return
     others = {each: found for each, found in fake_flash.VERSIONS.items() if each != package}
     fake_flash.install(monkeypatch, others | ({package: version} if version else {}))
-    if version is None or TABLE[name].least_version > (0, 0):
+    if version is None or TABLE[name].machine.least_version > (0, 0):
         hold_refusal(name, WANTED)
         assert (version or "not installed") in why_not(name, WANTED)
 
 
-LESSER = {  # what every backend does today: a row without it, what it says then, and the setting of its own that mends it
-    "softcap": (dict(softcap=False), dict(softcap=True), "has no softcap, which these models use", None),
-    "sinks": (dict(sinks=False), dict(sinks=True), "has no attention sinks, which these models use", None),
-    "alibi": (dict(alibi=False), dict(alibi=True), "has no ALiBi, which these models use", None),
-    "encoder": (
-        dict(encoder=False), dict(encoder=True), "has no encoder attention or cross attention, which these models use", None,
-    ),
-    "tree": (dict(tree=False), dict(tree=True), "answers chains only", "topk=1"),
-    "graphs": (dict(graphs=(False,)), dict(graphs="step"), "be captured with cuda_graphs='step'", "cuda_graphs=False"),
-    "shared_prefixes": (
-        dict(shared_prefixes=False), dict(shared_prefixes=True), "does not share prefixes", "prefix_caching=False",
-    ),
-}  # fmt: skip
+LESSER = {  # what every backend does today: what a backend without it says, and the setting of its own that mends it
+    Feature.SOFTCAP: ("has no softcap, which these models use", None),
+    Feature.SINKS: ("has no attention sinks, which these models use", None),
+    Feature.ALIBI: ("has no ALiBi, which these models use", None),
+    Feature.ENCODER: ("has no encoder attention or cross attention, which these models use", None),
+    Feature.TREES: ("answers chains only", "topk=1"),
+    Feature.STEP_GRAPHS: ("be captured with cuda_graphs='step'", "cuda_graphs=False"),
+    Feature.SHARED_PREFIXES: ("does not share prefixes", "prefix_caching=False"),
+}
 
 
-@pytest.mark.parametrize("lacks", LESSER)
-def test_a_backend_that_does_less(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lacks", LESSER, ids=lambda feature: feature.name)
+def test_a_backend_that_does_less(lacks: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a new backend whose row says what it lacks, and which is taken, or named as the way out, all the same."""
     fake_flash.install(monkeypatch)
-    row, more, problem, setting = LESSER[lacks]
-    monkeypatch.setitem(TABLE, "fa4", replace(TABLE["fa4"], **row))
-    least = replace(WANTED, tree=False)
-    assert why_not("fa4", least) == ""
-    hold_refusal("fa4", replace(least, **more))
+    problem, setting = LESSER[lacks]
+    lesser = {name: replace(TABLE[name], features=TABLE[name].features - {lacks}) for name in ("fa4", "triton")}
+    table = {**TABLE, "fa4": lesser["fa4"]}
+    least = WANTED.without(Feature.TREES)
+    more = replace(least, features=frozenset({lacks}))
+    assert why_not("fa4", least, table) == ""
+    hold_refusal("fa4", more, table)
     ways = f"{setting} or attention='triton'" if setting else "attention='triton'"
-    assert why_not("fa4", replace(least, **more)).endswith(f"{problem}; nearest setting that works: {ways}")
-    monkeypatch.setitem(TABLE, "triton", replace(TABLE["triton"], **row))
-    assert choose_backend("auto", replace(least, **more)).name == "torch"
-    assert "attention='torch'" in why_not("triton", replace(least, **more))
+    assert why_not("fa4", more, table).endswith(f"{problem}; nearest setting that works: {ways}")
+    table |= lesser
+    assert choose_backend("auto", more, table).name == "torch"
+    assert "attention='torch'" in why_not("triton", more, table)
+
+
+def test_a_backend_is_a_declaration_and_a_line() -> None:
+    """Keeps out: a new backend that some other file must know by name before it is chosen, refused or built."""
+    table = table_of({**ATTENTION_BACKENDS, "mine": "toolkit.attention.own_backend:MINE"})
+    needs = AttentionNeeds(torch.device("cpu"), torch.float32)
+    choice = choose_backend("mine", needs, table)
+    assert choice.name == "mine" and type(make_backend(choice, table=table)).__name__ == "OwnBackend"
+    softcap = replace(needs, features=frozenset({Feature.SOFTCAP}))
+    assert why_not("mine", softcap, table) == (
+        "attention='mine' has no softcap, which these models use; nearest setting that works: attention='torch'"
+    )
+    assert why_not("fa2", needs, {name: table[name] for name in ("fa2", "mine")}).endswith("works: attention='mine'")
+    assert "mine" in why_not("nobody", needs, table)
 
 
 def test_the_walk_varies_everything_one_can_need() -> None:
@@ -209,19 +230,21 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     first, *others = [cell.needs for cell in CELLS]
     varied = {f.name for f in fields(AttentionNeeds) if any(getattr(x, f.name) != getattr(first, f.name) for x in others)}
     elsewhere = {key for change in OTHER_MACHINES.values() for key in change}
-    only_for_auto = {"gpu", "rows", "tokens", "kv_heads", "packed"}
+    assert varied | elsewhere | {"gpu", "most"} == {f.name for f in fields(AttentionNeeds)}, "these two are only for auto"
+    asked = set().union(*(needs.asked for needs in others), WANTED.asked, LESSER)
     # The right bits are no matter of tolerance (invariant/test_leaves.py), and several ranks divide keys (context/).
-    by_another_test = {"deterministic", "divided"}
-    assert varied | elsewhere | only_for_auto | by_another_test == {f.name for f in fields(AttentionNeeds)}
+    assert asked | {Feature.DETERMINISTIC, Feature.DIVIDED} == set(Feature)
 
 
 def test_one_backend_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a library whose splits depend on the batch, taken for a text that must not depend on it."""
     fake_flash.install(monkeypatch)
-    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), deterministic=True, page_size=256)
+    needs = AttentionNeeds(
+        torch.device("cuda"), torch.bfloat16, (9, 0), features=frozenset({Feature.DETERMINISTIC}), page_size=256
+    )
     refused = {name: why_not(name, needs) for name in BACKENDS if name not in ("triton", "flashmla")}
     assert all("order that depends on the batch" in why and "deterministic=False" in why for why in refused.values()), refused
-    assert [name for name in BACKENDS if TABLE[name].deterministic] == ["triton"]
+    assert [name for name in BACKENDS if Feature.DETERMINISTIC in TABLE[name].features] == ["triton"]
     assert choose_backend("auto", needs).name == "triton"
 
 
@@ -238,7 +261,7 @@ def test_command_line_and_settings_page_say_what_the_table_says(capsys: pytest.C
 
 
 def skip_what_is_absent(cell: Cell) -> None:
-    package = TABLE[cell.backend].package
+    package = TABLE[cell.backend].machine.package
     if package and HAS_GPU and not installed(package):
         pytest.skip(f"{package} is not installed")
 
@@ -284,11 +307,11 @@ def test_a_captured_pass_equals_dense_masked_attention(cell: Cell) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graphs", GRAPH_MODES)
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize(("name", "kv"), [("fa2", "auto"), ("fa3", "auto"), ("fa3", "fp8"), ("fa4", "auto")])
 def test_the_whole_runtime_on_flash_attn(name: str, kv: str, graphs: Any, tmp_path: Path) -> None:
     """Keeps out: a library that is compiled, or asks the device, in a capture; text of its own beyond near-ties."""
-    package = TABLE[name].package
+    package = TABLE[name].machine.package
     if not installed(package or ""):
         pytest.skip(f"{package} is not installed")
     pair = target_folder(), draft_folder()

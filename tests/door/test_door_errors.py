@@ -22,7 +22,8 @@ from toolkit.models import Zoo
 from transformers import CONFIG_MAPPING
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.capabilities import KV_DTYPES, choose_backend
+from specdec.attention.capabilities import choose_backend
+from specdec.attention.capability import KV_DTYPES
 from specdec.attention.needs import AttentionNeeds
 from specdec.checks import field_of
 from specdec.config import SAMPLING_OPTIONS

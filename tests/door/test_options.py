@@ -15,7 +15,8 @@ import torch
 from toolkit.models import Zoo
 
 from specdec import EngineOptions, SpecConfig, SpecDecoder
-from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KV_DTYPES
+from specdec.attention.capabilities import BACKENDS
+from specdec.attention.capability import GRAPHS, KV_DTYPES
 from specdec.draft.formats.detect import FORMATS
 from specdec.loading.resolve import check_threads
 from specdec.models import registry
@@ -50,7 +51,7 @@ def test_choices_are_what_the_code_knows() -> None:
     assert choices["attention"] == ("auto", *BACKENDS)
     assert choices["kv_cache_dtype"] == KV_DTYPES
     assert choices["draft_format"] == ("auto", *FORMATS)
-    assert set(choices["cuda_graphs"]) == set(GRAPH_MODES)
+    assert set(choices["cuda_graphs"]) == set(GRAPHS)
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

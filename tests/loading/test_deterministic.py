@@ -83,13 +83,13 @@ def test_targets_that_depend_on_the_batch() -> None:
     assert refusal(replace(settings(), dtype=torch.float32)).endswith("dtype='bfloat16'")
     assert "backend='transformers'" in refusal(replace(settings(), target_backend="transformers"))
     check_deterministic(settings(), ModelConfig(**SIZES, differential=True), HOPPER)
-    latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 16}
+    latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 24}
     experts = ExpertsConfig(8, 2, 24, 1, "softmax", None, None, False, 1.0)
     check_deterministic(settings(), DeepseekConfig(**latents, experts=experts), HOPPER)
     assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
         settings(), DeepseekConfig(**latents | {"latent_rank": 640})
     )
-    assert "64 and 40 and 96 and 64 and 12" in refusal(
+    assert "64 and 40 and 96 and 96 and 12" in refusal(
         settings(), DeepseekConfig(**latents, experts=replace(experts, intermediate_size=12))
     )
     text = refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))

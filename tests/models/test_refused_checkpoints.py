@@ -387,7 +387,7 @@ def test_sizes_are_compared_before_memory_is_taken(tmp_path: Path, key: str, sai
     ("change", "says"),
     [
         (lambda t: t.pop("model.layers.3.mlp.down_proj.weight"), "'model.layers.3.mlp.down_proj.weight' is missing"),
-        (lambda t: t.update(odd=torch.ones(2)), "1 tensors are not part of this architecture: odd"),
+        (lambda t: t.update(odd_proj_blocks=torch.ones(2)), "1 tensors are not part of this architecture: odd_proj_blocks"),
         (lambda t: t.update({"model.norm.weight": torch.ones(32).int()}), "'model.norm.weight' must hold floating-point"),
     ],
 )

@@ -156,8 +156,9 @@ def test_settings_are_refused_before_a_rank_starts(zoos: dict[type[Zoo], Zoo]) -
 def test_backends_that_read_whole_sequences_are_refused(zoos: dict[type[Zoo], Zoo]) -> None:
     """Keeps out: flash-attn over a cache of which it would read what another rank keeps."""
     from specdec.attention.capabilities import TABLE, faults
+    from specdec.attention.capability import Feature
     from specdec.attention.needs import AttentionNeeds
 
-    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), divided=True)
+    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), features=frozenset({Feature.DIVIDED}))
     refusing = {name for name, c in TABLE.items() if any("whole sequences" in fault.problem for fault in faults(c, needs))}
     assert refusing == set(TABLE) - {"torch", "triton"}

@@ -60,7 +60,7 @@ def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> Read
         _refuse_lost_layer(files, model.hidden_size, release)
     is_trained = flag(raw, "embed_requires_grad", where)
     norm: FeatureNorm = "joint" if flags["norm_before_fc"] else "each" if flags["fc_norm"] else "none"
-    count = len(aux_layers) or sum(name.startswith("fc_norm.") for name in checkpoint.names())
+    count = len(aux_layers) or 3  # as many as DEFAULT
     norms = {"none": (), "joint": ("input_norm",), "each": tuple(f"fc_norm.{index}" for index in range(count))}[norm]
     names = Names.numbered(model.num_layers, feature_norms=norms)
     has_embeddings = is_trained or release.newest < 2 or "embed_tokens.weight" in checkpoint

@@ -25,20 +25,13 @@ LEAST_SHARED_TO_WAIT = 256
 
 @dataclass
 class Place:
-    """The pages of one request.
+    """The pages of one request."""
 
-    table: its page numbers, by position; where there are two groups of layers, those of the layers that read all keys.
-    start: how many leading tokens of the prompt have their keys and values in the pages already.
-    node: the last page that it shares through the prefix cache; None without a prefix cache.
-    local: the page numbers for layers with a span, by position, where there are two groups of layers.
-    source: the page of the encoder's cache that holds the text which the request's encoder reads; None: it reads none.
-    """
-
-    table: list[int]
-    start: int = 0
-    node: Node | None = None
-    local: list[int] | None = None
-    source: int | None = None
+    table: list[int]  # by position; where there are two groups of layers, those of the layers that read all keys
+    start: int = 0  # how many leading tokens of the prompt have their keys and values in the pages already
+    node: Node | None = None  # the last page that it shares through the prefix cache; None without a prefix cache
+    local: list[int] | None = None  # by position, for layers with a span, where there are two groups of layers
+    source: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -204,7 +197,7 @@ class Admission:
             self.copies.make_room(self.local.pages_for(needed))
         table = _around(self.local.admit(request, needed), self.local.table_pages(needed))
         if self.copies is not None:
-            self.copies.fill(sources, table, len(found.path))
+            self.copies.orders.add(sources, table[len(found.path) - len(sources) : len(found.path)])
         return table
 
     def fixed_pages(self, request: Request, drafted: bool) -> list[int]:

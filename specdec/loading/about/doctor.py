@@ -19,7 +19,7 @@ from rich.text import Text
 from specdec import shipped
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
-from specdec.attention.capability_table import table_as_markdown
+from specdec.attention.capability import Feature
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import all_kinds
@@ -145,17 +145,12 @@ def _backend_table() -> Table:
         table.add_column(column, overflow="fold", justify="left")
     for name in BACKENDS:
         row = TABLE[name]
-        page_size = row.page_sizes[0] if row.page_sizes else row.page_multiple
-        problem = problem_of(
-            name, AttentionNeeds(device, dtype, architecture_of(device), mla=not row.heads, page_size=page_size)
-        )
-        table.add_row(name, Text("no", "yellow") if problem else Text("yes", "green"), row.run_on, problem)
+        latents = None if Feature.HEADS in row.features else row.latents
+        page_size = row.pages.only[0] if row.pages.only else row.pages.multiple
+        needs = AttentionNeeds(device, dtype, architecture_of(device), latents=latents, page_size=page_size)
+        problem = problem_of(name, needs)
+        table.add_row(name, Text("no", "yellow") if problem else Text("yes", "green"), row.machine.tested, problem)
     return table
-
-
-def print_capabilities() -> None:
-    """What each attention backend can do on any machine, as docs/SETTINGS.md has it."""
-    print(table_as_markdown())
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:

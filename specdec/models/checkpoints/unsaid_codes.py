@@ -13,12 +13,6 @@ _BYTES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 
 def refuse_unsaid_codes(checkpoint: Checkpoint) -> None:
     """ValueError if tensors look like codes.  Asked where the config says that all weights are ordinary numbers."""
-    if blocks := [name for name in checkpoint.names() if name.endswith("_proj_blocks")]:
-        raise ValueError(
-            f"{checkpoint.folder}: {len(blocks)} tensors hold experts in mxfp4 ({blocks[0]}, ...), but config.json does not "
-            'say so; nearest setting that works: "quantization_config": {"quant_method": "mxfp4"} in config.json, which '
-            "gpt-oss's own checkpoints have"
-        )
     found = next(filter(None, (_kind_of(checkpoint, name) for name in checkpoint.names())), None)
     if found is None:
         return

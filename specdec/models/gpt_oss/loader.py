@@ -80,10 +80,20 @@ def _fill_stack(stack: LinearStack, checkpoint: Checkpoint, name: str) -> None:
                 raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
+def _refuse_unsaid_codes(checkpoint: Checkpoint) -> None:
+    """ValueError for codes of experts where config.json says nothing of them."""
+    if blocks := [name for name in checkpoint.names() if name.endswith("_proj_blocks")]:
+        raise ValueError(
+            f"{checkpoint.folder}: {len(blocks)} tensors hold experts in mxfp4 ({blocks[0]}, ...), but config.json does not "
+            'say so; nearest setting that works: "quantization_config": {"quant_method": "mxfp4"} in config.json, which '
+            "gpt-oss's own checkpoints have"
+        )
+
+
 PARTS: Parts = {SinkAttention: _fill_attention, BiasedExperts: _fill_experts}
 UNSAID = {
     "tie_word_embeddings": "false: the output layer is a matrix of its own",
     "max_position_embeddings": "131072",
     "rms_norm_eps": "1e-5",
 }
-FAMILY = Family(parse_gpt_oss, gpt_oss_layer, _expect, PARTS, UNSAID, takes=is_coded, only="in mxfp4")
+FAMILY = Family(parse_gpt_oss, gpt_oss_layer, _expect, PARTS, UNSAID, is_coded, "in mxfp4", _refuse_unsaid_codes)

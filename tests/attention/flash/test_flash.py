@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8
 from specdec.attention.capabilities import TABLE, choose_backend, installed
+from specdec.attention.capability import Feature
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.flash.queries import float8_queries
 from specdec.attention.flash.rule import Reads, is_faster
@@ -29,7 +30,7 @@ from specdec.attention.segment import Segment
 
 H, K, D, P = 4, 2, 16, 256
 LENS = [300, 0, 3, 511]
-REAL = [name for name in ADAPTERS if torch.cuda.is_available() and installed(TABLE[name].package or "")]
+REAL = [name for name in ADAPTERS if torch.cuda.is_available() and installed(TABLE[name].machine.package or "")]
 DEVICE = "cuda" if REAL else "cpu"
 DTYPE = torch.bfloat16 if REAL else torch.float16
 BOUND = 2e-2 if REAL else 4e-3
@@ -93,7 +94,7 @@ def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_not_read_past_its_last_token(name: str, page_size: int) -> None:
     """Keeps out: large pages that a library copies whole: 0 times what was never written there may be NaN."""
-    if page_size in TABLE[name].unread_pages or page_size % TABLE[name].page_multiple:
+    if TABLE[name].pages.fault(page_size):
         pytest.skip("the capability table refuses such pages")
     table, lens, view = world(page_size, LENS, HEAD_DIMS[name])
     segment, count = segments(table, lens, page_size)["prompts"]
@@ -235,24 +236,27 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
         check_conventions("fa4", queries(4), view, segments(table, lens, 16)["chain"][0])
 
 
+MOST, CHAIN = Reads(8, 8, 256, 8192), frozenset[Feature]()
+
+
 @pytest.mark.parametrize(
     ("gpu", "asked", "change"),
     [
         ("H100", "fa4", dict()),
-        ("H100", "triton", dict(rows=4)),
-        ("H100", "triton", dict(packed=128)),
-        ("H100", "triton", dict(tokens=1024)),
-        ("H100", "triton", dict(tree=False)),
+        ("H100", "triton", dict(most=MOST._replace(rows=4))),
+        ("H100", "triton", dict(most=MOST._replace(packed=128))),
+        ("H100", "triton", dict(most=MOST._replace(keys=1024))),
+        ("H100", "triton", dict(features=CHAIN)),
         ("H100", "triton", dict(head_dims=(128, 64))),
         ("H100", "triton", dict(architecture=(8, 0))),
         ("H100", "triton", dict(page_size=128)),
         ("H100", "triton", dict(kv_cache_dtype="fp8")),
         ("H200", "fa3", dict()),
-        ("H200", "fa3", dict(packed=128)),
-        ("H200", "fa3", dict(packed=24)),  # for its prompts
-        ("H200", "fa3", dict(tree=False)),
-        ("H200", "triton", dict(tokens=1024)),
-        ("H200", "triton", dict(tokens=4080, tree=False)),
+        ("H200", "fa3", dict(most=MOST._replace(packed=128))),
+        ("H200", "fa3", dict(most=MOST._replace(packed=24))),  # for its prompts
+        ("H200", "fa3", dict(features=CHAIN)),
+        ("H200", "triton", dict(most=MOST._replace(keys=1024))),
+        ("H200", "triton", dict(most=MOST._replace(keys=4080), features=CHAIN)),
         ("H200", "triton", dict(head_dims=(64,))),
         ("H200", "triton", dict(kv_cache_dtype="fp8")),
         ("", "triton", dict()),
@@ -261,9 +265,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
 def test_auto_takes_what_measured_faster(gpu: str, asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a library where our own kernel answers sooner, or on a GPU that nobody measured, and no reason given."""
     fake_flash.install(monkeypatch)
-    needs = AttentionNeeds(
-        torch.device("cuda"), torch.bfloat16, (9, 0), gpu, head_dims=(128,), rows=8, tokens=8192, kv_heads=8, packed=256
-    )
+    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), gpu, features=frozenset({Feature.TREES}), most=MOST)
     choice = choose_backend("auto", replace(needs, **change))
     assert choice.name == asked and choice.reason and choice.by_rule == (asked != "triton")
 

@@ -24,8 +24,8 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.flash import mla_adapters
-from specdec.attention.flash.mla_backend import FlashMLABackend
+from specdec.attention.flashmla import adapters
+from specdec.attention.flashmla.backend import FlashMLABackend
 from specdec.attention.kinds import LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -78,7 +78,7 @@ def test_pages(shape: str, n: int, dtype: torch.dtype) -> None:
     segment = (causal_segment if shape == "causal" else prefix_segment)(pages, lens, n)
     q_THL = queries(len(LENS) * n, dtype=dtype)
     backend = FlashMLABackend()
-    assert mla_adapters.reads_pages(q_THL, view, segment)
+    assert adapters.reads_pages(q_THL, view, segment)
     check(backend.run(q_THL, view, segment, SCORING), q_THL, view, segment)
 
 
@@ -102,7 +102,7 @@ def test_rows_of_slots(eight_bits: bool) -> None:
     """Keeps out: slots read past a row's count, rows without keys that are not empty, few rows given to the wrong kernel."""
     segment, view = rows([128, 0, 1, 64, 65, 127, 2], 128, eight_bits)
     q_THL = queries(7, 64)
-    assert mla_adapters.reads_rows(q_THL, view, segment) == eight_bits, "few rows in 16 bits are our kernel's"
+    assert adapters.reads_rows(q_THL, view, segment) == eight_bits, "few rows in 16 bits are our kernel's"
     backend = FlashMLABackend(least_rows=1)
     for _ in range(2):  # the second call uses the first one's schedule
         check(backend.run(q_THL, view, segment, SCORING), q_THL, view, segment)
@@ -129,7 +129,7 @@ def test_who_reads_a_plan(case: str) -> None:
     backend, q_THL = FlashMLABackend(), queries(12)
     if case == "heads":  # rows of a number of heads of which the library has no kernel
         plan, q_THL = AttentionPlan((rows([128] * 40, 128, False)[0],)), queries(40, 16)
-    assert backend.reads(q_THL, eight_bits if case == "8 bits" else view, plan) == (case == "chain")
+    assert backend.reads(q_THL, eight_bits if case == "8 bits" else view, plan.segments) == (case == "chain")
 
 
 def test_layers_share_a_schedule() -> None:
@@ -158,7 +158,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, kind: str, monk
     if kind != "pages":
         segment, view = rows([5, 0, 128], 128, kind == "8 bits")
     q_THL = queries(segment.rows, 64)
-    mla_adapters.check_conventions(q_THL, view, segment)
+    adapters.check_conventions(q_THL, view, segment)
 
     def wrong(lse: Tensor) -> Tensor:
         return lse / 0.6931 if fault == "base 2" else torch.where(lse == torch.inf, 0.0, lse)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gguf_files import write_gguf
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.native import ABSENT, NativeZoo
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.checkpoints.tokenizers import byte_tokenizer
 from toolkit.families import FAMILIES, eager, save_family
@@ -24,6 +25,7 @@ from toolkit.oracles.quantised import SCHEMES, save_quantised
 
 from specdec import EngineOptions, SpecConfig, cli, shipped
 from specdec.loading.about.inspect_target import is_head, target_facts
+from specdec.models.registry import choose_target
 
 
 def facts_of(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> dict[str, Any]:
@@ -116,6 +118,18 @@ def test_ends_say_which_file_names_them(tmp_path: Path, capsys: pytest.CaptureFi
         text["texts end at"][1].endswith("by config.json and the chat template)") and "named as ends, and not taken" not in text
     )
     assert target_facts(save_target(tmp_path / "bare", "llama"))["text"]["texts end at"].startswith("no token")
+
+
+@pytest.mark.parametrize("family", ["llama", "diffllama", "gpt_oss"])
+def test_what_a_config_does_not_say_is_what_its_family_takes(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keeps out: the defaults of one family told of another one, which has others."""
+    absent = dict.fromkeys(("rms_norm_eps", "max_position_embeddings"), ABSENT)
+    folder, _ = NativeZoo(tmp_path / "zoo").changed(family, absent, tmp_path)
+    said, config = facts_of(capsys, folder)["meanings"], choose_target(folder).config
+    assert float(said["rms_norm_eps"].removeprefix("absent: ")) == config.rms_norm_eps
+    assert int(said["max_position_embeddings"].removeprefix("absent: ")) == config.max_position
 
 
 def test_mtp_layers_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

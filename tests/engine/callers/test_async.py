@@ -113,6 +113,8 @@ def test_a_request_runs_once(decoder: SpecDecoder) -> None:
             await shared.run(request)
         with pytest.raises(ValueError, match="runs only once"):
             await anext(shared.chunks(request))
+        with pytest.raises(ValueError, match="made with streaming=True; nearest thing that works: run"):
+            await anext(shared.chunks(await shared.new_request([3, 4], GREEDY)))
 
     asyncio.run(twice())
 

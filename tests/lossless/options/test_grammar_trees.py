@@ -17,7 +17,7 @@ from toolkit.mtp_layers.targets import MtpZoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.grammar.library import Grammars
-from specdec.steps import Grammar
+from specdec.steps import Grammar, RunRound
 
 V, EOS = 40, 39  # of the small targets
 RULE = "([a-f]{1,9}[0-2]|gh(ij)+k){3,9}"
@@ -82,4 +82,19 @@ def test_no_broken_draft_is_read(zoo: Zoo, tmp_path: Path, target: str, draft: s
         )
         broken, added = broken + len(drafted) - len(kept), added + len(real) - len(kept)
     assert trees and broken and added
+    driver.assert_nothing_leaked()
+
+
+def test_a_text_whose_drafts_end_goes_on_plainly(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a scheduler that does not hear of it, and goes on with rounds that draft for nobody."""
+    decoder, kinds = load(zoo, tmp_path, "llama", "eagle3", SpecConfig(4, 1, 5)), list[str]()
+    prompt, held = [3, 1, 4, 1, 5], SamplingParams(max_tokens=30, regex=RULE, stop_token_ids=[EOS])
+    (plain,) = decoder.generate(prompt, held, speculate=False)
+    driver = Driver(decoder)
+    driver.before_step(RunRound, 2, driver.reach_grammar_limits)
+    driver.watch(lambda step: kinds.append(step.kind) if isinstance(step, RunRound) else None)
+    (out,) = decoder.generate(prompt, held)
+    assert out.token_ids == plain.token_ids and len(out.token_ids) > 12
+    assert kinds[:3] == ["speculative"] * 3 and kinds[-1] == "plain" and kinds.count("plain") > 5
+    assert not any(out.stats.accepted_per_round[3:])
     driver.assert_nothing_leaked()

@@ -12,6 +12,7 @@ from toolkit.kernels import DEVICE, HAS_GPU
 
 from specdec.models.linear import Linear, use_numerics
 from specdec.ops.products.dense import silu_mul
+from specdec.ops.products.gpus import H200
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.dense.tiled_triton import launch_tiled_linear
 from specdec.ops.products.numerics import FAST, INVARIANT
@@ -68,6 +69,13 @@ def test_heads_a_program_and_the_switch() -> None:
     model = torch.nn.Sequential(Linear(4, 4), torch.nn.Sequential(Linear(4, 8)))
     use_numerics(model, INVARIANT)
     assert all(each.numerics is INVARIANT for each in model.modules() if isinstance(each, Linear))
+
+
+def test_weights_in_12_bits_are_not_read() -> None:
+    """Keeps out: a kernel whose tiles add up in an order that depends on the rows."""
+    shapes = [(M, *weight, False, H200) for M in (1, 16, 64) for weight in ((4096, 4096), (28672, 4096))]
+    assert any(FAST.lossless_tiles(*shape) for shape in shapes)
+    assert not any(INVARIANT.lossless_tiles(*shape) for shape in shapes)
 
 
 def test_matrices_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,4 +14,4 @@ from specdec.attention.state import with_sinks
 def attended(backend: Backend, q_THD: Tensor, view: KVView, plan: AttentionPlan, scoring: Scoring = PLAIN) -> Tensor:
     """[T, H, E]: attention over all parts of the plan, sinks included."""
     state = backend.attend(q_THD, view, backend.prepare(plan), scoring)
-    return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD
+    return with_sinks(state, scoring.sinks_H).out_THD

@@ -11,7 +11,8 @@ import torch
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS
 from specdec.attention.caches.int8_keys import INT8_KEYS
-from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, why_not
+from specdec.attention.capabilities import BACKENDS, TABLE, why_not
+from specdec.attention.capability import GRAPHS, KINDS, KV_DTYPES, Feature
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.needs import AttentionNeeds
 from toolkit.attention import fake_flash
@@ -59,13 +60,13 @@ class Cell(NamedTuple):
     @property
     def rank(self) -> int | None:
         """C; None: the cache keeps no latents."""
-        dims = TABLE[self.backend].latent_dims
+        dims = TABLE[self.backend].latents
         return dims[0] if dims and self.cache in RANKS else RANKS.get(self.cache)
 
     @property
     def rope_dim(self) -> int:
         """R, of latents."""
-        dims = TABLE[self.backend].latent_dims
+        dims = TABLE[self.backend].latents
         return dims[1] if dims else ROPE_DIM
 
     @property
@@ -98,16 +99,18 @@ class Cell(NamedTuple):
 
     @property
     def needs(self) -> AttentionNeeds:
+        asked = {
+            Feature.ALIBI: self.extra == "alibi", Feature.ENCODER: self.extra in ("cross", "encoder"),
+            Feature.SOFTCAP: self.capped, Feature.SINKS: self.capped, Feature.SPARSE: self.cache in SPARSE,
+            Feature.INT8_QUERIES: self.int8_queries, Feature.DIFFERENTIAL: self.cache == "differential",
+            Feature.TREES: self.tree,
+        }  # fmt: skip
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (self.head_dim,),
-            kinds=(FULL, LAYERS[self.kind]), alibi=self.extra == "alibi", encoder=self.extra in ("cross", "encoder"),
-            softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
-            rope_dim=self.rope_dim,
-            sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
-            int8_queries=self.int8_queries,
+            kinds=(FULL, LAYERS[self.kind]), kv_cache_dtype=self.kv_cache_dtype,
+            latents=None if self.rank is None else (self.rank, self.rope_dim),
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
-            differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
-            graphs=self.graphs,
+            page_size=self.page_size, features=GRAPHS[self.graphs].union(f for f, is_asked in asked.items() if is_asked),
         )  # fmt: skip
 
 
@@ -129,7 +132,7 @@ CELLS = [
     Cell(backend, *values)
     for backend in BACKENDS
     for values in itertools.product(
-        KINDS, CACHES, (*PAGE_SIZES, *TABLE[backend].page_sizes), (False, True), (False, True), GRAPH_MODES, EXTRAS
+        KINDS, CACHES, (*PAGE_SIZES, *TABLE[backend].pages.only), (False, True), (False, True), GRAPHS, EXTRAS
     )
     if values[6] in extras_of(values[1], values[4])
     and (values[2] == 4 or not values[1].endswith(QUERIES))  # how queries are rounded does not depend on pages

@@ -241,6 +241,11 @@ class Hooks:
         self.decoder.grammars = grammars
         self._runner.use_grammars(grammars)
 
+    def reach_grammar_limits(self) -> None:
+        """As if the library of grammars could look at no more drafts of the texts that hold a row."""
+        for row in self._runner.grammars._rows.values():
+            row.matcher.is_alone = True
+
     @contextmanager
     def watch_origins(self) -> Iterator[dict[Request, list[int]]]:
         """Where each request's tokens came from, counted inside the block by a walk down each tree that the target has read.

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specdec.ops.hopper import barrier, tma_layout, tma_load, tma_store
+from specdec.ops.hopper import barrier, next_stage, tma_layout, tma_load, tma_store
 from specdec.ops.products.kernels.dense.stream_hopper import rows_of
 
 if TYPE_CHECKING:
@@ -76,10 +76,7 @@ def _load(
             mbarrier.expect(full.index(slot), BYTES)
             tma_load(w_tiles, [0, o * OUTS, k * BLOCK_I], full.index(slot), w_smem.index(slot))
             tma_load(x_tiles, [t * ROWS, k * BLOCK_I], full.index(slot), x_smem.index(slot))
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            slot, phase = next_stage(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -105,10 +102,7 @@ def _multiply(
             acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))  # this group has read the step before, whose memory is filled again
             mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1, pred=k > 0)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            slot, phase = next_stage(slot, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1)
         gate, up = gl.split(gl.permute(gl.reshape(acc, [GROUP, 2, OUTS]), (0, 2, 1)))

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_layout, tma_load
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, next_stage, tma_layout, tma_load
 from specdec.ops.launch import chained
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.tiles.dense import two_parts
@@ -123,10 +123,7 @@ def hopper_linear_kernel(
         tma_load(x_low, [first_t, at], full.index(free), low_smem.index(free), pred=more)
         if HIGH > 0:
             tma_load(x_high, [first_t + LOW, at], full.index(free), high_smem.index(free), pred=more)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_stage(slot, phase, STAGES)
     if LAG > 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if HIGH > 0:

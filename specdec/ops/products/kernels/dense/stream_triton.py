@@ -47,13 +47,8 @@ def linear_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     r = tl.arange(0, BLOCK_O)
-    if GATED:  # the tile's first half holds gate rows, its second half the up rows that belong to them
-        out_O = tile * (BLOCK_O // 2) + r % (BLOCK_O // 2)
-        row_O = (out_O + r // (BLOCK_O // 2) * O).to(tl.int64)
-    else:
-        out_O = tile * BLOCK_O + r
-        row_O = out_O.to(tl.int64)
-    ok_O = out_O < O
+    out_O, row_O = rows_of_tile(tile, O, BLOCK_O, GATED)
+    ok_O, row_O = out_O < O, row_O.to(tl.int64)
     if not EVEN_O:
         row_O = tl.where(ok_O, row_O, 0)  # an out-of-range row reads row 0; its result is not stored
     per_split = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
@@ -99,6 +94,22 @@ def prefetch(at, ok):
 
 
 @triton.jit
+def rows_of_tile(tile, O, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
+    """(where a tile's rows lie in the result, where in the weight).
+
+    If gated, the tile's first half holds gate rows, its second half the up rows that belong to them.
+    """
+    r = tl.arange(0, BLOCK_O)
+    if GATED:
+        out_O = tile * (BLOCK_O // 2) + r % (BLOCK_O // 2)
+        row_O = out_O + r // (BLOCK_O // 2) * O
+    else:
+        out_O = tile * BLOCK_O + r
+        row_O = out_O
+    return out_O, row_O
+
+
+@triton.jit
 def complete(
     acc_OT, bias, y, partials, arrivals, tile, split, T, O,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -125,23 +136,19 @@ def store_product(
     acc_OT, bias, y, T, O, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """Adds the bias, applies SiLU-mul if gated, rounds once and stores."""
-    r = tl.arange(0, BLOCK_O)
     t = tl.arange(0, BLOCK_T)
     y_T = y + t.to(tl.int64) * O
+    out_O, row_O = rows_of_tile(tl.program_id(0), O, BLOCK_O, GATED)
+    if HAS_BIAS:
+        acc_OT += tl.load(bias + row_O, mask=out_O < O, other=0.0).to(tl.float32)[:, None]
     if GATED:
         HALF: tl.constexpr = BLOCK_O // 2
         out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        if HAS_BIAS:
-            out_O = tl.program_id(0) * HALF + r % HALF
-            acc_OT += tl.load(bias + r // HALF * O + out_O, mask=out_O < O, other=0.0).to(tl.float32)[:, None]
         gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
         out_FT = gate_FT / (1 + tl.exp(-gate_FT)) * up_FT
         ok_FT = (out_F < O)[:, None] & (t < T)[None, :]
         tl.store(y_T[None, :] + out_F[:, None], out_FT.to(y.dtype.element_ty), mask=ok_FT)
     else:
-        out_O = tl.program_id(0) * BLOCK_O + r
-        if HAS_BIAS:
-            acc_OT += tl.load(bias + out_O, mask=out_O < O, other=0.0).to(tl.float32)[:, None]
         ok_OT = (out_O < O)[:, None] & (t < T)[None, :]
         tl.store(y_T[None, :] + out_O[:, None], acc_OT.to(y.dtype.element_ty), mask=ok_OT)
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
+from specdec.ops.products.kernels.dense.stream_triton import rows_of_tile
 from specdec.ops.products.tiles.experts import StackedTiles
 
 
@@ -80,20 +81,13 @@ def experts_linear_kernel(
         p = first + tl.arange(0, BLOCK_T)
         ok_T = p < end
         pair_T = tl.load(order + p, mask=ok_T, other=0)
-        r = tl.arange(0, BLOCK_O)
-        HALF: tl.constexpr = BLOCK_O // 2
-        if GATED:  # the tile's first half holds gate rows, its second half the up rows that belong to them
-            out_O = tl.program_id(0) // tiles * HALF + r % HALF
-            row_O = out_O + r // HALF * O
-            x_T = x + (pair_T // CHOSEN) * stride_x
-        else:
-            out_O = tl.program_id(0) // tiles * BLOCK_O + r
-            row_O = out_O
-            x_T = x + p.to(tl.int64) * stride_x
+        out_O, row_O = rows_of_tile(tl.program_id(0) // tiles, O, BLOCK_O, GATED)
+        x_T = x + (pair_T // CHOSEN if GATED else p.to(tl.int64)) * stride_x
         ok_O = out_O < O
         weight_O = weight + expert.to(tl.int64) * ((2 * O if GATED else O) * I) + row_O.to(tl.int64) * I
         acc_OT = add_columns(x_T, weight_O, ok_T, ok_O, I, 1, BLOCK_I, STAGES, I % BLOCK_I == 0, True)
         if GATED:
+            HALF: tl.constexpr = BLOCK_O // 2
             gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
             out_FT = gate_FT / (1 + tl.exp(-gate_FT)) * up_FT
             out_F = tl.program_id(0) // tiles * HALF + tl.arange(0, HALF)

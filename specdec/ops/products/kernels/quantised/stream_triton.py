@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of
+from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of, rows_of_tile
 
 if TYPE_CHECKING:
     from specdec.ops.products.formats.quantised import Codes
@@ -78,12 +78,8 @@ def quantised_linear_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     r = tl.arange(0, BLOCK_O)
-    if GATED:  # the tile's first half holds gate rows, its second half the up rows that belong to them
-        out_O = tile * (BLOCK_O // 2) + r % (BLOCK_O // 2)
-        row_O = (out_O + r // (BLOCK_O // 2) * O).to(tl.int64)
-    else:
-        out_O = tile * BLOCK_O + r
-        row_O = out_O.to(tl.int64)
+    out_O, row_O = rows_of_tile(tile, O, BLOCK_O, GATED)
+    row_O = row_O.to(tl.int64)
     if not EVEN_O:
         row_O = tl.where(out_O < O, row_O, 0)  # an out-of-range row reads row 0; its result is not stored
     TILES: tl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2  # codes of a word, which belong to as many tiles

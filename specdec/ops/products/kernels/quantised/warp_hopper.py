@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
-from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_load
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, next_stage, tma_load
 from specdec.ops.products.kernels.quantised.lossless_hopper import bases_of_rows, far_products, far_rows, numbers_of_packed
 from specdec.ops.products.kernels.quantised.parts_hopper import (
     columns_of,
@@ -133,10 +133,7 @@ def load(
         _load_codes(code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + k, slot, BLOCK_O, SLICES, PARTS, PACKED)
         if ROWS > 1:
             _load_columns(x_tiles, x_smem, full_x, low + k, slot, A_WORD, ROWS, SLICES)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_stage(slot, phase, STAGES)
 
 
 @gluon.jit

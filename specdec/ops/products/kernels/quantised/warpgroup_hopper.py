@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, tma_load
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, next_stage, tma_load
 from specdec.ops.products.kernels.quantised.lossless_hopper import bases_of_rows, far_products, far_rows, numbers_of_packed
 from specdec.ops.products.kernels.quantised.parts_hopper import complete, numbers_of, of_groups, rows_of_groups, scales_of_rows
 
@@ -162,10 +162,7 @@ def load(
         mbarrier.wait(empty.index(slot), phase)
         _load_codes(code_tiles, high_tiles, w_smem, h_smem, full_w, tile, low + k, slot, BLOCK_O, BLOCK_J, TILES, PARTS, PACKED)
         _load_columns(x_tiles, more_tiles, columns, full_x, first_t, (low + k) * BLOCK_I, slot, ROWS, MORE, BLOCK_I)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_stage(slot, phase, STAGES)
 
 
 @gluon.jit

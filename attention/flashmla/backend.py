@@ -8,7 +8,6 @@ Shapes: T queries, H heads, C latent rank, L latent width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,22 +17,15 @@ from specdec.attention.caches.fp8_latent import Fp8LatentView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
-from specdec.attention.flash import mla_adapters
+from specdec.attention.flashmla import adapters
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import merge_suffix
-from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 
 KEPT_ROWS = 256  # schedules of calls with more rows are made anew: prompts make such calls, with ever other numbers of rows
-
-
-@dataclass(frozen=True)
-class FlashMLAPlan(TritonPlan):
-    """A plan, and how the library divides its pages over the GPU, by the number of heads: the plan's layers share that."""
-
-    schedules: dict[int, Any] = field(default_factory=dict)
 
 
 class FlashMLABackend(TritonBackend):
@@ -44,38 +36,28 @@ class FlashMLABackend(TritonBackend):
 
     name = "flashmla"
 
-    def __init__(self, programs: int | None = None, least_rows: int = mla_adapters.LEAST_ROWS) -> None:
+    def __init__(self, programs: int | None = None, least_rows: int = adapters.LEAST_ROWS) -> None:
         super().__init__(programs)
         self._least_rows = least_rows
         self.checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
-    def prepare(self, plan: AttentionPlan) -> FlashMLAPlan:
-        return FlashMLAPlan(plan.segments, plan.suffix)
-
-    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._state(q_THD, view, FlashMLAPlan((segment,)), scoring)
-
-    def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
-        assert isinstance(plan, FlashMLAPlan)
-        if not self.reads(q_THD, view, plan):
-            return super()._state(q_THD, view, plan, scoring)
+    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
+        if not self.reads(q_THD, view, prepared.segments):
+            return super().attend(q_THD, view, prepared, scoring)
         assert isinstance(view, LatentView)
-        segment = plan.segments[0]
-        assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-        assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
+        segment, scale = prepared.segments[0], scoring.latent_factor()
         assert q_THD.stride(2) == 1, "a model's absorbed queries lie densely"
         self._check_once(q_THD, view, segment)
-        state = self._library(q_THD, view, segment, scoring.scale, plan.schedules)
-        return state if plan.suffix is None else merge_suffix(q_THD, view, plan.suffix, scoring.scale, state)
+        state = self._library(q_THD, view, segment, scale, prepared.schedules)
+        return state if prepared.suffix is None else merge_suffix(q_THD, view, prepared.suffix, scale, state)
 
-    def reads(self, q_THD: Tensor, view: KVView, plan: AttentionPlan) -> bool:
-        """Whether the library reads the plan's keys; specdec's kernels do otherwise."""
-        if not isinstance(view, LatentView) or len(plan.segments) > 1:
+    def reads(self, q_THD: Tensor, view: KVView, segments: tuple[Segment, ...]) -> bool:
+        """Whether the library reads a plan's segments; specdec's kernels do otherwise."""
+        if not isinstance(view, LatentView) or len(segments) > 1:
             return False
-        (segment,) = plan.segments
-        by_rows = mla_adapters.reads_rows(q_THD, view, segment, self._least_rows)
-        return by_rows or mla_adapters.reads_pages(q_THD, view, segment)
+        by_rows = adapters.reads_rows(q_THD, view, segments[0], self._least_rows)
+        return by_rows or adapters.reads_pages(q_THD, view, segments[0])
 
     def _library(
         self, q_THL: Tensor, view: LatentView, segment: Segment, scale: float, schedules: dict[int, Any]
@@ -83,13 +65,13 @@ class FlashMLABackend(TritonBackend):
         """The library's answer to one segment that it reads."""
         T, H, _ = q_THL.shape
         if isinstance(view, Fp8LatentView):
-            return mla_adapters.byte_rows_state(q_THL, view, segment, scale, self._rows_schedule(T, H, segment))
+            return adapters.byte_rows_state(q_THL, view, segment, scale, self._rows_schedule(T, H, segment))
         assert isinstance(view, MLAView)
         if segment.pages.page_size == 1:
-            return mla_adapters.rows_state(q_THL, view, segment, scale)
+            return adapters.rows_state(q_THL, view, segment, scale)
         if H not in schedules:
-            schedules[H] = mla_adapters.new_schedule()
-        return mla_adapters.pages_state(q_THL, view, segment, scale, schedules[H])
+            schedules[H] = adapters.new_schedule()
+        return adapters.pages_state(q_THL, view, segment, scale, schedules[H])
 
     def _rows_schedule(self, T: int, H: int, segment: Segment) -> Any:
         """The schedule of T rows of so many slots.
@@ -99,7 +81,7 @@ class FlashMLABackend(TritonBackend):
         key, device = (T, H, segment.pages.capacity), segment.cache_seqlens.device
         if key in self._of_rows:
             return self._of_rows[key]
-        schedule = mla_adapters.new_schedule()
+        schedule = adapters.new_schedule()
         if T <= KEPT_ROWS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._of_rows[key] = schedule
         return schedule
@@ -110,4 +92,4 @@ class FlashMLABackend(TritonBackend):
         if key in self.checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self.checked.add(key)
-        mla_adapters.check_conventions(q_THL, view, segment)
+        adapters.check_conventions(q_THL, view, segment)

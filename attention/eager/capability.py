@@ -1,0 +1,18 @@
+"""What the backend `torch` says of itself: PyTorch's own operations, on any device."""
+
+from __future__ import annotations
+
+from specdec.attention.backend import Backend
+from specdec.attention.capability import FLOATS, KV_DTYPES, Capability, Feature, Machine
+
+
+def make(by_rule: bool) -> Backend:
+    from specdec.attention.eager.torch_backend import TorchBackend
+
+    return TorchBackend()
+
+
+TORCH = Capability(
+    "torch", "gathered keys, a mask", Machine("CPU, H100, H200", devices=("cpu", "cuda")), make, dtypes=FLOATS,
+    kv_cache_dtypes=KV_DTYPES, features=frozenset(Feature) - {Feature.DETERMINISTIC},
+)  # fmt: skip
