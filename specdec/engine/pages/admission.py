@@ -57,6 +57,7 @@ class Admission:
     span: the most keys that one query reads in these layers.
     sources: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
+    least_shared_to_wait: see `should_wait`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Admission:
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
         self.places: dict[Request, Place] = {}
         self.lookup_tokens = self.hit_tokens = 0
+        self.least_shared_to_wait = LEAST_SHARED_TO_WAIT
 
     @property
     def max_chunk_tokens(self) -> int | None:
@@ -148,14 +150,14 @@ class Admission:
     def should_wait(self, request: Request, found: Found, others: Sequence[Request]) -> bool:
         """Whether the request had better enter after the prompts of `others` have run.
 
-        That is so if the prefix cache would then hold at least LEAST_SHARED_TO_WAIT more tokens of its prompt.
+        That is so if the prefix cache would then hold at least least_shared_to_wait more tokens of its prompt.
         found: what the cache holds now.
         """
         if self.cache is None:
             return False
         size = self.pool.page_size
         shared = max(common_pages(request.prompt_ids, other.prompt_ids, size) for other in others) * size
-        return shared - found.tokens >= LEAST_SHARED_TO_WAIT
+        return shared - found.tokens >= self.least_shared_to_wait
 
     def admit(self, request: Request, found: Found) -> bool:
         """Gives the request its pages.  Returns whether there were enough; if not, nothing has changed."""
