@@ -174,12 +174,8 @@ class QuantLayout(CacheLayout):
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> QuantView:
         if self.kv_cache_dtype == "int8":
             return QuantView(planes["kv"], scales_N2K=planes["scales"], int8_queries=self.int8_queries)
-        view = QuantView(
-            planes["kv"], torch.ones(2, self.num_kv_heads, dtype=torch.float32, device=self.device), needs_scale=True
-        )
+        scale_2K = torch.ones(2, self.num_kv_heads, dtype=torch.float32, device=self.device)
         given = self.scales[layer] if layer < len(self.scales) else None
         if given is not None:
-            assert view.scale_2K is not None
-            view.scale_2K.copy_(given)
-            view.needs_scale = False
-        return view
+            scale_2K.copy_(given)
+        return QuantView(planes["kv"], scale_2K, needs_scale=given is None)
