@@ -44,7 +44,7 @@ class AsyncSpecDecoder:
         self.decoder = decoder
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
         end_threads = weakref.WeakMethod(self._end_threads)
-        decoder.owner.at_close(lambda: (end := end_threads()) and end())
+        decoder.owner.at_close.append(lambda: (end := end_threads()) and end())
         self._bell: Bell | None = None
 
     @classmethod
@@ -110,8 +110,6 @@ class AsyncSpecDecoder:
         prompt, sampling, speculate, errors: see `generate`; errors are raised by the first step of the loop.
         """
         return AsyncStream(self, lambda: self.new_request(prompt, sampling, speculate=speculate, streaming=True))
-
-    # ---- the two halves, for callers that check several prompts before the first runs ----
 
     async def new_request(
         self,

@@ -12,20 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from specdec.checks import (
-    about,
-    mark,
-    require_bias,
-    require_bool,
-    require_choice,
-    require_float,
-    require_ids,
-    require_int,
-    require_text,
-    require_texts,
-    require_words,
-    store,
-)
+from specdec import checks
 from specdec.grammar.keywords import schema_as_json
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
@@ -60,13 +47,13 @@ class SpecConfig:
             raise ValueError(f"num_steps must be an int or 'auto', got {num_steps!r}; nearest setting: {near!r}")
         if num_steps is None:
             raise TypeError("num_steps must be an int or 'auto', got None; nearest setting that works: 'auto'")
-        S = num_steps if num_steps == "auto" else require_int("num_steps", num_steps, 1, MAX_STEPS)
-        k = require_int("topk", topk, 1, 64)
+        S = num_steps if num_steps == "auto" else checks.require_int("num_steps", num_steps, 1, MAX_STEPS)
+        k = checks.require_int("topk", topk, 1, 64)
         most = _candidates(MAX_AUTO_STEPS if S == "auto" else S, k) + 1
         if num_draft_tokens is None:
             nd = most if k == 1 else min(16, most)
         else:
-            nd = require_int("num_draft_tokens", num_draft_tokens, 2, 1024)
+            nd = checks.require_int("num_draft_tokens", num_draft_tokens, 2, 1024)
         if k == 1 and nd != most and S != "auto":
             other = f", or num_steps={nd - 1}" if nd - 1 <= MAX_STEPS else ""
             raise ValueError(
@@ -84,7 +71,7 @@ class SpecConfig:
                 f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those it chooses "
                 f"from has {LEAST_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={LEAST_NODES}"
             )
-        store(self, num_steps=S, topk=k, num_draft_tokens=nd)
+        checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd)
 
     @property
     def is_auto(self) -> bool:
@@ -140,30 +127,23 @@ def _candidates(steps: int, topk: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingOption:
-    """What a field of SamplingParams is, besides its name and type.  All who handle options follow from it.
-
-    check: of the name and a value; None is allowed besides where it is the default.
-    meaning, metavar: what the command line says of an option that one flag gives as a number.
-    column: the type of its column in the table of rows (see RowOptions); None: it is no number of a row.
-    step: which step of the pass over logits it takes (see Needs), where it is not what it is by default; empty: none.
-    greedy: whether greedy decoding looks at it.  drafted: whether drafters look at its step.
-    """
+    """What a field of SamplingParams is, besides its name and type.  All who handle options follow from it."""
 
     default: Any
-    check: Callable[[str, Any], Any]
-    meaning: str = ""
+    check: Callable[[str, Any], Any]  # of the name and a value; None is allowed besides where it is the default
+    meaning: str = ""  # what the command line says of an option that one flag gives as a number
     metavar: str = "N"
-    column: type[float] | type[int] | None = None
-    step: str = ""
-    greedy: bool = True
-    drafted: bool = False
+    column: type[float] | type[int] | None = None  # in the table of rows (see RowOptions); None: it is no number of a row
+    step: str = ""  # of the pass over logits that it takes (see Needs), where it is not what it is by default; empty: none
+    greedy: bool = True  # whether greedy decoding looks at it
+    drafted: bool = False  # whether drafters look at its step
 
     def checked(self, name: str, value: Any) -> Any:
         """The value as it is kept; ValueError or TypeError, marked with the name, if it is not allowed."""
         try:  # and not `about`, since each request has all options checked
             return None if value is None and self.default is None else self.check(name, value)
         except (TypeError, ValueError, OverflowError) as error:
-            mark(error, name)
+            checks.mark(error, name)
             raise
 
 
@@ -172,8 +152,20 @@ def option(default: Any, check: Callable[[str, Any], Any], meaning: str = "", *,
     return field(default=default, hash=hash, metadata={"option": SamplingOption(default, check, meaning, **more)})
 
 
+IDLE: dict[str, Any] = {"greedy": False}  # of an option that only sampling looks at
+SAMPLED = {**IDLE, "drafted": True}  # of one that drafters look at too
+SEED = partial(checks.require_int, low=-(2**63), high=LARGEST_SEED)
+
+
+def number(default: float, bounds: tuple[float, float], step: str, metavar: str, meaning: str, **more: Any) -> Any:
+    """A field that is a number of a row, of the type of its default and within the bounds."""
+    kind: Any = checks.require_int if isinstance(default, int) else checks.require_float
+    check = partial(kind, low=bounds[0], high=bounds[1])
+    return option(default, check, meaning, metavar=metavar, column=type(default), step=step, **more)
+
+
 def _temperature(name: str, value: Any) -> float:
-    temperature = require_float(name, value, 0.0, 100.0)
+    temperature = checks.require_float(name, value, 0.0, 100.0)
     if 0 < temperature < 1e-4:
         raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}; nearest: 0")
     return temperature
@@ -213,96 +205,55 @@ class SamplingParams:
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
-    max_tokens: int = option(128, partial(require_int, low=1))
+    max_tokens: int = option(128, partial(checks.require_int, low=1))
     temperature: float = option(0.0, _temperature, column=float, step="sampled", drafted=True)
     top_p: float = option(
         1.0,
-        partial(require_float, low=0.0, high=1.0, above_low=True),
+        partial(checks.require_float, low=0.0, high=1.0, above_low=True),
         "sample from the likeliest tokens that together have this probability",
-        metavar="P",
-        column=float,
-        step="filtered",
-        greedy=False,
-        drafted=True,
+        **SAMPLED | {"metavar": "P", "column": float, "step": "filtered"},
     )
-    top_k: int = option(
-        0,
-        partial(require_int, low=0, high=2**31 - 1),
-        "sample from the N likeliest tokens",
-        column=int,
-        step="filtered",
-        greedy=False,
-        drafted=True,
-    )
+    top_k: int = number(0, (0, 2**31 - 1), "filtered", "N", "sample from the N likeliest tokens", **SAMPLED)
     seed: int | None = option(
-        None,
-        partial(require_int, low=-(2**63), high=LARGEST_SEED),
-        "bench samples with 0 unless told otherwise, generate with a random one",
-        column=int,
-        greedy=False,
+        None, SEED, "bench samples with 0 unless told otherwise, generate with a random one", column=int, **IDLE
     )
-    stop: str | Sequence[str] | None = option(None, require_texts)
-    stop_token_ids: Sequence[int] | None = option(None, require_ids)
-    ignore_eos: bool = option(False, partial(require_bool, nearest=False))
-    min_p: float = option(
-        0.0,
-        partial(require_float, low=0.0, high=1.0),
-        "sample from tokens at least P times as likely as the likeliest",
-        metavar="P",
-        column=float,
-        step="min_p",
-        greedy=False,
-        drafted=True,
+    stop: str | Sequence[str] | None = option(None, checks.require_texts)
+    stop_token_ids: Sequence[int] | None = option(None, checks.require_ids)
+    ignore_eos: bool = option(False, partial(checks.require_bool, nearest=False))
+    min_p: float = number(
+        0.0, (0.0, 1.0), "min_p", "P", "sample from tokens at least P times as likely as the likeliest", **SAMPLED
     )
-    repetition_penalty: float = option(
-        1.0,
-        partial(require_float, low=0.01, high=100.0),
-        "divide logits above 0 of tokens in prompt or output by X",
-        metavar="X",
-        column=float,
-        step="penalties",
+    repetition_penalty: float = number(
+        1.0, (0.01, 100.0), "penalties", "X", "divide logits above 0 of tokens in prompt or output by X"
     )
-    presence_penalty: float = option(
-        0.0,
-        partial(require_float, low=-2.0, high=2.0),
-        "take X off the logits of tokens in the output",
-        metavar="X",
-        column=float,
-        step="penalties",
+    presence_penalty: float = number(0.0, (-2.0, 2.0), "penalties", "X", "take X off the logits of tokens in the output")
+    frequency_penalty: float = number(
+        0.0, (-2.0, 2.0), "penalties", "X", "take X off a token's logit for each time the output holds it"
     )
-    frequency_penalty: float = option(
-        0.0,
-        partial(require_float, low=-2.0, high=2.0),
-        "take X off a token's logit for each time the output holds it",
-        metavar="X",
-        column=float,
-        step="penalties",
-    )
-    logit_bias: Mapping[int, float] | None = option(None, require_bias, step="bias", hash=False)
-    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = option(None, require_words, step="bad_words")
-    min_tokens: int = option(0, partial(require_int, low=0), "nothing ends the text before N tokens", step="ends")
+    logit_bias: Mapping[int, float] | None = option(None, checks.require_bias, step="bias", hash=False)
+    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = option(None, checks.require_words, step="bad_words")
+    min_tokens: int = option(0, partial(checks.require_int, low=0), "nothing ends the text before N tokens", step="ends")
     json_schema: str | Mapping[str, Any] | None = option(None, schema_as_json, step="grammar")
-    regex: str | None = option(None, require_text, step="grammar")
-    grammar: str | None = option(None, require_text, step="grammar")
-    logprobs: int | None = option(None, partial(require_int, low=0, high=MAX_LOGPROBS))
+    regex: str | None = option(None, checks.require_text, step="grammar")
+    grammar: str | None = option(None, checks.require_text, step="grammar")
+    logprobs: int | None = option(None, partial(checks.require_int, low=0, high=MAX_LOGPROBS))
     logprobs_mode: LogprobsMode = option(
-        "raw", partial(require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
+        "raw", partial(checks.require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
-    n: int = option(1, partial(require_int, low=1, high=MAX_CHOICES))
-    top_n_sigma: float = option(
+    n: int = option(1, partial(checks.require_int, low=1, high=MAX_CHOICES))
+    top_n_sigma: float = number(
         0.0,
-        partial(require_float, low=0.0, high=100.0),
+        (0.0, 100.0),
+        "top_n_sigma",
+        "X",
         "sample from tokens within X standard deviations of the largest logit; 0 is all",
-        metavar="X",
-        column=float,
-        step="top_n_sigma",
-        greedy=False,
+        **IDLE,
     )
 
     def __post_init__(self) -> None:
-        store(self, **{name: declared.checked(name, getattr(self, name)) for name, declared in SAMPLING_OPTIONS.items()})
+        checks.store(self, **{name: declared.checked(name, getattr(self, name)) for name, declared in SAMPLING_OPTIONS.items()})
         for name, fault in self._faults():
-            with about(name):
+            with checks.about(name):
                 raise ValueError(fault)
         if idle := idle_options(self.temperature, changed_options(self)):
             _warn_caller(

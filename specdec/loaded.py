@@ -185,7 +185,7 @@ class LoadedDecoder:
         """How many tokens may follow a prompt; 0 or less: it is longer than max_seq_len or the KV pool.  ids: of `encode`."""
         encoder = self.model.config.encoder
         begin = len(ids) if encoder is None else len(encoder.start_ids)
-        return self.engine.longest_text(self.settings.max_seq_len) - begin
+        return self.engine.scheduler.admission.longest_text(self.settings.max_seq_len) - begin
 
     def new_request(
         self,
@@ -196,11 +196,9 @@ class LoadedDecoder:
         streaming: bool = False,
         speculate: bool = True,
     ) -> Request:
-        """A checked request, for callers that submit it themselves, as AsyncSpecDecoder and the benchmark do.
+        """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its length or its sampling.
 
         ids: of `encode`.  name: what errors call the prompt.  streaming: make the text token by token.
-
-        ValueError and TypeError say what is wrong with the prompt's length or its sampling.
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
@@ -217,17 +215,10 @@ class LoadedDecoder:
         bad_words = check_tokens(sampling, self.tokenizer, config.vocab_size)
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        drafts, decode, left_after = speculate and self.head is not None, self.tokenizer.decode, self.grammars.left_after
         request = Request.new(
-            prompt_ids,
-            sampling,
-            secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            self.eos_ids,
-            self.tokenizer.decode,
-            streaming,
-            speculate and self.head is not None,
-            source_ids,
-            bad_words,
-            self.grammars.left_after,
+            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, source_ids, bad_words, left_after
         )
         self.engine.check(request)
         return request

@@ -41,22 +41,15 @@ def usable_cpus() -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """What users are told of an option, and which values it takes.
+    """What users are told of an option, and which values it takes: choices, or bounds, or a pattern, besides the default."""
 
-    meaning: one sentence, for help and tables.  details: more of it, for the documentation of from_pretrained.
-    choices, or low and high, or pattern (a regular expression and what it stands for): the values allowed besides the
-    default.  high: a number, or a function where the machine decides.  metavar: what the command line calls the value.
-    decided_by: commands that have no flag for the option, and what their help says instead.
-    """
-
-    meaning: str
-    details: str = ""
+    meaning: str  # one sentence, for help and tables
+    details: str = ""  # more of it, for the documentation of from_pretrained
     choices: tuple[Any, ...] = ()
-    low: int | None = None
-    high: float | Callable[[], int] = math.inf
-    pattern: tuple[str, str] | None = None
-    metavar: str | None = None
-    decided_by: Mapping[str, str] = field(default_factory=dict)
+    bounds: tuple[int, float | Callable[[], int]] | None = None  # the upper one is a function where the machine decides
+    pattern: tuple[str, str] | None = None  # a regular expression and what it stands for
+    metavar: str | None = None  # what the command line calls the value, if it is no number
+    decided_by: Mapping[str, str] = field(default_factory=dict)  # commands without a flag for it, and what their help says
 
     def check(self, name: str, value: Any, default: Any) -> Any:
         """The value, numbers as Python's own.  ValueError or TypeError unless it is allowed."""
@@ -68,10 +61,11 @@ class Setting:
             if not re.fullmatch(self.pattern[0], str(value)):
                 expected = f"{name} must be {self.pattern[1]}"
                 raise ValueError(f"{expected}, got {value!r}; nearest setting that works: {name}={default!r}")
-        if self.low is not None and (value != default or type(value) is not type(default)):
+        if self.bounds is not None and (value != default or type(value) is not type(default)):
+            low, high = self.bounds
             if isinstance(default, str) and not is_number(type(value), Integral):
                 raise TypeError(f"{name} must be {default!r} or an int, got {value!r} of type {type(value).__name__}")
-            return require_int(name, value, self.low, self.high() if callable(self.high) else self.high)
+            return require_int(name, value, low, high() if callable(high) else high)
         return value
 
 
@@ -104,8 +98,7 @@ class EngineOptions:
     max_batch_size: int = option(
         8,
         "requests that run at once; more wait for their turn",
-        low=1,
-        high=4096,
+        bounds=(1, 4096),
         decided_by={
             "generate": "max_batch_size is --n, at most 32: there is one prompt",
             "bench": "max_batch_size is what --batch-sizes says",
@@ -114,9 +107,9 @@ class EngineOptions:
     max_seq_len: int | None = option(
         None,
         "most tokens of a request, prompt and output together; default: the model's own limit, in bench what its prompts need",
-        low=2,
+        bounds=(2, math.inf),
     )
-    page_size: int = option(16, "tokens of a page, the unit in which memory for keys and values is given out", low=1, high=4096)
+    page_size: int = option(16, "tokens of a page, the unit in which memory for keys and values is given out", bounds=(1, 4096))
     attention: str = option(
         "auto",
         "which attention backend reads the cached keys and values; `specdec doctor --table` says what each can do",
@@ -184,27 +177,19 @@ class EngineOptions:
         "Rows that begin alike do not read their beginning together.  Each number of ranks has bits of its own.",
     )
     tensor_parallel_size: int = option(
-        1,
-        "processes that hold the models together, each a share of every layer",
-        low=1,
-        high=64,
-        metavar="N",
+        1, "processes that hold the models together, each a share of every layer", bounds=(1, 64)
     )
     decode_context_parallel_size: int = option(
         1,
         "processes of tensor_parallel_size that divide each sequence's keys and values, where all of them would hold the same",
         details="They do with latent attention (MLA), and where there are fewer key/value heads than processes.  A page then "
         "stands for that many times page_size tokens, also for prefix caching.",
-        low=1,
-        high=64,
-        metavar="N",
+        bounds=(1, 64),
     )
     context_interleave: int | None = option(
         None,
         "tokens in a row that one process keeps with decode_context_parallel_size, a divisor of page_size; default: page_size",
-        low=1,
-        high=4096,
-        metavar="N",
+        bounds=(1, 4096),
     )
     prefill_chunk: int | Literal["auto"] = option(
         "auto",
@@ -213,18 +198,14 @@ class EngineOptions:
         "prompts.  A token that reads many earlier ones costs more: at the context that doubles it, two.  With a number, no "
         "chunk costs more, also while nothing else runs.  The texts are the same whatever the chunks are, up to near-ties in "
         "16 bit; fp8 keys and values without scales of their own take them from the first chunk.",
-        low=1,
-        high=1 << 20,
-        metavar="N",
+        bounds=(1, 1 << 20),
     )
     threads: int | Literal["auto"] = option(
         "auto",
         "CPU threads of a decoder on a CPU; auto: by the size of the model, 1 for a tiny one",
         details="They are those of the decoder's own thread: whatever else uses torch in the process keeps its number.  A "
         "decoder on a GPU refuses a number.",
-        low=1,
-        high=usable_cpus,
-        metavar="N",
+        bounds=(1, usable_cpus),
     )
 
     draft_format: str = option(

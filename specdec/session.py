@@ -43,11 +43,8 @@ class StepTime(NamedTuple):
 
 
 class Session:
-    """Drives one decoder on the thread of the caller, who must be the only one to use it then.
-
+    """Drives one decoder on the thread of the caller, who must be the only one to use it then, and `cancel` what was submitted.
     That thread keeps the decoder's number of torch's threads; see `using_threads`.
-
-    Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
     """
 
     def __init__(self, decoder: LoadedDecoder, rehearsed: set[RunChunk | RunRound] | None = None) -> None:
@@ -157,11 +154,7 @@ class Session:
         scheduler, needs = self.decoder.engine.scheduler, self.choice(prompts[0], sampling).needs
         if needs.grammar:
             return []
-        rows, most = scheduler.rows, 1
-        sizes = [most]
-        while scheduler.pads_rows and most < rows:
-            most = min(2 * most, rows)
-            sizes.append(most)
+        sizes = scheduler.sizes() if scheduler.pads_rows else [1]
         return [step for size in sizes for step in scheduler.speculation.rounds(size, needs)]
 
     def chunks_to_come(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RunChunk]:
@@ -182,8 +175,6 @@ class Session:
         chunks.sort(key=lambda chunk: chunk.cost)
         return list(dict.fromkeys((chunks[0], chunks[-1])))
 
-    # ---- SpecConfig("auto") ----
-
     def make_ready(self, sizes: Sequence[int] = ()) -> None:
         """Captures whatever "auto" may run later, for options that have occurred.  sizes: numbers of rows; none: all."""
         with self.turn():
@@ -194,8 +185,6 @@ class Session:
         """For each number of rows that has run, which shape "auto" runs and why."""
         return self.decoder.reasons
 
-    # ---- forced acceptance ----
-
     @property
     def forces_acceptance(self) -> bool:
         return self.decoder.engine.runner.workers.verifier.synthetic is not None
@@ -204,15 +193,11 @@ class Session:
         """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
         self.decoder.engine.runner.run(ForceAcceptance(tuple(probs)))
 
-    # ---- the rule by which drafts are chosen ----
-
     def share_noise(self, shares: bool) -> None:
         """Whether drafts are chosen with the target's own noise.  To be called before the first round is captured."""
         drafter = self.decoder.engine.runner.workers.drafter
         assert isinstance(drafter, DraftWorker), "only a head's drafter has two rules"
         drafter.shares_noise = shares
-
-    # ---- whole prompts, as users run them ----
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool

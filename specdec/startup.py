@@ -20,9 +20,8 @@ def process_age(of_process: float | None = None) -> float:
     of_process: seconds since it began.  None asks Linux' /proc; 0 on systems without it, where nothing says it.
     """
     try:
-        since_set_up = time.time() - float(
-            os.environ[BEGAN].replace(",", ".")
-        )  # bash writes numbers as the user's language does
+        began = os.environ[BEGAN].replace(",", ".")  # bash writes numbers as the user's language does
+        since_set_up = time.time() - float(began)
     except (KeyError, ValueError):
         since_set_up = float("inf")
     alive = _seconds_of_process() if of_process is None else of_process

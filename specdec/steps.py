@@ -298,19 +298,8 @@ class ForceAcceptance:
     probs: tuple[float, ...]
 
 
-Step = (
-    EnterRows
-    | RunChunk
-    | RunRound
-    | CatchUp
-    | Try
-    | ShareRows
-    | LeaveRows
-    | StopDrafting
-    | CopyPages
-    | TimePhases
-    | ForceAcceptance
-)
+RowStep = EnterRows | ShareRows | LeaveRows | StopDrafting | CopyPages
+Step = RunChunk | RunRound | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
 
 
 class Logprobs(NamedTuple):

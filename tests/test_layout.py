@@ -28,7 +28,7 @@ OPTIONAL = (
     "prometheus_client",
     "ray",
 )
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER, MAX_RESULTS, MAX_PATCHES = 400, 60, 150, 12, 24, 192
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER, MAX_RESULTS, MAX_PATCHES = 400, 60, 150, 12, 24, 136
 DRIVER = "tests/toolkit/driver.py"
 INTERNALS = {"engine", "owner", "_request", "_start"}  # of a decoder
 

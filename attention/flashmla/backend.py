@@ -29,28 +29,35 @@ KEPT_ROWS = 256  # schedules of calls with more rows are made anew: prompts make
 
 
 class FlashMLABackend(TritonBackend):
-    """programs: as in TritonBackend.  least_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them."""
+    """programs: as in TritonBackend.  least_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them.
+
+    checked: the kinds of calls for which the library was asked, after its conventions were checked.
+    """
 
     name = "flashmla"
 
     def __init__(self, programs: int | None = None, least_rows: int = adapters.LEAST_ROWS) -> None:
         super().__init__(programs)
         self._least_rows = least_rows
-        self._checked: set[tuple[object, ...]] = set()
+        self.checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
-        if not isinstance(view, LatentView) or len(prepared.segments) > 1:
+        if not self.reads(q_THD, view, prepared.segments):
             return super().attend(q_THD, view, prepared, scoring)
-        segment = prepared.segments[0]
-        reads_rows = adapters.reads_rows(q_THD, view, segment, self._least_rows)
-        if not (reads_rows or adapters.reads_pages(q_THD, view, segment)):
-            return super().attend(q_THD, view, prepared, scoring)
-        scale = scoring.latent_factor()
+        assert isinstance(view, LatentView)
+        segment, scale = prepared.segments[0], scoring.latent_factor()
         assert q_THD.stride(2) == 1, "a model's absorbed queries lie densely"
         self._check_once(q_THD, view, segment)
         state = self._library(q_THD, view, segment, scale, prepared.schedules)
         return state if prepared.suffix is None else merge_suffix(q_THD, view, prepared.suffix, scale, state)
+
+    def reads(self, q_THD: Tensor, view: KVView, segments: tuple[Segment, ...]) -> bool:
+        """Whether the library reads a plan's segments; specdec's kernels do otherwise."""
+        if not isinstance(view, LatentView) or len(segments) > 1:
+            return False
+        by_rows = adapters.reads_rows(q_THD, view, segments[0], self._least_rows)
+        return by_rows or adapters.reads_pages(q_THD, view, segments[0])
 
     def _library(
         self, q_THL: Tensor, view: LatentView, segment: Segment, scale: float, schedules: dict[int, Any]
@@ -82,7 +89,7 @@ class FlashMLABackend(TritonBackend):
     def _check_once(self, q_THL: Tensor, view: LatentView, segment: Segment) -> None:
         """Before the first call of its kind with these heads: checks the library's conventions on two known answers."""
         key = (q_THL.shape[1:], q_THL.dtype, type(view), segment.pages.page_size)
-        if key in self._checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if key in self.checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        self._checked.add(key)
+        self.checked.add(key)
         adapters.check_conventions(q_THL, view, segment)

@@ -32,11 +32,6 @@ class Limits:
 LIMITS = Limits()
 
 
-def usual_limits() -> Limits:
-    """LIMITS."""
-    return LIMITS
-
-
 @lru_cache
 def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int, most: int = 64) -> int:
     """The number of splits that takes the least time by a simple model, counted in the time of one block of 64 keys.

@@ -19,7 +19,7 @@ rows, W keys of a row at a time, E expanded keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import Scoring
-from specdec.attention.latent.limits import Limits, usual_limits
+from specdec.attention.latent.limits import LIMITS, Limits
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
@@ -61,7 +61,7 @@ class LatentInputs(LayerInputs):
     up_HXC: Tensor
     prep: LatentPrep
     numerics: Numerics = FAST
-    limits: Limits = field(default_factory=usual_limits)
+    limits: Limits = LIMITS
 
     @property
     def nope_dim(self) -> int:

@@ -114,7 +114,7 @@ class Constant(Drafter):
         tokens_BN = torch.cat((state.bonus_B[:, None], self.tokens_N.expand(state.rows, -1)), dim=1)
         if spec.topk == 1:
             return DraftTree.chain(tokens_BN)
-        return DraftTree.from_parents(tokens_BN, self.parents_N.repeat(state.rows, 1), spec.max_steps)
+        return DraftTree(tokens_BN, self.parents_N.repeat(state.rows, 1), spec.max_steps)
 
     def extend(self, *args: Any) -> None: ...
 

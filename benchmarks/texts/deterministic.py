@@ -136,7 +136,7 @@ class Recorded(Drafter):
         tokens_BN[:, 0] = state.bonus_B
         if spec.topk == 1:
             return DraftTree.chain(tokens_BN)
-        return DraftTree.from_parents(tokens_BN, parents_N.expand_as(tokens_BN).contiguous(), spec.max_steps)
+        return DraftTree(tokens_BN, parents_N.expand_as(tokens_BN).contiguous(), spec.max_steps)
 
     def extend(self, *args: Any) -> None:
         """Nothing: it knows the texts, and has nothing to learn of them here and in the three below."""

@@ -27,19 +27,13 @@ from specdec.steps import PromptPart
 
 
 class ChunkShape(NamedTuple):
-    """What a pass over a chunk depends on besides the numbers in the flat tensor; the host knows all of it.
+    """What a pass over a chunk depends on besides the numbers in the flat tensor; the host knows all of it."""
 
-    tokens, parts: how many there are, padding included.
-    most: the most tokens of one part.
-    uniform: whether every part has exactly `most` tokens.
-    cached: the most tokens that any part finds in the cache; None: not given, because the shape serves other chunks too.
-    """
-
-    tokens: int
-    parts: int
-    most: int
-    uniform: bool
-    cached: int | None
+    tokens: int  # padding included
+    parts: int  # padding included
+    most: int  # tokens of one part
+    uniform: bool  # whether every part has exactly `most` tokens
+    cached: int | None  # the most tokens that any part finds in the cache; None: the shape serves other chunks too
 
     @classmethod
     def of(cls, parts: Sequence[PromptPart]) -> ChunkShape:

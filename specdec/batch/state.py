@@ -71,22 +71,12 @@ class BatchState:
 
     @classmethod
     def empty(
-        cls,
-        rows: int,
-        pages: int,
-        *,
-        page_size: int,
-        groups: int = 1,
-        source_size: int = 0,
-        device: torch.device | str,
+        cls, rows: int, pages: int, *, page_size: int, groups: int = 1, source_size: int = 0, device: torch.device | str
     ) -> BatchState:
-        """A batch of `rows` rows, all of them padding.
+        """A batch of `rows` rows, all of them padding.  pages: W.  groups: G.  page_size, source_size: see the class."""
 
-        pages: W.  page_size: tokens per page.  groups: G.  source_size: see the class.
-        """
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def zeros(dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(rows, dtype=dtype, device=device)
 
         def tables() -> Tensor:
             width = pages if groups == 1 else -(-pages // 4) * 4  # so that each table is aligned to 16 bytes
@@ -94,16 +84,8 @@ class BatchState:
 
         neutral = RowSampling.of([RowOptions.of()] * rows, device)
         return cls(
-            lens_B=zeros(rows, dtype=torch.int32),
-            bonus_B=zeros(rows, dtype=torch.int64),
-            active_B=zeros(rows, dtype=torch.int32),
-            page_table_BGW=tables(),
-            prompt_table_BGW=tables(),
-            speculates_B=zeros(rows, dtype=torch.int32),
-            option_floats_BF=neutral.floats_RF,
-            option_ints_BI=neutral.ints_RI,
-            source_page_B=zeros(rows, dtype=torch.int32),
-            source_lens_B=zeros(rows, dtype=torch.int32),
+            *(zeros(), zeros(torch.int64), zeros(), tables(), tables(), zeros()),
+            *(neutral.floats_RF, neutral.ints_RI, zeros(), zeros()),
             page_size=page_size,
             source_size=source_size,
         )
@@ -121,11 +103,6 @@ class BatchState:
     def prompt_pages(self) -> PageTable:
         """The pages that chunks of prompts read and write in the layers of `group`."""
         return PageTable(self.prompt_table_BGW[:, self.group], self.page_size)
-
-    @property
-    def num_groups(self) -> int:
-        """G, the number of groups of layers."""
-        return self.page_table_BGW.shape[1]
 
     @property
     def sources(self) -> Sources | None:
@@ -186,11 +163,6 @@ class BatchState:
         self.speculates_B.index_copy_(0, rows_R, speculates_R.int())
         if self.tables is not None:
             self.tables.clear_rows(rows_R)
-
-    def enter_sources(self, rows_R: Tensor, source_R2: Tensor) -> None:
-        """Gives rows (int64) the texts that they read of an encoder.  source_R2: int32, source_page_B and source_lens_B."""
-        for tensor, values_R in zip((self.source_page_B, self.source_lens_B), source_R2.unbind(1), strict=True):
-            tensor.index_copy_(0, rows_R, values_R)
 
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int, rows_B: Tensor | None = None) -> None:
         """Adds the first counts_B tokens of each row to what the tables know of its text.

@@ -38,7 +38,15 @@ class DraftTree:
     @property
     def mask_BNN(self) -> Tensor:
         """[B, N, N] bool: row n marks the nodes that node n may read, which are its ancestors and itself."""
-        return ancestor_mask(self.parents_BN, self.max_depth)
+        B, N = self.parents_BN.shape
+        nodes_N = torch.arange(N, dtype=torch.int64, device=self.parents_BN.device)
+        mask_BNN = (nodes_N == nodes_N[:, None]).expand(B, N, N)
+        above_BN = self.parents_BN
+        for level in range(self.max_depth):
+            mask_BNN = mask_BNN | (nodes_N == above_BN[..., None])
+            if level + 1 < self.max_depth:
+                above_BN = self.parents_BN.gather(1, above_BN)
+        return mask_BNN
 
     @property
     def depths_BN(self) -> Tensor:
@@ -46,28 +54,7 @@ class DraftTree:
         return self.mask_BNN.sum(-1) - 1
 
     @classmethod
-    def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, max_depth: int) -> DraftTree:
-        """A tree of at most max_depth levels."""
-        return cls(tokens_BN, parents_BN, max_depth)
-
-    @classmethod
     def chain(cls, tokens_BN: Tensor) -> DraftTree:
         """A tree in which every node but the last has one child.  Plain decoding uses a chain of one node, the root."""
         B, N = tokens_BN.shape
         return cls(tokens_BN, predecessors(N, tokens_BN.device).expand(B, N), N - 1, is_chain=True)
-
-
-def ancestor_mask(parents_BN: Tensor, max_depth: int) -> Tensor:
-    """[B, N, N] bool: row n marks node n and its ancestors.
-
-    parents_BN: int64.  max_depth: no node is deeper, so the function steps max_depth times from all nodes to their parents.
-    """
-    B, N = parents_BN.shape
-    nodes_N = torch.arange(N, dtype=torch.int64, device=parents_BN.device)
-    mask_BNN = (nodes_N == nodes_N[:, None]).expand(B, N, N)
-    above_BN = parents_BN
-    for level in range(max_depth):
-        mask_BNN = mask_BNN | (nodes_N == above_BN[..., None])
-        if level + 1 < max_depth:
-            above_BN = parents_BN.gather(1, above_BN)
-    return mask_BNN

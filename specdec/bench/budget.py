@@ -31,18 +31,13 @@ BUDGET_DEFINITIONS = {
 
 @dataclass(frozen=True)
 class RoundBytes:
-    """Bytes that one plain step or one round must read at least, each of them once a pass.
+    """Bytes that one plain step or one round must read at least, each of them once a pass."""
 
-    target, draft: weights; of an embedding table only the rows that are read.  The draft's are counted once for each pass.
-    target_kv, draft_kv: keys and values of the committed tokens.  The draft reads its own in every pass.
-    draft_passes: one for each level, the extend included.
-    """
-
-    target: int
-    target_kv: int
-    draft: int = 0
-    draft_kv: int = 0
-    draft_passes: int = 0
+    target: int  # weights; of an embedding table only the rows that are read
+    target_kv: int  # keys and values of the committed tokens
+    draft: int = 0  # weights, likewise, counted once for each pass
+    draft_kv: int = 0  # the draft reads its own in every pass
+    draft_passes: int = 0  # one for each level, the extend included
 
     @property
     def weights(self) -> int:

@@ -50,14 +50,8 @@ def trace(step: Callable[[], object], rounds: int, device: torch.device) -> Kern
         for _ in range(rounds):
             step()
         torch.cuda.synchronize(device)
-    return split(
-        (
-            Span(event.name, event.time_range.start, event.time_range.end)
-            for event in profiler.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        ),
-        rounds,
-    )
+    events = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    return split((Span(event.name, event.time_range.start, event.time_range.end) for event in events), rounds)
 
 
 def split(spans: Iterable[Span], rounds: int) -> KernelSplit:

@@ -46,21 +46,14 @@ def profile_work(
     work = Work(session, prompts, sampling, speculate)
     full_rounds(work, session.step, rounds=FEWEST)  # compiles and captures
     found = full_rounds(work, session.timed_step, rounds)
-    options, context, is_gpu = settings.options, mean(tokens for _, tokens in found), settings.device.type == "cuda"
+    context, is_gpu = mean(tokens for _, tokens in found), settings.device.type == "cuda"
+    kept = settings.options.kv_cache_dtype, settings.options.decode_context_parallel_size
     return Budget(
         len(prompts),
         (spec.max_steps, spec.topk, spec.num_draft_tokens) if spec else None,
         context,
         bandwidth,
-        byte_limit(
-            session.model,
-            session.head,
-            spec,
-            len(prompts),
-            context,
-            options.kv_cache_dtype,
-            options.decode_context_parallel_size,
-        ),
+        byte_limit(session.model, session.head, spec, len(prompts), context, *kept),
         settings.cuda_graphs,
         [1e3 * step.wall for step, _ in found],
         1e3 * median(step.wall - step.waited for step, _ in found) if is_gpu else None,

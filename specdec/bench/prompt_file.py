@@ -67,7 +67,9 @@ def _from_json(line: str, where: str) -> FilePrompt:
         raise ValueError(f"{where} must have one of the keys {', '.join(KEYS)}; got {', '.join(record) or 'none'}")
     value = record[key]
     if key == "token_ids":
-        return _ids(value, where)
+        if not isinstance(value, list) or not value or not all(type(token) is int for token in value):
+            raise ValueError(f"{where}: 'token_ids' must be a list of ints that is not empty, got {value!r}"[:300])
+        return value
     if key == "messages":
         if fault := chat_fault(value, "messages"):
             raise ValueError(f"{where}: {fault}")
@@ -77,12 +79,6 @@ def _from_json(line: str, where: str) -> FilePrompt:
             raise ValueError(f"{where}: 'turns' must be a list that holds text, got {value!r}"[:300])
         return _text(value[0], "turns[0]", where)
     return _text(value, key, where)
-
-
-def _ids(value: Any, where: str) -> list[int]:
-    if not isinstance(value, list) or not value or not all(type(token) is int for token in value):
-        raise ValueError(f"{where}: 'token_ids' must be a list of ints that is not empty, got {value!r}"[:300])
-    return value
 
 
 def _text(value: Any, key: str, where: str) -> str:

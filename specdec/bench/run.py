@@ -114,27 +114,20 @@ class BenchOptions:
         """ValueError unless there are as many prompts as were asked for, and enough for the largest batch."""
         there, largest = len(self.prompts), max(self.batch_sizes)
         if self.num_prompts is not None and require_int("--num-prompts", self.num_prompts, 1) > there:
-            raise ValueError(
-                f"{self.prompts_source} holds {there} prompts, {self.num_prompts} were asked for; nearest: --num-prompts "
-                f"{there}"
-            )
+            fault = f"{self.prompts_source} holds {there} prompts, {self.num_prompts} were asked for"
+            raise ValueError(f"{fault}; nearest: --num-prompts {there}")
         if largest <= len(self.taken):
             return
-        needs = f"a batch of {largest} needs at least {largest} prompts to be full, "
+        got = f"got --num-prompts {self.num_prompts}"
         if largest <= there:
-            raise ValueError(
-                f"{needs}got --num-prompts {self.num_prompts}; nearest settings: --num-prompts {largest}, or --batch-sizes "
-                f"{len(self.taken)}"
-            )
-        if self.num_prompts is not None:
-            raise ValueError(
-                f"{needs}got --num-prompts {self.num_prompts}; nearest settings: --batch-sizes {self.num_prompts}, or a larger "
-                "--num-prompts"
-            )
-        raise ValueError(
-            f"{needs}but {self.prompts_source} holds {there}; nearest settings: --batch-sizes {there}, or --prompts with a "
-            "file that holds more"
-        )
+            nearest = f"--num-prompts {largest}, or --batch-sizes {len(self.taken)}"
+        elif self.num_prompts is not None:
+            nearest = f"--batch-sizes {self.num_prompts}, or a larger --num-prompts"
+        else:
+            got = f"but {self.prompts_source} holds {there}"
+            nearest = f"--batch-sizes {there}, or --prompts with a file that holds more"
+        needs = f"a batch of {largest} needs at least {largest} prompts to be full"
+        raise ValueError(f"{needs}, {got}; nearest settings: {nearest}")
 
     @property
     def sides(self) -> int:
@@ -198,15 +191,8 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     laps = Laps()
     on_progress("loading", 0, 1)
     tokenizer = Tokenizer(resolve_target(options.target, "target"))
-    prompts = encode_prompts(
-        options.taken,
-        options.prompts_source,
-        options.target,
-        tokenizer,
-        options.effective_sampling,
-        options.engine,
-        chat=options.chat,
-    )
+    asked, sampling = (options.taken, options.prompts_source, options.target), options.effective_sampling
+    prompts = encode_prompts(*asked, tokenizer, sampling, options.engine, chat=options.chat)
     with start_ranks(options.engine) as ranks, closing(ranks):
         return _run_cells(options, tokenizer, prompts, ranks, on_progress, laps)
 

@@ -23,11 +23,12 @@ def run(args: argparse.Namespace) -> int:
     if first := next(broken(package_versions()), None):  # what follows imports these packages, and may fail with them
         print(f"{first.runs}\nNext: {first.next}")
         return 0
-    from specdec.loading.about.doctor import print_capabilities, print_details
+    from specdec.loading.about.attention_table import table_as_markdown
+    from specdec.loading.about.doctor import print_details
     from specdec.loading.about.screen import print_screen
 
     if args.table:
-        print_capabilities()
+        print(table_as_markdown())
     else:
         (print_details if args.details else print_screen)(console)
     return 0

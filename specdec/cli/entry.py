@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from specdec import __version__
 from specdec.cli import bench, doctor, generate, interrupted, plan, serve, tune, verify
@@ -52,7 +51,8 @@ def main(argv: Sequence[str] | None = None, pace: Pace | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command.  Whatever goes wrong is one line on stderr, and an exit code."""
-    show, warnings.showwarning = warnings.showwarning, _show_warning
+    show = warnings.showwarning
+    warnings.showwarning = lambda message, *_where, **_line: complain(str(message), "warning")  # without a line of code
     try:
         if getattr(args, "tensor_parallel_size", 1) > 1 and os.environ.get("RANK"):  # as launchers such as torchrun say
             from specdec.loading.ranks import serve_first_rank
@@ -90,8 +90,3 @@ def build_parser() -> Parser:
         command.add_flags(added)
         added.set_defaults(run=command.run, parser=added, command=name)
     return parser
-
-
-def _show_warning(message: Warning | str, *_where: Any, **_line: Any) -> None:
-    """As Python's own, but one line that says nothing of code."""
-    complain(str(message), "warning")

@@ -77,7 +77,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     lists: list[tuple[str, str, Callable[[str], Any], str, str]] = [  # options that one number does not give
         ("stop", "--stop", not_empty, "TEXT", "end before this text"),
         ("stop_token_ids", "--stop-token-id", int, "ID", "end at this token"),
-        ("logit_bias", "--logit-bias", _bias, "ID=NUMBER", "add NUMBER to a token's logit"),
+        ("logit_bias", "--logit-bias", id_and_number, "ID=NUMBER", "add NUMBER to a token's logit"),
         ("bad_words", "--bad-word", not_empty, "TEXT", "a text that the output does not complete"),
         ("bad_words", "--bad-word-ids", ints, "ID,ID", "ids of tokens that the output does not write one after the other"),
     ]
@@ -96,18 +96,16 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     """What the text must be; one of them at most."""
     add = parser.add_argument_group("structured output").add_argument
     add("--json-schema", type=_schema, metavar="FILE_OR_JSON", help="the text is JSON that this schema allows")
-    add(
-        "--regex",
-        type=lambda text: _some(text, "regular expression", text),
-        metavar="REGEX",
-        help="the whole text matches this regular expression",
-    )
+    meaning = "the whole text matches this regular expression"
+    add("--regex", type=lambda text: _some(text, "regular expression", text), metavar="REGEX", help=meaning)
     add("--grammar", type=_grammar, metavar="FILE_OR_TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
 
 
-def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Flags that greedy decoding would not look at are errors: nothing is ignored."""
+def sampling_of(args: argparse.Namespace, seed: int | None = None) -> SamplingParams:
+    """Flags that greedy decoding would not look at are errors: nothing is ignored.  seed: of sampled texts without a --seed."""
     given = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
+    if seed is not None and args.temperature > 0:
+        given.setdefault("seed", seed)
     has_own_draws = {"seed"} if getattr(args, "synthetic_acceptance", None) else set()  # forced acceptance draws by seed
     if idle := idle_options(args.temperature, given.keys() - has_own_draws):
         flags = ", ".join(map(flag_of, idle))
@@ -163,9 +161,8 @@ def pair_of(args: argparse.Namespace, needs_draft: Sequence[str]) -> tuple[str |
 
     if args.target and not args.draft:
         if needs_draft:
-            raise ValueError(
-                f"{', '.join(needs_draft)} would do nothing without --draft: the shipped head fits the shipped target only"
-            )
+            named = ", ".join(needs_draft)
+            raise ValueError(f"{named} would do nothing without --draft: the shipped head fits the shipped target only")
         return args.target, None
     return args.target or shipped.target_folder(), args.draft or shipped.draft_folder()
 
@@ -187,9 +184,9 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
     if setting.choices:
         spelled = {OFF if choice is False else choice: choice for choice in setting.choices}
         return {**details, "type": _one_of(spelled), "metavar": "{" + ",".join(spelled) + "}"}
-    if setting.low is None:
+    if setting.bounds is None:
         return {**details, "type": not_empty, "metavar": setting.metavar}
-    return {**details, "type": _auto_or_int if item.default == "auto" else int, "metavar": setting.metavar or "N"}
+    return {**details, "type": auto_or_int if item.default == "auto" else int, "metavar": "N"}
 
 
 # ---- values ----
@@ -232,13 +229,6 @@ def _one_of(spelled: dict[str, Any]) -> Callable[[str], Any]:
         return spelled[text]
 
     return choice
-
-
-def _auto_or_int(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected auto or a number, got {text!r}") from None
 
 
 def tree_shape(text: str) -> SpecConfig:
@@ -292,23 +282,23 @@ def _read(name: str, expected: str) -> str:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """ID=NUMBER."""
     token, _, added = text.partition("=")
-    try:
-        return int(token), float(added)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected ID=NUMBER such as 50=-100, got {text!r}") from None
+    return int(token), float(added)
 
 
-def _listed(kind: Callable[[str], Any], expected: str) -> Callable[[str], tuple[Any, ...]]:
-    def values(text: str) -> tuple[Any, ...]:
+def _as(made: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    """What `made` makes of a text, and where it raises ValueError, what was expected."""
+
+    def value(text: str) -> Any:
         try:
-            return tuple(map(kind, text.split(",")))
+            return made(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
 
-    return values
+    return value
 
 
-ints = _listed(int, "numbers such as 1,8")
-floats = _listed(float, "probabilities such as 0.8,0.7,0.6")
+id_and_number = _as(_bias, "ID=NUMBER such as 50=-100")
+auto_or_int = _as(lambda text: text if text == "auto" else int(text), "auto or a number")
+ints = _as(lambda text: tuple(map(int, text.split(","))), "numbers such as 1,8")
+floats = _as(lambda text: tuple(map(float, text.split(","))), "probabilities such as 0.8,0.7,0.6")

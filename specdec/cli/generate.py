@@ -11,17 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.flags import (
-    SPEC_HELP,
-    Once,
-    add_engine_flags,
-    add_grammar_flags,
-    add_sampling_flags,
-    engine_of,
-    pair_of,
-    sampling_of,
-    tree_shape,
-)
+from specdec.cli import flags
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.startup import STARTUP
@@ -36,13 +26,9 @@ MOST_ROWS = 32  # texts that are generated at once
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
-        help="the text to go on from, which only a terminal shows again; default: read from stdin",
-    )
-    add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
+    prompt = "the text to go on from, which only a terminal shows again; default: read from stdin"
+    add("prompt", nargs="?", metavar="PROMPT", help=prompt)
+    add("--spec", type=flags.tree_shape, action=flags.Once, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
     add("--max-tokens", type=int, default=128, metavar="N", help="the most tokens to generate; default: %(default)s")
     add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")
@@ -51,19 +37,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     mode = "probabilities before the sampling options (raw, the default) or after them (processed)"
     add("--logprobs-mode", choices=("raw", "processed"), help=mode)
     add("--stats", action="store_true", help="print accept length, tok/s and the seconds of the start to stderr")
-    add_sampling_flags(parser)
-    add_grammar_flags(parser)
-    add_engine_flags(parser, "generate")
+    flags.add_sampling_flags(parser)
+    flags.add_grammar_flags(parser)
+    flags.add_engine_flags(parser, "generate")
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = sampling_of(args)
+    sampling = flags.sampling_of(args)
     if sampling.n > 1 and sampling.temperature == 0:
         raise ValueError(
             f"--n {sampling.n} would print one text {sampling.n} times at --temperature 0 (greedy); give a temperature"
         )
     target, draft = _pair(args)
-    options, prompt = engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
+    options, prompt = flags.engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
     from specdec import SpecDecoder  # through the door: see `without_collections`
     from specdec.prompts.tokenizer import VOCABULARY_FILES
 
@@ -97,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
     """Target and draft; the draft is None for plain decoding, and then flags about it are errors."""
     if not args.no_speculate:
-        return pair_of(args, ["--spec"] if args.spec else [])
+        return flags.pair_of(args, ["--spec"] if args.spec else [])
     if unused := [flag for flag, value in (("--draft", args.draft), ("--spec", args.spec)) if value]:
         raise ValueError(f"{' and '.join(unused)} would do nothing with --no-speculate (--no-draft); leave one of them out")
     from specdec import shipped

@@ -40,12 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
-    add(
-        "--gpu-memory",
-        type=_bytes,
-        metavar="SIZE",
-        help="such as 80GB; default: this machine's GPU, or the usual ones",
-    )
+    add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB; default: this machine's GPU, or the usual ones")
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
     add("--json", action="store_true", help="print JSON")
 

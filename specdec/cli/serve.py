@@ -14,15 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.flags import (
-    SPEC_HELP,
-    Once,
-    add_engine_flags,
-    add_option_flags,
-    engine_of,
-    pair_of,
-    tree_shape,
-)
+from specdec.cli import flags
 from specdec.cli.terminal.output import say_plain
 from specdec.cli.terminal.waiting import over
 from specdec.serve.options import KEY_VARIABLE, ServeOptions, key_of_environment
@@ -34,9 +26,11 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_option_flags(parser.add_argument_group("server"), ServeOptions, ())
-    parser.add_argument("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
-    add_engine_flags(parser, "serve")
+    flags.add_option_flags(parser.add_argument_group("server"), ServeOptions, ())
+    parser.add_argument(
+        "--spec", type=flags.tree_shape, action=flags.Once, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16"
+    )
+    flags.add_engine_flags(parser, "serve")
     parser.set_defaults(around=_own_process)
 
 
@@ -57,8 +51,8 @@ def _serve(args: argparse.Namespace, check: Callable[[], None]) -> int:
     if missing := [name.replace("_", "-") for name in NEEDED if find_spec(name) is None]:
         commands = "pip install '/path/to/the/clone[serve]', or in a clone ./scripts/setup.sh serve"
         raise ValueError(f"specdec serve needs {', '.join(missing)}; install them with: {commands}")
-    target, draft = pair_of(args, ["--spec"] if args.spec else [])
-    options, engine = _options(args), engine_of(args)
+    target, draft = flags.pair_of(args, ["--spec"] if args.spec else [])
+    options, engine = _options(args), flags.engine_of(args)
     if draft is None:
         say_plain(target)
     if not options.is_loopback and options.api_key is None:

@@ -9,19 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import __version__
-from specdec.cli.flags import (
-    SPEC_HELP,
-    Once,
-    add_engine_flags,
-    add_grammar_flags,
-    add_prompt_flags,
-    add_sampling_flags,
-    engine_of,
-    not_empty,
-    pair_of,
-    sampling_of,
-    tree_shape,
-)
+from specdec.cli import flags
 from specdec.cli.terminal.output import check_files, console, json_writer, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SamplingParams
@@ -35,22 +23,20 @@ USUAL_PROMPTS = 8
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_prompt_flags(parser, num_prompts=str(USUAL_PROMPTS))
-    add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
-    add("--json", type=not_empty, metavar="FILE", help="write every finding, the settings and definitions")
-    add_sampling_flags(parser)
-    add_grammar_flags(parser)
-    add_engine_flags(parser, "verify")
+    flags.add_prompt_flags(parser, num_prompts=str(USUAL_PROMPTS))
+    add("--spec", type=flags.tree_shape, action=flags.Once, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16")
+    add("--json", type=flags.not_empty, metavar="FILE", help="write every finding, the settings and definitions")
+    flags.add_sampling_flags(parser)
+    flags.add_grammar_flags(parser)
+    flags.add_engine_flags(parser, "verify")
 
 
 def run(args: argparse.Namespace) -> int:
     check_files({"--json": args.json})
-    target, draft = pair_of(args, [])
+    target, draft = flags.pair_of(args, [])
     if draft is None:
         raise ValueError("--draft is missing: verify compares speculative with plain decoding; give the head of the --target")
-    sampling = sampling_of(args)
-    if sampling.temperature > 0 and sampling.seed is None:
-        sampling = replace(sampling, seed=0)
+    sampling = flags.sampling_of(args, seed=0)
     decoder, prompts, facts = _load(args, target, draft, sampling)
     from specdec.bench.encode import with_seeds
 
@@ -76,7 +62,7 @@ def _load(
     from specdec.lossless.verify import check_sampling
 
     check_sampling([sampling])
-    engine, source = engine_of(args), Path(args.prompts) if args.prompts else shipped.prompts_file()
+    engine, source = flags.engine_of(args), Path(args.prompts) if args.prompts else shipped.prompts_file()
     listed = read_prompts(source, args.num_prompts)[: args.num_prompts or USUAL_PROMPTS]
     from specdec.decoder import SpecDecoder
     from specdec.loading.about.machine import versions

@@ -28,19 +28,15 @@ class Left(NamedTuple):
 class ChunkBudget:
     """What a chunk of prompts may cost.  The unit is the cost of one token at position 0.
 
-    beside_rounds: the most that a chunk may cost between two rounds of running rows.
-    alone: the most that a chunk may cost while no row runs.
     whole_prompts: the most that whole prompts may cost together while no row runs, or in a burst (see `is_burst`).  Parts of
         longer prompts fill a chunk no further than `alone`, so that a short prompt that arrives next does not wait for long.
-    doubling: the context length at which attention doubles a token's cost.
-    most: the most tokens of one prompt in one chunk; None: no bound.
     """
 
-    beside_rounds: int
-    alone: int
+    beside_rounds: int  # the most that a chunk may cost between two rounds of running rows
+    alone: int  # the most that a chunk may cost while no row runs
     whole_prompts: int
-    doubling: float = math.inf
-    most: int | None = None
+    doubling: float = math.inf  # the context length at which attention doubles a token's cost
+    most: int | None = None  # tokens of one prompt in one chunk; None: no bound
 
     def cost(self, start: int, count: int) -> float:
         """The cost of `count` tokens from position `start` on."""

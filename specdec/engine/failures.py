@@ -30,13 +30,12 @@ def _fault(request: Request, left_after: LeftAfter, text: Sequence[int], where: 
     if grammar is not None and not left:
         said = f"; llguidance says: {reason}" if reason else ""
         return f"{grammar.kind} leaves no token {where}: it has no such text, or is too large{said}"
-    rest, fewer = _left_by_ends(request, left, len(text)), f"min_tokens={len(output)}"
-    if not rest and grammar is not None:
-        return (
-            f"{grammar.kind} and min_tokens leave no token {where}: the text is complete; nearest setting that works: {fewer}"
-        )
+    rules = request.choice.rules
+    ends = rules.ends if rules is not None and len(text) < request.choice.options.first_end else ()  # that min_tokens bans
+    rest, fewer = [token for token in left if token not in ends], f"min_tokens={len(output)}"
     if not rest:
-        return f"stop_token_ids and min_tokens leave no token {where}; nearest setting that works: {fewer}"
+        what, why = ("stop_token_ids", "") if grammar is None else (grammar.kind, ": the text is complete")
+        return f"{what} and min_tokens leave no token {where}{why}; nearest setting that works: {fewer}"
     if _left_by_words(request, rest, text):
         return ""
     without_ends = _left_by_words(request, left, text)  # then a smaller min_tokens helps, too
@@ -44,13 +43,6 @@ def _fault(request: Request, left_after: LeftAfter, text: Sequence[int], where: 
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     helps = f", or {fewer}" if without_ends else ""
     return f"{listed} leave no token {where}; nearest setting that works: fewer bad_words{helps}"
-
-
-def _left_by_ends(request: Request, left: Sequence[int], position: int) -> list[int]:
-    """Those of the tokens that min_tokens leaves."""
-    rules = request.choice.rules
-    banned = rules.ends if rules is not None and position < request.choice.options.first_end else ()
-    return [token for token in left if token not in banned]
 
 
 def _left_by_words(request: Request, left: Sequence[int], text: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ The engine knows steps and requests.  The scheduler decides what runs next, and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -17,7 +17,7 @@ from specdec.engine.request import Request
 from specdec.engine.scheduler import Launch, Scheduler
 from specdec.engine.totals import Totals
 from specdec.startup import STARTUP
-from specdec.steps import Pending, RunChunk, Runner, Step, Try
+from specdec.steps import Pending, RunChunk, Runner, RunRound, Step, Try
 
 R = TypeVar("R", bound=Runner)
 
@@ -47,18 +47,9 @@ class Engine(Generic[R]):
         """The requests whose prompts have run, in the order of their rows."""
         return [seat.request for seat in self.scheduler.seats if seat.runs]
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether the runner has been told of all rows that have ended; False only after an error in telling it."""
-        return self.scheduler.departures() is None
-
     def totals(self) -> Totals:
         """What the engine has done since its start and what it holds now.  Any thread may ask."""
         return self.scheduler.totals_now()
-
-    def on_end(self, tell: Callable[[Request], None]) -> None:
-        """From now on `tell` is called with every request that has ended, within a step or a cancellation."""
-        self.scheduler.on_end = tell
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests: all of them, or none and an error.  PromptTooLong if the KV pool could never hold one."""
@@ -71,20 +62,11 @@ class Engine(Generic[R]):
         """PromptTooLong if the KV pool could never hold the request.  Any thread may ask."""
         self.scheduler.admission.check(request)
 
-    def longest_text(self, most: int) -> int:
-        """The most tokens of prompt and output together that the KV pool can hold, at most `most`.  Any thread may ask."""
-        return self.scheduler.admission.longest_text(most)
-
     def cancel(self, request: Request) -> None:
         """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
         with self._all_or_none():
             self.scheduler.cancel(request)
             self._settle()
-
-    def fail_everything(self, error: BaseException) -> None:
-        """Ends all requests with that error, those that wait too, for an engine that is not to run again."""
-        self.scheduler.fail_all(error)
-        self.scheduler.fail_waiting(error)
 
     def step(self) -> None:
         """Launches one chunk of prompts or one round, and hands out the tokens of earlier launches that are due.
@@ -172,7 +154,7 @@ class Engine(Generic[R]):
         except BaseException:  # an interrupt too: nobody knows which copies were made, so none may be found
             admission.forget_copies()
             raise
-        admission.copied()
+        admission.due_copies.clear()
 
     def _collect(self) -> None:
         """Waits for the oldest unread launch, and hands its tokens to the requests."""
@@ -180,10 +162,9 @@ class Engine(Generic[R]):
         emitted = pending.read()
         for tried, step in tries:  # they ran before the launch, so that nobody waits for them
             self.scheduler.speculation.tried(step, tried.seconds())
-        is_chunk = isinstance(launch.step, RunChunk)
-        STARTUP.lap("first prefill" if is_chunk else "first round")
+        timed = isinstance(launch.step, RunRound) and launch.step.timed
+        STARTUP.lap("first round" if isinstance(launch.step, RunRound) else "first prefill")
         STARTUP.end()
-        timed = not isinstance(launch.step, RunChunk) and launch.step.timed
         self.scheduler.take(launch, emitted, pending.ended, pending.seconds() if timed else None)
 
     def _settle(self) -> None:

@@ -29,11 +29,9 @@ class Mailbox:
         self._chunks: deque[Chunk] = deque()
 
     def collect(self, now: float, totals: Totals) -> None:
-        """Puts what the request has written since the last call, and whether the request has ended.
+        """Puts what the request has written since the last call, and whether it has ended.  Between two steps, by their thread.
 
         now: the present time in seconds.  totals: gets the times between tokens.
-
-        To be called between two steps, by the thread that runs them.
         """
         self._count(now, totals)
         has_news = self.request.is_done
@@ -48,12 +46,8 @@ class Mailbox:
 
     def take(self) -> Chunk | None:
         """All news since the last call as one chunk; None: there is none.  For the caller's thread."""
-        chunks = []
-        while self._chunks:
-            chunks.append(self._chunks.popleft())
-        if not chunks:
-            return None
-        return joined(chunks)
+        chunks = [self._chunks.popleft() for _ in range(len(self._chunks))]
+        return joined(chunks) if chunks else None
 
     def _count(self, now: float, totals: Totals) -> None:
         """Counts the times of tokens that are new."""

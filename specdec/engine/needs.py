@@ -39,9 +39,9 @@ class RowChoice(NamedTuple):
         if (rule := sampling.grammar_rule) is not None:
             grammar = Grammar(*rule, tuple(sorted({*eos_ids, *(sampling.stop_token_ids or ())})))
         is_processed = sampling.logprobs_mode == "processed"
-        others = {"bias": bias, "bad_words": phrases, "ends": ends and sampling.min_tokens, "grammar": grammar}
-        others["processed"] = is_processed
-        steps = _steps_of_numbers(sampling) | {step for step, value in others.items() if value}
+        steps = _steps_of_numbers(sampling) | ({"grammar"} if grammar else set()) | ({"processed"} if is_processed else set())
+        others = {"bias": bias, "bad_words": phrases, "ends": ends and sampling.min_tokens}
+        steps |= {step for step, value in others.items() if value}
         logprobs = 0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs)
         needs = Needs.of(*steps, logprobs=logprobs)
         own = {name: getattr(sampling, name) for name, declared in SAMPLING_OPTIONS.items() if declared.column}
@@ -50,12 +50,8 @@ class RowChoice(NamedTuple):
         if not needs.rules:
             return cls(options, None, needs, grammar)
         seen = prompt_ids if sampling.repetition_penalty != 1 else prompt_ids[-MAX_BAD_WORD_TOKENS:]
-        rules = TokenRules(
-            tuple(seen) if needs.history else (),
-            tuple(bias.items()),
-            phrases,
-            tuple(sorted(ends)) if "ends" in steps else (),
-        )
+        banned = tuple(sorted(ends)) if "ends" in steps else ()
+        rules = TokenRules(tuple(seen) if needs.history else (), tuple(bias.items()), phrases, banned)
         return cls(options, rules, needs, grammar)
 
 

@@ -54,7 +54,7 @@ class EngineOwner:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._mailboxes: dict[Request, Mailbox] = {}
         self._ended: deque[Request] = deque()
-        engine.on_end(self._note_end)
+        engine.scheduler.on_end = self._note_end
         self._unclean = 0
         self._thread: threading.Thread | None = None
         self._is_served = threading.Lock()  # held by the thread that serves the engine
@@ -63,7 +63,7 @@ class EngineOwner:
         self._door = threading.RLock()
         self.is_closed = False
         self._process = os.getpid()
-        self._at_close: list[Callable[[], object]] = []
+        self.at_close: list[Callable[[], object]] = []  # called when the owner closes
         _owners.add(self)
 
     # ---- for any thread ----
@@ -74,12 +74,9 @@ class EngineOwner:
         return os.getpid() != self._process
 
     def submit(self, requests: Sequence[Request], wake: Callable[[], None]) -> list[Mailbox]:
-        """Hands requests to the engine, and returns a mailbox for each.
+        """Hands requests that have passed `Engine.check` to the engine, and returns a mailbox for each.  wake: see Mailbox.
 
-        wake: see Mailbox; it is called for every one of these requests.
-
-        RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.  The
-        requests must have passed `Engine.check`.
+        RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.
         """
         now = time.monotonic()
         mailboxes = [Mailbox(request, wake, now) for request in requests]
@@ -110,10 +107,6 @@ class EngineOwner:
             self._start()
         while not done.wait(0.1) and self._thread is not None and self._thread.is_alive():
             pass
-
-    def at_close(self, end: Callable[[], object]) -> None:
-        """Has something called when the owner closes, such as what ends the threads of AsyncSpecDecoder."""
-        self._at_close.append(end)
 
     def check_open(self) -> None:
         """RuntimeError if no request can be taken: in a forked process, from inside a step, after `close` or a failure."""
@@ -152,8 +145,8 @@ class EngineOwner:
             return
         self.is_closed = True
         self._commands.put(lambda: None)  # wakes the thread
-        while self._at_close:
-            self._at_close.pop()()
+        while self.at_close:
+            self.at_close.pop()()
 
     def release(self) -> None:
         """Lets the engine go after `close`, so that its memory can be freed."""
@@ -228,7 +221,8 @@ class EngineOwner:
             action()
             self._unclean = 0
         except BaseException as error:  # of any kind: a tokenizer may raise SystemExit
-            self._unclean = 0 if self.engine.is_clean and self._ended else self._unclean + 1
+            has_told = self.engine.scheduler.departures() is None  # the runner, of all rows that have ended
+            self._unclean = 0 if has_told and self._ended else self._unclean + 1
             if self._unclean >= MOST_UNCLEAN_STEPS:
                 self.failure = error
                 self._fail(error)
@@ -237,7 +231,8 @@ class EngineOwner:
         """Ends everything with that error: the engine is not to run again, and may be unable to."""
         while not self._commands.empty():  # requests that came in the meantime
             self._commands.get()()
-        self.engine.fail_everything(error)
+        self.engine.scheduler.fail_all(error)
+        self.engine.scheduler.fail_waiting(error)
         self._deliver()
 
     def _give_up(self, error: BaseException) -> None:

@@ -21,31 +21,23 @@ LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 class Request:
     """A request; two requests are equal only if they are the same object.
 
-    speculate: whether the drafter proposes tokens for this request.
-    streaming: whether its text is made token by token, for chunks.
-    source_ids: what the target's encoder reads; None for a target without one.
-    drafted_until: how many tokens of the text the drafter knows, since it stopped there; None: it goes on.
-    error: what made this request fail, or None.  Other requests go on.
-    choice: how its row chooses tokens.
-    origins: of the output's tokens: see Generation.
-    logprobs: of the output's tokens, if the request asked for them.
+    origins, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
-    is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
 
     prompt_ids: list[int]
     sampling: SamplingParams
     choice: RowChoice
     output: Trimmer
-    speculate: bool = True
-    streaming: bool = False
+    speculate: bool = True  # whether the drafter proposes tokens
+    streaming: bool = False  # whether its text is made token by token, for chunks
     stats: Stats = field(default_factory=Stats)
-    error: BaseException | None = None
+    error: BaseException | None = None  # what made this request fail; others go on
     cancelled: bool = False
-    is_submitted: bool = False
-    source_ids: list[int] | None = None
-    drafted_until: int | None = None
+    is_submitted: bool = False  # whether an engine's owner has taken it; that can happen once only
+    source_ids: list[int] | None = None  # what the target's encoder reads; None for a target without one
+    drafted_until: int | None = None  # how many tokens the drafter knows, since it stopped there; None: it goes on
     origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     left_after: LeftAfter | None = None
@@ -65,10 +57,9 @@ class Request:
         bad_words: Sequence[Sequence[int]] = (),
         left_after: LeftAfter | None = None,
     ) -> Request:
-        """A request that has no output yet.
+        """A request that has no output yet.  eos_ids: see Trimmer.
 
-        seed: the seed that sampling uses, which was drawn at random if the caller gave none.  eos_ids, decode, streaming: see
-        Trimmer.  bad_words: those of `sampling` as ids.  left_after: see Request.
+        seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
@@ -125,33 +116,25 @@ class Request:
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
         if self.error is not None:
-            reason = str(self.error) or type(self.error).__name__  # a MemoryError or an interrupt says nothing
-            raise RuntimeError(f"the request failed while it ran: {reason}") from self.error
-        assert self.output.finish_reason is not None, "the request is not finished"
-        self.stats.check_identity(len(self.output.token_ids))
+            said = str(self.error) or type(self.error).__name__  # a MemoryError or an interrupt says nothing
+            raise RuntimeError(f"the request failed while it ran: {said}") from self.error
         output, logprobs = self.output, None if self.sampling.logprobs is None else self.logprobs
-        assert output.finish_reason is not None and len(self.logprobs) in (0, len(output.token_ids))
-        assert len(self.origins) == len(output.token_ids)
-        return Generation(
-            self.given_ids, output.token_ids, output.text, output.finish_reason, self.stats, self.origins, logprobs
-        )
+        ids, reason = output.token_ids, output.finish_reason
+        assert reason is not None, "the request is not finished"
+        self.stats.check_identity(len(ids))
+        assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(ids)
+        return Generation(self.given_ids, ids, output.text, reason, self.stats, self.origins, logprobs)
 
 
 @dataclass(eq=False)
 class Seat:
-    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
-
-    done: how many prompt tokens are in the cache or in chunks that have been planned.
-    arrival: how many requests entered before this one.
-    runs: whether chunks have been planned for the whole prompt, so that the row takes part in rounds.
-    unread: launches that emit tokens for the request and have not been read yet.
-    """
+    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row."""
 
     request: Request
-    done: int
-    arrival: int
-    runs: bool = False
-    unread: int = 0
+    done: int  # how many prompt tokens are in the cache or in chunks that have been planned
+    arrival: int  # how many requests entered before this one
+    runs: bool = False  # whether chunks have been planned for the whole prompt, so that the row takes part in rounds
+    unread: int = 0  # launches that emit tokens for the request and have not been read yet
 
     @property
     def left(self) -> Left:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from specdec import steps
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.failures import no_token
 from specdec.engine.needs import BatchNeeds
@@ -20,19 +21,6 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request, Seat
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
-from specdec.steps import (
-    Emitted,
-    EnterRows,
-    Entry,
-    LeaveRows,
-    Needs,
-    PromptPart,
-    RunChunk,
-    RunRound,
-    Source,
-    Step,
-    StopDrafting,
-)
 
 # Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
 # rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
@@ -50,15 +38,15 @@ class Launch:
     speculates: of a round, which of its rows may accept draft tokens.
     """
 
-    before: list[Step]
-    step: RunChunk | RunRound
+    before: list[steps.Step]
+    step: steps.RunChunk | steps.RunRound
     seats: list[Seat | None]
     speculates: tuple[bool, ...] = ()
 
     @property
     def emits(self) -> bool:
         """Whether the launch will emit tokens.  A chunk in which no prompt ends emits none."""
-        return isinstance(self.step, RunRound) or any(part.is_last for part in self.step.parts)
+        return isinstance(self.step, steps.RunRound) or any(part.is_last for part in self.step.parts)
 
 
 class Scheduler:
@@ -153,12 +141,11 @@ class Scheduler:
             request.error = error
             self._ended(request)
 
-    def departures(self) -> LeaveRows | None:
+    def departures(self) -> steps.LeaveRows | None:
         """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
         if not self._cleared:
             return None
-        moves = tuple((source, target) for target, source in self._moved.items())
-        return LeaveRows(moves, tuple(sorted(self._cleared)))
+        return steps.LeaveRows(tuple((source, target) for target, source in self._moved.items()), tuple(sorted(self._cleared)))
 
     def departed(self) -> None:
         """The runner has been told of all departures."""
@@ -166,12 +153,12 @@ class Scheduler:
 
     # ---- what runs next ----
 
-    def admit(self) -> EnterRows | None:
+    def admit(self) -> steps.EnterRows | None:
         """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter.
 
         A request that had better wait for another one's prompt is passed over.
         """
-        entries: list[Entry] = []
+        entries: list[steps.Entry] = []
         for request in list(self.waiting):
             if self._is_too_long(len(request.prompt_ids)):
                 request.drafted_until = 0
@@ -191,10 +178,10 @@ class Scheduler:
             place = self.admission.places[request]
             options, rules, _, grammar = request.choice
             source = self._source(request)
-            entries.append(Entry(len(self.seats), place.tables, options, speculates, rules, source, grammar))
+            entries.append(steps.Entry(len(self.seats), place.tables, options, speculates, rules, source, grammar))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
-        return EnterRows(tuple(entries)) if entries else None
+        return steps.EnterRows(tuple(entries)) if entries else None
 
     def next(self) -> Launch | None:
         """The next chunk or round; the two take turns while both are possible.  None: there is nothing to launch."""
@@ -208,26 +195,30 @@ class Scheduler:
 
     def launched(self, launch: Launch) -> None:
         """Records that the runner has taken the launch: from now on other requests can share the pages of its prompts."""
-        if isinstance(launch.step, RunChunk):
+        if isinstance(launch.step, steps.RunChunk):
             for part, seat in zip(launch.step.parts, launch.seats, strict=True):
                 if seat is not None:
                     request = seat.request
                     self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
 
-    def make_ready(self, sizes: Sequence[int]) -> list[Step]:
+    def make_ready(self, sizes: Sequence[int]) -> list[steps.Step]:
         """The steps that capture what rounds of so many rows may need; none given: of any number.  To be run while idle."""
         assert not self.seats
-        return self.speculation.make_ready(sizes or sorted({self._padded(rows + 1) for rows in range(self.rows)}))
+        return self.speculation.make_ready(sizes or self.sizes())
 
-    def take(self, launch: Launch, emitted: list[Emitted], ended: Sequence[int], seconds: float | None) -> None:
+    def sizes(self) -> list[int]:
+        """All numbers of rows that rounds may compute."""
+        return sorted({self._padded(rows + 1) for rows in range(self.rows)})
+
+    def take(self, launch: Launch, emitted: list[steps.Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
 
         ended: see Pending.  seconds: what a timed round took; None if the launch was not timed.
         """
         step = launch.step
-        self.totals.rounds += isinstance(step, RunRound)
-        self.totals.chunks += isinstance(step, RunChunk)
-        if isinstance(step, RunRound) and seconds is not None:
+        self.totals.rounds += isinstance(step, steps.RunRound)
+        self.totals.chunks += isinstance(step, steps.RunChunk)
+        if isinstance(step, steps.RunRound) and seconds is not None:
             drafting = [row for row, speculates in zip(emitted, launch.speculates, strict=False) if speculates]
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
             self.speculation.observe(step, seconds, accepted, best, _tokens(launch.seats))
@@ -240,7 +231,7 @@ class Scheduler:
             seat.unread -= 1
             if not seat.request.is_done:
                 tree = None
-                if isinstance(step, RunRound):
+                if isinstance(step, steps.RunRound):
                     tree = (step.drafted, step.depths) if launch.speculates[place] else (0, 0)
                 self._hand_out(seat, row, tree)
 
@@ -248,7 +239,7 @@ class Scheduler:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
         entering.sort(key=lambda row_seat: row_seat[1].arrival)  # not in the order of rows, because rows move when others leave
         shares = self.budget.share([seat.left for _, seat in entering], running)
-        parts: list[PromptPart] = []
+        parts: list[steps.PromptPart] = []
         seats: list[Seat | None] = []
         for (row, seat), tokens in zip(entering, shares, strict=True):
             if not tokens:
@@ -256,7 +247,7 @@ class Scheduler:
             prompt, end = seat.request.prompt_ids, seat.done + tokens
             follower = prompt[end] if end < len(prompt) else -1
             source = None if seat.done else self._source(seat.request)
-            parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower, source))
+            parts.append(steps.PromptPart(row, prompt[seat.done : end], seat.done, follower, source))
             seats.append(seat)
             seat.done = end
             if follower < 0:
@@ -267,14 +258,14 @@ class Scheduler:
         cost += sum(self.budget.cost(0, len(part.source.token_ids)) for part in parts if part.source)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         drafted = any(self._speculates(seat.request) for seat in seats if seat is not None)
-        return Launch([], RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), seats)
+        return Launch([], steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), seats)
 
     def _next_round(self) -> Launch:
         seats = [seat if seat.runs else None for seat in self.seats]
         while seats[-1] is None:  # rows after the last running one need not be computed
             seats.pop()
         rows = self._padded(len(seats))
-        before: list[Step] = self._stop_drafting(seats)
+        before: list[steps.Step] = self._stop_drafting(seats)
         running = [seat.request for seat in seats if seat is not None]
         speculates = tuple(seat is not None and self._speculates(seat.request) for seat in seats)
         speculating = sum(speculates)
@@ -298,7 +289,7 @@ class Scheduler:
         """How many rows a round computes for so many running ones."""
         return min(self.rows, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
-    def _stop_drafting(self, seats: list[Seat | None]) -> list[Step]:
+    def _stop_drafting(self, seats: list[Seat | None]) -> list[steps.Step]:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
         rows = []
         for row, seat in enumerate(seats):
@@ -306,7 +297,7 @@ class Scheduler:
                 seat.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()
-        return [StopDrafting(tuple(rows))] if rows else []
+        return [steps.StopDrafting(tuple(rows))] if rows else []
 
     def _is_too_long(self, tokens: int) -> bool:
         """Whether nothing is drafted in a text of so many tokens."""
@@ -318,25 +309,25 @@ class Scheduler:
         if not any(seat.runs and self._speculates(seat.request) for seat in self.seats):
             self.speculation.pause = 0
 
-    def _needs(self, requests: list[Request]) -> Needs:
+    def _needs(self, requests: list[Request]) -> steps.Needs:
         """What a batch of these requests needs to choose its tokens."""
         return self._batch_needs.of(request.choice.needs for request in requests)
 
-    def _source(self, request: Request) -> Source | None:
+    def _source(self, request: Request) -> steps.Source | None:
         """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
         if request.source_ids is None:
             return None
         page = self.admission.places[request].source
         assert page is not None
-        return Source(page, request.source_ids)
+        return steps.Source(page, request.source_ids)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""
-        return request.speculate and self.speculation.drafts and request.drafted_until is None
+        return request.speculate and bool(self.speculation.shapes) and request.drafted_until is None
 
     # ---- endings ----
 
-    def _hand_out(self, seat: Seat, emitted: Emitted, tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, seat: Seat, emitted: steps.Emitted, tree: tuple[int, int] | None) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
         tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.

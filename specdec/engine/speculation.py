@@ -34,7 +34,7 @@ class Speculation:
     shapes: those that a round's tree may have; none: there is no drafter; several: the controller chooses.
     ready_seconds: how long it takes to capture a shape's round; 0: nothing is captured, so that any shape may run at any time.
     most_tokens: of a text, beyond which nothing is drafted; None: there is no such length.
-    first_accepted: see Controller.
+    first_accepted: see Acceptance.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
@@ -48,15 +48,10 @@ class Speculation:
         first_accepted: float | None = None,
     ) -> None:
         self.shapes, self.most_tokens = tuple(shapes), most_tokens
-        self.controller = Controller(shapes, ready_seconds > 0, ready_seconds, first_accepted) if is_auto else None
+        self.controller = Controller(shapes, ready_seconds, first_accepted) if is_auto else None
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried
         self._ready: dict[Batch, tuple[Shape, ...]] = {}  # what has been captured, where anything is
-
-    @property
-    def drafts(self) -> bool:
-        """Whether there is a drafter."""
-        return bool(self.shapes)
 
     def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.
@@ -110,16 +105,11 @@ class Speculation:
         return [RunRound(rows, "plain", None, needs), *(RunRound(rows, "speculative", spec, needs) for spec in fixed)]
 
     def observe(
-        self,
-        step: RunRound,
-        seconds: float,
-        accepted: list[int],
-        best: list[tuple[int, int]] | None = None,
-        tokens: int = 0,
+        self, step: RunRound, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None = None, tokens: int = 0
     ) -> None:
-        """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted.
+        """Records a timed round, and how many draft tokens each row that speculates accepted.
 
-        best: of these rows, see Emitted; None for a chain.  tokens: of all rows when the round began.
+        seconds: from the end of the round before it.  best: see Emitted; None for a chain.  tokens: of all rows at its start.
         """
         if self.controller is not None:
             self.controller.observe(Size(step.rows, step.needs.grammar), step.spec, seconds, accepted, best, tokens)
@@ -142,8 +132,8 @@ class Speculation:
         return ready
 
     def _tries(self, batch: Batch, shapes: Sequence[Shape]) -> list[Step]:
-        steps = [Try(_round(batch, shape)) for shape in shapes]
-        return [*steps, Try(CatchUp(*batch))] if None in shapes else [*steps]
+        catch_up = [Try(CatchUp(*batch))] if None in shapes else []
+        return [*(Try(_round(batch, shape)) for shape in shapes), *catch_up]
 
 
 def _round(batch: Batch, shape: Shape) -> RunRound:

@@ -41,35 +41,25 @@ class Histogram:
 class Totals:
     """Sums over all requests since the start, and what the engine holds now.
 
-    running, waiting: requests that hold a row, and requests that wait for one.
-    pages_used, pages_total: pages that requests own or read, and all pages of the KV pool.  Where layers with a span have pages
-        of their own, these are the pages of the layers that read all keys.
-    local_pages_used, local_pages_total: the same of the pages for layers with a span; 0 where these have no pages of their own.
-    requests: how many have ended, by how: "eos", "stop", "length", "error" or "cancelled".
-    rounds, chunks: passes over the batch, and passes over prompts, whose tokens have been read.
-    prompt_tokens, cached_tokens: of requests that have entered; and those of them that the prefix cache held.
-    output_tokens: tokens that requests have kept.
-    drafted: draft tokens that were proposed, summed over rows.
-    paths: (levels of the tree, draft tokens accepted) -> how many rows of speculative rounds that was so for.
-    first_token: seconds from a request's arrival to its first token.
+    Where layers with a span have pages of their own, `pages` are those of the layers that read all keys, `local_pages` theirs.
     between_tokens: seconds a token after the first; m tokens that a round gives a request after t seconds count t / m, m times.
     """
 
-    running: int = 0
-    waiting: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
+    running: int = 0  # requests that hold a row
+    waiting: int = 0  # requests that wait for one
+    pages_used: int = 0  # that requests own or read
+    pages_total: int = 0  # of the KV pool
     local_pages_used: int = 0
     local_pages_total: int = 0
-    requests: Counter[str] = field(default_factory=Counter)
-    rounds: int = 0
-    chunks: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    drafted: int = 0
-    paths: Counter[tuple[int, int]] = field(default_factory=Counter)
-    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
+    requests: Counter[str] = field(default_factory=Counter)  # ended, by how: "eos", "stop", "length", "error" or "cancelled"
+    rounds: int = 0  # passes over the batch whose tokens have been read
+    chunks: int = 0  # passes over prompts, likewise
+    prompt_tokens: int = 0  # of requests that have entered
+    cached_tokens: int = 0  # those of them that the prefix cache held
+    output_tokens: int = 0  # that requests have kept
+    drafted: int = 0  # draft tokens that were proposed, summed over rows
+    paths: Counter[tuple[int, int]] = field(default_factory=Counter)  # rows of rounds, by the tree's levels and those accepted
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))  # seconds from a request's arrival
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_BOUNDS))
 
     def entered(self, request: Request) -> None:
@@ -79,11 +69,8 @@ class Totals:
 
     def ended(self, request: Request) -> None:
         """A request has finished, failed or been cancelled."""
-        if request.error is not None:
-            how = "error"
-        else:
-            how = "cancelled" if request.cancelled else str(request.output.finish_reason)
-        self.requests[how] += 1
+        how = "cancelled" if request.cancelled else str(request.output.finish_reason)
+        self.requests["error" if request.error is not None else how] += 1
 
     @property
     def accepted(self) -> int:
@@ -93,16 +80,18 @@ class Totals:
     @property
     def reached_by_depth(self) -> list[int]:
         """Entry i: how often all of the first i levels of a tree with more than i levels were accepted."""
-        paths = self._paths()
-        most = max((depths for (depths, _), _ in paths), default=0)
-        return [sum(rows for (depths, accepted), rows in paths if accepted >= i < depths) for i in range(most)]
+        return self._by_depth(0)
 
     @property
     def accepted_by_depth(self) -> list[int]:
         """Entry i: how often level i + 1 was accepted too."""
+        return self._by_depth(1)
+
+    def _by_depth(self, more: int) -> list[int]:
+        """Entry i: how many rows accepted i + more levels, of trees with more than i levels."""
         paths = self._paths()
         most = max((depths for (depths, _), _ in paths), default=0)
-        return [sum(rows for (depths, accepted), rows in paths if i < min(accepted, depths)) for i in range(most)]
+        return [sum(rows for (depths, accepted), rows in paths if accepted >= i + more and i < depths) for i in range(most)]
 
     def _paths(self) -> list[tuple[tuple[int, int], int]]:
         return list(self.paths.copy().items())  # the copy is made in one go, also while another thread counts

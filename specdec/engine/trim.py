@@ -16,20 +16,12 @@ from specdec.generation import FinishReason
 class Trimmer:
     """The output of one request: takes emitted tokens, and keeps those up to the request's end and their text.
 
-    sampling: says where the request ends.
     eos_ids: the tokens with which the model itself ends a text.
-    decode: turns token ids into text.
-    prompt_ids: the prompt that the text continues.
     streaming: make the text while tokens come, which stop strings need too; otherwise the text is made once, at the end.
     """
 
     def __init__(
-        self,
-        sampling: SamplingParams,
-        eos_ids: frozenset[int],
-        decode: Decode,
-        prompt_ids: Sequence[int],
-        streaming: bool,
+        self, sampling: SamplingParams, eos_ids: frozenset[int], decode: Decode, prompt_ids: Sequence[int], streaming: bool
     ) -> None:
         self.sampling = sampling
         self.token_ids: list[int] = []
@@ -38,8 +30,7 @@ class Trimmer:
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self._stop_ids = frozenset(sampling.stop_token_ids or ())
         self._stops = StopStrings(sampling.stop_strings)
-        self._decode = decode
-        self._prompt_ids = prompt_ids
+        self._decode, self._prompt_ids = decode, prompt_ids
         self._incremental = streaming or bool(sampling.stop_strings)
         self._shown = 0
 

@@ -27,16 +27,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
-from specdec.loading.devices import (
-    ATTENTION_EFFICIENCY,
-    CAPTURE_SECONDS,
-    CHUNK_COST,
-    DEPTH,
-    LAUNCH_SECONDS_A_LAYER,
-    LEAST_SAVED,
-    MOST_PACKED,
-    PRODUCTS_A_SECOND,
-)
+from specdec.loading import devices
 from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
@@ -64,13 +55,13 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
         admission,
-        chunk_budget(model.config, settings, admission.max_chunk_tokens),
+        ChunkBudget(*settings.chunk_costs, doubling_context(model.config), admission.max_chunk_tokens),
         speculation(head, settings),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
-        sharing=None if runner.shared is None else RowSharing(settings.page_tokens, LEAST_SAVED[device]),
+        sharing=None if runner.shared is None else RowSharing(settings.page_tokens, devices.LEAST_SAVED[device]),
     )
-    return Engine(scheduler, runner, DEPTH[device])
+    return Engine(scheduler, runner, devices.DEPTH[device])
 
 
 def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculation:
@@ -79,7 +70,7 @@ def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculatio
         return Speculation(())
     spec = settings.spec
     assert spec is not None
-    seconds = CAPTURE_SECONDS if settings.cuda_graphs else 0.0
+    seconds = devices.CAPTURE_SECONDS if settings.cuda_graphs else 0.0
     longest = head.trained_length if settings.options.beyond_trained == "stop" else None
     return Speculation(head.shapes(spec), seconds, longest, spec.is_auto, settings.first_accepted)
 
@@ -106,7 +97,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     divided = settings.options.decode_context_parallel_size > 1
     may_share = model.config.most_read is None and not settings.numerics.is_invariant and not divided
     reads_together = settings.options.prefix_caching and may_share
-    queries = MOST_PACKED // model.config.heads_a_key
+    queries = devices.MOST_PACKED // model.config.heads_a_key
     shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
@@ -137,15 +128,8 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
     drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
-    state = BatchState.empty(
-        rows,
-        settings.pages_per_sequence,
-        page_size=settings.page_tokens,
-        groups=len(plan.groups),
-        source_size=longest,
-        device=settings.device,
-    )
-    return Workers(verifier, drafter, state)
+    sizes = {"page_size": settings.page_tokens, "groups": len(plan.groups), "source_size": longest}
+    return Workers(verifier, drafter, BatchState.empty(rows, settings.pages_per_sequence, **sizes, device=settings.device))
 
 
 def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> DrafterContext:
@@ -179,14 +163,6 @@ def divided_context(settings: EngineSettings, pages: int, group: Group) -> Divid
     return DividedContext(holders, ownership, pages * options.page_size, settings.scratch_room)
 
 
-# ---- chunks of prompts ----
-
-
-def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None) -> ChunkBudget:
-    """What a chunk of prompts may cost.  config: the target's.  most: the most tokens of one prompt in one chunk."""
-    return ChunkBudget(*settings.chunk_costs, doubling_context(config), most)
-
-
 def doubling_context(config: ModelConfig) -> float:
     """The context length at which attention doubles a token's cost, because it then takes as long as the matrix products.
 
@@ -196,7 +172,7 @@ def doubling_context(config: ModelConfig) -> float:
     kv_D = config.num_kv_heads * config.head_dim
     products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
     growing = config.key_operations
-    return math.inf if not growing else ATTENTION_EFFICIENCY * products / growing
+    return math.inf if not growing else devices.ATTENTION_EFFICIENCY * products / growing
 
 
 def ends_of(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
@@ -263,8 +239,8 @@ def most_captured_cost(model: Target, head: DraftModel | None) -> int:
     """
     layers = sum(config.num_layers for config in (model.config, *(head.needs.models if head else ())))
     weights = sum(p.numel() for p in {*model.parameters(), *(head.parameters() if head else ())} if p.dim() > 1)
-    most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
-    most = min(most, CHUNK_COST["cuda"][2])
+    most = int(layers * devices.LAUNCH_SECONDS_A_LAYER * devices.PRODUCTS_A_SECOND / max(1, weights))
+    most = min(most, devices.CHUNK_COST["cuda"][2])
     # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.
     return min(most, LIMITS.expand_above) if model.config.keeps_latents else most
 

@@ -40,18 +40,13 @@ from specdec.startup import STARTUP
 
 
 class CheckedPair(NamedTuple):
-    """A pair that was found and understood, and of which no weight was read.
+    """A pair that was found and understood, and of which no weight was read."""
 
-    folder, chosen, checkpoint: the target's, and its tensors.
-    settings: what the options mean for this pair.
-    drafter: what is known of it, and what loads it; None without one.
-    """
-
-    folder: Path
+    folder: Path  # the target's
     chosen: TargetChoice
-    checkpoint: Checkpoint
-    settings: EngineSettings
-    drafter: OpenDrafter | None = None
+    checkpoint: Checkpoint  # the target's
+    settings: EngineSettings  # what the options mean for this pair
+    drafter: OpenDrafter | None = None  # what is known of it, and what loads it; None without one
 
     @property
     def configs(self) -> tuple[ModelConfig, ...]:

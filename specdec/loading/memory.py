@@ -21,15 +21,11 @@ from specdec.models.kv import cache_layout
 
 
 class PoolPlan(NamedTuple):
-    """The KV pool, by group of layers.
-
-    groups: see Group.  num_pages: the pages of each group, its dummy page included.  page_bytes: the bytes of one page of each
-    group, over both models.
-    """
+    """The KV pool, by group of layers."""
 
     groups: tuple[Group, ...]
-    num_pages: tuple[int, ...]
-    page_bytes: tuple[int, ...]
+    num_pages: tuple[int, ...]  # of each group, its dummy page included
+    page_bytes: tuple[int, ...]  # of one page of each group, over both models
 
     @property
     def bytes(self) -> int:

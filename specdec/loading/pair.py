@@ -30,7 +30,7 @@ Loaded = tuple[Target, DraftModel | None, EngineSettings, Path]
 
 
 class WantedPair(NamedTuple):
-    """See `load_pair`."""
+    """What every rank loads its share of: see `load_pair`.  It is pickled."""
 
     target: str | Path
     draft: str | Path | None
@@ -38,11 +38,13 @@ class WantedPair(NamedTuple):
     options: EngineOptions
 
     def check(self, size: int) -> None:
+        """ValueError if so many ranks can't share it, with the nearest number that can."""
         require_spec(self.spec)
         pair = check_pair(self.target, self.draft, self.spec, replace(self.options, tensor_parallel_size=size))
         warn_of_slow_weights(pair, pair.settings.dtype, partial(architecture_of, pair.settings.device))
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
+        """This rank's share.  options: `self.options`, with this rank's device."""
         try:
             return load_pair(self.target, self.draft, self.spec, options, group)
         except torch.OutOfMemoryError as error:

@@ -47,38 +47,27 @@ TOGETHER = (
 
 
 class Models(NamedTuple):
-    """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
-
-    features: how many numbers of each token the drafter reads of the target.
-    page_bytes: what the drafter keeps of each page besides keys and values.
-    scratch: how many numbers the largest matrix of the target has that is stored as codes: prompts compute them; 0: none is.
-    packed: the bytes of matrices that are kept once more, of both.
-    """
+    """What is to be counted of a target, and of its drafter if there is one."""
 
     configs: tuple[ModelConfig, ...]
-    weights: tuple[int, ...]
-    features: int = 0
-    page_bytes: int = 0
-    scratch: int = 0
-    packed: int = 0
+    weights: tuple[int, ...]  # the bytes of each
+    features: int = 0  # how many numbers of each token the drafter reads of the target
+    page_bytes: int = 0  # what the drafter keeps of each page besides keys and values
+    scratch: int = 0  # numbers of the target's largest matrix that is stored as codes, which prompts compute; 0: none is
+    packed: int = 0  # the bytes of matrices that are kept once more, of both
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes by what takes them.
-
-    target_weights: in words, how the target's weights are kept.
-    kv_token: of one token, target and drafter.  memory: what there is.
-    longest, widest: the longest context at this batch size, and the largest batch at this context, that fit; 0: none does.
-    """
+    """Bytes by what takes them."""
 
     context: int
     batch: int
-    target_weights: str
+    target_weights: str  # in words, how they are kept
     parts: dict[str, int]
-    kv_token: tuple[int, ...]
-    memory: int
-    longest: int
-    widest: int
+    kv_token: tuple[int, ...]  # of one token, target and drafter
+    memory: int  # what there is
+    longest: int  # the longest context at this batch size that fits; 0: none does
+    widest: int  # the largest batch at this context that fits; 0: none does
 
     @property
     def total(self) -> int:

@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
 from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
-from specdec.loading.pair import Loaded
+from specdec.loading.pair import Loaded, WantedPair
 from specdec.loading.resolve import EngineSettings, resolve_device
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
@@ -29,25 +29,10 @@ from specdec.runner.runner import Call, DeviceRunner
 from specdec.steps import Step
 
 
-class Wanted(Protocol):
-    """What every rank loads its share of.  It is pickled."""
-
-    @property
-    def options(self) -> EngineOptions: ...
-
-    def check(self, size: int) -> None:
-        """ValueError if so many ranks can't share it, with the nearest number that can."""
-        ...
-
-    def load(self, group: Group, options: EngineOptions) -> Loaded:
-        """This rank's share.  options: `self.options`, with this rank's device."""
-        ...
-
-
 class Load(NamedTuple):
     """The message that has other ranks load their shares, in place of what they held."""
 
-    wanted: Wanted
+    wanted: WantedPair
 
 
 class Build(NamedTuple):
@@ -72,7 +57,7 @@ class Ranks:
         self._followers: Followers | None = None
         self._finalizer: weakref.finalize[Any, Ranks] | None = None  # for a decoder that is forgotten, or not closed at the end
 
-    def load(self, wanted: Wanted) -> Loaded:
+    def load(self, wanted: WantedPair) -> Loaded:
         """This rank's share.  RankFailed if another rank could not load its own."""
         if self.size == 1:
             return wanted.load(ALONE, wanted.options)
@@ -163,7 +148,7 @@ class Follower:
             assert self._runner is not None, "steps come after Build"
             follow(self._runner, message)
 
-    def _load(self, wanted: Wanted) -> None:
+    def _load(self, wanted: WantedPair) -> None:
         options = options_of(wanted.options, self._seat.rank)
         device = resolve_device(options.device)
         if self._group is None:

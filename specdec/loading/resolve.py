@@ -32,30 +32,20 @@ from specdec.runner.prompts import LARGEST_STEP
 class EngineSettings:
     """How an engine runs: the options as they were given, and the settings that they were resolved to.
 
-    options: as given.
-    spec: the shape of the draft tree; None without a drafter.
-    device, dtype: where the models run, and in which type.
-    max_seq_len: the most tokens of one request, prompt and output together.
-    cuda_graphs: see EngineOptions; False without a GPU.
-    attention_backend: the name of the backend that reads the cache, and why it was chosen.
-    target_backend: "native" if specdec's own modules compute the target, or "transformers".
-    target_backend_reason: why that one was chosen.
-    draft_slots: how many slots after the tokens that are committed before a round the drafter writes in it.
-    threads: of a CPU, for each thing that is computed; None on a GPU, and before the target is loaded.
     first_accepted: the share of the drafter's first drafts that the target accepted when both were looked at; None: not known.
     """
 
     options: EngineOptions
-    spec: SpecConfig | None
+    spec: SpecConfig | None  # None without a drafter
     device: torch.device
     dtype: torch.dtype
     max_seq_len: int
-    cuda_graphs: GraphMode
+    cuda_graphs: GraphMode  # False without a GPU
     attention_backend: BackendChoice
-    target_backend: str
+    target_backend: str  # "native" if specdec's own modules compute the target, or "transformers"
     target_backend_reason: str
-    draft_slots: int = 0
-    threads: int | None = None
+    draft_slots: int = 0  # how many slots after the tokens that are committed before a round the drafter writes in it
+    threads: int | None = None  # of a CPU; None on a GPU, and before the target is loaded
     first_accepted: float | None = None
 
     @property
@@ -189,15 +179,11 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":
-        refuse(
-            f"keeps keys and values in the model's dtype, got kv_cache_dtype={options.kv_cache_dtype!r}",
-            "kv_cache_dtype='auto'",
-        )
-    if options.decode_context_parallel_size > 1:
-        refuse(
-            f"keeps whole sequences on each rank, got decode_context_parallel_size={options.decode_context_parallel_size}",
-            "decode_context_parallel_size=1",
-        )
+        got = f"kv_cache_dtype={options.kv_cache_dtype!r}"
+        refuse(f"keeps keys and values in the model's dtype, got {got}", "kv_cache_dtype='auto'")
+    if (divided := options.decode_context_parallel_size) > 1:
+        name = "decode_context_parallel_size"
+        refuse(f"keeps whole sequences on each rank, got {name}={divided}", f"{name}=1")
     ranks = options.tensor_parallel_size
     if any(size % 8 for size in target.row_lengths(ranks)):
         fits = [n for n in range(ranks, 0, -1) if ranks % n == 0 and not any(size % 8 for size in target.row_lengths(n))]

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.loading.resolve import EngineSettings
-from specdec.lossless.widen import replaced, widened
+from specdec.lossless.widen import SMALL, replaced, widened
 from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.products.numerics import FAST
@@ -42,11 +42,11 @@ class DensePasses:
         self.steps = self._as_stored is not None
 
     @contextmanager
-    def wide(self) -> Iterator[None]:
-        """Inside, passes and logits are computed in the wider dtype, in whichever order of sums."""
+    def wide(self, small: int = SMALL) -> Iterator[None]:
+        """Inside, passes and logits are computed in the wider dtype, in whichever order of sums.  small: see `widened`."""
         use_numerics(self.model, FAST)
         try:
-            with widened(self.model, WIDER.get(self.dtype, self.dtype)):
+            with widened(self.model, WIDER.get(self.dtype, self.dtype), small):
                 yield
         finally:
             use_numerics(self.model, self._numerics)

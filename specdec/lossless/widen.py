@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SMALL = 1 << 20  # numbers; smaller tensors (norms, biases, routers) are widened for as long as the model is
+SMALL = 1 << 20  # numbers; such tensors (norms, biases, routers) are widened for as long as the model is
 
 
 @contextmanager
-def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def widened(model: nn.Module, dtype: torch.dtype, small: int = SMALL) -> Iterator[None]:
     """Inside, the model computes in that dtype.  The values of its weights stay: only what is computed is rounded less.
 
     Nothing else may use the model meanwhile.  A layer's large weights are widened when its forward pass begins, and dropped
     when that ends, so that one layer at a time is held twice.  Weights that belong to no layer, such as the embedding, and
-    small ones stay wide inside the whole block: layers read some of each other's norms.
+    ones (of at most `small` numbers) stay wide inside the whole block: layers read some of each other's norms.
     """
     layers = list(_layers(model))
-    late = {id(tensor) for layer in layers for tensor in _held(layer) if tensor.numel() > SMALL}
+    late = {id(tensor) for layer in layers for tensor in _held(layer) if tensor.numel() > small}
 
     def widen(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.element_size() < dtype.itemsize else tensor

@@ -105,12 +105,13 @@ class Followers:
     """All ranks but the first, as the first one sees them.
 
     pipes: to each.  processes: theirs, if this process has started them.  silence: see SILENCE_SECONDS.
+    word_seconds: see WORD_SECONDS.
     failure: why a rank has failed, the first one included; empty while all are well.
     group: the first rank's, once it has joined; its exchanges end if a rank fails, and at `close`.  device: where they run.
     """
 
     def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any], silence: float = SILENCE_SECONDS) -> None:
-        self._silence = silence
+        self._silence, self.word_seconds = silence, WORD_SECONDS
         self.seat, self._pipes, self._processes = seat, pipes, processes
         self.failure = ""
         self.group: Group = ALONE
@@ -155,7 +156,8 @@ class Followers:
         That is RankFailed if another rank failed first, which may have made this one fail.
         """
         with self._news:
-            self._news.wait_for(lambda: self.failure, timeout=0.0 if isinstance(error, KeyboardInterrupt) else WORD_SECONDS)
+            seconds = 0.0 if isinstance(error, KeyboardInterrupt) else self.word_seconds
+            self._news.wait_for(lambda: self.failure, timeout=seconds)
         if self.failure:
             return error if isinstance(error, RankFailed) else RankFailed(self.failure)
         self._fail(f"rank 0 failed: {type(error).__name__}: {error}")

@@ -80,10 +80,7 @@ class FirstPasses:
 
 
 def compile_steps(
-    prompts: PromptRunner,
-    rounds: RoundRunner,
-    steps: Sequence[RunChunk | RunRound],
-    state_of: Callable[[RunRound], BatchState],
+    prompts: PromptRunner, rounds: RoundRunner, steps: Sequence[RunChunk | RunRound], state_of: Callable[[RunRound], BatchState]
 ) -> None:
     """Has the kernels of these steps compiled side by side: of a chunk its first pass and the padded one.  No step is run.
 

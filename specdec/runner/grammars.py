@@ -41,27 +41,20 @@ NO_TREE: HostTree = (), ()
 
 @dataclass
 class GrammarRow:
-    """One text.  speculates: whether draft tokens may be accepted in it.  runs: whether its prompt is complete.
+    """One text."""
 
-    matcher: of the first rank; others have none.
-    is_unreported: whether its drafts have ended here, and the scheduler does not know yet.
-    """
-
-    matcher: Matcher | None
-    speculates: bool
-    runs: bool = False
-    is_unreported: bool = False
+    matcher: Matcher | None  # of the first rank; others have none
+    speculates: bool  # whether draft tokens may be accepted
+    runs: bool = False  # whether its prompt is complete
+    is_unreported: bool = False  # whether its drafts have ended here, and the scheduler does not know yet
 
 
 class Unread(NamedTuple):
-    """Tokens that a pass has emitted and no matcher has taken: of these texts, at these places of the copy.
-
-    read: what makes rows of the copy.
-    """
+    """Tokens that a pass has emitted and no matcher has taken: of these texts, at these places of the copy."""
 
     ticket: Ticket
     texts: Sequence[tuple[int, GrammarRow]]
-    read: Callable[[Tensor], list[Emitted]]
+    read: Callable[[Tensor], list[Emitted]]  # makes rows of the copy
 
 
 class GrammarRows:
@@ -112,7 +105,7 @@ class GrammarRows:
 
     def follow_chunk(self, first: FirstTokens, parts: Sequence[PromptPart]) -> None:
         """Has the texts whose prompts end in a chunk take their first tokens, once these are on the host."""
-        texts = [(place, self._rows[part.row]) for place, part in enumerate(parts) if part.is_last and part.row in self._rows]
+        texts = self._ending(parts)
         for _, row in texts:
             row.runs = True
         if texts and self._group.rank == 0:
@@ -227,12 +220,10 @@ class GrammarRows:
 
     def of_chunk(self, places: int, parts: Sequence[PromptPart]) -> BitMasks:
         """The masks of the first tokens of a chunk's prompts.  places: how many parts the chunk has, with padding."""
-        texts = [
-            (place, self._rows[part.row].matcher, NO_TREE)
-            for place, part in enumerate(parts)
-            if part.is_last and part.row in self._rows
-        ]
-        return self._send(places, 1, texts)
+        return self._send(places, 1, [(place, row.matcher, NO_TREE) for place, row in self._ending(parts)])
+
+    def _ending(self, parts: Sequence[PromptPart]) -> list[tuple[int, GrammarRow]]:
+        return [(place, self._rows[part.row]) for place, part in enumerate(parts) if part.is_last and part.row in self._rows]
 
     def _running(self, rows: int) -> list[tuple[int, GrammarRow]]:
         return [(place, row) for place, row in sorted(self._rows.items()) if row.runs and place < rows]

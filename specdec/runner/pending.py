@@ -31,11 +31,7 @@ class EmittedPending:
         self._read, self.ended = read, ended
         self._logprobs = None if logprobs is None else readback.start(logprobs)
         self._numbers = readback.start(numbers, begun)
-
-    @property
-    def done(self) -> Any:
-        """The mark after the step."""
-        return self._numbers.done
+        self.done = self._numbers.done  # the mark after the step
 
     def read(self) -> list[Emitted]:
         emitted = self._numbers.read(self._read)

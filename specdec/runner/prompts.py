@@ -38,9 +38,7 @@ class Work(NamedTuple):
 class PromptRunner:
     """Runs chunks.  A chunk's results are written into the rows of the batch; the first tokens of its prompts are returned.
 
-    capture: whether there are CUDA graphs.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk runs eagerly.
-    grammars: the rows whose first tokens must obey a grammar.
     """
 
     def __init__(self, workers: Workers, capture: bool, most_captured: int, grammars: GrammarRows) -> None:
@@ -99,7 +97,7 @@ class PromptRunner:
     def _pass(self, flat: Tensor, work: Work, masks: BitMasks | None) -> FirstTokens:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
-        pages = [state.of_group(group).prompt_pages for group in range(state.num_groups)]
+        pages = [state.of_group(group).prompt_pages for group in range(state.page_table_BGW.shape[1])]
         prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
         sampling = state.sampling_of(prompts.rows_B, work.needs)._replace(masks=masks)
         first, features_TF = verifier.prefill(prompts, sampling, work.needs, work.drafted)

@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from specdec.parallel.processes import Followers
+
 R = TypeVar("R")
-
-
-class OtherRanks(Protocol):
-    """Ranks that run the same steps.
-
-    check: raises if one has failed.  explain: what to raise for an error of this rank, after which none of them can go on.
-    """
-
-    def check(self) -> None: ...
-    def explain(self, error: BaseException) -> BaseException: ...
 
 
 class Readback:
@@ -33,7 +25,7 @@ class Readback:
         self.device = device
         self.waits = 0
         self.wait_seconds = 0.0
-        self.followers: OtherRanks | None = None  # other ranks; if one fails, what was waited for means nothing
+        self.followers: Followers | None = None  # other ranks; if one fails, what was waited for means nothing
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
 
     def start(self, source: Tensor, begun: Any = None) -> Ticket:
@@ -78,7 +70,12 @@ class Ticket:
         """Waits for the tensor's values and returns what `of` makes of them.  To be called once only."""
         if self._pinned is not None:
             start = time.perf_counter()
-            self._wait()
+            try:
+                self.done.synchronize()
+            except RuntimeError as error:  # the device has failed, perhaps because another rank has
+                if self._owner.followers is not None:
+                    raise self._owner.followers.explain(error) from error
+                raise
             self._owner.wait_seconds += time.perf_counter() - start
             self._owner.waits += 1
         if self._owner.followers is not None:
@@ -91,14 +88,6 @@ class Ticket:
     def device_waits(self) -> bool:
         """Whether the device has made the values, and may wait for whoever reads them.  Where the device is the host: never."""
         return self._pinned is not None and bool(self.done.query())
-
-    def _wait(self) -> None:
-        try:
-            self.done.synchronize()
-        except RuntimeError as error:  # the device has failed, perhaps because another rank has
-            if self._owner.followers is not None:
-                raise self._owner.followers.explain(error) from error
-            raise
 
     def drop(self) -> None:
         """Gives the pinned memory back.  The next copy into it is enqueued later on the same stream, so copies can't mix."""

@@ -28,8 +28,7 @@ class RoundRunner:
 
     graphs: "round" captures a whole round as one graph; "step" captures each phase as a graph of its own; False
         captures nothing.
-    clock: measures phases.  While it is enabled, each phase runs as a graph of its own, in the mode "round" too.
-    grammars: makes the masks of rows that have a grammar.
+    clock: while it is enabled, each phase runs as a graph of its own, in the mode "round" too.
     """
 
     def __init__(self, workers: Workers, graphs: GraphMode, clock: PhaseClock, grammars: GrammarRows) -> None:
@@ -39,7 +38,8 @@ class RoundRunner:
 
     def run(self, state: BatchState, step: RunRound) -> RoundResult:
         """Runs the round over these rows.  It updates lengths and bonus tokens, and the drafter's rows."""
-        if not self._is_whole(step):
+        is_whole = self.graph_mode == "round" and not self.clock.enabled and not step.needs.grammar
+        if not is_whole or step.kind != "speculative":
             return self._phases(state, step, self.phase_graphs)
         changed = [*state.written(step.needs), *self.workers.need_drafter().changed(state)]
         key = "round", state.shape, step.spec, step.needs
@@ -58,11 +58,6 @@ class RoundRunner:
         with self.clock.phase("extend"):
             key = "catch up", state.shape, step.needs.drafts
             self.phase_graphs.run(key, lambda: drafter.catch_up(state, step.needs), changed)
-
-    def _is_whole(self, step: RunRound) -> bool:
-        """Whether the round runs as one graph, so that the host can do nothing between its phases."""
-        is_alone = self.graph_mode == "round" and not self.clock.enabled and not step.needs.grammar
-        return is_alone and step.kind == "speculative"
 
     def _phases(self, state: BatchState, step: RunRound, graphs: GraphSet) -> RoundResult:
         """The phases one after the other.  graphs: of single phases, or EAGER.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from specdec import steps
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.emitted import EmittedRows, FirstTokens, RoundResult
 from specdec.batch.sampling import RowSampling
@@ -24,30 +25,15 @@ from specdec.limits import DUMMY_PAGE
 from specdec.ops.compiling.known import num_loaded
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
+from specdec.parallel.processes import Followers
 from specdec.runner.first_passes import FirstPasses, compile_steps
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.pending import EmittedPending, TryPending
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
-from specdec.runner.readback import OtherRanks, Readback
+from specdec.runner.readback import Readback
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import (
-    CatchUp,
-    CopyPages,
-    EnterRows,
-    ForceAcceptance,
-    LeaveRows,
-    Pending,
-    RunChunk,
-    RunRound,
-    ShareRows,
-    Source,
-    Step,
-    StopDrafting,
-    TimePhases,
-    Try,
-)
 from specdec.verify.synthetic import SyntheticAcceptance
 
 R = TypeVar("R")
@@ -62,22 +48,11 @@ class Call(NamedTuple):
     given: tuple[Any, ...]
 
 
-class Followers(OtherRanks, Protocol):
-    """The other ranks, as the first one's runner knows them.  send: tells them a step, which this rank runs next."""
-
-    def send(self, message: Any) -> None: ...
-
-
 class DeviceRunner:
     """Executes steps.
 
-    workers: both models and the batch.
-    graphs: see RoundRunner.
-    most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
-    shared: buffers for the pages that rows read together; None where rows never do.
-    rehearses: the purpose for which the first passes are rehearsed (see FirstPasses), so that their kernels are compiled side
-        by side; None: they may not be.
-    spec: the shape of the first speculative round; None: nobody knows it yet.
+    graphs: see RoundRunner.  most_captured: see PromptRunner.  rehearses, spec: see FirstPasses, whose purpose the first is;
+    None: passes may not be rehearsed.  shared: buffers for the pages that rows read together; None where rows never do.
     """
 
     def __init__(
@@ -103,17 +78,17 @@ class DeviceRunner:
         self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
         self._rehearses = rehearses is not None
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
-        self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
-            EnterRows: self._enter,
-            RunChunk: self._chunk,
-            CatchUp: self._catch_up,
-            Try: self._try,
-            ShareRows: self._share,
-            LeaveRows: self._leave,
-            StopDrafting: self._stop_drafting,
-            CopyPages: self._copy,
-            TimePhases: self._time_phases,
-            ForceAcceptance: self._force_acceptance,
+        self._actions: dict[type[Any], Callable[[Any], steps.Pending | None]] = {
+            steps.EnterRows: self._enter,
+            steps.RunChunk: self._chunk,
+            steps.CatchUp: self._catch_up,
+            steps.Try: self._try,
+            steps.ShareRows: self._share,
+            steps.LeaveRows: self._leave,
+            steps.StopDrafting: self._stop_drafting,
+            steps.CopyPages: self._copy,
+            steps.TimePhases: lambda step: setattr(self.clock, "enabled", step.enabled),
+            steps.ForceAcceptance: self._force_acceptance,
         }
 
     @property
@@ -127,16 +102,16 @@ class DeviceRunner:
         return num_loaded(self.device), self.num_graphs, self.prompts.num_first_uses
 
     @torch.inference_mode()
-    def rehearse(self, steps: Sequence[RunChunk | RunRound]) -> None:
-        """Has the kernels of these steps compiled (see `compile_steps`) where passes may be rehearsed."""
+    def rehearse(self, passes: Sequence[steps.RunChunk | steps.RunRound]) -> None:
+        """Has the kernels of these passes compiled (see `compile_steps`) where they may be rehearsed."""
         if self._rehearses:
-            if any(step.needs.rules for step in steps):
+            if any(step.needs.rules for step in passes):
                 self._need_tables()
             with self._in_order():
-                compile_steps(self.prompts, self.rounds, steps, self._rows_of)
+                compile_steps(self.prompts, self.rounds, passes, self._rows_of)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Pending | None:
+    def run(self, step: steps.Step) -> steps.Pending | None:
         """Launches the step, as `Runner.run` describes it."""
         return self._on_all_ranks(step, lambda: self._run(step))
 
@@ -158,7 +133,7 @@ class DeviceRunner:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
         return self._on_all_ranks(Call(function, given), lambda: function(self.workers, *given))
 
-    def _on_all_ranks(self, message: Step | Call, run: Callable[[], R]) -> R:
+    def _on_all_ranks(self, message: steps.Step | Call, run: Callable[[], R]) -> R:
         """run(), of which the other ranks are told."""
         if self._followers is not None:
             self._followers.send(message)
@@ -176,15 +151,15 @@ class DeviceRunner:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def _run(self, step: Step) -> Pending | None:
+    def _run(self, step: steps.Step) -> steps.Pending | None:
         last_round, self._last_round = self._last_round, None
-        if isinstance(step, RunRound):
+        if isinstance(step, steps.RunRound):
             return self._round(step, last_round)
         return self._actions[type(step)](step)
 
     # ---- what emits tokens ----
 
-    def _chunk(self, step: RunChunk) -> Pending:
+    def _chunk(self, step: steps.RunChunk) -> steps.Pending:
         if step.needs.rules:
             self._need_tables()
         with self.clock.phase("prefill"):
@@ -200,7 +175,7 @@ class DeviceRunner:
         logprobs = None if first.logprobs_BY is None else first.logprobs_BY[:parts]
         return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs)
 
-    def _round(self, step: RunRound, last_round: Any) -> Pending:
+    def _round(self, step: steps.RunRound, last_round: Any) -> steps.Pending:
         """last_round: the mark after the step before this one, if that was a round."""
         begun = None if not step.timed else self.readback.mark() if last_round is None else last_round
         result = self._launch_round(step)
@@ -210,20 +185,20 @@ class DeviceRunner:
         self._last_round = pending.done
         return pending
 
-    def _launch_round(self, step: RunRound) -> RoundResult:
+    def _launch_round(self, step: steps.RunRound) -> RoundResult:
         state = self._rows_of(step)
         if self._first is not None and self._first.before_round(state, step):
             self._first = None
         return self.rounds.run(state, step)
 
-    def _try(self, step: Try) -> Pending:
+    def _try(self, step: steps.Try) -> steps.Pending:
         tried = step.step
         state = self._rows_of(tried)
         changed = [*state.written(tried.needs), *(drafter.changed(state) if (drafter := self.workers.drafter) else ())]
         saved = [tensor.clone() for tensor in changed]
         for _ in range(TRIES):  # the first of them captures
             begun = self.readback.mark()
-            if isinstance(tried, CatchUp):
+            if isinstance(tried, steps.CatchUp):
                 self._catch_up(tried)
             else:
                 with self.grammars.only_trying():
@@ -235,7 +210,7 @@ class DeviceRunner:
 
     # ---- what changes rows ----
 
-    def _enter(self, step: EnterRows) -> None:
+    def _enter(self, step: steps.EnterRows) -> None:
         """Writes the entries into the batch."""
         if any(entry.rules is not None for entry in step.entries):
             self._need_tables()
@@ -247,7 +222,10 @@ class DeviceRunner:
         state.enter_rows(rows_R, sent(padded, device, torch.int32), sampling, speculates_R)
         if state.source_size:
             sources = [(entry.source.page, len(entry.source.token_ids)) if entry.source else (0, 0) for entry in entries]
-            state.enter_sources(rows_R, sent(sources, device, torch.int32))
+            for tensor, values_R in zip(
+                (state.source_page_B, state.source_lens_B), sent(sources, device, torch.int32).unbind(1)
+            ):
+                tensor.index_copy_(0, rows_R, values_R)
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None
@@ -259,21 +237,21 @@ class DeviceRunner:
         if self.workers.state.tables is None:
             self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
 
-    def _read_source(self, source: Source) -> None:
+    def _read_source(self, source: steps.Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
         ids_S = sent(source.token_ids, self.device)
         first = source.page * self.workers.state.source_size
         slots_S = torch.arange(first, first + len(source.token_ids), dtype=torch.int64, device=self.device)
         self.workers.verifier.read_source(slots_S, ids_S)
 
-    def _catch_up(self, step: CatchUp) -> None:
+    def _catch_up(self, step: steps.CatchUp) -> None:
         self.rounds.catch_up(self._rows_of(step), step)
 
-    def _share(self, step: ShareRows) -> None:
+    def _share(self, step: steps.ShareRows) -> None:
         assert self.shared is not None
         self.shared.set(list(step.rows), list(step.pages), step.tokens)
 
-    def _leave(self, step: LeaveRows) -> None:
+    def _leave(self, step: steps.LeaveRows) -> None:
         moves = len(step.moves)
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
         rows_R = sent(rows, self.device)
@@ -281,21 +259,18 @@ class DeviceRunner:
         self.workers.clear_rows(rows_R[2 * moves :])
         self.grammars.leave(step)
 
-    def _stop_drafting(self, step: StopDrafting) -> None:
+    def _stop_drafting(self, step: steps.StopDrafting) -> None:
         self.workers.stop_drafting(sent(step.rows, self.device))
         self.grammars.stop_drafting(step.rows)
 
-    def _copy(self, step: CopyPages) -> None:
+    def _copy(self, step: steps.CopyPages) -> None:
         sources_N, targets_N = sent([step.sources, step.targets], self.device)
         for cache in self.workers.caches:
             cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
 
     # ---- what is measured ----
 
-    def _time_phases(self, step: TimePhases) -> None:
-        self.clock.enabled = step.enabled
-
-    def _force_acceptance(self, step: ForceAcceptance) -> None:
+    def _force_acceptance(self, step: steps.ForceAcceptance) -> None:
         verifier = self.workers.verifier
         forced, held = SyntheticAcceptance.of(step.probs, verifier.model.config.vocab_size, self.device), verifier.synthetic
         if held is not None and held.probs_S.shape == forced.probs_S.shape:
@@ -310,7 +285,7 @@ class DeviceRunner:
         most = self.workers.state.rows - 1
         return min(most, 1 << (prompts - 1).bit_length()) if self.rounds.graph_mode else prompts
 
-    def _rows_of(self, step: RunRound | CatchUp) -> BatchState:
+    def _rows_of(self, step: steps.RunRound | steps.CatchUp) -> BatchState:
         """Views of the rows that a step runs over."""
         if step.needs.rules:
             self._need_tables()

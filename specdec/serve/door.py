@@ -22,15 +22,11 @@ T = TypeVar("T")
 
 @dataclass
 class Counts:
-    """What a server counts besides its engine.
+    """What a server counts besides its engine."""
 
-    responses: how many were answered, by status.  connections: how many are open.  cut_connections: how many the server has
-    refused or closed, by why.
-    """
-
-    responses: Counter[int] = field(default_factory=Counter)
-    connections: int = 0
-    cut_connections: Counter[str] = field(default_factory=Counter)
+    responses: Counter[int] = field(default_factory=Counter)  # by status
+    connections: int = 0  # how many are open
+    cut_connections: Counter[str] = field(default_factory=Counter)  # that the server has refused or closed, by why
 
 
 class Door:

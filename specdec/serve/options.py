@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,7 +21,7 @@ class ServeOptions:
     """How the HTTP door listens and what it lets in: checked when the object is made."""
 
     host: str = option("127.0.0.1", "the address to listen on; other machines reach only one that is not loopback")
-    port: int = option(8000, "the port to listen on; 0 takes a free one", low=0, high=65535)
+    port: int = option(8000, "the port to listen on; 0 takes a free one", bounds=(0, 65535))
     api_key: str | None = option(
         None,
         "callers must send this key as a bearer token, except to /health, /ready and /metrics; other users of the machine can "
@@ -31,34 +32,31 @@ class ServeOptions:
         None, "what requests call the model; default: the last part of --target, specdec for the shipped pair", metavar="NAME"
     )
     max_queue: int = option(
-        256,
-        "choices that may wait besides the --max-batch-size that run; further requests get status 429",
-        low=0,
-        high=1 << 20,
+        256, "choices that may wait besides the --max-batch-size that run; further requests get status 429", bounds=(0, 1 << 20)
     )
-    max_body_bytes: int = option(4 << 20, "the longest body of a request; longer ones get status 413", low=1024, high=1 << 30)
+    max_body_bytes: int = option(4 << 20, "the longest body of a request; longer ones get status 413", bounds=(1024, 1 << 30))
     max_connections: int | None = option(
         None,
         "connections that may be open at once; further ones get status 503; default: what the limit of open files leaves, at "
         "most 16384",
-        low=1,
-        high=1 << 20,
+        bounds=(1, 1 << 20),
     )
     read_seconds: int = option(
         30,
         "how long a client may take to send the head of a request, and then its body, which has a second more for each 16 KiB "
         "of it",
-        low=1,
-        high=24 * 3600,
+        bounds=(1, 24 * 3600),
     )
     write_seconds: int = option(
-        120, "how long a client may read nothing of an answer before its connection is closed", low=1, high=24 * 3600
+        120, "how long a client may read nothing of an answer before its connection is closed", bounds=(1, 24 * 3600)
     )
     max_tokens_cap: int | None = option(
-        None, "the most output tokens that a request may ask for; default: what the context and the KV pool hold", low=1
+        None,
+        "the most output tokens that a request may ask for; default: what the context and the KV pool hold",
+        bounds=(1, math.inf),
     )
     grace_seconds: int = option(
-        30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", low=0, high=24 * 3600
+        30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", bounds=(0, 24 * 3600)
     )
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 

@@ -9,6 +9,7 @@ bfloat16 need a GPU, where fa4 runs if it is installed.
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from toolkit.attention.cells import (
 )
 from toolkit.attention.matrix import World
 from toolkit.attention.wide_pair import widened
+from toolkit.checkpoints.load import cut_numbers
 from toolkit.paths import ROOT
 from torch import Tensor
 
@@ -107,11 +109,11 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if "cpu" not in TABLE[name].machine.devices])
-def test_the_door_refuses_before_it_reads_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_door_refuses_before_it_reads_weights(name: str, tmp_path: Path) -> None:
     """Keeps out: a refusal that comes after minutes of loading, or with the first prompt."""
-    monkeypatch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
+    target = cut_numbers(Path(shutil.copytree(target_folder(), tmp_path / "without numbers")))  # whoever reads them fails
     with pytest.raises(ValueError, match=f"attention='{name}' needs a CUDA device, got cpu; nearest .*attention='torch'"):
-        SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", attention=name)
+        SpecDecoder.from_pretrained(target, draft_folder(), device="cpu", attention=name)
 
 
 WANTED = AttentionNeeds(
@@ -168,9 +170,13 @@ def test_what_the_cells_hold_fixed(name: str, change: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("version", [None, "1.9"])
 def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: an ImportError out of the first prompt."""
-    fake_flash.install(monkeypatch)
-    found = {**fake_flash.VERSIONS, TABLE[name].machine.package: version}
-    monkeypatch.setattr("specdec.attention.capabilities.installed", found.get)
+    package = TABLE[name].machine.package or ""
+    if version is None and installed(package):  # on this machine
+        machine = TABLE[name].machine._replace(package="a-package-of-nobody")
+        assert "not installed" in why_not(name, WANTED, {**TABLE, name: replace(TABLE[name], machine=machine)})
+        return
+    others = {each: found for each, found in fake_flash.VERSIONS.items() if each != package}
+    fake_flash.install(monkeypatch, others | ({package: version} if version else {}))
     if version is None or TABLE[name].machine.least_version > (0, 0):
         hold_refusal(name, WANTED)
         assert (version or "not installed") in why_not(name, WANTED)
@@ -232,7 +238,7 @@ def test_the_walk_varies_everything_one_can_need() -> None:
 
 def test_one_backend_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a library whose splits depend on the batch, taken for a text that must not depend on it."""
-    monkeypatch.setattr("specdec.attention.capabilities.installed", lambda package: "99.0")
+    fake_flash.install(monkeypatch)
     needs = AttentionNeeds(
         torch.device("cuda"), torch.bfloat16, (9, 0), features=frozenset({Feature.DETERMINISTIC}), page_size=256
     )

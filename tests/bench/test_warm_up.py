@@ -14,10 +14,10 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig
-from specdec.bench import cell as cell_module
-from specdec.bench.cell import MOST_COLD, Explained, measure_cell
+from specdec.bench.cell import MOST_COLD, Difference, Explained, measure_cell
 from specdec.bench.warm_up import Laps
 from specdec.generation import Generation
+from specdec.lossless.near_tie import Divergence
 from specdec.ops.compiling import rehearsal
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
@@ -100,11 +100,16 @@ def test_phases_of_some_prompts_stand_for_all() -> None:
     assert cell.speed_up_factors.uneven_ends == pytest.approx(5 / 2 / 3)
 
 
-def test_a_difference_is_looked_at_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_looked_at_once_for_all_cells() -> None:
     """Keeps out: seconds in a wider dtype for each shape, about a text that differs at the same place in each of them."""
-    asked, look = list[int](), cell_module.explain_divergence
-    monkeypatch.setattr(cell_module, "explain_divergence", lambda *given: (asked.append(given[1]), look(*given))[1])
-    explained: Explained = {}
+    asked = list[int]()
+
+    class Noting(Explained):
+        def __setitem__(self, difference: Difference, part: Divergence) -> None:
+            asked.append(difference[0])
+            super().__setitem__(difference, part)
+
+    explained = Noting()
     cells = [
         measure_cell(StubSession(wrong=wrong), PROMPTS, GREEDY, repeats=2, explained=explained)
         for wrong in ([5, 6, 1, 8, 5, 6], [5, 6, 1, 8, 5, 6], [5, 6, 2, 8, 5, 6])

@@ -114,7 +114,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Grammars(lambda: source, 32, [2]).check("regex", "a")
     with pytest.raises(ValueError, match="regex needs a tokenizer that llguidance can read, of at most 384 ids: "):
         Grammars(lambda: "{}", V, [2]).check("regex", "a")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # Python then finds no such module
     with pytest.raises(ValueError, match=r"regex needs the library llguidance, .* pip install 'specdec-runtime\[grammar\]'"):
         Grammars(lambda: source, V, [2]).check("regex", "a")
     assert "llguidance" in sys.modules

@@ -1,11 +1,12 @@
 """Decode context parallelism: whole decoders whose ranks divide every sequence, and settings that are refused."""
 
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
-from toolkit.deepseek import DeepseekZoo, SparseZoo
+from toolkit.deepseek import DeepseekZoo, SparseZoo, use_limits
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
@@ -68,13 +69,13 @@ def test_ranks_write_what_one_writes(
     assert got == want and got.found > 0
 
 
-def test_long_prompts_gather_latents(zoos: dict[type[Zoo], Zoo], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_gather_latents(zoos: dict[type[Zoo], Zoo]) -> None:
     """Chunks whose latents are expanded, a few at a time.  Keeps out: keys of a rank that are counted for another one."""
     pair = zoos[DeepseekZoo].target("v3"), zoos[DeepseekZoo].head("v3", "eagle3")
     settings = {"prefill_chunk": 13, "page_size": 4}
     want = with_ranks(*pair, TREE, 1, texts, **settings)
-    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=5, expanded_tokens=12))
-    assert with_ranks(*pair, TREE, 2, texts, **settings, decode_context_parallel_size=2) == want
+    few = partial(use_limits, limits=Limits(expand_above=5, expanded_tokens=12))
+    assert with_ranks(*pair, TREE, 2, texts, few, **settings, decode_context_parallel_size=2) == want
 
 
 @pytest.mark.slow

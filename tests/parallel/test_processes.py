@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
 import torch
+from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.pairs import FailingPair
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.loading import pair, ranks
+from specdec.loading import pair
 from specdec.loading.pair import WantedPair, no_room
 from specdec.loading.ranks import check_devices, start_ranks
 from specdec.models.registry import choose_target
@@ -57,7 +58,7 @@ def ended_soon() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo) -> None:
     """Keeps out: steps that do not reach the other rank, or in another order; a process that Ctrl-C ends; a request that waits
     for ever for a rank that is gone; a process that stays after `close`."""
     with load(zoo, 1) as decoder:
@@ -75,7 +76,7 @@ def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo, monkeypatc
         assert decoder.verify(PROMPTS[:1], SAMPLINGS[0]).passed  # dense passes, in which both ranks take part
         with ended_soon():
             os.kill(child.pid, signal.SIGKILL)
-            monkeypatch.setattr(processes, "WORD_SECONDS", SOON / 2)  # the machine may be busy
+            Driver(decoder).followers.word_seconds = SOON / 2  # the machine may be busy
             with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code (-9|None)"):
                 decoder.generate(PROMPTS, SAMPLINGS)
             decoder.close()
@@ -95,15 +96,15 @@ def test_ranks_warn_once(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("rank", "call", "reason"), [(1, 1, "rank 1 failed: RuntimeError: no more room"), (0, 3, "no more room")]
 )
-def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Zoo) -> None:
     """Keeps out: ranks that wait for the exchanges of a pass that another one gave up; an error without its rank and reason."""
-    # Where this rank fails, no other one will say that it failed first; where another one does, the machine may be busy.
-    monkeypatch.setattr(processes, "WORD_SECONDS", 0.2 if rank == 0 else SOON / 2)
     options = EngineOptions(**SETTINGS, tensor_parallel_size=2)  # type: ignore[arg-type]
     wanted = WantedPair(zoo.target("qwen3"), zoo.head("qwen3", "eagle3"), SPEC, options)
     with start_ranks(options) as started:
         model, head, settings, folder = started.load(FailingPair(wanted, rank, call))
         with SpecDecoder(model, head, settings, Tokenizer(folder), started) as decoder, ended_soon():
+            # Where this rank fails, no other one will say that it failed first; else the machine may be busy.
+            Driver(decoder).followers.word_seconds = 0.2 if rank == 0 else SOON / 2
             with pytest.raises(RuntimeError, match=reason):
                 decoder.generate(PROMPTS, SAMPLINGS)
             with pytest.raises(RuntimeError, match=f"rank {rank} failed: RuntimeError: no more room"):
@@ -244,9 +245,14 @@ def test_another_number_of_launched_processes_is_refused(monkeypatch: pytest.Mon
             pass
 
 
-def test_what_ranks_can_not_share_is_refused_before_any_starts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def next_process() -> int:
+    """The number of a process that is made here and not started.  Python counts all that are made."""
+    return int(multiprocessing.Process().name.rpartition("-")[2])
+
+
+def test_what_ranks_can_not_share_is_refused_before_any_starts(zoo: Zoo) -> None:
     """Keeps out: a refusal that takes seconds, leaves a process, or comes as another rank's traceback."""
-    monkeypatch.setattr(ranks, "start", lambda *_: pytest.fail("a rank has started"))
+    before = next_process()
     with pytest.raises(ValueError, match="can share the target's 4 attention heads evenly, got 3; .*: tensor_parallel_size=2"):
         load(zoo, 3)
     with pytest.raises(ValueError, match="must be 1 for a target through transformers' code .*, got 2; nearest"):
@@ -254,6 +260,7 @@ def test_what_ranks_can_not_share_is_refused_before_any_starts(zoo: Zoo, monkeyp
         SpecDecoder.from_pretrained(folder, **SETTINGS, backend="transformers", tensor_parallel_size=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs 4 GPUs from cuda:1 on, but torch sees 2; nearest .*tensor_parallel_size=2"):
         check_devices(EngineOptions(device="cuda:1", tensor_parallel_size=4), lambda: 3)
+    assert next_process() == before + 1, "a rank has started"
 
 
 class Second(Group):
@@ -272,10 +279,10 @@ def test_a_rank_without_room_says_what_would_have(zoo: Zoo, monkeypatch: pytest.
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(pair, "load_pair", full)
-    monkeypatch.setattr(pair, "weights_bytes", lambda folder: 100 << 30)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 40 << 30))
+    size = pair.weights_bytes(zoo.target("qwen3"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, int(0.4 * size)))
     wanted = WantedPair(zoo.target("qwen3"), None, SPEC, EngineOptions(device="cpu", tensor_parallel_size=2))
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 has no room .*hold 100.0 GiB.*tensor_parallel_size=4, or"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 has no room .*hold 0.0 GiB.*tensor_parallel_size=4, or"):
         wanted.load(Second(), wanted.options)
     configs = [choose_target(zoo.target("qwen3")).config]
     assert "nearest setting that works: a smaller model" in no_room(10 << 40, Second(), torch.device("cpu"), configs)

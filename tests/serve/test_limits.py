@@ -14,7 +14,6 @@ from toolkit.driver import Driver
 from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import SpecDecoder
-from specdec.engine.pages.pool import PagePool
 from specdec.serve.options import ServeOptions
 from specdec.serve.times import Times
 
@@ -154,10 +153,9 @@ def test_the_cap_of_max_tokens(chatty: SpecDecoder) -> None:
             assert served.post(path, {"model": "tiny", "max_tokens": 9, **body}).status_code == 200
 
 
-def test_a_prompt_that_no_pool_could_hold(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_no_pool_could_hold(pair: SpecDecoder) -> None:
     """Keeps out: a request that waits for ever for pages that do not exist, or fails after its stream has begun."""
-    with Served(pair) as served:
-        monkeypatch.setattr(PagePool, "capacity", 8)
+    with Served(pair) as served, Driver(pair).small_pool(8):
         error = error_of(served.post(PATH, {**GOOD, "max_tokens": 400, "stream": True}), 400)
         assert error["param"] == "prompt" and error["code"] == "context_length_exceeded"
         assert "nearest setting that works: max_tokens=" in error["message"]
@@ -165,10 +163,9 @@ def test_a_prompt_that_no_pool_could_hold(pair: SpecDecoder, monkeypatch: pytest
         assert served.post(PATH, {**GOOD, "max_tokens": most, "temperature": 0}).status_code == 200
 
 
-def test_a_chat_that_names_no_length_fits_a_small_pool(chatty: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_that_names_no_length_fits_a_small_pool(chatty: SpecDecoder) -> None:
     """Keeps out: chats that are refused since their answer could be as long as the context, which the pool can't hold."""
-    with Served(chatty) as served:
-        monkeypatch.setattr(PagePool, "capacity", 8)
+    with Served(chatty) as served, Driver(chatty).small_pool(8):
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Once"}], "temperature": 0, "ignore_eos": True}
         answer = served.post("/v1/chat/completions", body)
         assert answer.status_code == 200, answer.text

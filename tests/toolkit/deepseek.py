@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
+from specdec.attention.latent.limits import Limits
+from specdec.models.deepseek.modules import LatentAttention
 from toolkit.models import Zoo, randomise, scaled
 
 YARN = dict(
@@ -73,6 +75,14 @@ def save_deepseek(folder: Path, name: str, **changes: Any) -> Path:
         buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
+
+
+def use_limits(model: nn.Module, limits: Limits) -> None:
+    """Sets from which sizes of a pass on this model's latent attention is computed in another form."""
+    layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
+    assert layers
+    for layer in layers:
+        layer.limits = limits
 
 
 class DeepseekZoo(Zoo):

@@ -47,7 +47,7 @@ class Substitute(Drafter):
         tokens_BN = torch.tensor([tokens for tokens, _ in rows])
         if self.spec.topk == 1:
             return DraftTree.chain(tokens_BN)
-        return DraftTree.from_parents(tokens_BN, torch.tensor([parents for _, parents in rows]), min(S, nd - 1))
+        return DraftTree(tokens_BN, torch.tensor([parents for _, parents in rows]), min(S, nd - 1))
 
     def extend(self, *args: Any) -> None:
         if self.inner:

@@ -20,8 +20,8 @@ from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
 from specdec.engine.needs import union
 from specdec.engine.request import Request
+from specdec.parallel.processes import Followers
 from specdec.runner.phase_clock import PhaseClock
-from specdec.runner.runner import Followers
 from specdec.steps import ForceAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks

@@ -40,11 +40,6 @@ def check_books(admission: Admission, requests: list[Request]) -> None:
     assert all(node.parent not in order[: order.index(node)] for node in order), "a page goes after the pages that follow it"
 
 
-def long_prompts_wait_from(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a prompt wait for another one's prefill if both share at least `tokens` tokens that are not in the cache."""
-    monkeypatch.setattr(admission_module, "LEAST_SHARED_TO_WAIT", tokens)
-
-
 def ring_passes_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits a chunk to `tokens` tokens of a prompt, where sequences reuse a ring of pages."""
     for module in (admission_module, groups_module):

@@ -49,7 +49,7 @@ def random_trees(rows: int, nd: int, steps: int, vocab_size: int, rng: random.Ra
     tokens_BN = torch.tensor([random_tokens(row, vocab_size, rng) for row in parents])
     if chain:
         return DraftTree.chain(tokens_BN)
-    return DraftTree.from_parents(tokens_BN, torch.tensor(parents), min(steps, nd - 1))
+    return DraftTree(tokens_BN, torch.tensor(parents), min(steps, nd - 1))
 
 
 def mask_of(parents: list[int]) -> Tensor:

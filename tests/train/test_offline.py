@@ -64,7 +64,7 @@ def test_a_tree_is_followed_along_the_text_and_no_further() -> None:
         trees = [random_shape(7, 4, draw)[0] if draw.random() < 0.7 else chain_shape(7)[0] for _ in places]
         tokens = [[ids[place], *(draw.randrange(3) for _ in range(6))] for place in places]
         deepest = max(path_depth(parents, node) for parents in trees for node in range(7))
-        tree = DraftTree.from_parents(torch.tensor(tokens), torch.tensor(trees), deepest)
+        tree = DraftTree(torch.tensor(tokens), torch.tensor(trees), deepest)
         want = []
         for place, parents, drafts in zip(places, trees, tokens, strict=True):
             right, depths = {0}, [path_depth(parents, node) for node in range(7)]

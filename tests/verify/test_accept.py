@@ -88,7 +88,7 @@ def test_chain_and_its_tree_are_one() -> None:
         target = torch.randint(3, (64, nd), generator=torch.Generator().manual_seed(nd + 1))
         parents = torch.tensor([chain_shape(nd)[0]] * 64)
         chain = accept_path(DraftTree.chain(tokens), target, ones(64))
-        tree = accept_path(DraftTree.from_parents(tokens, parents, nd - 1), target, ones(64))
+        tree = accept_path(DraftTree(tokens, parents, nd - 1), target, ones(64))
         for a, b in zip(tensors(chain), tensors(tree), strict=True):
             assert torch.equal(a, b)
         row = rng.randrange(64)

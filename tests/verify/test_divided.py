@@ -51,7 +51,7 @@ def make_world(lens: list[int], page_size: int, ranks: int, is_chain: bool, shap
     rng = random.Random(5)
     parents = [[0, *range(N - 1)] if is_chain else random_shape(N, STEPS, rng)[0] for _ in lens]
     tokens_BN = torch.zeros(len(lens), N, dtype=torch.int64)
-    tree = DraftTree.chain(tokens_BN) if is_chain else DraftTree.from_parents(tokens_BN, torch.tensor(parents), STEPS)
+    tree = DraftTree.chain(tokens_BN) if is_chain else DraftTree(tokens_BN, torch.tensor(parents), STEPS)
     return World(where, tokens_BX, q_THD, tree)
 
 

@@ -91,7 +91,7 @@ def test_acceptance_writes_into_its_own_rows_alone(monkeypatch: pytest.MonkeyPat
 
 def test_padding_whose_siblings_are_equal_takes_its_root_alone() -> None:
     """Keeps out: two taken nodes of one depth, which leave a place of the path unwritten; keys then move from any address."""
-    tree = DraftTree.from_parents(torch.zeros(2, 6, dtype=torch.int64), torch.tensor([[0, 0, 0, 1, 1, 2]] * 2), 3)
+    tree = DraftTree(torch.zeros(2, 6, dtype=torch.int64), torch.tensor([[0, 0, 0, 1, 1, 2]] * 2), 3)
     state = BatchState.empty(2, 4, page_size=1, device=DEVICE)
     state.speculates_B.fill_(1)
     path_BE, accepted_B, *_ = launch_accept(on_device(tree), torch.zeros(2, 6, dtype=torch.int64, device=DEVICE), state)

@@ -62,7 +62,7 @@ def trees(propose: Proposer, seed_B: Tensor, count: int) -> DraftTree:
     second_Bk = torch.cat([propose(likely_VV[first_Bk[:, k]], seed_B, at_B + 1, 1) for k in range(count)], dim=1)
     tokens_BN = torch.cat((torch.full_like(first_Bk[:, :1], ROOT), first_Bk, second_Bk), dim=1)
     parents = [0, *[0] * count, *range(1, count + 1)]
-    return DraftTree.from_parents(tokens_BN, torch.tensor(parents, device=device).expand(len(seed_B), -1).contiguous(), 2)
+    return DraftTree(tokens_BN, torch.tensor(parents, device=device).expand(len(seed_B), -1).contiguous(), 2)
 
 
 def choices(tree: DraftTree, seed_B: Tensor, options: dict[str, Any], second_at: int = AT + 1) -> Tensor:

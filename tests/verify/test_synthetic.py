@@ -162,7 +162,7 @@ def test_it_runs_inside_a_graph() -> None:
     tree = random_trees(8, 16, 5, VOCAB, random.Random(1))
     target_BN, seed_B, lens_B = torch.randint(VOCAB, (8, 16)), torch.arange(8), torch.arange(8, dtype=torch.int32)
     wanted = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cpu").force(tree, target_BN, seed_B, lens_B, ones(8))
-    on_gpu = DraftTree.from_parents(tree.tokens_BN.cuda(), tree.parents_BN.cuda(), tree.max_depth)
+    on_gpu = DraftTree(tree.tokens_BN.cuda(), tree.parents_BN.cuda(), tree.max_depth)
     synthetic = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cuda")
     inputs = target_BN.cuda(), seed_B.cuda(), lens_B.cuda(), ones(8).cuda()
     synthetic.force(on_gpu, *inputs)

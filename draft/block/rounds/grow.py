@@ -32,7 +32,7 @@ def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: 
     if num_nodes <= MAX_KERNEL_NODES and use_kernels(logp_BSK):
         from specdec.draft.block.rounds.grow_triton import launch_best_paths
 
-        return DraftTree.from_parents(*launch_best_paths(logp_BSK, tokens_BSK, root_B, num_nodes), max_depth)
+        return DraftTree(*launch_best_paths(logp_BSK, tokens_BSK, root_B, num_nodes), max_depth)
     (B, S, K), M = logp_BSK.shape, num_nodes - 1
     logp_BSK = torch.where(logp_BSK >= LEAST, logp_BSK, LEAST)
     beam_BW, scores, tokens, parents, start = logp_BSK.new_zeros(B, 1), [], [], [], -1
@@ -50,7 +50,7 @@ def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: 
     numbers_BC.scatter_(1, best_BM, torch.arange(1, M + 1, dtype=torch.int64, device=root_B.device).expand(B, M))
     parents_BM = torch.where(above_BM < 0, 0, numbers_BC.gather(1, above_BM.clamp(min=0)))
     tokens_BN = torch.cat((root_B[:, None], torch.cat(tokens, dim=1).gather(1, best_BM)), dim=1)
-    return DraftTree.from_parents(tokens_BN, torch.cat((torch.zeros_like(root_B)[:, None], parents_BM), dim=1), max_depth)
+    return DraftTree(tokens_BN, torch.cat((torch.zeros_like(root_B)[:, None], parents_BM), dim=1), max_depth)
 
 
 def _width(x_BW: Tensor) -> int:

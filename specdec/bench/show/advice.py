@@ -62,9 +62,8 @@ def _slower(measurement: Measurement) -> list[Tip]:
     else:
         tips.append(Tip("no --draft, or a better head", f"plain decoding is faster {at} with every shape that was measured"))
     if not any(cell.spec[0] == "auto" for cell in right):
-        tips.append(
-            Tip(f"--spec {AUTO.label}", "it decides for every round whether to draft, and stays plain where that is faster")
-        )
+        why = "it decides for every round whether to draft, and stays plain where that is faster"
+        tips.append(Tip(f"--spec {AUTO.label}", why))
     return tips
 
 

@@ -77,7 +77,8 @@ def _facts(m: Measurement) -> Table:
     kept = "" if s.get("kv_cache_dtype", "auto") == "auto" else f", KV {s['kv_cache_dtype']}"
     kept += ", int8 queries" if s.get("int8_queries", False) else ""
     sampling = s["sampling"]
-    how = ("greedy" if sampling["temperature"] == 0 else _sampled(sampling)) + _with_rules(sampling)
+    sampled = f"sampled with {', '.join(f'{name} {sampling[name]}' for name in USUAL)} (+ prompt number)"
+    how = ("greedy" if sampling["temperature"] == 0 else sampled) + _with_rules(sampling)
     rows = [
         ("machine", m.machine["runs_on"]),
         ("versions", f"specdec {m.versions['specdec']}, torch {torch_version}"),
@@ -111,11 +112,6 @@ def _facts(m: Measurement) -> Table:
     for name, value in rows:
         table.add_row(name, Text(value, "bold yellow" if name in ("BUSY", SYNTHETIC) else ""))
     return table
-
-
-def _sampled(sampling: dict[str, object]) -> str:
-    parts = [f"{name} {sampling[name]}" for name in USUAL]
-    return "sampled with " + ", ".join(parts) + " (+ prompt number)"
 
 
 def _with_rules(sampling: dict[str, object]) -> str:

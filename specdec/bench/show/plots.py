@@ -31,11 +31,6 @@ def require(path: Path) -> None:
         raise ValueError(f"--plot must end in one of .{', .'.join(sorted(endings))}; got {str(path)!r}")
 
 
-def write_plot(measurement: Measurement, path: Path) -> None:
-    """Writes the figure in the format that the path's ending names."""
-    draw(measurement).savefig(path)
-
-
 def draw(measurement: Measurement) -> Any:
     """The figure: bars of tok/s, a round's milliseconds by phase, and acceptance by depth; what ran in the title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -88,9 +83,8 @@ def _speed(axes: Any, measurement: Measurement, tag: str) -> None:
         _bar(axes, x, cell.baseline.rates, width, BASELINE_COLOUR, "" if named else f"plain decoding{again}")
         _bar(axes, x + width, cell.speculative.rates, width, COLOURS[i % len(COLOURS)], label)
         named.add(cell.name)
-        note = {"DIVERGED": "outputs\ndiffer", "EMPTY": "outputs\nempty"}.get(
-            cell.outputs.verdict, f"{cell.speed_up or 0:.2f}x"
-        )
+        wrong = {"DIVERGED": "outputs\ndiffer", "EMPTY": "outputs\nempty"}
+        note = wrong.get(cell.outputs.verdict, f"{cell.speed_up or 0:.2f}x")
         _note(axes, note, x + width, max(cell.speculative.rates))
     tokens = [sum(cell.speculative.output_tokens) for cell in cells]
     spread = f"{min(tokens):,}" if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"

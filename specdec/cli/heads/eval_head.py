@@ -124,13 +124,9 @@ def _print(specs: tuple[SpecConfig, ...], found: list[Stats]) -> None:
 
 
 def _record(args: argparse.Namespace, specs: tuple[SpecConfig, ...], found: list[Stats], prompts: int) -> dict[str, Any]:
+    derived = ("accept_length", "acceptance_by_depth")
     rows = [
-        {
-            "spec": spec.label,
-            "accept_length": stats.accept_length,
-            "acceptance_by_depth": stats.acceptance_by_depth,
-            **vars(stats),
-        }
+        {"spec": spec.label, **{name: getattr(stats, name) for name in derived}, **vars(stats)}
         for spec, stats in zip(specs, found, strict=True)
     ]
     return {"head": args.head, "target": args.target, "prompts": prompts, "max_tokens": args.max_tokens, "rows": rows}

@@ -11,6 +11,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
@@ -41,16 +43,12 @@ class Branching:
     value: float = BRANCHING
     information: float = BRANCHING_WEIGHT
 
-    def odds(self, x: float) -> float:
-        """What the odds are multiplied by in a tree of width x."""
-        return math.exp(self.value * x)
-
     def learn(self, x: float, chain: Sequence[float], refused: Sequence[int], rescued: Sequence[int]) -> None:
         """Records, for each level of trees of width x, how many first choices were refused, and for how many of these another
         token of the level was accepted.  chain: the probabilities of first choices.
         """
         surprise = information = 0.0
-        odds = self.odds(x)
+        odds = math.exp(self.value * x)
         for p, tried, found in zip(chain, refused, rescued, strict=True):
             if not tried:
                 continue
@@ -89,7 +87,6 @@ class Acceptance:
         self.branching = Branching()
         self._own = dict[SpecConfig, Branching]()
         self._kept = dict[SpecConfig | None, tuple[float, float]]()  # what trees accepted and promised; None: all of them
-        self._widths = dict[SpecConfig, float]()
 
     def of_chain(self, levels: int, known: int | None = None) -> list[float]:
         """The probability with which each level of a chain is accepted, given that the one above it was.
@@ -112,12 +109,8 @@ class Acceptance:
         shapes: None is a round of no levels.  runs: the shape that runs; what its rounds do not tell is taken to be as good as
         it may well be, so that other shapes are tried.  None: everything is taken as it is expected to be.
         """
-        chain, total, reach = self.of_chain(len(self.reached), runs.max_steps if runs else None), 1.0, 1.0
-        of_chains = [total]
-        for probability in chain:
-            reach *= probability
-            total += reach
-            of_chains.append(total)
+        chain = self.of_chain(len(self.reached), runs.max_steps if runs else None)
+        of_chains = _tokens(chain)
         doubts = runs is not None and runs.topk == 1
         found = list[float]()
         for shape in shapes:
@@ -165,7 +158,7 @@ class Acceptance:
             self._drop_what_is_over()
             self._marks.append(self._copied())
         self._age(len(accepted), rows)
-        if shape.topk > 1 and (x := self._width(shape)):
+        if x := width(shape):
             own = self._own.setdefault(shape, Branching(self.branching.value))
             chain = self.of_chain(levels)
             for each in (own, self.branching):
@@ -199,11 +192,7 @@ class Acceptance:
 
     def _expected(self, shape: SpecConfig, chain: Sequence[float], doubts: bool = False) -> float:
         """Tokens of a round by its levels alone, the bonus token included."""
-        total = reach = 1.0
-        for probability in self._shifted(chain, shape, doubts):
-            reach *= probability
-            total += reach
-        return total
+        return _tokens(self._shifted(chain, shape, doubts))[-1]
 
     def _copied(self) -> Sums:
         return Sums(list(self._sums.reached), list(self._sums.accepted))
@@ -248,7 +237,7 @@ class Acceptance:
         """
         if shape.topk == 1:
             return list(chain)
-        x, value = self._width(shape), self.branching.value
+        x, value = width(shape), self.branching.value
         if own := self._own.get(shape):
             known = own.information - BRANCHING_WEIGHT
             value += (own.value - value) * known / (known + BRANCHING_WEIGHT)
@@ -257,19 +246,20 @@ class Acceptance:
         odds = math.exp(value * x)
         return [probability * odds / (probability * odds + 1 - probability) for probability in chain]
 
-    def _width(self, shape: SpecConfig) -> float:
-        if shape not in self._widths:
-            self._widths[shape] = width(shape)
-        return self._widths[shape]
-
     def trust(self, most: float) -> None:
         """From now on what was observed counts as so many observations a level at most: the text has moved on since."""
         for level, reached in enumerate(self.reached):
             if reached > most:
                 self.reached[level], self.accepted[level] = most, self.accepted[level] * most / reached
         self._since = 0
-        self._marks.clear()  # blocks would count for more than what they are compared with
-        self._marks.append(self._copied())
+        self._marks = deque(
+            [self._copied()], self._marks.maxlen
+        )  # older blocks would count for more than what they are compared with
+
+
+def _tokens(chain: Sequence[float]) -> list[float]:
+    """The tokens of rounds with 0, 1, ... of these levels, the bonus token included."""
+    return list(accumulate(accumulate(chain, mul, initial=1.0)))
 
 
 def width(shape: SpecConfig) -> float:

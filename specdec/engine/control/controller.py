@@ -45,25 +45,18 @@ class Size(NamedTuple):
 
 @dataclass
 class Book:
-    """What is known of one size.
-
-    first: the shapes that are measured before anything is chosen.  best: the one last found the best; a look is none.
-    account: seconds that looks may lose.  share: of all time, which goes there.  since: rounds since the last look.
-    missed: seconds that a shape would have saved, if it had been ready.
-    rounds: so many were chosen.  rates: as last judged, tokens a second and row.  judged: the share of rows and the
-    shapes for which that was.
-    """
+    """What is known of one size."""
 
     costs: Costs
-    first: list[SpecConfig]
-    best: Shape = None
-    account: float = 0.0
-    share: float = LOOKING[0]
-    since: int = 0
-    missed: dict[Shape, float] = field(default_factory=dict)
-    rounds: int = 0
-    rates: dict[Shape, float] = field(default_factory=dict)
-    judged: tuple[float, Sequence[Shape]] | None = None
+    first: list[SpecConfig]  # the shapes that are measured before anything is chosen
+    best: Shape = None  # the one last found the best; a look is none
+    account: float = 0.0  # seconds that looks may lose
+    share: float = LOOKING[0]  # of all time, which goes there
+    since: int = 0  # rounds since the last look
+    missed: dict[Shape, float] = field(default_factory=dict)  # seconds that a shape would have saved, if it had been ready
+    rounds: int = 0  # so many were chosen
+    rates: dict[Shape, float] = field(default_factory=dict)  # as last judged, tokens a second and row
+    judged: tuple[float, Sequence[Shape]] | None = None  # the share of rows and the shapes for which that was
     _knows_enough: bool = False
 
     def smallest(self) -> SpecConfig:
@@ -79,22 +72,13 @@ class Book:
 class Controller:
     """Chooses among shapes.
 
-    shapes: all but that of no levels.
-    tries: whether shapes are tried on the side before they run, as where a graph must be captured first.
-    ready_seconds: how long it takes to make a shape ready, where shapes are tried.
-    first_accepted: the share of a chain's first drafts that are taken to be accepted before a round was verified; None: nobody
-        knows.
+    shapes: all but that of no levels.  ready_seconds: how long it takes to make one ready, as where a graph must be captured
+    first: it is tried on the side before it runs; 0: none is.  first_accepted: see Acceptance.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[SpecConfig],
-        tries: bool = False,
-        ready_seconds: float = 0.0,
-        first_accepted: float | None = None,
-    ) -> None:
+    def __init__(self, shapes: Sequence[SpecConfig], ready_seconds: float = 0.0, first_accepted: float | None = None) -> None:
         assert shapes, "a drafter can grow some shape"
-        self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
+        self.shapes, self.tries, self.ready_seconds = tuple(shapes), ready_seconds > 0, ready_seconds
         self.all: tuple[Shape, ...] = (None, *self.shapes)
         self.has_looked = first_accepted is not None
         self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted)
@@ -113,11 +97,7 @@ class Controller:
         best: Sequence[tuple[int, int]] | None = None,
         tokens: int = 0,
     ) -> None:
-        """A round was verified.
-
-        seconds: from the end of the round before it to its own end.  accepted: of each row that speculates, how many draft
-        tokens it took.  best: of each of these rows, see Emitted; None for a chain.  tokens: of all rows when the round began.
-        """
+        """A round was verified.  The arguments: see Speculation.observe."""
         self._book(size).costs.observe(shape, seconds, tokens)
         if shape is None or not accepted:
             return
@@ -233,9 +213,8 @@ class Controller:
         shapes: list[Shape] = [*book.first, None] if self.tries else [None, book.smallest()]
         known = [self._line(size, shape, share) for shape in shapes if book.costs.is_known(shape)]
         missing = ", ".join(label(shape) for shape in shapes if not book.costs.is_known(shape))
-        found = (
-            f"measured so far: {', '.join(known)}" if known else "the first round of a shape is not timed, as it may compile"
-        )
+        found = "the first round of a shape is not timed, as it may compile"
+        found = f"measured so far: {', '.join(known)}" if known else found
         return f"{found}; to be measured: {missing}" if missing else found
 
     def _line(self, size: Size, shape: Shape, share: float) -> str:
@@ -248,7 +227,11 @@ class Controller:
     def _book(self, size: Size) -> Book:
         """The size's own book, which begins with what the nearest one says, of those with a grammar or without, as it is."""
         if size not in self.books:
-            near = min(self.books, key=lambda other: (other.grammar != size.grammar, _apart(other, size)), default=None)
+
+            def unlike(other: Size) -> tuple[bool, float]:
+                return other.grammar != size.grammar, abs(math.log(other.rows / size.rows))
+
+            near = min(self.books, key=unlike, default=None)
             if near is None:
                 self.books[size] = Book(Costs(first_counts=self.tries), first_shapes(self.shapes))
             else:
@@ -294,10 +277,6 @@ class Controller:
         self._learn()
         self.acceptance.trust(TRUST)
         return look
-
-
-def _apart(one: Size, other: Size) -> float:
-    return abs(math.log(one.rows / other.rows))
 
 
 def label(shape: Shape) -> str:

@@ -27,29 +27,22 @@ DOUBT, DOUBT_GROWS = 0.03, 2000.0  # which share less a shape may cost than is k
 GROWTH_MEMORY = 500.0  # rounds that the growth with the rows' tokens is learned from
 SLOWLY = 0.02  # the weight of the newest round in the averages that it is learned from
 NO_GROWTH = 1e6  # tokens squared: unless tokens have differed by far more, the growth is taken to be small
-MOST_OF_COST = (
-    0.5  # the share of a round that the rows' tokens are taken to cost at most: a machine that slows down looks alike
-)
+MOST_OF_COST = 0.5  # the share of a round that tokens are taken to cost at most: a machine that slows down looks alike
 
 
 @dataclass
 class Measured:
-    """What was measured of one shape.
+    """What was measured of one shape."""
 
-    seconds, tokens: moving averages over its rounds.  far_seconds, far_tokens: over more of them.
-    pace: Costs._pace at the last of them.  at: when that was, in rounds of any shape.  runs: how many were measured.
-    tried: what a trial showed, if there was one before the first round.  first: the first rounds.
-    """
-
-    seconds: float
+    seconds: float  # these two: moving averages over its rounds
     tokens: float
-    pace: float
-    tried: Measured | None = None
-    far_seconds: float = 0.0
+    pace: float  # Costs._pace at the last of them
+    tried: Measured | None = None  # what a trial showed, if there was one before the first round
+    far_seconds: float = 0.0  # these two: averages over more rounds
     far_tokens: float = 0.0
-    first: list[float] = field(default_factory=list)
-    runs: int = 0
-    at: int = 0
+    first: list[float] = field(default_factory=list)  # the first rounds
+    runs: int = 0  # how many were measured
+    at: int = 0  # when the last one was, in rounds of any shape
 
 
 class Costs:
@@ -166,11 +159,8 @@ class Costs:
         """
         if self._late[0] == self._rounds:
             return self._late[1]
-        late = [
-            self._seconds(ran, self.tokens) - self._seconds(ran.tried, self.tokens)
-            for ran in self._measured.values()
-            if ran.tried is not None
-        ]
+        both = [(ran, ran.tried) for ran in self._measured.values() if ran.tried is not None]
+        late = [self._seconds(ran, self.tokens) - self._seconds(tried, self.tokens) for ran, tried in both]
         self._late = self._rounds, max(0.0, min(late, default=0.0))
         return self._late[1]
 

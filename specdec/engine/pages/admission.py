@@ -25,20 +25,13 @@ LEAST_SHARED_TO_WAIT = 256
 
 @dataclass
 class Place:
-    """The pages of one request.
+    """The pages of one request."""
 
-    table: its page numbers, by position; where there are two groups of layers, those of the layers that read all keys.
-    start: how many leading tokens of the prompt have their keys and values in the pages already.
-    node: the last page that it shares through the prefix cache; None without a prefix cache.
-    local: the page numbers for layers with a span, by position, where there are two groups of layers.
-    source: the page of the encoder's cache that holds the text which the request's encoder reads; None: it reads none.
-    """
-
-    table: list[int]
-    start: int = 0
-    node: Node | None = None
-    local: list[int] | None = None
-    source: int | None = None
+    table: list[int]  # by position; where there are two groups of layers, those of the layers that read all keys
+    start: int = 0  # how many leading tokens of the prompt have their keys and values in the pages already
+    node: Node | None = None  # the last page that it shares through the prefix cache; None without a prefix cache
+    local: list[int] | None = None  # by position, for layers with a span, where there are two groups of layers
+    source: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -64,6 +57,7 @@ class Admission:
     span: the most keys that one query reads in these layers.
     sources: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
+    least_shared_to_wait: see `should_wait`.
     """
 
     def __init__(
@@ -85,6 +79,7 @@ class Admission:
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
         self.places: dict[Request, Place] = {}
         self.lookup_tokens = self.hit_tokens = 0
+        self.least_shared_to_wait = LEAST_SHARED_TO_WAIT
 
     @property
     def max_chunk_tokens(self) -> int | None:
@@ -107,10 +102,6 @@ class Admission:
     def due_copies(self) -> list[CopyPages]:
         """The copies of pages that must be made, in this order, before the next launch."""
         return [] if self.copies is None else self.copies.orders.steps
-
-    def copied(self) -> None:
-        """All due copies have been launched."""
-        self.due_copies.clear()
 
     def forget_copies(self) -> None:
         """Drops all copies of pages, those that are due too."""
@@ -159,14 +150,14 @@ class Admission:
     def should_wait(self, request: Request, found: Found, others: Sequence[Request]) -> bool:
         """Whether the request had better enter after the prompts of `others` have run.
 
-        That is so if the prefix cache would then hold at least LEAST_SHARED_TO_WAIT more tokens of its prompt.
+        That is so if the prefix cache would then hold at least least_shared_to_wait more tokens of its prompt.
         found: what the cache holds now.
         """
         if self.cache is None:
             return False
         size = self.pool.page_size
         shared = max(common_pages(request.prompt_ids, other.prompt_ids, size) for other in others) * size
-        return shared - found.tokens >= LEAST_SHARED_TO_WAIT
+        return shared - found.tokens >= self.least_shared_to_wait
 
     def admit(self, request: Request, found: Found) -> bool:
         """Gives the request its pages.  Returns whether there were enough; if not, nothing has changed."""
@@ -202,7 +193,7 @@ class Admission:
             self.copies.make_room(self.local.pages_for(needed))
         table = _around(self.local.admit(request, needed), self.local.table_pages(needed))
         if self.copies is not None:
-            self.copies.fill(sources, table, len(found.path))
+            self.copies.orders.add(sources, table[len(found.path) - len(sources) : len(found.path)])
         return table
 
     def fixed_pages(self, request: Request, drafted: bool) -> list[int]:

@@ -86,10 +86,6 @@ class RingCopies:
             self._pages.move_to_end(node)
         return [self._pages[node] for node in nodes]
 
-    def fill(self, copies: Sequence[int], table: Sequence[int], length: int) -> None:
-        """Orders that a sequence which begins after `length` pages gets these copies.  table: its own pages, by position."""
-        self.orders.add(copies, table[length - len(copies) : length])
-
     def keep(self, path: Sequence[Node], table: Sequence[int], first: int, reach: int, drafted: bool) -> None:
         """Copies what a sequence's ring still holds of the path's pages and has not been copied yet.
 

@@ -17,14 +17,10 @@ LOCAL_SHARE = 0.5  # where memory is too small, the most of it that rings get be
 
 
 class Group(NamedTuple):
-    """Layers that share one page table.
+    """Layers that share one page table."""
 
-    ring: the number of pages that a sequence reuses for these layers; None: it has pages for all its tokens.
-    span: the most keys that one query reads in any of these layers; None: there is no bound.
-    """
-
-    ring: int | None
-    span: int | None
+    ring: int | None  # the number of pages that a sequence reuses for these layers; None: it has pages for all its tokens
+    span: int | None  # the most keys that one query reads in any of these layers; None: there is no bound
 
 
 ALL = Group(None, None)  # a group in which every sequence has pages for all its tokens
@@ -37,7 +33,6 @@ def page_groups(
 
     spans: for each layer of both models, the most keys that one query reads; None for a layer that reads all keys.
     lookahead: slots after the committed tokens that rounds in flight may write.
-    page_size: tokens per page.
     table_pages: entries in the table of the longest sequence; there is no ring as long as that.
     prefix_caching: whether pages are kept for later prompts.  A page of a ring can't be kept itself, so where every layer has a
         span nothing is left to keep, and all layers then have pages for all tokens.

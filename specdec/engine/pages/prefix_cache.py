@@ -17,7 +17,7 @@ that speculates finds only those.  No page with them comes after a page without.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from specdec.engine.pages.pool import PagePool
@@ -27,18 +27,13 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """One kept page; the pages before it are those of its parent, its parent's parent, and so on.
+    """One kept page; the pages before it are those of its parent, its parent's parent, and so on."""
 
-    key: the page's tokens and its successor.
-    drafted: whether the page holds the drafter's keys and values too.
-    users: how many sequences read this page or one after it.
-    """
-
-    key: Key
+    key: Key  # the page's tokens and its successor
     parent: Node | None
     page: int
-    drafted: bool
-    users: int = 0
+    drafted: bool  # whether the page holds the drafter's keys and values too
+    users: int = 0  # how many sequences read this page or one after it
     children: dict[Key, Node] = field(default_factory=dict)
 
 
@@ -104,31 +99,27 @@ class PrefixCache:
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from the first page to this one, in order."""
-        nodes: list[Node] = []
-        at: Node | None = node
-        while at is not None and at is not self.root:
-            nodes.append(at)
-            at = at.parent
-        return nodes[::-1]
+        return [*self._upwards(node)][::-1]
+
+    def _upwards(self, node: Node) -> Iterator[Node]:
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
     def use(self, node: Node) -> None:
         """Records that one more sequence reads this page and all pages before it."""
-        at: Node | None = node
-        while at is not None and at is not self.root:
+        for at in self._upwards(node):
             if not at.users:
                 del self._idle[at]
             at.users += 1
-            at = at.parent
 
     def leave(self, node: Node) -> None:
         """Records that one sequence no longer reads this page and all pages before it."""
-        at: Node | None = node
-        while at is not None and at is not self.root:
+        for at in self._upwards(node):
             at.users -= 1
             assert at.users >= 0
             if not at.users:
                 self._idle[at] = None
-            at = at.parent
 
     def evict(self, count: int) -> None:
         """Gives `count` idle pages back to the pool, the least recently used first."""

@@ -23,7 +23,6 @@ from specdec.attention.capability import Feature
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import all_kinds
-from specdec.loading.about.attention_table import table_as_markdown
 from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
 from specdec.loading.about.pairs import pairs
 from specdec.loading.resolve import resolve_device, resolve_dtype
@@ -152,11 +151,6 @@ def _backend_table() -> Table:
         problem = problem_of(name, needs)
         table.add_row(name, Text("no", "yellow") if problem else Text("yes", "green"), row.machine.tested, problem)
     return table
-
-
-def print_capabilities() -> None:
-    """What each attention backend can do on any machine, as docs/SETTINGS.md has it."""
-    print(table_as_markdown())
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:

@@ -66,10 +66,7 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
     by = "named" if facts["format_named"] else "detected"
     console.print(Text(f"{facts['folder']}: layout {facts['format']} ({by}), as published by {facts['published_by']}", "bold"))
     console.print(Text(f"the target's weights: {facts['target_weights']}"))
-    for title, rows in (("Head", facts["head"]), ("Taken to mean", facts["meanings"]), ("Beside weights", facts["beside"])):
-        if rows:
-            console.print()
-            console.print(pairs(title, ((key, _shown(value)) for key, value in rows.items())))
+    _print_tables({"Head": facts["head"], "Taken to mean": facts["meanings"], "Beside weights": facts["beside"]}, console)
     console.print()
     shapes = {name: " x ".join(map(str, shape)) for name, shape in facts["tensors"].items()}
     console.print(pairs(f"Weights ({len(shapes)})", shapes.items()))
@@ -82,10 +79,11 @@ def _print_target(facts: dict[str, Any], console: Console) -> None:
     console.print(Text(f"runs through {code[facts['backend']]}: {facts['why']}"))
     weights = {key: f"{value:,}" if isinstance(value, int) else value for key, value in facts["weights"].items()}
     weights["bytes of the files"] += f" ({facts['weights']['bytes of the files'] / 1e9:.3g} GB)"
-    tables = {
-        "Sizes": facts["target"], "Weights": weights, "Text": facts["text"], "What drafts for it": facts["drafters"],
-        "Taken to mean": facts["meanings"],
-    }  # fmt: skip
+    of = {"Sizes": facts["target"], "Weights": weights, "Text": facts["text"], "What drafts for it": facts["drafters"]}
+    _print_tables({**of, "Taken to mean": facts["meanings"]}, console)
+
+
+def _print_tables(tables: dict[str, dict[str, Any]], console: Console) -> None:
     for title, rows in tables.items():
         if rows:
             console.print()

@@ -39,24 +39,16 @@ class Gpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What the verdict goes by.
+    """What the verdict goes by."""
 
-    gpus: that torch sees.  driver: the NVIDIA driver's version; None: there is none.
-    torch_cuda: the CUDA that torch was built for; None: it was built for CPUs.
-    visible: CUDA_VISIBLE_DEVICES, if it is set.
-    packages: the versions of those that are installed, by name.
-    attention, why: the backend that "auto" takes here, and its reason.
-    has_pair: whether the shipped pair is complete.
-    """
-
-    gpus: tuple[Gpu, ...]
-    driver: str | None
-    torch_cuda: str | None
-    visible: str | None
-    packages: Mapping[str, str]
-    attention: str
-    why: str
-    has_pair: bool = True
+    gpus: tuple[Gpu, ...]  # that torch sees
+    driver: str | None  # the NVIDIA driver's version; None: there is none
+    torch_cuda: str | None  # the CUDA that torch was built for; None: it was built for CPUs
+    visible: str | None  # CUDA_VISIBLE_DEVICES, if it is set
+    packages: Mapping[str, str]  # the versions of those that are installed, by name
+    attention: str  # the backend that "auto" takes here
+    why: str  # its reason
+    has_pair: bool = True  # whether the shipped pair is complete
 
 
 class Verdict(NamedTuple):

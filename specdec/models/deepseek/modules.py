@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
 from specdec.attention.kinds import Scoring
+from specdec.attention.latent.limits import LIMITS
 from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.sparse.index_store import IndexPrep
@@ -51,12 +52,13 @@ class LatentAttention(nn.Module):
     weights_proj yields these weights in a quantised model, whose checkpoint may store them unlike the rest (config.py).
     kv_b_proj: expands a latent to each head's keys (first N rows of a head) and values (last V rows).
     config: this rank's share of the model's.
+    limits: from which sizes of a pass on it is computed in another form.
     """
 
     def __init__(self, config: DeepseekConfig, layer: int) -> None:
         super().__init__()
         H, C, R, N, V = config.num_heads, config.latent_rank, config.head_dim, config.nope_dim, config.value_dim
-        self.config, self.scoring = config, Scoring(scale=config.scale)
+        self.config, self.scoring, self.limits = config, Scoring(scale=config.scale), LIMITS
         self.query_dim, self.queries, self.sparse = N + R, H * (N + R), config.indexer
         own = config.indexer if config.indexer is not None and config.indexer.has_own(layer) else None
         J, I = (own.heads, own.head_dim) if own else (0, 0)
@@ -84,7 +86,8 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
         q_THQ = q[:, : self.queries].unflatten(-1, (-1, self.query_dim))
-        latents = LatentInputs(q_THQ, latent_TL, self.kv_b_proj.by_head(self.num_heads), prep, self.kv_b_proj.numerics)
+        up_HXC, numerics = self.kv_b_proj.by_head(self.num_heads), self.kv_b_proj.numerics
+        latents = LatentInputs(q_THQ, latent_TL, up_HXC, prep, numerics, self.limits)
         if self.sparse is None:
             return self.o_proj(attn(layer, latents, rows_R, self.scoring).flatten(1))
         index = None

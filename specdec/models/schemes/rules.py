@@ -24,9 +24,9 @@ class Rule:
     how: Literal["exact", "regex", "wildcard", "part", "class"]
     what: str
 
-    def fits(self, name: str) -> bool:
+    def fits(self, name: str, patience: float = PATIENCE) -> bool:
         if self.how == "regex":
-            return _begins(self.what, name)
+            return _begins(self.what, name, patience)
         if self.how == "wildcard":
             return fnmatchcase(name, self.what) or name.startswith(f"{self.what}.")
         if self.how == "part":
@@ -34,14 +34,14 @@ class Rule:
         return self.how == "class" or name == self.what
 
 
-def _begins(expression: str, name: str) -> bool:
+def _begins(expression: str, name: str, patience: float) -> bool:
     """Whether the expression fits the beginning of the name.  `regex` reads what Python's own `re` does, and has a clock."""
     try:
-        return regex.match(expression, name, timeout=PATIENCE) is not None
+        return regex.match(expression, name, timeout=patience) is not None
     except TimeoutError:
         raise ValueError(
             f"the regular expression {expression[:200]!r}, by which a config names matrices, was not done with {name!r} after "
-            f"{PATIENCE:g} s: it tries the same characters in ever new ways; write it without repetitions inside repetitions"
+            f"{patience:g} s: it tries the same characters in ever new ways; write it without repetitions inside repetitions"
         ) from None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import h11
 from starlette.types import Message, Receive, Scope, Send
@@ -20,21 +20,11 @@ from specdec.serve.gate import OPEN_PATHS
 from specdec.serve.metrics import SLOW, UNREAD
 from specdec.serve.wire.errors import ErrorAnswer, too_many_connections
 
+if TYPE_CHECKING:
+    from specdec.serve.process.connections import Connections
+
 REFUSED_SECONDS = 1.0  # for the request on a connection that is one too many
 CLOSE = (b"connection", b"close")
-
-
-class Keeper(Protocol):
-    """Whoever keeps all connections."""
-
-    def opened(self, connection: Connection) -> None:
-        """It can be used from now on."""
-
-    def idle(self, connection: Connection) -> None:
-        """It has no request any more."""
-
-    def busy(self, connection: Connection) -> None:
-        """It has sent something."""
 
 
 class Connection(H11Protocol):
@@ -45,7 +35,7 @@ class Connection(H11Protocol):
 
     app: Any  # an ASGI application
 
-    def __init__(self, *, keeper: Keeper, is_refused: bool, closed: Callable[[], None], **uvicorns: Any) -> None:
+    def __init__(self, *, keeper: Connections, is_refused: bool, closed: Callable[[], None], **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self.is_refused = is_refused
         self._keeper, self._closed = keeper, closed

@@ -26,9 +26,9 @@ RAYS_OWN = {
 class ReplicaOptions:
     """How many replicas run, and what Ray sets aside for each: checked when the object is made."""
 
-    num_replicas: int = option(1, "decoders that run, each in a process of its own", low=1, high=4096)
-    num_gpus: int = option(1, "GPUs of a replica: 1, or 0 for a replica on the CPU", low=0, high=1)
-    num_cpus: int = option(1, "CPUs that Ray sets aside for a replica", low=1, high=4096)
+    num_replicas: int = option(1, "decoders that run, each in a process of its own", bounds=(1, 4096))
+    num_gpus: int = option(1, "GPUs of a replica: 1, or 0 for a replica on the CPU", bounds=(0, 1))
+    num_cpus: int = option(1, "CPUs that Ray sets aside for a replica", bounds=(1, 4096))
     cluster_grows: bool = option(
         False, "whether Ray's autoscaler adds machines, so that replicas may wait for GPUs and CPUs that no machine has yet"
     )

@@ -33,9 +33,8 @@ def _response_format(value: Any) -> Any:
     """The schema; None: the text may be anything."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in TYPES:
-        raise wrong(
-            "response_format", f"response_format must be an object whose type is one of {', '.join(TYPES)}, got {value!r}"[:400]
-        )
+        expected = f"response_format must be an object whose type is one of {', '.join(TYPES)}"
+        raise wrong("response_format", f"{expected}, got {value!r}"[:400])
     if kind != "json_schema":
         only_used(value, ("type",), {}, "response_format.")
         return ANY_OBJECT if kind == "json_object" else None
@@ -59,7 +58,6 @@ def _structured_outputs(value: Any) -> dict[str, Any]:
         raise wrong("structured_outputs", f"structured_outputs must be an object, got {value!r}"[:400])
     used = only_used(value, tuple(KINDS), {}, "structured_outputs.")
     if len(used) != 1:
-        raise wrong(
-            "structured_outputs", f"structured_outputs must have one of the keys {', '.join(KINDS)}, got {sorted(used)}"
-        )
+        expected = f"structured_outputs must have one of the keys {', '.join(KINDS)}"
+        raise wrong("structured_outputs", f"{expected}, got {sorted(used)}")
     return {KINDS[name]: held for name, held in used.items()}

@@ -18,26 +18,16 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], piece: Piece, offset: in
     """
     texts = [piece(each.token) for each in tokens]
     offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
-    tops = [
-        {piece(other): _number(logprob) for other, logprob in {each.token: each.logprob, **each.top}.items()} for each in tokens
-    ]
-    return {
-        "tokens": texts,
-        "token_logprobs": [_number(each.logprob) for each in tokens],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+    own = [_number(each.logprob) for each in tokens]
+    by_id = ({each.token: each.logprob, **each.top} for each in tokens)
+    tops = [{piece(other): _number(logprob) for other, logprob in likeliest.items()} for likeliest in by_id]
+    return {"tokens": texts, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
     """The form of /v1/chat/completions."""
-    content = [
-        {
-            **_entry(piece(each.token), each.logprob),
-            "top_logprobs": [_entry(piece(other), logprob) for other, logprob in each.top.items()],
-        }
-        for each in tokens
-    ]
+    tops = ([_entry(piece(other), logprob) for other, logprob in each.top.items()] for each in tokens)
+    content = [{**_entry(piece(each.token), each.logprob), "top_logprobs": top} for each, top in zip(tokens, tops, strict=True)]
     return {"content": content, "refusal": None}
 
 

@@ -11,18 +11,8 @@ from specdec.checks import field_of, require_bool, require_int
 from specdec.config import LARGEST_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
 from specdec.prompts.encode import chat_fault
+from specdec.serve.wire import fields
 from specdec.serve.wire.errors import ApiError, wrong
-from specdec.serve.wire.fields import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGE_FIELDS,
-    NEUTRAL_MESSAGE_VALUES,
-    NEUTRAL_STREAM_VALUES,
-    SAMPLING_FIELDS,
-    STREAM_OPTIONS,
-    only_used,
-    used_fields,
-)
 from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
@@ -34,28 +24,21 @@ LARGEST_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in a
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request asks for.
+    """What a request asks for."""
 
-    path: the endpoint.  prompts: texts, lists of ids, or one chat.  prompt_field: what errors call them.
-    sampling: of choice 0 of each prompt, but for the next two.  max_tokens: None: as many as fit.  min_tokens: before any end.
-    n: choices of each prompt.
-    is_list: whether the prompts came as a list of prompts.  grammar_field: the field that says what the text must be.
-    return_origins: say of each token where it came from.
-    """
-
-    path: str
-    prompts: Sequence[Any]
-    prompt_field: str
-    sampling: SamplingParams
-    max_tokens: int | None
-    min_tokens: int = 0
-    n: int = 1
+    path: str  # the endpoint
+    prompts: Sequence[Any]  # texts, lists of ids, or one chat
+    prompt_field: str  # what errors call them
+    sampling: SamplingParams  # of choice 0 of each prompt, but for the next two
+    max_tokens: int | None  # None: as many as fit
+    min_tokens: int = 0  # before any end
+    n: int = 1  # choices of each prompt
     stream: bool = False
     include_usage: bool = False
     speculate: bool = True
-    is_list: bool = False
-    grammar_field: str = ""
-    return_origins: bool = False
+    is_list: bool = False  # whether the prompts came as a list of prompts
+    grammar_field: str = ""  # the field that says what the text must be
+    return_origins: bool = False  # say of each token where it came from
 
     @property
     def choices(self) -> int:
@@ -63,7 +46,7 @@ class Plan:
 
     @property
     def is_chat(self) -> bool:
-        return self.path == CHAT
+        return self.path == fields.CHAT
 
     def name_of(self, index: int) -> str:
         """What errors call a prompt."""
@@ -80,16 +63,16 @@ class Plan:
 
 def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None) -> Plan:
     """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
-    values = used_fields(body, path)
+    values = fields.used_fields(body, path)
     _check_model(values.get("model"), model_name)
     n = _checked("n", require_int, values.get("n", 1), 1, LARGEST_N)
     stream, include_usage = _streaming(values)
-    prompts, is_list = _messages(values) if path == CHAT else _prompts(values)
+    prompts, is_list = _messages(values) if path == fields.CHAT else _prompts(values)
     _checked("user", _require_text, values.get("user", ""))
     return Plan(
         path=path,
         prompts=prompts,
-        prompt_field="messages" if path == CHAT else "prompt",
+        prompt_field="messages" if path == fields.CHAT else "prompt",
         sampling=_sampling(values, n, path),
         max_tokens=_max_tokens(values, path, max_tokens_cap),
         min_tokens=_checked("min_tokens", require_int, values.get("min_tokens", 0), 0),
@@ -125,7 +108,7 @@ def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
         return stream, False
     if not isinstance(options, dict):
         raise wrong("stream_options", f"stream_options must be an object, got {options!r}")
-    used = only_used(options, STREAM_OPTIONS, NEUTRAL_STREAM_VALUES, "stream_options.")
+    used = fields.only_used(options, fields.STREAM_OPTIONS, fields.NEUTRAL_STREAM_VALUES, "stream_options.")
     if not stream:
         raise wrong("stream_options", "stream_options says how to stream, but stream is not true; leave one or the other out")
     name = "stream_options.include_usage"
@@ -134,18 +117,18 @@ def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
 
 def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
     """The checked options of sampling.  An error names the field of the body that says what the option is."""
-    given = {name: values[name] for name in SAMPLING_FIELDS if name in values}
+    given = {name: values[name] for name in fields.SAMPLING_FIELDS if name in values}
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = _logit_bias(given["logit_bias"])
-    given["logprobs"] = _chat_logprobs(values) if path == CHAT else _completion_logprobs(values)
-    fields = {}
+    given["logprobs"] = _chat_logprobs(values) if path == fields.CHAT else _completion_logprobs(values)
+    said_by = {}
     for name, rule in grammar_of(values).items():
         given |= rule
-        fields = dict.fromkeys(rule, name)
+        said_by = dict.fromkeys(rule, name)
     try:
         sampling = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **given})
     except (TypeError, ValueError, OverflowError) as error:
-        raise wrong(fields.get(field_of(error), field_of(error)), str(error)) from None
+        raise wrong(said_by.get(field_of(error), field_of(error)), str(error)) from None
     if sampling.seed is not None and sampling.seed + n - 1 > LARGEST_SEED:
         nearest = LARGEST_SEED - n + 1
         raise wrong("seed", f"seed + n - 1 must be at most {LARGEST_SEED}; nearest setting that works: seed={nearest}")
@@ -190,7 +173,7 @@ def _max_tokens(values: dict[str, Any], path: str, cap: int | None) -> int | Non
             limit = f"{name} must be at most {cap}, the server's --max-tokens-cap, got {tokens}"
             raise wrong(name, f"{limit}; nearest setting that works: {name}={cap}")
         return tokens
-    if path == COMPLETIONS:
+    if path == fields.COMPLETIONS:
         return DEFAULT_MAX_TOKENS if cap is None else min(DEFAULT_MAX_TOKENS, cap)
     return None
 
@@ -228,7 +211,7 @@ def _messages(values: dict[str, Any]) -> tuple[list[Any], bool]:
 def _message(message: Any, name: str) -> Any:
     if not isinstance(message, dict):
         return message
-    kept = only_used(message, MESSAGE_FIELDS, NEUTRAL_MESSAGE_VALUES, f"{name}.")
+    kept = fields.only_used(message, fields.MESSAGE_FIELDS, fields.NEUTRAL_MESSAGE_VALUES, f"{name}.")
     if isinstance(kept.get("content"), list):
         kept["content"] = "".join(_text_part(part, f"{name}.content[{i}]") for i, part in enumerate(kept["content"]))
     return kept

@@ -4,7 +4,6 @@ that are installed.
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -164,8 +163,6 @@ def test_fa3_keeps_the_conventions_over_fp8(shape: str) -> None:
 @pytest.mark.parametrize("fault", ["no q", "k and v swapped", "one head's", "of one row"])
 def test_a_library_that_misreads_descales_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a release that takes its factors in another layout, used until the text is wrong."""
-    module = sys.modules["flash_attn_interface"]
-    honest = module.flash_attn_with_kvcache
 
     def other(*args: Any, q_descale: Tensor, k_descale: Tensor, v_descale: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         if fault == "no q":
@@ -176,9 +173,9 @@ def test_a_library_that_misreads_descales_is_found_out(fault: str, monkeypatch: 
             k_descale = k_descale[:, :1].expand_as(k_descale)
         else:
             q_descale = q_descale[:1].expand_as(q_descale)
-        return honest(*args, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **kwargs)
+        return fake_flash.fa3_with_kvcache(*args, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **kwargs)
 
-    monkeypatch.setattr(module, "flash_attn_with_kvcache", other)
+    fake_flash.install(monkeypatch, fa3=other)
     table, lens, view = fp8_world(16, D)
     with pytest.raises(RuntimeError, match="fa3: the installed library .* attention='triton'"):
         check_conventions("fa3", queries(4), view, segments(table, lens, 16)["chain"][0])
@@ -226,16 +223,14 @@ def test_libraries_keep_the_conventions(name: str, shape: str) -> None:
 @pytest.mark.parametrize("fault", ["base 2", "+inf", "swapped"])
 def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a release whose lse is base 2, or poisons a merge, used until the text is wrong."""
-    module = sys.modules["flash_attn.cute.interface"]
-    honest = module.flash_attn_varlen_func
 
     def other(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = honest(*args, **kwargs)
+        out, lse = fake_flash.fa4_varlen(*args, **kwargs)
         if fault == "+inf":
             return out, torch.where(lse == -torch.inf, torch.inf, lse)
         return (out, lse / 0.6931) if fault == "base 2" else (out, lse.flip(1))
 
-    monkeypatch.setattr(module, "flash_attn_varlen_func", other)
+    fake_flash.install(monkeypatch, fa4=other)
     table, lens, view = world(16, LENS)
     with pytest.raises(RuntimeError, match="fa4: the installed library .* attention='triton'"):
         check_conventions("fa4", queries(4), view, segments(table, lens, 16)["chain"][0])
@@ -339,7 +334,6 @@ def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, m
     if shape == "window":
         segment = segment.local(LayerKind(window=4), lens.long().repeat_interleave(5))
     backend, q_THD = FlashBackend(name, is_faster if by_rule else None), queries(count)
-    monkeypatch.setattr(backend, "_check_once", lambda *args: None)
     assert (backend.partial_splits(q_THD, view, segment, PLAIN) == 0) == asks
     if asks:
         with pytest.raises(Asked):

@@ -5,23 +5,22 @@ On a GPU every slot that nobody may read holds NaN, or only bits of NaN.
 Shapes: T queries, H heads, C latent rank, R rotated dim, L = C + R, I slots of a row.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toolkit.attention import fake_flash, flashmla
+from toolkit.attention import fake_flash, fake_flashmla, flashmla
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.deepseek import DeepseekZoo, save_deepseek
+from toolkit.driver import Driver
 from toolkit.kernels import HAS_GPU
 from toolkit.models import ragged_prompts
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention import capabilities
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
@@ -49,8 +48,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     if not REAL:
         fake_flash.install(monkeypatch)
     else:  # vLLM's operators come without a package's metadata
-        known = capabilities.installed
-        monkeypatch.setattr(capabilities, "installed", lambda name: "1.0.0" if name == "flash_mla" else known(name))
+        monkeypatch.syspath_prepend(fake_flash.metadata_of(frozenset({("flash_mla", "1.0.0")})))
 
 
 def paged(dtype: torch.dtype, page_size: int = P) -> tuple[PageTable, Tensor, MLAView]:
@@ -110,10 +108,6 @@ def test_rows_of_slots(eight_bits: bool) -> None:
         check(backend.run(q_THL, view, segment, SCORING), q_THL, view, segment)
 
 
-class Asked(Exception):
-    """Raised by a stand-in when the library is called."""
-
-
 def other_plans(pages: PageTable, lens: Tensor) -> dict[str, AttentionPlan]:
     """Plans that are left to our kernels."""
     chain, positions_T = causal_segment(pages, lens, 3), lens.long().repeat_interleave(3)
@@ -127,44 +121,31 @@ def other_plans(pages: PageTable, lens: Tensor) -> dict[str, AttentionPlan]:
 
 
 @pytest.mark.parametrize("case", ["small pages", "window", "packed", "shared", "slots", "chain", "8 bits", "heads"])
-def test_who_reads_a_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_a_plan(case: str) -> None:
     """Keeps out: a backend asked for by name that never calls its library, or calls it for what it can't read."""
-    from specdec.attention.kernels.triton_backend import TritonBackend
-
-    def knock(*args: Any) -> None:
-        raise Asked
-
-    for name in ("pages_state", "rows_state", "byte_rows_state", "check_conventions"):
-        monkeypatch.setattr(adapters, name, knock)
-    monkeypatch.setattr(TritonBackend, "attend", lambda *args: "ours")
     pages, lens, view = paged(torch.bfloat16)
     plan = other_plans(pages, lens).get(case, AttentionPlan((causal_segment(pages, lens, 3),)))
     eight_bits = Fp8LatentView(torch.zeros(64, 656, dtype=torch.uint8, device=DEVICE), C)
     backend, q_THL = FlashMLABackend(), queries(12)
     if case == "heads":  # rows of a number of heads of which the library has no kernel
         plan, q_THL = AttentionPlan((rows([128] * 40, 128, False)[0],)), queries(40, 16)
-    args = (q_THL, eight_bits if case == "8 bits" else view, backend.prepare(plan), SCORING)
-    if case == "chain":
-        with pytest.raises(Asked):
-            backend.attend(*args)
-    else:
-        assert backend.attend(*args) == "ours"
+    assert backend.reads(q_THL, eight_bits if case == "8 bits" else view, plan.segments) == (case == "chain")
 
 
-def test_layers_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_a_schedule() -> None:
     """Keeps out: work divided anew in every layer, and a pass whose lengths changed that uses the last pass's division."""
-    made = []
-    original = adapters.new_schedule
-    monkeypatch.setattr(adapters, "check_conventions", lambda *args: None)
-    monkeypatch.setattr(adapters, "new_schedule", lambda: made.append(original()) or made[-1])
+    made: list[Any] = []
     pages, lens, view = paged(torch.bfloat16)
     backend, q_THL = FlashMLABackend(), queries(len(LENS))
-    for count, shorter in enumerate((0, 1), 1):
+    for shorter in (0, 1):
         segment = causal_segment(pages, (lens - shorter).clamp(min=0), 1)
-        prepared = backend.prepare(AttentionPlan((segment,)))
+        prepared, of_layers = backend.prepare(AttentionPlan((segment,))), list[Any]()
         for _ in range(3):
             check(backend.attend(q_THL, view, prepared, SCORING), q_THL, view, segment)
-        assert len(made) == count
+            of_layers += prepared.schedules.values()
+        assert len(of_layers) == 3 and all(each is of_layers[0] for each in of_layers)
+        assert not any(of_layers[0] is each for each in made)
+        made.append(of_layers[0])
 
 
 @pytest.mark.skipif(REAL, reason="of stand-ins")
@@ -172,7 +153,6 @@ def test_layers_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", ["base 2", "not empty"])
 def test_a_library_that_breaks_its_word_is_found_out(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a release whose lse is base 2, or poisons a merge, used until the text is wrong."""
-    module = sys.modules["flash_mla"]
     pages, lens, view = paged(torch.bfloat16)
     segment = causal_segment(pages, lens, 1)
     if kind != "pages":
@@ -183,9 +163,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, kind: str, monk
     def wrong(lse: Tensor) -> Tensor:
         return lse / 0.6931 if fault == "base 2" else torch.where(lse == torch.inf, 0.0, lse)
 
-    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
-        honest = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, honest=honest, **k: (*(r := honest(*a, **k))[:-1], wrong(r[-1])))
+    fake_flash.install(monkeypatch, flash_mla=fake_flashmla.module(wrong))
     with pytest.raises(RuntimeError, match="flashmla: the installed library .* attention='triton'"):
         FlashMLABackend(least_rows=1).run(q_THL, view, segment, SCORING)
 
@@ -226,11 +204,10 @@ def test_a_captured_pass_follows_the_lengths(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["round", False])
-def test_the_whole_runtime(graphs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_runtime(graphs: Any, tmp_path: Path) -> None:
     """Keeps out: a library that asks the device in a capture; a backend that is never asked; text beyond near-ties."""
-    name, zoo, sampling, asked = "v3-wide-latents", DeepseekZoo(tmp_path), SamplingParams(max_tokens=24), []
-    target, original = save_deepseek(tmp_path / name, name, kv_lora_rank=C, qk_rope_head_dim=R), adapters.pages_state
-    monkeypatch.setattr(adapters, "pages_state", lambda *args: (asked.append(1), original(*args))[1])
+    name, zoo, sampling = "v3-wide-latents", DeepseekZoo(tmp_path), SamplingParams(max_tokens=24)
+    target = save_deepseek(tmp_path / name, name, kv_lora_rank=C, qk_rope_head_dim=R)
     settings: dict[str, Any] = dict(device="cuda", dtype="bfloat16", max_seq_len=192, page_size=P, spec=SpecConfig(3, 4, 12))
     ours = SpecDecoder.from_pretrained(target, zoo.head(name, "eagle3"), **settings, attention="triton")
     theirs = SpecDecoder.from_pretrained(
@@ -242,4 +219,4 @@ def test_the_whole_runtime(graphs: Any, tmp_path: Path, monkeypatch: pytest.Monk
         for number, (a, b) in enumerate(zip(plain, fast, strict=True)):
             found = explain_divergence(Session(ours), number, a.prompt_token_ids, a.token_ids, b.token_ids, sampling)
             assert found is None or found.verdict == "near-tie", found
-    assert asked
+    assert Driver(theirs).backend.checked

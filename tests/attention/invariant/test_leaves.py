@@ -92,7 +92,7 @@ class World:
             kv[self.slots[length + node]] = self.kv[self.slots[length + depth]]
             q_THD[node] = self.q_THD[length + depth]
         parents_1N = torch.tensor([PARENTS], device=DEVICE)
-        tree = DraftTree.from_parents(parents_1N, parents_1N, 2)
+        tree = DraftTree(parents_1N, parents_1N, 2)
         positions_T, _, suffix = path_tables(self.pages, ints(length), tree)
         prefix = prefix_segment(self.pages, ints(length), N)
         return self.ask(q_THD, AttentionPlan((prefix,), positions_T, suffix), kind, programs, kv=kv)

@@ -27,7 +27,7 @@ from toolkit.models import save_eagle3, save_target
 from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
-from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Pieces, harmless
+from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Pieces, Screen, harmless
 from specdec.generation import Generation
 from specdec.steps import Emitted
 
@@ -264,12 +264,14 @@ def test_what_a_text_must_be_and_where_it_stops(run: Run, pair: SpecDecoder) -> 
         assert run(pair, "Once upon a time", "--max-tokens", "40", *flags).text == f"Once upon a time{out.text}\n"
 
 
-def test_a_long_prompt_is_shown_by_its_end(run: Run, pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_shown_by_its_end(pair: SpecDecoder) -> None:
     """Keeps out: a document from stdin that fills the screen before the first word of the answer."""
-    monkeypatch.setattr("specdec.cli.terminal.screen.LONGEST_PROMPT", 20)
-    prompt = "The cat sat. " * 3
-    assert run(pair, prompt, "--max-tokens", "2").painted(PROMPT) == f"[19 characters] ...{prompt[-20:]}"
-    assert run(pair, prompt[:20], "--max-tokens", "2").painted(PROMPT) == prompt[:20]
+    (out,), prompt = pair.generate("The cat", SamplingParams(max_tokens=2)), "The cat sat. " * 200
+    for given, said in ((prompt, f"[600 characters] ...{prompt[-2000:]}"), (prompt[:2000], prompt[:2000])):
+        terminal = Terminal(80)
+        with redirect_stdout(terminal.stream):
+            Screen(given, False, pair.tokenizer.decode, out.prompt_token_ids, True).whole(out)
+        assert harmless(PAINTED.sub(r"\2", terminal.close())) == f"{said}\n{out.text}\n"
 
 
 def test_nothing_that_a_model_writes_commands_the_terminal(run: Run, chatty: SpecDecoder) -> None:
@@ -299,11 +301,11 @@ def test_nothing_that_a_model_writes_commands_the_terminal(run: Run, chatty: Spe
 
 
 def test_an_error_has_a_line_of_its_own(run: Run, pair: SpecDecoder) -> None:
-    """Keeps out: a message that goes on where the text broke off, and a colour that stays."""
-    with Driver(pair).fail_in("verify", RuntimeError("planted"), call=2):
+    """Keeps out: forty lines of stack, a message that goes on where the text broke off, and a colour that stays."""
+    with Driver(pair).fail_in("verify", RuntimeError("the logits of\nposition 3 are not finite"), call=2):
         shown = run(pair, "Once upon a time", "--max-tokens", "40")
     assert shown.code == 2 and shown.text.startswith("Once upon a time, there was") and shown.out.endswith("\x1b[0m\n")
-    assert shown.err == f"{LEGEND}specdec: error: the request failed while it ran: planted\n"
+    assert shown.err == f"{LEGEND}specdec: error: the request failed while it ran: the logits of position 3 are not finite\n"
 
 
 def test_a_program_gets_the_text_alone(

@@ -14,7 +14,7 @@ from toolkit.drafters import Substitute
 from toolkit.driver import Driver
 from toolkit.families import NO_FEATURES, Families, assert_greedy
 from toolkit.models import HEADS, Zoo
-from toolkit.pages import long_prompts_wait_from, ring_passes_take
+from toolkit.pages import ring_passes_take
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.groups import ALL, Group
@@ -29,7 +29,6 @@ SAMPLING = SamplingParams(max_tokens=LENGTH)
 @pytest.fixture(autouse=True)
 def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     ring_passes_take(CHUNK, monkeypatch)
-    long_prompts_wait_from(8, monkeypatch)
 
 
 def mixed(zoo: Zoo, target: str, head: str | None, spec: SpecConfig | None, page_size: int, **settings: Any) -> SpecDecoder:
@@ -39,6 +38,7 @@ def mixed(zoo: Zoo, target: str, head: str | None, spec: SpecConfig | None, page
     driver = Driver(decoder)
     assert driver.ring is None and driver.local_ring is not None and driver.local_ring * page_size < 60
     driver.poison_free_slots(torch.nan)
+    driver.set_least_shared_to_wait(8)
     return decoder
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from toolkit.driver import new_request
-from toolkit.pages import check_books, long_prompts_wait_from, ring_passes_take
+from toolkit.pages import check_books, ring_passes_take
 
 from specdec import SpecConfig
 from specdec.attention.kinds import LayerKind
@@ -207,7 +207,6 @@ def test_random_traffic_reads_its_own_text(
     kind: LayerKind, page_size: int, caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring_passes_take(CHUNK, monkeypatch)
-    long_prompts_wait_from(8, monkeypatch)
     rng = random.Random(f"{kind} {page_size} {caching}")
     span = kind.span
     assert span is not None
@@ -225,6 +224,7 @@ def test_random_traffic_reads_its_own_text(
             return done
 
     admission = Noting(PagePool(1500 // page_size, page_size), SPEC.lookahead, caching, local, span)
+    admission.least_shared_to_wait = 8
     budget = ChunkBudget(40, 60, 80, most=admission.max_chunk_tokens)
     scheduler = Scheduler(admission, budget, Speculation((SPEC,)), rows, pads_rows=False)
     memory = Memory([LayerKind(), kind], page_size, rng, vocab)

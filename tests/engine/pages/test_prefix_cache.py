@@ -11,10 +11,9 @@ import pytest
 import torch
 from toolkit.driver import Driver, Model, Request, new_request
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.pages import check_books, long_prompts_wait_from
+from toolkit.pages import check_books
 from toolkit.prompts import SYSTEM, assert_same, prompts_after
 
-import specdec.loading.memory
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
@@ -128,16 +127,17 @@ def test_keys_hold_the_successor() -> None:
 
 
 @pytest.fixture(params=[0, 1], ids=lambda depth: f"depth{depth}")
-def decoder(zoo: Zoo, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpecDecoder]:
+def decoder(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[SpecDecoder]:
     """Small enough a pool that pages are evicted; its books must balance when the test is over."""
-    long_prompts_wait_from(8, monkeypatch)
-    monkeypatch.setattr(specdec.loading.memory, "KEPT_TOKENS", 0)
     decoder = zoo.decoder(
         "llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96, prefix_caching=True
     )  # fmt: skip
-    Driver(decoder).set_depth(request.param)
-    yield decoder
-    Driver(decoder).assert_nothing_leaked()
+    driver = Driver(decoder)
+    driver.set_depth(request.param)
+    driver.set_least_shared_to_wait(8)
+    with driver.small_pool(3 * decoder.settings.pages_per_sequence):
+        yield decoder
+        driver.assert_nothing_leaked()
 
 
 SHAPES = [

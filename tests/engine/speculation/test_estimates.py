@@ -66,7 +66,7 @@ def test_a_node_costs_what_it_costs_where_it_is_cheapest() -> None:
 def test_a_shape_is_made_ready_once_it_has_been_missed_for_as_long_as_that_takes() -> None:
     """Keeps out: the loss of every fourth round alone, counted where shapes are judged so often."""
     size, ready, best = Size(1), (None, CHAIN, LONG), SpecConfig(3, 1, 4)
-    controller = Controller((CHAIN, best, LONG), tries=True, ready_seconds=10.0)
+    controller = Controller((CHAIN, best, LONG), ready_seconds=10.0)
     controller.acceptance.observe(LONG, [3] * 900)
     for shape, seconds in ((None, 1.0), (CHAIN, 1.2), (LONG, 1.8)):
         controller.tried(size, shape, seconds)

@@ -8,7 +8,6 @@ from toolkit.bench import StubSession
 from toolkit.models import Zoo
 
 from specdec import EngineOptions, SamplingParams
-from specdec.lossless import widen
 from specdec.lossless.choice import Text, least_raise
 from specdec.lossless.near_tie import difference, explain_divergence, first_divergence
 from specdec.lossless.reference import Judged, passes_of
@@ -122,9 +121,8 @@ def judged(token: int, margin: float | None) -> Judged:
 
 
 @torch.no_grad()
-def test_a_wide_pass_that_fails_leaves_the_model_as_it_was(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_pass_that_fails_leaves_the_model_as_it_was(zoo: Zoo) -> None:
     """Keeps out: a model that computes in another dtype, or in another order of sums, after a check that broke off."""
-    monkeypatch.setattr(widen, "SMALL", 100)
     with zoo.decoder("llama", None, None, dtype="bfloat16") as decoder:
         model = decoder.model
         before = {name: (weight.dtype, weight.data_ptr()) for name, weight in model.named_parameters()}
@@ -133,7 +131,7 @@ def test_a_wide_pass_that_fails_leaves_the_model_as_it_was(zoo: Zoo, monkeypatch
         use_numerics(model, INVARIANT)
         layer = model.layers[1]
         hook = layer.mlp.register_forward_hook(fail)
-        with pytest.raises(ZeroDivisionError), passes_of(session).wide():
+        with pytest.raises(ZeroDivisionError), passes_of(session).wide(small=100):
             assert all(module.numerics is FAST for module in model.modules() if isinstance(module, Multiplying))
             passes_of(session).hidden([1, 2, 3])
         hook.remove()

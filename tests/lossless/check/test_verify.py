@@ -17,7 +17,7 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.lossless import reference, widen
+from specdec.lossless import reference
 from specdec.lossless.choice import Text
 from specdec.lossless.reference import passes_of, read_text
 from specdec.lossless.widen import widened
@@ -144,10 +144,9 @@ def test_a_router_that_flips_is_rounding(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- what the reference is ----
 
 
-def test_a_widened_model_computes_in_the_wider_dtype_and_is_itself_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_widened_model_computes_in_the_wider_dtype_and_is_itself_again(zoo: Zoo) -> None:
     """Keeps out: a part that stays narrow, a weight that moves (captured graphs know addresses), a failed pass that leaves wide
     weights behind."""
-    monkeypatch.setattr(widen, "SMALL", 100)  # so that layers of a tiny model are widened one by one
     narrow, wide = (decoder_of(zoo, dtype) for dtype in ("bfloat16", "float32"))
     before = {name: (weight.data_ptr(), weight.dtype) for name, weight in narrow.model.named_parameters()}
     with torch.inference_mode():
@@ -156,7 +155,7 @@ def test_a_widened_model_computes_in_the_wider_dtype_and_is_itself_again(zoo: Zo
             other.copy_(weight)  # rounded, as the narrow model's are
         ids, passes = PROMPTS[5], [passes_of(Session(decoder)) for decoder in (narrow, wide)]
         want = passes[1].logits(passes[1].hidden(ids))
-        with passes[0].wide():
+        with passes[0].wide(small=100):  # so that layers of a tiny model are widened one by one
             got = passes[0].logits(passes[0].hidden(ids))
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

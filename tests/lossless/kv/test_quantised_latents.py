@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit.deepseek import DeepseekZoo
+from toolkit.deepseek import DeepseekZoo, use_limits
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from toolkit.oracles.stored import hold_stored_text, is_clearly_the_oracle_s_text
@@ -44,11 +44,11 @@ def test_text_is_the_target_s_over_rounded_latents(
     """Prompts expanded, converted first, and read as they are.  Keeps out: a prompt that reads its own latents unrounded, a
     commit that leaves scales behind, a workspace of another layer's latents.
     """
-    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above, 12, upconvert_from, 64))
     definition, converted = upconvert.upconvert, []
     monkeypatch.setattr(upconvert, "upconvert", lambda *args: (converted.append(args), definition(*args)))
     settings = dict(page_size=page_size, max_batch_size=3, kv_cache_dtype="fp8_ds_mla")
     decoder = zoo.decoder(TARGET, head, SpecConfig(*shape), **settings)
+    use_limits(decoder.model, Limits(expand_above, 12, upconvert_from, 64))
     assert isinstance(Driver(decoder).cache("target").layout, Fp8LatentLayout)
     Driver(decoder).set_chunk(10)
     prompts = ragged_prompts(40, 6, seed=7)

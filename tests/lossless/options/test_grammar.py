@@ -10,16 +10,18 @@ import asyncio
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from toolkit.driver import Driver
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder
 from specdec.grammar.matcher import LimitError, Matcher, Place
+from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.steps import Grammar
 
@@ -159,19 +161,19 @@ def test_a_grammar_that_the_library_gives_up_ends_in_an_error(decoder: SpecDecod
     assert "NaN" not in str(info.value)
 
 
-def test_a_target_s_tokenizer_must_be_there(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_s_tokenizer_must_be_there(decoder: SpecDecoder, tmp_path: Path) -> None:
     """Keeps out: an AttributeError of a tokenizer that is absent, or of a kind that no tokenizer.json describes."""
-    monkeypatch.setattr(decoder.grammars, "_tokenizer", None)
-    decoder.grammars._compiled.clear()
-    inner = decoder.tokenizer._inner
-    for broken, said in (
-        (None, "a grammar needs a tokenizer, but .* holds none"),
-        (object(), "can be written as a tokenizer.json"),
+    absent, odd = tmp_path / "absent", tmp_path / "odd"
+    absent.mkdir()
+    ByT5Tokenizer().save_pretrained(odd)  # of Python code alone
+    (odd / "vocab.json").write_text("{}")
+    for folder, said in (
+        (absent, "a grammar needs a tokenizer, but .* holds none"),
+        (odd, "can be written as a tokenizer.json"),
     ):
-        monkeypatch.setattr(decoder.tokenizer, "_inner", broken)
+        other = SpecDecoder(decoder.model, decoder.head, decoder.settings, Tokenizer(folder))
         with pytest.raises(ValueError, match=said):
-            decoder.generate([5, 6], PARAMS[0])
-    monkeypatch.setattr(decoder.tokenizer, "_inner", inner)
+            other.generate([5, 6], PARAMS[0])
     with pytest.raises(ValueError, match="json_schema can't be used: .*strin"):
         decoder.generate("The", SamplingParams(json_schema={"type": "strin"}))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target
-from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
+from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek, use_limits
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
@@ -40,7 +40,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", DEEPSEEKS)
-def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str) -> None:
     """Absorbed, expanded, in chunks of a prompt, and without a cache."""
     prompts = ragged_prompts(40, 5, seed=3)
     hf = zoo.hf(name)
@@ -49,7 +49,7 @@ def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str, monkeypat
         model = load(zoo.target(name))
         close = dict(atol=1e-5 * float(want.abs().max()), rtol=1e-5)
         torch.testing.assert_close(paged_logits(model, prompts), want, **close)
-        monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=4, expanded_tokens=8))
+        use_limits(model, Limits(expand_above=4, expanded_tokens=8))
         torch.testing.assert_close(paged_logits(model, prompts), want, **close)
         torch.testing.assert_close(paged_logits(model, prompts, chunk=9), want, **close)
         torch.testing.assert_close(dense_logits(model, prompts[-1]), want[-len(prompts[-1]) :], **close)
@@ -59,9 +59,9 @@ def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str, monkeypat
 def test_float64_leaves_only_what_transformers_rounds(zoo: DeepseekZoo, name: str) -> None:
     """Absorbed and expanded differ by rounding alone.  Keeps out: a float32 in between that hides a wrong factor."""
     model, prompts = load(zoo.target(name), torch.float64), ragged_prompts(40, 3, seed=4)
-    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+    with torch.inference_mode():
         absorbed = paged_logits(model, prompts)
-        patch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=0))
+        use_limits(model, Limits(expand_above=0))
         torch.testing.assert_close(paged_logits(model, prompts), absorbed, atol=1e-9, rtol=1e-9)
 
 
@@ -80,11 +80,11 @@ CASES = [
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "head", "shape", "page_size"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_text_is_that_of_transformers(
-    zoo: DeepseekZoo, name: str, head: str, shape: tuple[int, int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
+    zoo: DeepseekZoo, name: str, head: str, shape: tuple[int, int, int], page_size: int
 ) -> None:
     """Chains and trees at any page size, prompts longer than a chunk, rows that change owners."""
-    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=6, expanded_tokens=12))
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
+    use_limits(decoder.model, Limits(expand_above=6, expanded_tokens=12))
     assert isinstance(Driver(decoder).cache("target").layout, LatentLayout)
     hold_text(zoo, name, decoder)
 
@@ -98,12 +98,10 @@ def test_captured_rounds_write_the_same(zoo: DeepseekZoo, name: str, shape: tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 4, 16), (4, 1, 5)], ids=["tree", "chain"])
-def test_shared_prefixes_are_read_as_latents(
-    zoo: DeepseekZoo, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_prefixes_are_read_as_latents(zoo: DeepseekZoo, shape: tuple[int, int, int]) -> None:
     """Cached pages of another's prompt.  Keeps out: a prefix that is expanded from where the prompt began, not the row."""
-    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=6, expanded_tokens=12))
-    hold_text_after_shared_prefixes(zoo, "v3", shape)
+    few = Limits(expand_above=6, expanded_tokens=12)
+    hold_text_after_shared_prefixes(zoo, "v3", shape, lambda model: use_limits(model, few))
 
 
 def test_latents_have_no_quantised_cache(zoo: DeepseekZoo) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target
-from toolkit.deepseek import MARGIN, SPARSES, TOPK, SparseZoo, least_margin, save_sparse
+from toolkit.deepseek import MARGIN, SPARSES, TOPK, SparseZoo, least_margin, save_sparse, use_limits
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from toolkit.oracles import texts
@@ -48,7 +48,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", SPARSES)
 @torch.inference_mode()
-def test_logits_are_those_of_transformers(zoo: SparseZoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_transformers(zoo: SparseZoo, name: str) -> None:
     """Whole prompts, chunks, few queries at once, expanded where the host knows that all keys are read, without a cache."""
     hf, model = zoo.hf(name), load(zoo.target(name))
     assert max(map(len, PROMPTS)) > 4 * TOPK and min(least_margin(hf, prompt) for prompt in PROMPTS) > MARGIN
@@ -57,7 +57,7 @@ def test_logits_are_those_of_transformers(zoo: SparseZoo, name: str, monkeypatch
     torch.testing.assert_close(paged_logits(model, PROMPTS), want, **close)
     for chunk, P in ((9, 1), (4, 16)):
         torch.testing.assert_close(paged_logits(model, PROMPTS, chunk, P), want, **close)
-    monkeypatch.setattr("specdec.attention.latent.limits.LIMITS", Limits(expand_above=4, absorbed=5 * 4 * 24))
+    use_limits(model, Limits(expand_above=4, absorbed=5 * 4 * 24))
     torch.testing.assert_close(paged_logits(model, PROMPTS, chunk=5), want, **close)
     alone = dense_logits(model, PROMPTS[2] + PROMPTS[2][::-1], batch=2)
     torch.testing.assert_close(alone[: len(PROMPTS[2])], want[3 : 3 + len(PROMPTS[2])], **close)

@@ -7,7 +7,13 @@ what a query without keys comes back with, extra return values, causal masks ali
 Shapes: B rows, n queries of a row, T queries, H heads, K kv heads, D head dim, N keys of a row, P page size.
 """
 
+import atexit
+import shutil
 import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention import capabilities
 from specdec.attention.flash import adapters
 from specdec.attention.kinds import Scoring
 from toolkit.attention import fake_flashmla
@@ -26,18 +31,36 @@ VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0
 VERSIONS["flash_mla"] = "1.0.0"
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all three packages, and flash_mla, importable, and the capability table find them."""
+def install(
+    monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str] = VERSIONS, flash_mla: ModuleType | None = None,
+    **others: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Makes all three packages, and flash_mla, importable, and lets the capability table find them in these versions.
+
+    flash_mla: another stand-in for it.  others: other functions for fa3 and fa4.
+    """
     fa2, fa3, cute, interface = (
         ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
     )
     fa2.flash_attn_with_kvcache, fa2.flash_attn_varlen_func = fa2_with_kvcache, fa2_varlen  # type: ignore[attr-defined]
-    fa3.flash_attn_with_kvcache = fa3_with_kvcache  # type: ignore[attr-defined]
-    interface.flash_attn_varlen_func = fa4_varlen  # type: ignore[attr-defined]
-    for module in (fa2, fa3, cute, interface, fake_flashmla.module()):
+    fa3.flash_attn_with_kvcache = others.get("fa3", fa3_with_kvcache)  # type: ignore[attr-defined]
+    interface.flash_attn_varlen_func = others.get("fa4", fa4_varlen)  # type: ignore[attr-defined]
+    for module in (fa2, fa3, cute, interface, flash_mla or fake_flashmla.module()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(capabilities, "installed", VERSIONS.get)
+    monkeypatch.syspath_prepend(metadata_of(frozenset(versions.items())))
     adapters._fa4.cache_clear()
+
+
+@cache
+def metadata_of(versions: frozenset[tuple[str, str]]) -> str:
+    """A folder with what pip would leave of packages of these names and versions."""
+    folder = tempfile.mkdtemp(prefix="packages-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, version in versions:
+        info = Path(folder, f"{name.replace('-', '_')}-{version}.dist-info")
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
 
 
 def dense(

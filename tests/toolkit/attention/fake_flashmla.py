@@ -6,6 +6,7 @@ Quirks: what each call refuses on a Hopper GPU, as seen with the kernels that vL
 Shapes: B rows, n queries of each, T queries, H heads, L latent width, C value width, P page size, X slots, I slots of a row.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -29,10 +30,22 @@ class Schedule:
         self.made_for = call
 
 
-def module() -> ModuleType:
+def module(lse: Callable[[Tensor], Tensor] = lambda lse: lse) -> ModuleType:
+    """lse: what each call makes of its own."""
+
+    def with_kvcache(*given: Any, **options: Any) -> tuple[Any, ...]:
+        *others, own = flash_mla_with_kvcache(*given, **options)
+        return (*others, lse(own))
+
+    def sparse_fwd(*given: Any, **options: Any) -> tuple[Any, ...]:
+        *others, own = flash_mla_sparse_fwd(*given, **options)
+        return (*others, lse(own))
+
     result = ModuleType("flash_mla")
-    for each in (get_mla_metadata, flash_mla_with_kvcache, flash_mla_sparse_fwd):
-        setattr(result, each.__name__, each)
+    functions = dict(
+        get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=with_kvcache, flash_mla_sparse_fwd=sparse_fwd
+    )  # fmt: skip
+    vars(result).update(functions)
     return result
 
 

@@ -16,6 +16,8 @@ from specdec import SpecDecoder
 from specdec.batch.packed import ChunkShape
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
+from specdec.engine.pages.admission import Admission
+from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.grammar.library import Grammars
 from specdec.ops.compiling.rehearsal import Rehearsals
@@ -52,6 +54,13 @@ class Hooks:
 
     @property
     def running(self) -> list[Request]:
+        raise NotImplementedError
+
+    @property
+    def is_idle(self) -> bool:
+        raise NotImplementedError
+
+    def settle(self) -> None:
         raise NotImplementedError
 
     def request_in(self, row: int) -> Request | None:
@@ -194,6 +203,32 @@ class Hooks:
 
         runner.run = replay
         return seen
+
+    @property
+    def backend(self) -> Any:
+        """What the target's attention runs on."""
+        return self._workers.verifier.backend
+
+    @property
+    def followers(self) -> Any:
+        """The other ranks."""
+        return self._runner.readback.followers
+
+    def set_least_shared_to_wait(self, tokens: int) -> None:
+        """Makes a prompt wait for another one's prefill if both share at least so many tokens that are not in the cache."""
+        self._scheduler.admission.least_shared_to_wait = tokens
+
+    @contextmanager
+    def small_pool(self, pages: int) -> Iterator[None]:
+        """Inside the block, requests own pages of a pool of so many.  The decoder is idle, and keeps none before."""
+        whole = self._scheduler.admission
+        assert self.is_idle and whole.local is None
+        pool = PagePool(pages + 1, whole.pool.page_size, whole.pool.ring)
+        small = self._scheduler.admission = Admission(pool, whole.lookahead, whole.cache is not None)
+        small.least_shared_to_wait = whole.least_shared_to_wait
+        yield
+        self.settle()
+        self._scheduler.admission = whole
 
     def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
         """Makes these run what rounds give to CUDA graphs: whole rounds, or their phases."""

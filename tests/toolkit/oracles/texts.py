@@ -1,6 +1,9 @@
 """Whole decoders of a zoo's targets against transformers' greedy search."""
 
+from collections.abc import Callable
+
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.models.target import Target
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 
@@ -28,9 +31,12 @@ def hold_captured_text(zoo: Zoo, name: str, shape: tuple[int, int, int], page_si
         assert [out.token_ids for out in outputs] == want, graphs
 
 
-def hold_text_after_shared_prefixes(zoo: Zoo, name: str, shape: tuple[int, int, int]) -> None:
-    """Prompts that begin alike, in a decoder that keeps their pages."""
+def hold_text_after_shared_prefixes(
+    zoo: Zoo, name: str, shape: tuple[int, int, int], prepare: Callable[[Target], None] = lambda model: None
+) -> None:
+    """Prompts that begin alike, in a decoder that keeps their pages.  prepare: what is done to the target first."""
     decoder = zoo.decoder(name, "eagle3", SpecConfig(*shape), page_size=5, max_batch_size=4, prefix_caching=True)
+    prepare(decoder.model)
     tails = ragged_prompts(40, 5, seed=8)
     common = tails[-1] + tails[-2]
     prompts = [common + tail for tail in tails] + [common, tails[0]]

@@ -12,6 +12,7 @@ from specdec.decoder import Tokenizer
 from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
 from specdec.loading.ranks import follow
+from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.steps import Step
 from toolkit.driver import Driver
@@ -21,15 +22,20 @@ Result = TypeVar("Result")
 
 
 def with_ranks(
-    target: Path, draft: Path | None, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result], **settings: Any
-) -> Result:
-    """What `use` gives for a decoder of `size` ranks, all of whose caches hold NaN where nothing was written."""
+    target: Path, draft: Path | None, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result],
+    prepare: Callable[[Target], None] = lambda model: None, **settings: Any,
+) -> Result:  # fmt: skip
+    """What `use` gives for a decoder of `size` ranks, all of whose caches hold NaN where nothing was written.
+
+    prepare: what is done to each rank's share of the target first.
+    """
     options = EngineOptions(device="cpu", max_seq_len=80, tensor_parallel_size=size, **settings)
     steps: list[SimpleQueue[Step | None]] = [SimpleQueue() for _ in range(size)]
     results: list[Result] = []
 
     def work(group: ThreadGroup) -> None:
         model, head, resolved, folder = load_pair(target, draft, spec, options, group)
+        prepare(model)
         if group.rank:
             runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
             for cache in runner.workers.caches:
