@@ -43,29 +43,19 @@ class PagedAttention:
     def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables, sources: KVCache | None = None) -> None:
         self.backend, self.cache, self.sources = backend, cache, sources
         self._handed_on: dict[str, Any] = {}
-        self._groups = {
-            group: _Group(
-                each.slots_T, PreparedPlan(each.plan), None if each.rows_plan is None else PreparedPlan(each.rows_plan)
-            )
+        self._groups = {  # by group: slots, and the plans of all tokens and of some
+            group: (each.slots_T, PreparedPlan(each.plan), None if each.rows_plan is None else PreparedPlan(each.rows_plan))
             for group, each in zip(cache.group_numbers, tables, strict=True)
         }
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        group = self._groups[self.cache.groups[layer]]
-        prepared = group.all if rows_R is None else group.rows
+        slots_T, of_all, of_rows = self._groups[self.cache.groups[layer]]
+        prepared = of_all if rows_R is None else of_rows
         assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
         sources = None if self.sources is None else self.sources.view(layer)
-        call = LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring, self._handed_on, sources)
+        call = LayerCall(self.backend, view, kind, slots_T, prepared, rows_R, scoring, self._handed_on, sources)
         return inputs.paged(call)
-
-
-class _Group(NamedTuple):
-    """What the layers of one group share in a pass.  all, rows: the plans of all tokens, and of some."""
-
-    slots_T: Tensor
-    all: PreparedPlan
-    rows: PreparedPlan | None
 
 
 def make_backend(choice: BackendChoice | str, numerics: Numerics = FAST, table: Table = TABLE) -> Backend:

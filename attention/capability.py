@@ -170,11 +170,6 @@ class Capability:
     latents: tuple[int, int] | None = None
     features: frozenset[Feature] = USUAL
 
-    @property
-    def leaves_kinds(self) -> bool:
-        """Whether specdec's Triton kernels read some kinds of layers in its place."""
-        return len(self.kinds) < len(KINDS)
-
 
 def short(dtype: torch.dtype) -> str:
     """The dtype's name without "torch."."""

@@ -23,7 +23,7 @@ from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.context.exchange import swap_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import AttentionState, with_sinks
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -41,19 +41,12 @@ class PreparedPlan:
     plan: AttentionPlan
     once: dict[str, Any] = field(default_factory=dict)
     _by_kind: dict[LayerKind, Any] = field(default_factory=dict)
-    _divided: Any = None
 
     def of(self, kind: LayerKind, backend: Backend) -> Any:
         """What `backend.attend` needs for a layer of that kind."""
         if kind not in self._by_kind:
             self._by_kind[kind] = backend.prepare(self.plan.local(kind))
         return self._by_kind[kind]
-
-    def of_divided(self, own: Segment, backend: Backend) -> Any:
-        """What `backend.attend` needs for the part of a divided prefix that this rank keeps."""
-        if self._divided is None:
-            self._divided = backend.prepare(AttentionPlan((own,)))
-        return self._divided
 
 
 class LayerCall(NamedTuple):
@@ -93,7 +86,7 @@ class LayerCall(NamedTuple):
         if self.plan.divided is None:
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
         own, group = self.plan.divided
-        of_all = self.prepared.of_divided(own, backend)
+        of_all = self.once("divided", lambda _: backend.prepare(AttentionPlan((own,))))
         prefix = swap_states(backend.attend(group.gather_heads(q_THD), view, of_all, self.scoring), group)
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
 

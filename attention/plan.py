@@ -9,6 +9,8 @@ Shapes: B sequences, K topk, N tree nodes, S draft steps, W table width.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -27,8 +29,7 @@ def causal_segment(pages: PageTable, lens_B: Tensor, queries_per_row: int, fresh
 
     lens_B includes the queries' own tokens, whose keys have been stored before.
     """
-    cu_seqlens_q = uniform_cu_seqlens(lens_B.shape[0], queries_per_row, lens_B.device)
-    return Segment(pages, lens_B, cu_seqlens_q, queries_per_row, queries_per_row > 1, fresh=fresh)
+    return replace(prefix_segment(pages, lens_B, queries_per_row, fresh), causal=queries_per_row > 1)
 
 
 def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> None:

@@ -127,23 +127,16 @@ def _candidates(steps: int, topk: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingOption:
-    """What a field of SamplingParams is, besides its name and type.  All who handle options follow from it.
-
-    check: of the name and a value; None is allowed besides where it is the default.
-    meaning, metavar: what the command line says of an option that one flag gives as a number.
-    column: the type of its column in the table of rows (see RowOptions); None: it is no number of a row.
-    step: which step of the pass over logits it takes (see Needs), where it is not what it is by default; empty: none.
-    greedy: whether greedy decoding looks at it.  drafted: whether drafters look at its step.
-    """
+    """What a field of SamplingParams is, besides its name and type.  All who handle options follow from it."""
 
     default: Any
-    check: Callable[[str, Any], Any]
-    meaning: str = ""
+    check: Callable[[str, Any], Any]  # of the name and a value; None is allowed besides where it is the default
+    meaning: str = ""  # what the command line says of an option that one flag gives as a number
     metavar: str = "N"
-    column: type[float] | type[int] | None = None
-    step: str = ""
-    greedy: bool = True
-    drafted: bool = False
+    column: type[float] | type[int] | None = None  # in the table of rows (see RowOptions); None: it is no number of a row
+    step: str = ""  # of the pass over logits that it takes (see Needs), where it is not what it is by default; empty: none
+    greedy: bool = True  # whether greedy decoding looks at it
+    drafted: bool = False  # whether drafters look at its step
 
     def checked(self, name: str, value: Any) -> Any:
         """The value as it is kept; ValueError or TypeError, marked with the name, if it is not allowed."""

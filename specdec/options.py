@@ -41,21 +41,15 @@ def usable_cpus() -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """What users are told of an option, and which values it takes.
+    """What users are told of an option, and which values it takes: choices, or bounds, or a pattern, besides the default."""
 
-    meaning: one sentence, for help and tables.  details: more of it, for the documentation of from_pretrained.
-    choices, or bounds, or pattern (a regular expression and what it stands for): the values allowed besides the default; the
-    upper bound is a function where the machine decides.  metavar: what the command line calls the value, if it is no number.
-    decided_by: commands that have no flag for the option, and what their help says instead.
-    """
-
-    meaning: str
-    details: str = ""
+    meaning: str  # one sentence, for help and tables
+    details: str = ""  # more of it, for the documentation of from_pretrained
     choices: tuple[Any, ...] = ()
-    bounds: tuple[int, float | Callable[[], int]] | None = None
-    pattern: tuple[str, str] | None = None
-    metavar: str | None = None
-    decided_by: Mapping[str, str] = field(default_factory=dict)
+    bounds: tuple[int, float | Callable[[], int]] | None = None  # the upper one is a function where the machine decides
+    pattern: tuple[str, str] | None = None  # a regular expression and what it stands for
+    metavar: str | None = None  # what the command line calls the value, if it is no number
+    decided_by: Mapping[str, str] = field(default_factory=dict)  # commands without a flag for it, and what their help says
 
     def check(self, name: str, value: Any, default: Any) -> Any:
         """The value, numbers as Python's own.  ValueError or TypeError unless it is allowed."""

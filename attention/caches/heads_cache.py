@@ -14,18 +14,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.planes import CacheLayout, Plane
+from specdec.attention.caches.planes import CachedHeads, CacheLayout, Plane
 
 
 @dataclass(frozen=True)
-class MHAView:
+class MHAView(CachedHeads):
     """One layer's keys and values.  kv: [num_slots, 2, K, D], keys then values, in the model's own dtype."""
 
     kv: Tensor
 
     @cached_property
     def heads(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, [num_slots, K, D] each."""
         k, v = self.kv.unbind(1)
         return k, v
 

@@ -22,8 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.planes import CacheLayout, KVView, Plane
-from specdec.attention.caches.quant_cache import QuantView, dequantised, to_int8
+from specdec.attention.caches.planes import CachedHeads, CacheLayout, KVView, Plane
+from specdec.attention.caches.quant_cache import dequantised, to_int8
 
 INT8_KEYS = "int8_keys"  # the kv_cache_dtype that asks for this cache
 ALIGNMENT = 32  # with it, values of 16 bits begin a multiple of 16 values after their key, which compilers look for
@@ -35,7 +35,7 @@ def aligned(count: int) -> int:
 
 
 @dataclass(frozen=True)
-class Int8KeysView:
+class Int8KeysView(CachedHeads):
     """One layer's keys and values.
 
     kv: [num_slots, K, X] uint8.
@@ -53,9 +53,16 @@ class Int8KeysView:
 
     @cached_property
     def heads(self) -> tuple[Tensor, Tensor]:
-        """Stored keys (int8) and values, [num_slots, K, D] each."""
         D, begin = self.head_dim, aligned(self.head_dim)
         return self.kv[..., :D].view(torch.int8), self.kv[..., begin : begin + D * self.dtype.itemsize].view(self.dtype)
+
+    @property
+    def quant(self) -> str:
+        return "key"
+
+    @property
+    def scales(self) -> Tensor:
+        return self.scales_NK
 
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         (k, v), (stored_TKD, scales_TK) = self.heads, to_int8(kv_T2KD[:, 0])
@@ -80,8 +87,7 @@ def rounded_queries(q_THD: Tensor) -> Tensor:
 
 def queries_as_read(view: KVView, q_THD: Tensor) -> Tensor:
     """The queries by which attention multiplies this view's keys: as they are, or rounded to int8."""
-    rounds = isinstance(view, Int8KeysView | QuantView) and view.int8_queries
-    return rounded_queries(q_THD) if rounds else q_THD
+    return rounded_queries(q_THD) if isinstance(view, CachedHeads) and view.int8_queries else q_THD
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.attention.caches.planes import CacheLayout, KVView
 from specdec.attention.kinds import LayerKind
 from specdec.ops.index import use_index_kernels
-from specdec.ops.operator import define, use_operator
+from specdec.ops.operator import define, nothing_fake, use_operator
 
 
 class KVCache:
@@ -131,8 +131,4 @@ def bytes_of(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _move_fake(*_: object) -> None:
-    return None
-
-
-MOVE = define("move(Tensor(a!) cache, Tensor slots, Tensor path) -> ()", move_slots, _move_fake)
+MOVE = define("move(Tensor(a!) cache, Tensor slots, Tensor path) -> ()", move_slots, nothing_fake)

@@ -55,6 +55,27 @@ class HeadsView(KVView, Protocol):
         """Stores keys and values [T, 2, K, D], already normed and rotated, at the slots (int64 [T])."""
 
 
+class CachedHeads(ABC):
+    """One layer's ordinary heads as kernels read them.  int8_queries: whether attention rounds queries to int8 too."""
+
+    int8_queries: bool = False
+
+    @property
+    @abstractmethod
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Stored keys and values, [num_slots, K, their width] each."""
+
+    @property
+    def quant(self) -> str:
+        """The kernels' name for what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys), or "" if nothing has one."""
+        return ""
+
+    @property
+    def scales(self) -> Tensor:
+        """A view without scales gives its keys: kernels need some pointer, and do not read it."""
+        return self.heads[0]
+
+
 @runtime_checkable
 class RoundingView(Protocol):
     """A view whose cache may round what it stores.  rounds: whether it does."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import CacheLayout, Plane, RoundingView
+from specdec.attention.caches.planes import CachedHeads, CacheLayout, Plane, RoundingView
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
@@ -33,7 +33,7 @@ LEAST_SCALE = 2.0**-6
 
 
 @dataclass
-class QuantView:
+class QuantView(CachedHeads):
     """One layer's keys and values in 8 bits.
 
     kv: [num_slots, 2, K, D], float8_e4m3fn or int8.
@@ -56,9 +56,18 @@ class QuantView:
 
     @cached_property
     def heads(self) -> tuple[Tensor, Tensor]:
-        """Stored keys and values, [num_slots, K, D] each."""
         k, v = self.kv.unbind(1)
         return k, v
+
+    @property
+    def quant(self) -> str:
+        return "head" if self.scales_N2K is None else "token"
+
+    @property
+    def scales(self) -> Tensor:
+        scales = self.scale_2K if self.scales_N2K is None else self.scales_N2K
+        assert scales is not None
+        return scales
 
     def set_scale(self, kv_T2KD: Tensor) -> None:
         """Sets the fp8 scale so that these keys and values fit with room to spare.
@@ -81,8 +90,7 @@ class QuantView:
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         stored = self.kv.view(torch.uint8).index_select(0, slots_N).view(self.kv.dtype)
-        scales = self.scale_2K if self.scales_N2K is None else self.scales_N2K.index_select(0, slots_N)
-        assert scales is not None
+        scales = self.scales if self.scales_N2K is None else self.scales_N2K.index_select(0, slots_N)
         kv = dequantised(stored, scales, dtype)
         return kv[:, 0], kv[:, 1]
 
@@ -166,12 +174,8 @@ class QuantLayout(CacheLayout):
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> QuantView:
         if self.kv_cache_dtype == "int8":
             return QuantView(planes["kv"], scales_N2K=planes["scales"], int8_queries=self.int8_queries)
-        view = QuantView(
-            planes["kv"], torch.ones(2, self.num_kv_heads, dtype=torch.float32, device=self.device), needs_scale=True
-        )
+        scale_2K = torch.ones(2, self.num_kv_heads, dtype=torch.float32, device=self.device)
         given = self.scales[layer] if layer < len(self.scales) else None
         if given is not None:
-            assert view.scale_2K is not None
-            view.scale_2K.copy_(given)
-            view.needs_scale = False
-        return view
+            scale_2K.copy_(given)
+        return QuantView(planes["kv"], scale_2K, needs_scale=given is None)

@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.planes import CacheLayout, Plane
+from specdec.attention.caches.planes import CachedHeads, CacheLayout, Plane
 
 
 @dataclass(frozen=True)
-class SplitView:
+class SplitView(CachedHeads):
     """One layer's keys [slots, K, D] and values [slots, K, E], views of one row of numbers a token in the model's own dtype."""
 
     k: Tensor
@@ -26,7 +26,6 @@ class SplitView:
 
     @property
     def heads(self) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
         return self.k, self.v
 
     def write_heads(self, slots_T: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> None:
@@ -62,7 +61,7 @@ class SplitLayout(CacheLayout):
 
 
 @dataclass(frozen=True)
-class PairedView:
+class PairedView(CachedHeads):
     """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.
 
     It is only read: layers store through an MHAView of the same tensor.  Heads 2i and 2i + 1 are

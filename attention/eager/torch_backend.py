@@ -70,17 +70,12 @@ class TorchBackend(Backend):
         return [_joined_block(tuple(_spread(part, sequences) for part in plan.parts))]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> AttentionState:
-        out_THE, lse_TH = _joined_states([_block_state(q_THD, view, block, scoring) for block in prepared])
+        states = [_block_state(q_THD, view, block, scoring) for block in prepared]
+        out_THE, lse_TH = states[0] if len(states) == 1 else map(torch.cat, zip(*states, strict=True))
         return AttentionState(out_THE.to(q_THD.dtype), lse_TH)
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self.attend(q_THD, view, self.prepare(AttentionPlan((segment,))), scoring)
-
-
-def _joined_states(states: list[AttentionState]) -> AttentionState:
-    if len(states) == 1:
-        return states[0]
-    return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
 
 
 def _row_slots(pages: PageTable, width: int) -> Tensor:

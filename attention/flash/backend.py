@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.planes import CachedHeads
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
 from specdec.attention.flash.capability import LIBRARIES
 from specdec.attention.flash.rule import Reads
-from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
+from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.needs import gpu_kind
 from specdec.attention.segment import Segment
@@ -44,13 +45,13 @@ class FlashBackend(TritonBackend):
         self.library, self.rule = library, rule
         self._checked: set[tuple[object, ...]] = set()
 
-    def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
+    def partial_splits(self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring) -> int:
         if self._asks_library(q_THD, view, segment):
             return 0
         return super().partial_splits(q_THD, view, segment, scoring)
 
     def paged_partial(
-        self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
+        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
     ) -> AttentionState | None:
         if not self._asks_library(q_THD, view, segment):
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
@@ -58,7 +59,7 @@ class FlashBackend(TritonBackend):
         self._check_once(q_THD, view, segment)
         return ADAPTERS[self.library](q_THD, view, segment, scoring)
 
-    def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
+    def _asks_library(self, q_THD: Tensor, view: CachedHeads, segment: Segment) -> bool:
         if segment.is_per_query or not self._knows(view):
             return False
         if segment.pages.page_size % LIBRARIES[self.library].pages.multiple:
@@ -72,7 +73,7 @@ class FlashBackend(TritonBackend):
             keys = min(keys, segment.max_seqlen_q + (segment.max_cached or 0))
         return self.rule(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, segment.causal))
 
-    def _knows(self, view: PlannedView) -> bool:
+    def _knows(self, view: CachedHeads) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""
         if isinstance(view, QuantView):
             return view.scale_2K is not None and "fp8" in LIBRARIES[self.library].kv_cache_dtypes and self.rule is None

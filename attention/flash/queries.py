@@ -9,8 +9,6 @@ Shapes: T queries, H heads, K kv heads, D head dim, R rows of a segment.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,23 +19,17 @@ LEAST_SCALE = 2.0**-100  # of queries that are all zero: 1 / scale must be finit
 MANTISSA = 2**23 - 1  # the bits of a float32 that hold its digits
 
 
-class Float8Queries(NamedTuple):
-    """q_THD: float8_e4m3fn.  scale_RK: float32; a row's queries for a kv head are its numbers times this."""
+def float8_queries(q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """The nearest float8 (e4m3fn) of queries / scale, and scale_RK, float32.
 
-    q_THD: Tensor
-    scale_RK: Tensor
-
-
-def float8_queries(q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int) -> Float8Queries:
-    """The nearest float8 of queries / scale.  Queries that belong to no row get numbers that nobody reads.
-
+    Queries that belong to no row get numbers that nobody reads.
     cu_seqlens_q: int32 [R + 1]; row r holds the queries cu_seqlens_q[r] to cu_seqlens_q[r + 1], at most max_seqlen_q.
     A number that is not finite becomes NaN, and the scale of its row and kv head infinite.
     """
     if use_kernels(q_THD):
         from specdec.attention.flash.queries_triton import launch_float8_queries
 
-        return Float8Queries(*launch_float8_queries(q_THD, cu_seqlens_q, max_seqlen_q, num_kv_heads))
+        return launch_float8_queries(q_THD, cu_seqlens_q, max_seqlen_q, num_kv_heads)
     (T, _, _), R = q_THD.shape, cu_seqlens_q.shape[0] - 1
     q_TKGD = q_THD.float().unflatten(1, (num_kv_heads, -1))
     largest_TK = q_TKGD.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax((2, 3))
@@ -46,7 +38,7 @@ def float8_queries(q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_k
     largest_RK.scatter_reduce_(0, row_T[:, None].expand(-1, num_kv_heads), largest_TK, "amax")
     scale_RK = power_of_two(largest_RK * (1 / FP8_MAX))
     q_TKGD = q_TKGD * (1 / scale_RK)[row_T][:, :, None, None]
-    return Float8Queries(q_TKGD.flatten(1, 2).to(torch.float8_e4m3fn), scale_RK[:R])
+    return q_TKGD.flatten(1, 2).to(torch.float8_e4m3fn), scale_RK[:R]
 
 
 def power_of_two(x: Tensor) -> Tensor:

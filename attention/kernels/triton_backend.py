@@ -18,9 +18,8 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
-from specdec.attention.caches.planes import HeadsView, KVView
+from specdec.attention.caches.planes import CachedHeads, HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
-from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
@@ -34,8 +33,6 @@ from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl, shared_memory
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
-
-PlannedView = MHAView | QuantView | Int8KeysView | SplitView | PairedView
 
 
 class TritonBackend(Backend):
@@ -72,7 +69,7 @@ class TritonBackend(Backend):
         T, H, _ = q_THD.shape
         if isinstance(view, LatentView):
             return attend_latent(q_THD, view, prepared, scoring, self.programs or programs_at_once(q_THD.device))
-        assert isinstance(view, PlannedView)
+        assert isinstance(view, CachedHeads)
         check_view(q_THD, view)
         E = view.heads[1].shape[2]
         state = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device)
@@ -105,7 +102,7 @@ class TritonBackend(Backend):
             return super().attend_after(prefix, q_THD, view, prepared, scoring)
         if isinstance(view, LatentView):
             return merge_suffix(q_THD, view, suffix, scoring.latent_factor(), prefix)
-        assert isinstance(view, PlannedView)
+        assert isinstance(view, CachedHeads)
         check_view(q_THD, view)
         (T, H, _), E = q_THD.shape, view.heads[1].shape[2]
         state, none = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device), prepared.scratch(T, H, 0, E, q_THD.device)
@@ -115,7 +112,7 @@ class TritonBackend(Backend):
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self.attend(q_THD, view, TritonPlan((segment,)), scoring)
 
-    def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
+    def partial_splits(self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring) -> int:
         """How many partial states for each query and head `paged_partial` will leave in the scratch for this segment.
 
         0 means none: `paged_partial` returns its state instead.  The answer depends on shapes, dtypes and what `scoring` holds,
@@ -124,7 +121,7 @@ class TritonBackend(Backend):
         return self._tiles(q_THD, view, segment, scoring)[1]
 
     def paged_partial(
-        self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
+        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
     ) -> AttentionState | None:
         """Answers one paged segment, in one of two ways, depending on S = partial_splits(...).
 
@@ -150,7 +147,7 @@ class TritonBackend(Backend):
             launch_paged(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
         return None
 
-    def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> tuple[PagedTiles, int]:
+    def _tiles(self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring) -> tuple[PagedTiles, int]:
         """The tiles of the kernel that reads this segment, and the number of splits."""
         H, (k, v) = q_THD.shape[1], view.heads
         K, widest = k.shape[1], max(k.shape[2], v.shape[2])
@@ -161,7 +158,7 @@ class TritonBackend(Backend):
             # Shared memory then holds narrow values where wide keys were.  In larger tiles the assembler that Triton 3.6 brings
             # along (ptxas 12.8) takes their address from a register that it has not set.
             wanted = min(packed, 32)
-        kept = quant_of(view), segment.causal, waves, segment.max_keys, rounds_queries(view)
+        kept = view.quant, segment.causal, waves, segment.max_keys, view.int8_queries
         tiles = hopper_tiles(q_THD, view, segment, scoring, programs, self.hopper)
         if tiles is None:
             key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
@@ -172,7 +169,7 @@ class TritonBackend(Backend):
 
 
 def launch_paged(
-    q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
+    q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
 ) -> None:
     """Launches the paged kernel for one segment, with as many splits as out_THSD has."""
     (T, H, D), (k, v), splits = q_THD.shape, view.heads, out_THSD.shape[2]
@@ -181,13 +178,13 @@ def launch_paged(
     states = lse_THS.stride(1)  # states of a query and head in the whole scratch
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
-    slopes_H, quant, int8_queries = scoring.slopes_H, quant_of(view), rounds_queries(view)
+    slopes_H, quant, int8_queries = scoring.slopes_H, view.quant, view.int8_queries
     in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     starts_T, at_T = segment.starts_T, positions_for(scoring, segment)
     for of_T in (starts_T, at_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
-        q_THD, k, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
+        q_THD, k, view.scales, segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, at_T)),
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
@@ -204,7 +201,7 @@ def launch_paged(
 
 def launch_suffix_merge(
     q_THD: Tensor,
-    view: PlannedView,
+    view: CachedHeads,
     suffix: Segment | None,
     scoring: Scoring,
     partial: AttentionState,
@@ -228,7 +225,7 @@ def launch_suffix_merge(
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
-        q_THD, k, scales_of(view), table, lens, lens if starts_T is None else starts_T, lens if at_T is None else at_T,
+        q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T, lens if at_T is None else at_T,
         lse if at_T is None else scoring.slopes_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
@@ -237,7 +234,7 @@ def launch_suffix_merge(
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None,
-        QUANT=quant_of(view) if suffix else "", INT8_QUERIES=suffix is not None and rounds_queries(view),
+        QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
@@ -258,15 +255,15 @@ def factors(scoring: Scoring, D: int) -> tuple[float, float]:
     return scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap
 
 
-def check_view(q_THD: Tensor, view: PlannedView) -> None:
+def check_view(q_THD: Tensor, view: CachedHeads) -> None:
     """Asserts that the kernels can read this view with these queries."""
     _, H, D = q_THD.shape
     k, v = view.heads
     assert k.shape[2] % D == 0 and H % (k.shape[1] * (k.shape[2] // D)) == 0 and k.stride(2) == v.stride(2) == 1
     assert k.stride(0) * k.itemsize == v.stride(0) * v.itemsize, "not of one row"
     assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(), "not of one row"
-    if isinstance(view, QuantView | Int8KeysView):
-        assert scales_of(view).is_contiguous() and scales_of(view).dtype == torch.float32
+    if view.quant:
+        assert view.scales.is_contiguous() and view.scales.dtype == torch.float32
     if isinstance(view, Int8KeysView):
         assert q_THD.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache's values are {v.dtype}"
     elif not isinstance(view, QuantView):
@@ -282,29 +279,6 @@ def strides_of(k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
 def loads_ahead(k: Tensor, v: Tensor) -> bool:
     """Whether the compiler knows that rows are aligned, so that it loads keys and values a block ahead."""
     return all(number % 16 == 0 for number in (k.data_ptr(), *strides_of(k, v)))
-
-
-def quant_of(view: PlannedView) -> str:
-    """The kernels' name for what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys), or "" if nothing has one."""
-    if isinstance(view, Int8KeysView):
-        return "key"
-    return "" if not isinstance(view, QuantView) else "head" if view.scales_N2K is None else "token"
-
-
-def rounds_queries(view: PlannedView) -> bool:
-    """Whether attention over this view rounds queries to int8."""
-    return isinstance(view, QuantView | Int8KeysView) and view.int8_queries
-
-
-def scales_of(view: PlannedView) -> Tensor:
-    """The view's scales.  A view without scales gives its keys and values: kernels need some pointer, and do not read it."""
-    if isinstance(view, Int8KeysView):
-        return view.scales_NK
-    if not isinstance(view, QuantView):
-        return view.heads[0]
-    scales = view.scale_2K if view.scales_N2K is None else view.scales_N2K
-    assert scales is not None
-    return scales
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
     if isinstance(view, QuantView):
         if view.int8_queries:
             raise TypeError("the operators of attention know no int8_queries: it must be False, got True")
-        return view.kv, view.scale_2K if view.scales_N2K is None else view.scales_N2K, False
+        return view.kv, view.scales, False
     if not isinstance(view, MHAView | PairedView):
         raise _unknown(view)
     return view.kv, None, isinstance(view, PairedView)

@@ -25,7 +25,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import KERNEL_DTYPES, has_triton
-from specdec.ops.operator import define
+from specdec.ops.operator import define, nothing_fake
 from specdec.ops.rope import HeadPrep, Rotation
 
 ReadView = MHAView | QuantView | PairedView
@@ -168,10 +168,6 @@ def state_fake(q_THD: Tensor, kv_N2KD: Tensor, scales: Tensor | None, paired: bo
     """An empty state of the queries."""
     T, H, D = q_THD.shape
     return q_THD.new_empty(T, H, 2 * D if paired else D), q_THD.new_empty(T, H, dtype=torch.float32)
-
-
-def nothing_fake(*_: object) -> None:
-    """The result of an operator that only changes its arguments."""
 
 
 ROPE_STORE = define(

@@ -12,10 +12,10 @@ from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.mla import store_latent
 from specdec.attention.latent.prep import LatentPrep
-from specdec.attention.operators.heads import backend_for, nothing_fake
+from specdec.attention.operators.heads import backend_for
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
-from specdec.ops.operator import define
+from specdec.ops.operator import define, nothing_fake
 from specdec.ops.rope import Rotation
 
 

@@ -44,7 +44,7 @@ def attend_rows(q_THL: Tensor, view: LatentView, plan: TritonPlan, scale: float,
     result = AttentionState.empty((T, H, C), q_THL.dtype, device)
     if not T:
         return result
-    splits = row_splits(T * (H // 64), slots_TI.shape[1], programs)
+    splits = latent_splits(T * (H // 64), slots_TI.shape[1], BLOCK, programs, MOST_SPLITS)
     state = result if splits == 1 else plan.scratch(T, H, splits, C, device)
     launch_rows(q_THL, latent, slots_TI, counts_T, state, scale, splits)
     if splits > 1:
@@ -74,8 +74,3 @@ def launch_merge(partial: AttentionState, state: AttentionState, counts_T: Tenso
         PADDED_STATES=padded_states, UNROLL=min(MERGED_STATES, padded_states), LEAST=BLOCK, num_warps=4,
         **chained(state.out_THD.device),
     )  # fmt: skip
-
-
-def row_splits(tiles: int, keys: int, programs: int) -> int:
-    """The number of splits of each row."""
-    return latent_splits(tiles, keys, BLOCK, programs, MOST_SPLITS)

@@ -154,7 +154,7 @@ class Engine(Generic[R]):
         except BaseException:  # an interrupt too: nobody knows which copies were made, so none may be found
             admission.forget_copies()
             raise
-        admission.copied()
+        admission.due_copies.clear()
 
     def _collect(self) -> None:
         """Waits for the oldest unread launch, and hands its tokens to the requests."""

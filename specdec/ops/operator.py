@@ -54,6 +54,10 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
+def nothing_fake(*_: object) -> None:
+    """The result of an operator that only changes its arguments."""
+
+
 def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function under no_grad, so that it may launch kernels.  Tensors that require a gradient are refused."""
 

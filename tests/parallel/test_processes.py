@@ -192,7 +192,7 @@ def test_a_device_that_fails_with_another_rank_names_it() -> None:
     readback, failing = Readback(torch.device("cpu")), Failing()
     readback.followers = failing
     with pytest.raises(RankFailed, match="rank 1 failed, and then CUDA error"):
-        Ticket(readback, torch.zeros(1), None, failing, torch.zeros(1)).read()
+        Ticket(readback, torch.zeros(1), None, failing, torch.zeros(1)).read(torch.Tensor.tolist)
 
 
 SCRIPT = """

@@ -103,10 +103,6 @@ class Admission:
         """The copies of pages that must be made, in this order, before the next launch."""
         return [] if self.copies is None else self.copies.orders.steps
 
-    def copied(self) -> None:
-        """All due copies have been launched."""
-        self.due_copies.clear()
-
     def forget_copies(self) -> None:
         """Drops all copies of pages, those that are due too."""
         self.due_copies.clear()

@@ -92,4 +92,4 @@ def _graphs(c: Capability) -> str:
 def _shared(c: Capability) -> str:
     if Feature.SHARED_PREFIXES not in c.features:
         return "no"
-    return "our kernel" if c.leaves_kinds else "yes"
+    return "yes" if c.kinds == KINDS else "our kernel"

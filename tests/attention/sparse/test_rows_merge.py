@@ -4,7 +4,8 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 
-from specdec.attention.sparse.rows_launch import MOST_SPLITS, launch_merge, row_splits
+from specdec.attention.latent.limits import latent_splits
+from specdec.attention.sparse.rows_launch import BLOCK, MOST_SPLITS, launch_merge
 from specdec.attention.state import AttentionState
 
 
@@ -37,6 +38,10 @@ def test_merged_states(splits: int) -> None:
 
 def test_splits_fill_the_gpu_once() -> None:
     """Keeps out: more splits than the rows' keys have blocks, a second wave that is mostly empty."""
+
+    def splits(tiles: int, keys: int) -> int:
+        return latent_splits(tiles, keys, BLOCK, 132, MOST_SPLITS)
+
     for tiles in (1, 2, 12, 16, 64, 132):
-        assert tiles * row_splits(tiles, 2048, 132) <= 132
-    assert row_splits(1, 2048, 132) == MOST_SPLITS and row_splits(16, 64, 132) == 1 and row_splits(132, 2048, 132) == 1
+        assert tiles * splits(tiles, 2048) <= 132
+    assert splits(1, 2048) == MOST_SPLITS and splits(16, 64) == 1 and splits(132, 2048) == 1
