@@ -80,8 +80,8 @@ USUAL = frozenset(  # what every backend of ordinary heads does today
 )  # fmt: skip
 
 
-class Machine(NamedTuple):
-    """Where a backend runs.
+class Requirements(NamedTuple):
+    """What a backend requires of the machine.
 
     tested: the hardware on which this backend's own tests have passed.
     package, least_version: the package that must be installed, and its lowest version.
@@ -158,7 +158,7 @@ class Capability:
 
     name: str
     prefix_by: str
-    machine: Machine
+    machine: Requirements
     make: Callable[[bool], Backend]
     dtypes: tuple[torch.dtype, ...] = HALVES
     head_dims: HeadDims | None = None

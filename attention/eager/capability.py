@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.attention.backend import Backend
-from specdec.attention.capability import FLOATS, KV_DTYPES, Capability, Feature, Machine
+from specdec.attention.capability import FLOATS, KV_DTYPES, Capability, Feature, Requirements
 
 
 def make(by_rule: bool) -> Backend:
@@ -13,6 +13,6 @@ def make(by_rule: bool) -> Backend:
 
 
 TORCH = Capability(
-    "torch", "gathered keys, a mask", Machine("CPU, H100, H200", devices=("cpu", "cuda")), make, dtypes=FLOATS,
+    "torch", "gathered keys, a mask", Requirements("CPU, H100, H200", devices=("cpu", "cuda")), make, dtypes=FLOATS,
     kv_cache_dtypes=KV_DTYPES, features=frozenset(Feature) - {Feature.DETERMINISTIC},
 )  # fmt: skip

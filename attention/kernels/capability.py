@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
-from specdec.attention.capability import FLOATS, KV_DTYPES, Capability, Feature, HeadDims, Machine
+from specdec.attention.capability import FLOATS, KV_DTYPES, Capability, Feature, HeadDims, Requirements
 
 
 def make(by_rule: bool) -> Backend:
@@ -14,6 +14,6 @@ def make(by_rule: bool) -> Backend:
 
 
 TRITON = Capability(
-    "triton", "our kernels", Machine("H100, H200", "triton"), make, dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+    "triton", "our kernels", Requirements("H100, H200", "triton"), make, dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
     kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, features=frozenset(Feature) - {Feature.SCORED_LATENTS},
 )  # fmt: skip

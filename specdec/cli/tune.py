@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="DEVICE", help="such as cuda:1; default: the current GPU")
 
 
-class Machine(NamedTuple):
+class MeasuredGpu(NamedTuple):
     """The GPU that is measured, its name, and what times a product there."""
 
     device: torch.device
@@ -44,7 +44,7 @@ class Machine(NamedTuple):
     make_bench: Callable[[Product, torch.device], Bench]
 
 
-def run(args: argparse.Namespace, machine: Machine | None = None) -> int:
+def run(args: argparse.Namespace, machine: MeasuredGpu | None = None) -> int:
     """machine: another one than this."""
     if (args.name is None) == (args.target is None):
         given = "neither" if args.name is None else "both"
@@ -78,13 +78,13 @@ def run(args: argparse.Namespace, machine: Machine | None = None) -> int:
     return 0
 
 
-def this_machine(name: str) -> Machine:
+def this_machine(name: str) -> MeasuredGpu:
     import torch
 
     from specdec.tune.measure import Bench
 
     device = tunable_gpu(name)
-    return Machine(device, torch.cuda.get_device_name(device), Bench)
+    return MeasuredGpu(device, torch.cuda.get_device_name(device), Bench)
 
 
 def tunable_gpu(name: str) -> torch.device:

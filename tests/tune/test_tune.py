@@ -130,7 +130,7 @@ def tune(*given: str) -> int:
     """The command, on a machine that says it has a GPU."""
     parser, bench = argparse.ArgumentParser(), Times(0.5)
     command.add_flags(parser)
-    machine = command.Machine(torch.device("cpu"), GPU, lambda product, device: bench)  # type: ignore[arg-type,return-value]
+    machine = command.MeasuredGpu(torch.device("cpu"), GPU, lambda product, device: bench)  # type: ignore[arg-type,return-value]
     return command.run(parser.parse_args(given), machine)
 
 

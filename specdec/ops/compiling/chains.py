@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 Trigger = Literal["early", "late", "never", "unchained"]
 
 
-class Group(NamedTuple):
+class KernelGroup(NamedTuple):
     """Kernels that trigger alike.
 
     trigger: before their wait, after it, or never.  unchained: they have no wait either.
@@ -38,7 +38,7 @@ class Chain(NamedTuple):
 
 
 GROUPS = (
-    Group(
+    KernelGroup(
         "early",
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
         "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks own_slots "
@@ -54,14 +54,14 @@ GROUPS = (
             "fill_pairs": "mask",
         },
     ),
-    Group(
+    KernelGroup(
         "early",
         "All programs of an exchange between GPUs run when they have triggered, so no kernel after them can take a place "
         "that they need. They read what other ranks send only after their wait.",
         "",
         {"flat": "table", "few_rows": "table weight", "many_rows": "table weight", "swap_states": "table"},
     ),
-    Group(
+    KernelGroup(
         "late",
         "The norm in front of the qkv projection is complete when the store behind it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
@@ -76,7 +76,7 @@ GROUPS = (
             "quantised_linear": "codes",
         },
     ),
-    Group(
+    KernelGroup(
         "late",
         "The merge behind attention reads queries, and the suffix's keys, table and lengths, before its wait.",
         "",
@@ -89,13 +89,13 @@ GROUPS = (
             "latent_attention": "cache_seqlens cu_seqlens_q starts",
         },
     ),
-    Group(
+    KernelGroup(
         "late",
         "Attention behind the store reads tables and lengths before its wait.",
         "upconvert",
         {"store_latent": "positions slots table", "store_index": "positions slots table"},
     ),
-    Group(
+    KernelGroup(
         "late",
         "What the indexer, its selection and attention over chosen keys read before their waits lies further in front.",
         "latent_merge",
@@ -108,7 +108,7 @@ GROUPS = (
             "select": "paged_T path_T rows_T",
         },
     ),
-    Group(
+    KernelGroup(
         "late",
         "A scan, or the search for the least kept logits, comes behind a product or one of these, and reads the rows' "
         "lengths, seeds and options before its wait; a chain's later step reads all levels' own logits, which the first "
@@ -121,19 +121,19 @@ GROUPS = (
             "chain_step": "own w2",
         },
     ),
-    Group(
+    KernelGroup(
         "late",
         "What is behind reads positions before its wait as soon as one more kernel is in front.",
         "last_positions",
         {},
     ),
-    Group(
+    KernelGroup(
         "never",
         "Attention reads first keys and lengths before its wait, and may be the next kernel.",
         "counts first_keys",
         {},
     ),
-    Group(
+    KernelGroup(
         "unchained",
         "It is launched without the attribute: it starts when the kernel in front is complete, and may read everything.",
         "gated_linear dequantise match_keys",
