@@ -37,11 +37,11 @@ DRAFTS = 5
 # target's own, the 87 with less than this make at most 1.2 tokens a round of the chain (5,1,6) and 1.4 of the tree (5,4,16).
 # These rounds take about 1.3 times as long as a plain step of an 8B target.  A head that was trained on texts of another kind
 # is right less often along this text than along those, so one with more may well pay.
-LEAST_ACCEPTED = 0.02
-LEAST_GAIN, LEAST_RATIO = 0.05, 2.0  # of a reading that is clearly better
+MIN_ACCEPTED = 0.02
+MIN_GAIN, MIN_RATIO = 0.05, 2.0  # of a reading that is clearly better
 DOUBTFUL = 0.1  # below this share, parts of the files are doubted too, which takes memory for other tables
-MOST_ORDERED = 4  # layers whose orders are all tried
-LEAST_PAIRS = 24  # with fewer, chance decides
+MAX_ORDERED = 4  # layers whose orders are all tried
+MIN_PAIRS = 24  # with fewer, chance decides
 
 
 class Misreading(NamedTuple):
@@ -67,7 +67,7 @@ class Finding(NamedTuple):
 
     @property
     def is_fine(self) -> bool:
-        return self.accepted >= LEAST_ACCEPTED and self.better is None and not self.broken
+        return self.accepted >= MIN_ACCEPTED and self.better is None and not self.broken
 
 
 class Seen:
@@ -139,18 +139,18 @@ class Look(ABC):
     @torch.inference_mode()
     def find(self, head: AnyHead, target: Target, ids_T: Tensor, seen: Seen | None = None) -> Finding | None:
         """Compares both along a text (int64).  None if the text is too short to tell.  seen: the target's part, if known."""
-        if len(ids_T) < LEAST_PAIRS + 2:
+        if len(ids_T) < MIN_PAIRS + 2:
             return None
         seen = Seen(head, target, ids_T) if seen is None else seen
         (as_read, first), better = self.accepted(seen, head, layers_of(head)), None
         if as_read < DOUBTFUL and (broken := self.empty(head)):
             return Finding(as_read, None, broken, first)
-        least = max(LEAST_RATIO * as_read, as_read + LEAST_GAIN)
+        least = max(MIN_RATIO * as_read, as_read + MIN_GAIN)
         for name, other, layers in self._readings(head, target, seen, as_read) if least <= 1.0 else ():
             accepted, _ = self.accepted(seen, other, layers_of(other) if layers is None else layers, least)
             if accepted >= least:
                 better, least = (name, accepted), accepted
-        cant_pay = as_read < LEAST_ACCEPTED and better is None
+        cant_pay = as_read < MIN_ACCEPTED and better is None
         return Finding(as_read, better, self.doubt(head) if cant_pay else "", first)
 
     def _readings(self, head: Any, target: Target, seen: Seen, as_read: float) -> Iterator[Misreading]:
@@ -167,7 +167,7 @@ class Look(ABC):
         """A finding, for users; empty if the head is fine."""
         if found.is_fine:
             return ""
-        few = ", too few to pay" if found.accepted < LEAST_ACCEPTED else ""
+        few = ", too few to pay" if found.accepted < MIN_ACCEPTED else ""
         line = f"along a short text the target would accept {found.accepted:.1%} of what the draft head drafts{few}"
         if found.better is not None:
             name, accepted = found.better
@@ -198,7 +198,7 @@ def misread_layers(head: DraftHead, target: Target) -> Iterator[Misreading]:
     for off, name in ((1, "higher"), (-1, "lower")):
         if 0 <= layers[0] + off and layers[-1] + off < N:
             yield Misreading(f"ids of the target's layers read as one {name}", head, tuple(layer + off for layer in layers))
-    for order in list(permutations(layers))[1:] if len(layers) <= MOST_ORDERED else [layers[::-1]]:
+    for order in list(permutations(layers))[1:] if len(layers) <= MAX_ORDERED else [layers[::-1]]:
         name = "the opposite order" if order == layers[::-1] else f"the order {', '.join(map(str, order))}"
         yield Misreading(f"features put side by side in {name}", head, order)
 

@@ -18,8 +18,8 @@ from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE,
 
 LARGEST_SEED = 2**63 - 1
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
-LEAST_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
-LEAST_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
+MIN_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
+MIN_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
@@ -66,10 +66,10 @@ class SpecConfig:
                 f"with num_steps={S} and topk={k}; got num_draft_tokens={nd}; "
                 f"nearest setting that works: num_draft_tokens={most}"
             )
-        if S == "auto" and k > 1 and nd < LEAST_NODES:
+        if S == "auto" and k > 1 and nd < MIN_NODES:
             raise ValueError(
                 f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those it chooses "
-                f"from has {LEAST_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={LEAST_NODES}"
+                f"from has {MIN_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={MIN_NODES}"
             )
         checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd)
 
@@ -92,7 +92,7 @@ class SpecConfig:
             return (self,)
         chains = [SpecConfig(levels, 1) for levels in AUTO_CHAINS if levels <= self.max_steps]
         trees, nodes, topk = list[SpecConfig](), self.num_draft_tokens, self.topk
-        while topk > 1 and (nodes == self.num_draft_tokens or nodes >= LEAST_AUTO_TREE):
+        while topk > 1 and (nodes == self.num_draft_tokens or nodes >= MIN_AUTO_TREE):
             for levels in AUTO_TREES:
                 if levels <= self.max_steps and levels + 1 < nodes <= _candidates(levels, topk) + 1:
                     trees.append(SpecConfig(levels, topk, nodes))

@@ -29,7 +29,7 @@ from specdec.attention.caches.quant_cache import FP8_MAX
 
 FP8_LATENTS = "fp8_ds_mla"  # the kv_cache_dtype that asks for these rows
 GROUP = 128  # numbers of a latent that share a scale
-LEAST_LATENT_SCALE = torch.finfo(torch.float32).tiny  # the smallest normal float32, so that a latent of zeros divides to zeros
+MIN_LATENT_SCALE = torch.finfo(torch.float32).tiny  # the smallest normal float32, so that a latent of zeros divides to zeros
 
 
 def row_bytes(rank: int, rope_dim: int) -> int:
@@ -51,12 +51,12 @@ def parts_of(rows_NX: Tensor, rank: int) -> LatentParts:
 def pack_latents(latent_NL: Tensor, rank: int) -> Tensor:
     """[N, X] uint8: the rows of these latents, which are normed and rotated.
 
-    A group's scale is its largest number / 448, at least LEAST_LATENT_SCALE; a code is the e4m3 number nearest to number /
+    A group's scale is its largest number / 448, at least MIN_LATENT_SCALE; a code is the e4m3 number nearest to number /
     scale, ties to even.
     """
     latent_NC, rope_NR = latent_NL[:, :rank].float(), latent_NL[:, rank:]
     latent_NGE = latent_NC.unflatten(1, (-1, GROUP))
-    scales_NG = (latent_NGE.abs().amax(2) / FP8_MAX).clamp_(min=LEAST_LATENT_SCALE)
+    scales_NG = (latent_NGE.abs().amax(2) / FP8_MAX).clamp_(min=MIN_LATENT_SCALE)
     rows_NX = torch.empty(len(latent_NL), row_bytes(rank, rope_NR.shape[1]), dtype=torch.uint8, device=latent_NL.device)
     to = parts_of(rows_NX, rank)
     codes_NGE = (latent_NGE / scales_NG[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

@@ -30,7 +30,7 @@ from specdec.parallel.symmetric.messages_triton import (
     unpack,
 )  # fmt: skip
 
-MOST_TURNS = 2  # that a program swaps in a row.  With six, three launches took less.  (Measured: benchmarks/layers/README.md)
+MAX_TURNS = 2  # that a program swaps in a row.  With six, three launches took less.  (Measured: benchmarks/layers/README.md)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def takes_states(inbox: Inbox, partial: AttentionState) -> bool:
     rows = out.shape[0] * out.shape[1] // inbox.layout.ranks
     block, programs = _blocks(inbox, rows, pairs)
     turns = triton.cdiv(triton.cdiv(rows, block), programs)
-    return turns <= MOST_TURNS and turns * block * (pairs + 1) * 2 <= inbox.layout.capacity
+    return turns <= MAX_TURNS and turns * block * (pairs + 1) * 2 <= inbox.layout.capacity
 
 
 def launch_swap_states(inbox: Inbox, rank: int, patience: int, partial: AttentionState) -> AttentionState:

@@ -22,7 +22,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 
-MOST_SCORES = 2**28  # scores of queries and keys that are in memory at once: 1 GiB in float32
+MAX_SCORES = 2**28  # scores of queries and keys that are in memory at once: 1 GiB in float32
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _dense_state(q: Tensor, k: Tensor, v: Tensor, block: DenseBlock, scoring: Sc
     group = q.shape[2] // block.queries
     mask = block.additive_mask(group, dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    size = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    size = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs, lses = [], []
     for start in range(0, q.shape[2], size):
         scores = scoring.capped(q[:, :, start : start + size] @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))

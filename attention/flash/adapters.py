@@ -26,7 +26,7 @@ from specdec.attention.segment import Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 from specdec.ops.index import kept
 
-LEAST_TILE = 64  # of keys in flash-attn 3: pages that hold no whole tile are copied token by token
+MIN_TILE = 64  # of keys in flash-attn 3: pages that hold no whole tile are copied token by token
 
 FlashView = MHAView | QuantView
 Adapter = Callable[[Tensor, FlashView, Segment, Scoring], AttentionState]
@@ -76,7 +76,7 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
         k_RK, v_RK = view.scale_2K[:, None].expand(-1, segment.rows, -1)
         q_THD, q_RK = float8_queries(q_THD, segment.cu_seqlens_q, segment.max_seqlen_q, k_RK.shape[1])
         options = dict(q_descale=q_RK, k_descale=k_RK, v_descale=v_RK)
-    if segment.pages.page_size >= LEAST_TILE:
+    if segment.pages.page_size >= MIN_TILE:
         options["cache_leftpad"] = _none_left_out(segment.rows, q_THD.device)
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(

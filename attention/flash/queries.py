@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.attention.caches.quant_cache import FP8_MAX
 from specdec.ops.launch import use_kernels
 
-LEAST_SCALE = 2.0**-100  # of queries that are all zero: 1 / scale must be finite
+MIN_SCALE = 2.0**-100  # of queries that are all zero: 1 / scale must be finite
 MANTISSA = 2**23 - 1  # the bits of a float32 that hold its digits
 
 
@@ -42,5 +42,5 @@ def float8_queries(q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_k
 
 
 def power_of_two(x: Tensor) -> Tensor:
-    """The least power of two that is not below x (float32, not negative), and at least LEAST_SCALE."""
-    return ((x.clamp(min=LEAST_SCALE).view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)
+    """The least power of two that is not below x (float32, not negative), and at least MIN_SCALE."""
+    return ((x.clamp(min=MIN_SCALE).view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)

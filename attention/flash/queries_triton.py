@@ -16,10 +16,10 @@ from specdec.attention.caches.quant_cache import FP8_MAX
 from specdec.attention.flash import queries
 from specdec.ops.launch import chained
 
-MOST, LEAST_SCALE, MANTISSA = tl.constexpr(FP8_MAX), tl.constexpr(queries.LEAST_SCALE), tl.constexpr(queries.MANTISSA)
+MAX_FP8, MIN_SCALE, MANTISSA = tl.constexpr(FP8_MAX), tl.constexpr(queries.MIN_SCALE), tl.constexpr(queries.MANTISSA)
 BLOCK_M = 64
 FEW_BLOCKS = 4  # threshold: a program reads so many blocks twice sooner than two kernels start
-MOST_PROGRAMS = 64  # of a row and kv head
+MAX_PROGRAMS = 64  # of a row and kv head
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def float8_queries_kernel(
     else:
         s = tl.arange(0, PADDED_PROGRAMS)
         most = tl.max(tl.load(largest + pair * PROGRAMS + s, mask=s < PROGRAMS, other=0.0), 0)
-    bits = tl.maximum(most * (1 / MOST), LEAST_SCALE).to(tl.int32, bitcast=True)
+    bits = tl.maximum(most * (1 / MAX_FP8), MIN_SCALE).to(tl.int32, bitcast=True)
     own_scale = ((bits + MANTISSA) & ~MANTISSA).to(tl.float32, bitcast=True)
     if program == 0:
         tl.store(scale + pair, own_scale)
@@ -114,7 +114,7 @@ def float8_queries_kernel(
 
 
 def launch_float8_queries(
-    q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int, block_m: int = BLOCK_M, most: int = MOST_PROGRAMS
+    q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int, block_m: int = BLOCK_M, most: int = MAX_PROGRAMS
 ) -> tuple[Tensor, Tensor]:
     """`float8_queries` in one launch, or in two.  most: programs that share a row's queries of a kv head."""
     (T, H, D), R = q_THD.shape, cu_seqlens_q.shape[0] - 1

@@ -14,13 +14,13 @@ MEASURED = {"H100": "fa4", "H200": "fa3"}  # the library whose rule was measured
 # flash-attn 4 on an H100.  A program handles TILE packed queries x heads and all keys of a row: the GPU idles where there are
 # fewer programs than SMs, and a program is half empty where a row packs fewer queries.
 TILE = 128
-LEAST_TILES = 128  # threshold: about as many programs as an H100 has SMs (132)
+MIN_TILES = 128  # threshold: about as many programs as an H100 has SMs (132)
 LONG = 4096  # threshold in tokens: shorter sequences never win a library's start-up time back
 
 # flash-attn 3 on an H200.  It has more to do before its first product than our kernel, and more products a second after it.
-LEAST_PACKED = 128  # threshold in queries x heads: with fewer, both libraries wait for memory
-LEAST_PRODUCTS = 2**23  # threshold in pairs of a key and a query x head
-LEAST_PROMPT_PRODUCTS = 2**22  # the same for prompts, whose number of keys the host knows; of trees it knows an upper bound
+MIN_PACKED = 128  # threshold in queries x heads: with fewer, both libraries wait for memory
+MIN_PRODUCTS = 2**23  # threshold in pairs of a key and a query x head
+MIN_PROMPT_PRODUCTS = 2**22  # the same for prompts, whose number of keys the host knows; of trees it knows an upper bound
 
 
 class Reads(NamedTuple):
@@ -42,9 +42,9 @@ def is_faster(library: str, gpu: str, reads: Reads) -> bool:
     if MEASURED.get(gpu) != library:
         return False
     if library == "fa4":
-        return reads.packed > TILE and reads.rows * reads.kv_heads * -(-reads.packed // TILE) >= LEAST_TILES
-    least = LEAST_PROMPT_PRODUCTS if reads.prompts else LEAST_PRODUCTS
-    return reads.packed >= LEAST_PACKED and reads.rows * reads.keys * reads.packed >= least
+        return reads.packed > TILE and reads.rows * reads.kv_heads * -(-reads.packed // TILE) >= MIN_TILES
+    least = MIN_PROMPT_PRODUCTS if reads.prompts else MIN_PRODUCTS
+    return reads.packed >= MIN_PACKED and reads.rows * reads.keys * reads.packed >= least
 
 
 def why(gpu: str, reads: Reads, tree: bool) -> str:

@@ -31,8 +31,8 @@ ROW_HEADS = (64, 128)  # the numbers of heads of which the library has kernels o
 MULTIPLES = {False: 128, True: 64}  # of slots in a row, over latents in 16 bits and in 8
 # The kernel over rows in 16 bits is one for prompts: it does not divide a query's keys over the GPU.  Fewer rows are left to
 # our kernel.  Measured: benchmarks/latent/README.md, "FlashMLA".
-LEAST_ROWS = 33
-MOST_QUERIES = 2048  # of a call over pages: its float32 scratch takes about 512 MB for so many queries of 128 heads
+MIN_ROWS = 33
+MAX_QUERIES = 2048  # of a call over pages: its float32 scratch takes about 512 MB for so many queries of 128 heads
 
 
 def reads_pages(q_THL: Tensor, view: LatentView, segment: Segment) -> bool:
@@ -41,12 +41,12 @@ def reads_pages(q_THL: Tensor, view: LatentView, segment: Segment) -> bool:
         isinstance(view, MLAView)
         and segment.pages.page_size == PAGE
         and not (segment.ragged or segment.is_per_query)
-        and 0 < q_THL.shape[0] <= MOST_QUERIES
+        and 0 < q_THL.shape[0] <= MAX_QUERIES
         and q_THL.shape[0] == segment.rows * segment.max_seqlen_q
     )
 
 
-def reads_rows(q_THL: Tensor, view: LatentView, segment: Segment, least: int = LEAST_ROWS) -> bool:
+def reads_rows(q_THL: Tensor, view: LatentView, segment: Segment, least: int = MIN_ROWS) -> bool:
     """Whether the library answers this segment as rows of slots."""
     (T, H, _), eight_bits = q_THL.shape, isinstance(view, Fp8LatentView)
     return (

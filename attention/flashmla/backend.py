@@ -36,7 +36,7 @@ class FlashMLABackend(TritonBackend):
 
     name = "flashmla"
 
-    def __init__(self, programs: int | None = None, least_rows: int = adapters.LEAST_ROWS) -> None:
+    def __init__(self, programs: int | None = None, least_rows: int = adapters.MIN_ROWS) -> None:
         super().__init__(programs)
         self._least_rows = least_rows
         self.checked: set[tuple[object, ...]] = set()

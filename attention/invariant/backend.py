@@ -28,7 +28,7 @@ from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 from specdec.ops.products.numerics import INVARIANT
 
-MOST_NODES = 4  # that a program computes
+MAX_NODES = 4  # that a program computes
 WARPS, STAGES = 4, 3  # of every product: with other numbers of warps tensor cores would add up in another order
 
 
@@ -101,7 +101,7 @@ def nodes_a_program(pairs: int, group: int, programs: int) -> int:
     pairs: of a node and a kv head.  group: query heads of a kv head.  programs: of the GPU.
     """
     most, nodes = max(1, BLOCK_M // group), 1
-    while nodes < MOST_NODES and 2 * nodes <= most and pairs > 2 * programs * nodes:
+    while nodes < MAX_NODES and 2 * nodes <= most and pairs > 2 * programs * nodes:
         nodes *= 2
     return nodes
 

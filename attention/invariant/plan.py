@@ -20,7 +20,7 @@ BLOCK_M = 64  # packed queries x heads of a tile: with another number tensor cor
 OCTAVES = 4  # how often the length of leaves doubles
 IN_OCTAVE = 16  # leaves of one length
 FULL_GPU = 0.8  # threshold: the share of the GPU that has work if each program computes all leaves of its queries
-MOST_SCRATCH = 1 << 28  # threshold in bytes: with more memory for states, each program computes all leaves of its queries
+MAX_SCRATCH = 1 << 28  # threshold in bytes: with more memory for states, each program computes all leaves of its queries
 PIECE = 256  # the most columns of a latent that one program adds up: longer ones are cut into two equal pieces
 
 
@@ -69,7 +69,7 @@ class LeavesPlan:
     def shares(self, T: int, H: int, D: int, rows: int, group: int, programs: int) -> Shares:
         """rows: of keys, over all sequences and kv heads.  group: heads that read the same keys.  programs: of the GPU."""
         tiles, most = -(-self.paged.max_seqlen_q * group // BLOCK_M), most_leaves(self.paged, self.leaves.least)
-        one = most == 1 or rows * tiles >= FULL_GPU * programs or 4 * T * H * most * D > MOST_SCRATCH
+        one = most == 1 or rows * tiles >= FULL_GPU * programs or 4 * T * H * most * D > MAX_SCRATCH
         return Shares(tiles, rows * tiles, 1 if one else most, 2 if one else most)
 
     def scratch(self, T: int, H: int, S: int, D: int, device: torch.device) -> tuple[Tensor, Tensor]:

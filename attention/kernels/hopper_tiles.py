@@ -22,7 +22,7 @@ from specdec.attention.segment import Segment
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.gpus import H200, match_of
 
-LEAST_PAGE = 16  # the tensor cores sum 16 keys at a time
+MIN_PAGE = 16  # the tensor cores sum 16 keys at a time
 WIDTHS = (64, 128, 256)  # head dims
 
 
@@ -40,7 +40,7 @@ def hopper_tiles(
     group, aligned = H // K, all(number * 2 % 16 == 0 for number in (*q_THD.stride()[:2], view.kv.stride(0)))
     if q_THD.dtype.itemsize != 2 or not aligned or q_THD.data_ptr() % 16 or view.kv.data_ptr() % 16:
         return None
-    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or P < LEAST_PAGE or P & (P - 1) or 64 % group:
+    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or P < MIN_PAGE or P & (P - 1) or 64 % group:
         return None
     packed, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
     keys = segment.max_keys

@@ -6,9 +6,9 @@ Shapes: M queries x heads of a tile, D head dim.
 import triton
 import triton.language as tl
 
-from specdec.attention.caches.quant_cache import INT8_MAX, LEAST_STEP
+from specdec.attention.caches.quant_cache import INT8_MAX, MIN_STEP
 
-MOST_INT8, SMALLEST_STEP = tl.constexpr(INT8_MAX), tl.constexpr(LEAST_STEP)
+MAX_INT8, SMALLEST_STEP = tl.constexpr(INT8_MAX), tl.constexpr(MIN_STEP)
 
 
 @triton.jit
@@ -17,13 +17,13 @@ def nearest_step(x, inverse):
 
     The clamp keeps the compiler from fusing product and sum, which would round differently.
     """
-    return tl.floor(tl.clamp(x * inverse, -MOST_INT8, MOST_INT8) + 0.5)
+    return tl.floor(tl.clamp(x * inverse, -MAX_INT8, MAX_INT8) + 0.5)
 
 
 @triton.jit
 def scale_and_inverse(most):
     """The scale of heads whose largest sizes these are, and 1 / scale; 0 where the scale is too small to be divided by."""
-    scale = most * (1 / MOST_INT8)
+    scale = most * (1 / MAX_INT8)
     is_some = scale > SMALLEST_STEP
     return scale, tl.where(is_some, tl.div_rn(1.0, tl.where(is_some, scale, 1.0)), 0.0)
 

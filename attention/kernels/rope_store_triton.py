@@ -23,7 +23,7 @@ from specdec.ops.launch import chained
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
 
-MOST_FP8 = tl.constexpr(FP8_MAX)
+MAX_FP8 = tl.constexpr(FP8_MAX)
 StoredView = MHAView | QuantView | Int8KeysView
 
 
@@ -109,8 +109,8 @@ def rope_store_kernel(
             tl.store(plain_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_plain_XE)
             if QUANT == "fp8":
                 inverse_X = tl.div_rn(1.0, tl.load(scales + row_X, mask=is_narrow_X, other=1.0))
-                low_XE = tl.clamp(low_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
-                high_XE = tl.clamp(high_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
+                low_XE = tl.clamp(low_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
+                high_XE = tl.clamp(high_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
             else:
                 most_X = tl.maximum(tl.max(size_of(low_XE), 1), tl.max(size_of(high_XE), 1))
                 scale_X, inverse_X = scale_and_inverse(most_X)

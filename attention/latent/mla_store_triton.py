@@ -15,22 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import LEAST_LATENT_SCALE
+from specdec.attention.caches.fp8_latent import MIN_LATENT_SCALE
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.quant_cache import FP8_MAX
 from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.prep import LatentPrep
 from specdec.ops.launch import chained
 
-MOST, LEAST_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_LATENT_SCALE)
+MAX_FP8, MIN_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(MIN_LATENT_SCALE)
 
 
 @triton.jit
 def quantised(x_C, PADDED_RANK: tl.constexpr):
     """The codes of a latent, as floats that float8 holds but for rounding, and its scales [G]."""
     x_GE = tl.reshape(x_C, [PADDED_RANK // 128, 128])
-    scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GE), 1), MOST), LEAST_SCALE)
-    code_GE = tl.clamp(tl.div_rn(x_GE, tl.broadcast_to(scale_G[:, None], [PADDED_RANK // 128, 128])), -MOST, MOST)
+    scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GE), 1), MAX_FP8), MIN_SCALE)
+    code_GE = tl.clamp(tl.div_rn(x_GE, tl.broadcast_to(scale_G[:, None], [PADDED_RANK // 128, 128])), -MAX_FP8, MAX_FP8)
     return tl.reshape(code_GE, [PADDED_RANK]), scale_G
 
 

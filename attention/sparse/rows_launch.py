@@ -19,7 +19,7 @@ from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
 BLOCK = 64  # keys of a step, and the fewest of a split
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 # The columns of 8 and the heads that a program of the merge takes, and the states that it reads at once.
 MERGED_GROUPS, MERGED_HEADS, MERGED_STATES = 16, 4, 16
 
@@ -44,7 +44,7 @@ def attend_rows(q_THL: Tensor, view: LatentView, plan: TritonPlan, scale: float,
     result = AttentionState.empty((T, H, C), q_THL.dtype, device)
     if not T:
         return result
-    splits = latent_splits(T * (H // 64), slots_TI.shape[1], BLOCK, programs, MOST_SPLITS)
+    splits = latent_splits(T * (H // 64), slots_TI.shape[1], BLOCK, programs, MAX_SPLITS)
     state = result if splits == 1 else plan.scratch(T, H, splits, C, device)
     launch_rows(q_THL, latent, slots_TI, counts_T, state, scale, splits)
     if splits > 1:

@@ -25,8 +25,8 @@ import triton.language as tl
 
 from specdec.ops.topk_triton import ordered_32
 
-LEAST_32 = tl.constexpr(-2147483648)  # lower than any ordered score
-MOST_32 = tl.constexpr(2147483647)
+MIN_32 = tl.constexpr(-2147483648)  # lower than any ordered score
+MAX_32 = tl.constexpr(2147483647)
 STEPS = tl.constexpr(24)  # of the search for borders: enough for scores of which the largest is a million times too large
 
 
@@ -129,8 +129,8 @@ def filter_kernel(
 
 @triton.jit
 def extremes(score_L, ok_L):
-    """(smallest, largest) of ordered scores, of which those that are not ok are LEAST_32."""
-    return tl.min(tl.where(ok_L, score_L, MOST_32), 0).to(tl.int64), tl.max(score_L, 0).to(tl.int64)
+    """(smallest, largest) of ordered scores, of which those that are not ok are MIN_32."""
+    return tl.min(tl.where(ok_L, score_L, MAX_32), 0).to(tl.int64), tl.max(score_L, 0).to(tl.int64)
 
 
 @triton.jit
@@ -159,10 +159,10 @@ def put_best(
     """Writes the slots of a slice's scores that are better than `last`, and of the first `ties` equal to it.
 
     s_N: the slice's first block.  Blocks are read one ahead.
-    last: LEAST_32 if all are selected; their scores are then not read.
+    last: MIN_32 if all are selected; their scores are then not read.
     """
     n = tl.arange(0, BLOCK_N)
-    scored = tl.where(last == LEAST_32, begin, end)  # scores that this program reads end here
+    scored = tl.where(last == MIN_32, begin, end)  # scores that this program reads end here
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         key_N = start + n
         score_N = ordered_32(s_N)
@@ -187,11 +187,11 @@ def last_of_all(scores, visible, topk, BLOCK_N: tl.constexpr):
     reads all of them.
     """
     n = tl.arange(0, BLOCK_N)
-    low = tl.full([], MOST_32, tl.int64)
-    high = tl.full([], LEAST_32, tl.int64)
+    low = tl.full([], MAX_32, tl.int64)
+    high = tl.full([], MIN_32, tl.int64)
     for start in tl.range(0, visible, BLOCK_N, num_stages=1):
         ok_N = start + n < visible
-        score_N = tl.where(ok_N, ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0)), LEAST_32)
+        score_N = tl.where(ok_N, ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0)), MIN_32)
         least, most = extremes(score_N, ok_N)
         low, high = tl.minimum(low, least), tl.maximum(high, most)
     while low < high:
@@ -212,7 +212,7 @@ def last_of_all(scores, visible, topk, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def listed_scores(listed, count_S, size, SLICES: tl.constexpr, LOG_SLICES: tl.constexpr, LISTED: tl.constexpr):
-    """[L]: the listed scores of a query, slice after slice, and LEAST_32 after them."""
+    """[L]: the listed scores of a query, slice after slice, and MIN_32 after them."""
     place_L = tl.arange(0, LISTED)
     at_L = place_L
     if SLICES > 1:
@@ -222,7 +222,7 @@ def listed_scores(listed, count_S, size, SLICES: tl.constexpr, LOG_SLICES: tl.co
             higher_L = slice_L + (SLICES >> (bit + 1))
             slice_L = tl.where(tl.gather(offset_S, higher_L, 0) <= place_L, higher_L, slice_L)
         at_L = place_L - tl.gather(offset_S, slice_L, 0) + slice_L * size
-    return tl.load(listed + at_L, mask=place_L < tl.sum(count_S, 0), other=LEAST_32)
+    return tl.load(listed + at_L, mask=place_L < tl.sum(count_S, 0), other=MIN_32)
 
 
 @triton.jit(
@@ -269,7 +269,7 @@ def select_kernel(
     slots += token * stride_out
     n = tl.arange(0, BLOCK_N)
     s_N = tl.load(scores + begin + n, mask=begin + n < tl.where(visible > topk, end, begin), other=0.0)
-    last = tl.full([], LEAST_32, tl.int32)
+    last = tl.full([], MIN_32, tl.int32)
     ties = 0  # how many of the scores equal to the last one are still to be selected in this slice
     at = begin
     if visible > topk:

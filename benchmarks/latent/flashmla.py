@@ -47,7 +47,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 DEVICE = torch.device("cuda")
 H, C, R, P, TOPK = 128, 512, 64, 64, 2048
 SCALING = Scoring(scale=0.1352)
-LEAST_LAYERS = 4  # of a graph, so that its start counts little
+MIN_LAYERS = 4  # of a graph, so that its start counts little
 COLD_BYTES = 120_000_000  # of the layers of one graph: they do not fit L2
 READ_BANDWIDTH = 4.48e12  # bytes a second, measured on an H200
 PRODUCTS = 798e12  # operations a second, measured on an H100 80GB with 8192^3; an H200 reaches the same
@@ -100,7 +100,7 @@ class World:
         kind, B, L, N = case
         self.case, self.pool = case, pool
         self.slots = min(B * L, len(pool.latent_XL))
-        self.layers = max(LEAST_LAYERS, -(-COLD_BYTES // (self.slots * row_bytes(C, R))))
+        self.layers = max(MIN_LAYERS, -(-COLD_BYTES // (self.slots * row_bytes(C, R))))
         self.q_THL = torch.randn(B * N, H, C + R, device=DEVICE, dtype=torch.bfloat16)
         self.table = (torch.randperm(B * L // P, device=DEVICE) % (self.slots // P)).view(B, -1).int()
         self.lens_B = torch.full((B,), L, dtype=torch.int32, device=DEVICE)

@@ -37,7 +37,7 @@ from specdec.attention.sparse.launch import Sizes, launch_scores
 from specdec.attention.sparse.segment import sparse_segment
 
 HEADS, DIM, TOPK = 64, 128, 2048
-LEAST_LAYERS = 12  # of a graph
+MIN_LAYERS = 12  # of a graph
 READ_BANDWIDTH = 4.48e12  # bytes a second, measured on an H200
 CASES = [Case("decode", B, L, 1, 64) for B, L in itertools.product((1, 8, 32), (8192, 32768, 131072))]
 CASES += [Case(kind, 1, L, N, 64) for (kind, N), L in itertools.product((("chain", 6), ("tree", 32)), (8192, 32768, 131072))]
@@ -51,7 +51,7 @@ class SparseWorld(World):
         T, slots = case.B * case.N, self.views[0].latent.shape[0]
         assert slots * self.layers * DIM <= keys.numel()
         planes = keys[: slots * self.layers * DIM].view(self.layers, slots, DIM)
-        rounds = -(-LEAST_LAYERS // self.layers)  # so that the start of a graph counts little
+        rounds = -(-MIN_LAYERS // self.layers)  # so that the start of a graph counts little
         self.views, self.keys_LXD, self.layers = self.views * rounds, [*planes] * rounds, self.layers * rounds
         self.q_THD = torch.randn(T, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
         self.w_TH = torch.randn(T, HEADS, device=DEVICE) * HEADS**-0.5

@@ -77,20 +77,20 @@ def timed(step: Step, rows: int, hidden: int, group: Group) -> float:
 def steps_of(ours: SymmetricGroup, nccl: Nccl, rows: int, hidden: int) -> dict[str, Step]:
     def forced(few: bool) -> Step:
         def step(x_TH: Tensor, term_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
-            symmetric.MOST_AS_MESSAGES = 1 << 40 if few else 0
+            symmetric.MAX_AS_MESSAGES = 1 << 40 if few else 0
             return ours.add_rms_norm(x_TH, term_TH, weight_H, EPS)
 
         return step
 
     def chosen(x_TH: Tensor, term_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
-        symmetric.MOST_AS_MESSAGES = CHOSEN
+        symmetric.MAX_AS_MESSAGES = CHOSEN
         return ours.add_rms_norm(x_TH, term_TH, weight_H, EPS)
 
     steps: dict[str, Step] = {"chosen": chosen, "marks": forced(False), "nccl": nccl.all_reduce_and_norm}
     return steps | ({"messages": forced(True)} if rows <= ours.inbox.layout.channels else {})
 
 
-CHOSEN = symmetric.MOST_AS_MESSAGES
+CHOSEN = symmetric.MAX_AS_MESSAGES
 
 
 def run(rank: int, args: argparse.Namespace, port: int) -> None:

@@ -59,7 +59,7 @@ from specdec.session import Session
 
 CHAIN, ACCEPTANCE, SHARE = SpecConfig(5, 1, 6), 0.75, 0.8
 KEY = "load"
-MOST_WARM_UPS = 6
+MAX_WARM_UPS = 6
 PACKAGES = ("openai", "fastapi", "starlette", "uvicorn", "pydantic", "tokenizers", "transformers")
 
 
@@ -118,7 +118,7 @@ class Bench:
 
     def warm_up(self, size: Size) -> None:
         graphs = -1
-        for _ in range(MOST_WARM_UPS):
+        for _ in range(MAX_WARM_UPS):
             if graphs == self.session.num_graphs:
                 break
             graphs = self.session.num_graphs

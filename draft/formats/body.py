@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import MOST_LAYERS, flag, mapping, text, whole
+from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, mapping, text, whole
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.keys.shared import WINDOWED, refuse_unknown, sliding_window
 from specdec.models.kv_source import KEY
@@ -136,7 +136,7 @@ def windows_by_type(raw: dict[str, Any], num_layers: int, where: str) -> tuple[L
 
 def layer_count(raw: dict[str, Any], where: str, expected: int | None) -> int:
     """num_hidden_layers.  expected: the only number that the layout has; None: any."""
-    count = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
+    count = whole(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     if expected is not None and count != expected:
         raise ValueError(f"{where}: an EAGLE-3 head must have num_hidden_layers {expected}, got {count}")
     return count
@@ -183,7 +183,7 @@ def aux_layers_of(
         return () if target is None else default_aux_layers(target.num_layers, where)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids) or len(set(ids)) != len(ids):
         raise ValueError(f"{where}: {key} must be a list of distinct layer numbers, got {ids!r}")
-    first, most = int(one_based), MOST_LAYERS if target is None else target.num_layers - 1
+    first, most = int(one_based), MAX_LAYERS if target is None else target.num_layers - 1
     if min(ids) < first or max(ids) > most:
         state = f"; state {most + 1} is the one after the final norm, no layer's output" if one_based else ""
         raise ValueError(f"{where}: {key} must lie in [{first}, {most}], got {ids}{state}")

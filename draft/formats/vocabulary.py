@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.draft.formats.reading import HeadFiles
 
 Presence = Literal["may", "must", "must not"]
-LEAST_TO_JUDGE = 16  # a threshold: offsets of fewer ids may always grow by chance
+MIN_TO_JUDGE = 16  # a threshold: offsets of fewer ids may always grow by chance
 
 
 def read_draft_ids(
@@ -64,7 +64,7 @@ def _check_ids(files: HeadFiles, offsets_W: Tensor, ids_W: Tensor, vocab_size: i
     is_sound = bool(((ids_W >= 0) & (ids_W < vocab_size)).all() and (ids_W.diff() > 0).all())
     # Offsets that always grow would leave out an id after every id; absolute ids always grow.
     in_range = bool(((offsets_W >= 0) & (offsets_W < vocab_size)).all())
-    looks_absolute = in_range and len(offsets_W) >= LEAST_TO_JUDGE and bool((offsets_W.diff() > 0).all())
+    looks_absolute = in_range and len(offsets_W) >= MIN_TO_JUDGE and bool((offsets_W.diff() > 0).all())
     if is_sound and (is_told or not looks_absolute):
         return
     got = "ascending numbers, which are absolute ids" if looks_absolute else "others (absolute ids?)"

@@ -27,7 +27,7 @@ def match_keys_kernel(
     stride_row,
     span,
     COUNT: tl.constexpr,
-    MOST: tl.constexpr,  # LONGEST
+    MAX_LENGTH: tl.constexpr,  # LONGEST
     BITS: tl.constexpr,  # SHIFT
     PAGE_SIZE: tl.constexpr,
     SIZE: tl.constexpr,  # BLOCK
@@ -41,7 +41,7 @@ def match_keys_kernel(
     key = tl.full([SIZE], -1, tl.int64)
     if (block * SIZE < length - 1) & (block * SIZE + SIZE > first):
         equal, matched = is_place, tl.zeros([SIZE], tl.int32)
-        for back in range(MOST):
+        for back in range(MAX_LENGTH):
             end = length - 1 - back
             last = tl.load(tokens + slots_of(page_table, tl.maximum(end, 0), True, PAGE_SIZE))
             before = position - back
@@ -68,6 +68,6 @@ def launch_match_keys(text: Text, count: int, block: int = BLOCK) -> Tensor:
     match_keys_kernel[(B, blocks)](
         pages.table, text.lens_B, text.tokens_N, keys, pages.table.stride(0),
         pages.capacity if text.span is None else text.span,
-        COUNT=count, MOST=LONGEST, BITS=SHIFT, PAGE_SIZE=pages.page_size, SIZE=block, num_warps=8,
+        COUNT=count, MAX_LENGTH=LONGEST, BITS=SHIFT, PAGE_SIZE=pages.page_size, SIZE=block, num_warps=8,
     )  # fmt: skip
     return keys.flatten(1)

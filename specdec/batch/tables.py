@@ -19,7 +19,7 @@ from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from specdec.steps import TokenRules
 
 ANY, NO_TOKEN = -1, -2  # in a bad word: any token, before its first one; in the end of a text: before the text begins
-MOST_BEFORE = MAX_BAD_WORD_TOKENS - 1
+MAX_BEFORE = MAX_BAD_WORD_TOKENS - 1
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class TokenTables:
             full(0, torch.bool, width + 1),
             full(0, torch.int32, width + 1),
             full(0, torch.bool, width + 1),
-            full(ANY, torch.int64, MAX_BAD_WORDS, MOST_BEFORE),
+            full(ANY, torch.int64, MAX_BAD_WORDS, MAX_BEFORE),
             full(NO_TOKEN, torch.int64, MAX_BAD_WORDS),
-            full(NO_TOKEN, torch.int64, MOST_BEFORE),
+            full(NO_TOKEN, torch.int64, MAX_BEFORE),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -90,10 +90,10 @@ class TokenTables:
             if local := [token - first for token in ids if 0 <= token - first < width]:
                 table_BW[row].index_fill_(0, sent(local, device), True)
         if rules.bad_words:
-            before = [[ANY] * (MOST_BEFORE + 1 - len(word)) + list(word[:-1]) for word in rules.bad_words]
+            before = [[ANY] * (MAX_BEFORE + 1 - len(word)) + list(word[:-1]) for word in rules.bad_words]
             self.words_BKM[row, : len(before)] = sent(before, device)
             self.word_ends_BK[row, : len(before)] = sent([word[-1] for word in rules.bad_words], device)
-        if tail := list(rules.prompt_ids[-MOST_BEFORE:]):
+        if tail := list(rules.prompt_ids[-MAX_BEFORE:]):
             self.tail_BM[row, -len(tail) :] = sent(tail, device)
 
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int) -> None:

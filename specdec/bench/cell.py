@@ -21,11 +21,11 @@ from specdec.lossless.near_tie import explain_divergence, first_divergence
 from specdec.models.schemes.planes import PackedPlanes
 from specdec.session import Session
 
-MOST_COLD = 5  # passes of a side that are repeated because they prepared something; a short run captures late what a long run
+MAX_COLD = 5  # passes of a side that are repeated because they prepared something; a short run captures late what a long run
 # captured long before its end
 Difference = tuple[int, tuple[int, ...], tuple[int, ...]]  # a prompt, the baseline's output, the other up to where they part
 Explained = dict[Difference, Divergence]
-LEAST_PHASED = 2  # prompts of the pass that times phases, or as many as a batch holds
+MIN_PHASED = 2  # prompts of the pass that times phases, or as many as a batch holds
 
 
 def measure_cell(
@@ -131,7 +131,7 @@ class _SideRun:
             before, rounds = self.session.readiness, self.session.rounds_run
             seconds, outputs = self._run(self.prompts)
             is_cold = self.session.readiness != before
-            if not is_cold or self.cold == MOST_COLD:
+            if not is_cold or self.cold == MAX_COLD:
                 break
             self.cold += 1
             self.laps.lap("warm-up")
@@ -144,7 +144,7 @@ class _SideRun:
 
     def time_phases(self) -> None:
         """Waits for every phase, over the first prompts."""
-        prompts = self.prompts[: max(LEAST_PHASED, self.session.settings.options.max_batch_size)]
+        prompts = self.prompts[: max(MIN_PHASED, self.session.settings.options.max_batch_size)]
         with self.session.timed_phases() as phases:
             if self.session.settings.cuda_graphs == "round":  # phases get graphs of their own now
                 self.session.capture_rounds(self.prompts, self.params[0])

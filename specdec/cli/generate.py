@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
 
 HELP = "stream a text"
-MOST_ROWS = 32  # texts that are generated at once
+MAX_ROWS = 32  # texts that are generated at once
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             f"--n {sampling.n} would print one text {sampling.n} times at --temperature 0 (greedy); give a temperature"
         )
     target, draft = _pair(args)
-    options, prompt = flags.engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
+    options, prompt = flags.engine_of(args, max_batch_size=min(sampling.n, MAX_ROWS)), _read_prompt(args.prompt)
     from specdec import SpecDecoder  # through the door: see `without_collections`
     from specdec.prompts.tokenizer import VOCABULARY_FILES
 

@@ -23,7 +23,7 @@ R = TypeVar("R", bound=Runner)
 
 # Chunks that end no prompt emit nothing to wait for.  At most so many of them may be on their way to the device: with more, a
 # short prompt that is submitted now would wait for all of them.
-MOST_SILENT = 2
+MAX_SILENT = 2
 
 
 class Engine(Generic[R]):
@@ -105,7 +105,7 @@ class Engine(Generic[R]):
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
         self._copy_pages()
         tries = self._run_before(launch.before)
-        while len(self._silent) >= MOST_SILENT and not launch.emits:
+        while len(self._silent) >= MAX_SILENT and not launch.emits:
             self._silent.popleft().read()
         try:
             pending = self.runner.run(launch.step)

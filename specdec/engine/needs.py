@@ -10,7 +10,7 @@ from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
 
 TOPS = (0, 5, MAX_LOGPROBS)  # numbers of likeliest tokens for which graphs are captured
-MOST_NEEDS = 16  # combinations for which graphs are captured; a batch with any further one runs every step that ever occurred
+MAX_NEEDS = 16  # combinations for which graphs are captured; a batch with any further one runs every step that ever occurred
 
 
 class RowChoice(NamedTuple):
@@ -72,7 +72,7 @@ class BatchNeeds:
         found = set(rows)
         needs = found.pop() if len(found) == 1 else union(found)
         if needs not in self._known:
-            if len(self._known) >= MOST_NEEDS:
+            if len(self._known) >= MAX_NEEDS:
                 needs = union({needs, *self._known})
             self._known.add(needs)
         return needs

@@ -25,7 +25,7 @@ from specdec.engine.request import Request
 # After an error the engine tells its runner which rows have ended.  If that fails as well, in so many steps in a row, nothing
 # can run any more: most often the GPU has failed, after which every call to it fails.  The same holds of errors that end no
 # request: the next step would raise them again, for ever.
-MOST_UNCLEAN_STEPS = 3
+MAX_UNCLEAN_STEPS = 3
 
 
 _owners: weakref.WeakSet[EngineOwner] = weakref.WeakSet()
@@ -223,7 +223,7 @@ class EngineOwner:
         except BaseException as error:  # of any kind: a tokenizer may raise SystemExit
             has_told = self.engine.scheduler.departures() is None  # the runner, of all rows that have ended
             self._unclean = 0 if has_told and self._ended else self._unclean + 1
-            if self._unclean >= MOST_UNCLEAN_STEPS:
+            if self._unclean >= MAX_UNCLEAN_STEPS:
                 self.failure = error
                 self._fail(error)
 

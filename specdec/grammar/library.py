@@ -19,7 +19,7 @@ from specdec.config import GrammarKind
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
 
-MOST_KEPT = 64  # compiled grammars of one decoder; a further one takes the place of the one that was used least recently
+MAX_KEPT = 64  # compiled grammars of one decoder; a further one takes the place of the one that was used least recently
 # Between two tokens of JSON: a blank, or a line break and an indentation.  Models that were not trained on JSON write blanks
 # for ever where any number of them is allowed.  A schema may say otherwise ("x-guidance", see the library).
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
@@ -33,7 +33,7 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int], most_kept: int = MOST_KEPT
+        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int], most_kept: int = MAX_KEPT
     ) -> None:
         self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, tuple(sorted(eos_ids))
         self._tokenizer: Any = None

@@ -59,7 +59,7 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
         speculation(head, settings),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
-        sharing=None if runner.shared is None else RowSharing(settings.page_tokens, devices.LEAST_SAVED[device]),
+        sharing=None if runner.shared is None else RowSharing(settings.page_tokens, devices.MIN_SAVED[device]),
     )
     return Engine(scheduler, runner, devices.DEPTH[device])
 
@@ -97,7 +97,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     divided = settings.options.decode_context_parallel_size > 1
     may_share = model.config.most_read is None and not settings.numerics.is_invariant and not divided
     reads_together = settings.options.prefix_caching and may_share
-    queries = devices.MOST_PACKED // model.config.heads_a_key
+    queries = devices.MAX_PACKED // model.config.heads_a_key
     shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))

@@ -18,7 +18,7 @@ from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.prompts.tokenizer import Tokenizer
 
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 # Plain prose that models of any size know the words of: a story, and facts of the kind that larger models are trained on.
 TEXT = """Once upon a time there was a little girl who lived with her mother in a small house near the river. One day her \
 mother gave her a red ball and said, "You may play in the garden, but do not go to the water." The girl was happy and ran \
@@ -64,7 +64,7 @@ def smoke_check(model: Target, head: DraftModel | None, tokenizer: Tokenizer, se
     if not tokenizer.is_present or model.config.encoder is not None or model.group.size > 1:
         return None
     ids = [token for token in tokenizer.encode(TEXT) if token < model.config.vocab_size]
-    ids_T = torch.tensor(ids[: min(MOST_TOKENS, settings.max_seq_len)], dtype=torch.int64, device=settings.device)
+    ids_T = torch.tensor(ids[: min(MAX_TOKENS, settings.max_seq_len)], dtype=torch.int64, device=settings.device)
     with launching(settings.device), on_device(settings.device):
         if can_rehearse(model, settings):
             compile_ahead(lambda: head.smoke(model, ids_T), settings.device)

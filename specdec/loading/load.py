@@ -32,7 +32,7 @@ from specdec.models.schemes.size import EXPERTS, coded_matrices, group_of
 from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
-from specdec.ops.products.formats.lossless import EIGHT, MOST_FAR, WIDTH
+from specdec.ops.products.formats.lossless import EIGHT, MAX_FAR, WIDTH
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
@@ -155,7 +155,7 @@ def require_packed(found: int) -> None:
     if not found:
         raise ValueError(
             f"pack_weights=True packs matrices whose width is a multiple of {WIDTH} and whose rows are a multiple of {EIGHT}, "
-            f"none with more than {MOST_FAR} numbers far from its others, and found none; "
+            f"none with more than {MAX_FAR} numbers far from its others, and found none; "
             "nearest setting that works: pack_weights=False"
         )
 

@@ -24,7 +24,7 @@ from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 WEIGHTS_SHARE = 0.9  # of a GPU's memory: the weights must leave room for keys, values and activations
 Loaded = tuple[Target, DraftModel | None, EngineSettings, Path]
 
@@ -70,7 +70,7 @@ def no_room(whole: int, group: Group, device: torch.device, configs: Iterable[Mo
     configs = list(configs)
     fits = (
         size
-        for size in range(group.size + 1, MOST_RANKS + 1)
+        for size in range(group.size + 1, MAX_RANKS + 1)
         if taken / size <= WEIGHTS_SHARE * total and not any(misfit(config, size) for config in configs)
     )
     more = ("pack_weights=False, " if packs else "") + next(

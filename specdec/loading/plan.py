@@ -34,7 +34,7 @@ from specdec.ops.products.formats.lossless import EIGHT, WIDTH, packed_size
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
-MOST_BATCH = 4096  # the most that max_batch_size takes
+MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
 UNPACKED = re.compile(r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$")
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
@@ -126,7 +126,7 @@ def plan_memories(
 
     def on(memory: int) -> MemoryPlan:
         longest = largest(lambda n: sum(at(n, batch).values()) <= memory, config.max_position)
-        widest = largest(lambda n: sum(at(context, n).values()) <= memory, MOST_BATCH)
+        widest = largest(lambda n: sum(at(context, n).values()) <= memory, MAX_BATCH)
         return plan._replace(memory=memory, longest=longest, widest=widest)
 
     return [on(memory) for memory in memories]

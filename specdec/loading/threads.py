@@ -23,7 +23,7 @@ T = TypeVar("T")
 # One more thread must save more than it costs.  Threads of a product wait for each other at its end, and where another
 # program holds a core they wait for that program: the shipped pair (0.4 MiB a layer) fell from 375 to 22 tokens a second with a
 # second thread on a machine with one busy core.  A thread that reads 4 MiB of every layer works long enough to be worth it.
-LEAST_BYTES_A_THREAD = 4 << 20
+MIN_BYTES_A_THREAD = 4 << 20
 
 
 class _Seen(threading.local):
@@ -44,7 +44,7 @@ def threads_for(weight_bytes: int, num_layers: int, allowed: int) -> int:
     layer say how much there is to share.
     """
     a_layer = weight_bytes // max(1, num_layers)
-    return max(1, min(allowed, a_layer // LEAST_BYTES_A_THREAD))
+    return max(1, min(allowed, a_layer // MIN_BYTES_A_THREAD))
 
 
 def allowed_threads(cpus: int | None = None) -> int:

@@ -25,7 +25,7 @@ from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 from specdec.ops.products.tiles.experts import StackedTiles
 
-MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
+MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
 
 
 class Router(Multiplying):
@@ -140,7 +140,7 @@ def run_experts(
         return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
     E, pairs = gate_up_EGH.shape[0], chosen_TK.numel()
     copied = pairs * (gate_up_EGH[0].numel() + down_EHF[0].numel()) * x_TH.element_size()
-    if 3 * pairs <= E and copied <= MOST_COPIED:
+    if 3 * pairs <= E and copied <= MAX_COPIED:
         return gathered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
     return masked_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
 

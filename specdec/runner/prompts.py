@@ -2,7 +2,7 @@
 
 A small chunk's kernels end before the host has launched the next ones.  So chunks that cost at most `most_captured` are padded
 to a bucket and captured: the first chunk of a bucket runs eagerly without padding, the second eagerly with padding, and the
-third is captured, as long as there are fewer than MOST_GRAPHS.
+third is captured, as long as there are fewer than MAX_GRAPHS.
 
 This module knows both models' workers; it knows no request and decides about no page.
 """
@@ -22,7 +22,7 @@ from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers
 from specdec.steps import Needs, RunChunk
 
-MOST_GRAPHS = 64  # each graph takes memory; chunks of further shapes run eagerly
+MAX_GRAPHS = 64  # each graph takes memory; chunks of further shapes run eagerly
 EAGER_USES = 2  # of a bucket, before it is captured
 LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
 
@@ -62,7 +62,7 @@ class PromptRunner:
             return self._eager(chunk, exact)
         work = Work(bucket, chunk.needs, chunk.drafted)
         passes = self._passes[work]
-        if work in self.graphs or (passes >= EAGER_USES and chunk.may_capture and len(self.graphs) < MOST_GRAPHS):
+        if work in self.graphs or (passes >= EAGER_USES and chunk.may_capture and len(self.graphs) < MAX_GRAPHS):
             return self.replay(chunk, work)
         # The first pass is without padding, too: an fp8 cache takes its scales from what it stores first.
         first = self._eager(chunk, bucket if passes == 1 else exact)

@@ -11,7 +11,7 @@ from specdec.config import SpecConfig
 KINDS = ("eagle3", "p-eagle", "dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 LAYOUTS = ("auto", "safeailab", "speculators")
-MOST = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
+MAX_NUMBER = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
 LONGEST_PROMPT = 48  # tokens, where rows leave room for them
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
@@ -48,8 +48,8 @@ def _check_whole(run: HeadRun | TargetRun, name: str, least: int) -> None:
     value = getattr(run, name)
     if type(value) is not int or value < least:
         raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}; nearest: {least}")
-    if value > MOST:
-        raise ValueError(f"{name}: expected a whole number of at most {MOST}, got {value!r}")
+    if value > MAX_NUMBER:
+        raise ValueError(f"{name}: expected a whole number of at most {MAX_NUMBER}, got {value!r}")
 
 
 def _check_kind(run: HeadRun) -> None:

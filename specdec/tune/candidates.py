@@ -9,7 +9,7 @@ from specdec.ops.products.gpus import H100, Match
 from specdec.ops.products.tiles.dense import HALF_SM, SMS, WHOLE_SM, ProductTiles, padded_rows, product_tiles
 from specdec.ops.products.tuned.table import Product
 
-MOST_ROWS = 64  # beyond it products are limited by arithmetic, and the tables' own kernels are taken
+MAX_ROWS = 64  # beyond it products are limited by arithmetic, and the tables' own kernels are taken
 STREAMS = (  # rows of the weight, columns of a step, splits, warps, stages
     (32, 128, 1, 4, 4), (32, 256, 1, 4, 6), (64, 128, 2, 2, 6), (64, 128, 4, 4, 6), (64, 256, 1, 2, 4), (64, 256, 1, 4, 4),
     (64, 256, 2, 4, 4), (128, 128, 1, 8, 4), (128, 256, 1, 4, 3), (16, 256, 1, 2, 4),
@@ -18,7 +18,7 @@ STREAMS = (  # rows of the weight, columns of a step, splits, warps, stages
 
 def candidates(M: int, product: Product, match: Match) -> list[ProductTiles | None]:
     """Different tiles for M rows, of which the first are those of the GPU's kind.  None: cuBLAS."""
-    assert 0 < M <= MOST_ROWS
+    assert 0 < M <= MAX_ROWS
     N, K, gated, dtype = product
     built_in = [product_tiles(M, N, K, dtype, gated, kind) for kind in ((match.kind, H100) if match.hopper else (H100,))]
     block_m = max(8, 1 << (M - 1).bit_length())

@@ -23,8 +23,8 @@ from specdec.ops.products.tiles.dense import ProductTiles
 from specdec.ops.products.tuned.table import Product
 
 COLD_BYTES = 250_000_000  # several times the largest cache
-LEAST_PRODUCTS, REPLAYS, UNCOUNTED = 16, 9, 2
-MOST_ERROR = 2e-2  # of a result in 16 bits, against float32
+MIN_PRODUCTS, REPLAYS, UNCOUNTED = 16, 9, 2
+MAX_ERROR = 2e-2  # of a result in 16 bits, against float32
 
 
 Multiply = Callable[[Tensor, Tensor, bool, ProductTiles | None], Tensor]
@@ -78,12 +78,12 @@ class Bench:
             got = self._multiply(x_MK, weight, self.product.gated, tiles).float()
         except Exception:  # Triton has an error of its own for each thing that a GPU lacks
             return False
-        return bool((got - y_MN).norm() <= MOST_ERROR * y_MN.norm())
+        return bool((got - y_MN).norm() <= MAX_ERROR * y_MN.norm())
 
     def microseconds(self, M: int, tiles: ProductTiles | None) -> float:
         """The median time of a product."""
         x_MK = self.rows(M)
-        todo = self._weights * math.ceil(LEAST_PRODUCTS / len(self._weights))
+        todo = self._weights * math.ceil(MIN_PRODUCTS / len(self._weights))
         self._run(x_MK, tiles)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -46,7 +46,7 @@ def tune(
 ) -> TunedTable:
     """Measures, and writes the table after each product.  Returns the table with what it had before.
 
-    rows: numbers of rows, up to MOST_ROWS.  target: what people call it.  show: gets each row when it is measured.
+    rows: numbers of rows, up to MAX_ROWS.  target: what people call it.  show: gets each row when it is measured.
     gpu: the GPU's name, if it is known.  make_bench: what times a product there.
     """
     gpu = gpu or torch.cuda.get_device_name(device)

@@ -174,7 +174,7 @@ def test_a_step_s_place_is_known() -> None:
 
 def test_needs_compose_and_stay_few() -> None:
     """Keeps out: a captured graph for each of hundreds of combinations; a step that runs although no row needs it."""
-    from specdec.engine.needs import MOST_NEEDS, BatchNeeds
+    from specdec.engine.needs import MAX_NEEDS, BatchNeeds
 
     batches, seen = BatchNeeds(), set()
     assert batches.of([Needs()] * 3) == Needs()
@@ -184,5 +184,5 @@ def test_needs_compose_and_stay_few() -> None:
         got = batches.of([wanted])
         assert got.steps >= wanted.steps and got.logprobs >= wanted.logprobs
         seen.add(got)
-    assert len(seen) < MOST_NEEDS + 10
+    assert len(seen) < MAX_NEEDS + 10
     assert batches.of([Needs()]) == Needs()

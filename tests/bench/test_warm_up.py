@@ -14,7 +14,7 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig
-from specdec.bench.cell import MOST_COLD, Difference, Explained, measure_cell
+from specdec.bench.cell import MAX_COLD, Difference, Explained, measure_cell
 from specdec.bench.warm_up import Laps
 from specdec.generation import Generation
 from specdec.lossless.near_tie import Divergence
@@ -63,7 +63,7 @@ def test_a_side_that_is_never_ready_says_so() -> None:
     session = Preparing(texts=99)
     cell = measure_cell(session, PROMPTS, GREEDY, repeats=2)
     for side in (cell.baseline, cell.speculative):
-        assert (side.cold, side.cold_timed, len(side.seconds)) == (MOST_COLD, 2, 2)
+        assert (side.cold, side.cold_timed, len(side.seconds)) == (MAX_COLD, 2, 2)
 
 
 def test_what_is_measured_is_warmed_up_once_and_not_as_whole_texts() -> None:

@@ -18,7 +18,7 @@ from specdec import SamplingParams, shipped
 from specdec.loading import threads as threads_module
 from specdec.loading.load import decoding_threads
 from specdec.loading.threads import (
-    LEAST_BYTES_A_THREAD,
+    MIN_BYTES_A_THREAD,
     allowed_threads,
     set_training_threads,
     threads_for,
@@ -51,7 +51,7 @@ def test_small_models_run_on_one_thread_and_large_ones_on_all() -> None:
     assert threads_for(0, 0, 8) == 1
     counts = [threads_for(size << 20, 10, 8) for size in range(0, 1000, 10)]
     assert counts == sorted(counts) and set(counts) == set(range(1, 9)), "more weights never mean fewer threads"
-    assert threads_for(30 * LEAST_BYTES_A_THREAD, 10, 8) == 3
+    assert threads_for(30 * MIN_BYTES_A_THREAD, 10, 8) == 3
 
 
 @in_a_thread_of_its_own

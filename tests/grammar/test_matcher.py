@@ -19,7 +19,7 @@ from toolkit.checkpoints.tokenizers import byte_tokenizer, sentencepiece_tokeniz
 
 from specdec.config import GrammarKind
 from specdec.grammar.completion import Completion
-from specdec.grammar.library import MOST_KEPT, Grammars
+from specdec.grammar.library import MAX_KEPT, Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
 
@@ -64,9 +64,9 @@ def test_the_end_is_where_the_text_is_complete(grammars: Grammars) -> None:
 
 def test_compiled_grammars_are_kept_and_forgotten(grammars: Grammars) -> None:
     """Keeps out: each of n choices compiled anew, and a server whose memory grows with every schema that it is sent."""
-    for number in range(MOST_KEPT + 5):
+    for number in range(MAX_KEPT + 5):
         grammars.check("regex", f"a{{{number + 1}}}")
-    assert len(grammars._compiled) == MOST_KEPT
+    assert len(grammars._compiled) == MAX_KEPT
 
 
 def test_the_grammar_that_was_used_least_recently_goes() -> None:

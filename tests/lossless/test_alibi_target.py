@@ -81,7 +81,7 @@ def test_text_is_that_of_dense_attention(zoo: Zoo, with_alibi: None, spec: Any, 
 
 def test_with_shared_prefixes(zoo: Zoo, with_alibi: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that begin alike read their pages together, although on a CPU that saves nothing."""
-    monkeypatch.setitem(devices.LEAST_SAVED, "cpu", 0.0)
+    monkeypatch.setitem(devices.MIN_SAVED, "cpu", 0.0)
     with zoo.decoder("llama", "eagle3", SpecConfig(3, 3, 8), page_size=4, prefix_caching=True) as decoder:
         start = ragged_prompts(40, 3)[2]
         prompts = [[*start, token] for token in (3, 9, 17)]

@@ -33,12 +33,12 @@ from specdec.serve.door import Counts
 from specdec.serve.log import Entry, LineHandler
 from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
-from specdec.serve.process.descriptors import MOST_CONNECTIONS, WANTED
-from specdec.serve.process.output import CLOSING_SECONDS, MOST_HELD
+from specdec.serve.process.descriptors import MAX_CONNECTIONS, WANTED
+from specdec.serve.process.output import CLOSING_SECONDS, MAX_HELD
 from specdec.serve.times import TIMES
 from specdec.serve.wire import errors, fields
 from specdec.serve.wire.answers import usage
-from specdec.serve.wire.body import LEAST_RATE
+from specdec.serve.wire.body import MIN_RATE
 from specdec.serve.wire.requests import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,8 +284,8 @@ def test_numbers_in_the_text_are_the_codes() -> None:
     """Keeps out: a time or a variable that changed in the code alone."""
     assert KEY_VARIABLE in PAGE and f"`Retry-After: {errors.RETRY_SECONDS}`" in PAGE
     last = round(TIMES.last * 2 + CLOSING_SECONDS)  # for answers to what was cut off, connections to close, and the log
-    assert f"closed after {run.KEEP_ALIVE_SECONDS} s" in PAGE and f"for each {LEAST_RATE >> 10} KiB" in PAGE
-    assert f"at most {MOST_CONNECTIONS}" in PAGE and f"up to {WANTED}" in PAGE and f"up to {MOST_HELD >> 20} MiB" in PAGE
+    assert f"closed after {run.KEEP_ALIVE_SECONDS} s" in PAGE and f"for each {MIN_RATE >> 10} KiB" in PAGE
+    assert f"at most {MAX_CONNECTIONS}" in PAGE and f"up to {WANTED}" in PAGE and f"up to {MAX_HELD >> 20} MiB" in PAGE
     assert f"up to {last} seconds more than the grace period" in PAGE
     with contextlib.redirect_stderr(io.StringIO()) as written, patch("specdec.serve.log.sys", SimpleNamespace(stderr=written)):
         LineHandler().emit(SimpleNamespace(levelname="INFO", getMessage=lambda: "x"))  # type: ignore[arg-type]

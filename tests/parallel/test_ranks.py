@@ -83,7 +83,7 @@ def test_all_ranks_obey_the_same_grammars(tmp_path: Path, monkeypatch: pytest.Mo
             raise LimitError
         go(matcher, place)
 
-    monkeypatch.setattr(library, "MOST_KEPT", 1)
+    monkeypatch.setattr(library, "MAX_KEPT", 1)
     monkeypatch.setattr(Matcher, "go", fails)
     limited = with_ranks(target, draft, TREE, 2, texts, max_batch_size=2)
     assert [out[:2] for out in limited] == [out[:2] for out in alone]

@@ -72,7 +72,7 @@ def many_calls(group: SymmetricGroup) -> list[str]:
         if own.random() < 0.3:
             time.sleep(own.random() * 0.02)
         T, H, dtype = alike.choice([1, 2, 5, 9]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
-        groups.MOST_AS_MESSAGES = alike.choice([0, 1 << 20])
+        groups.MAX_AS_MESSAGES = alike.choice([0, 1 << 20])
         terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
         x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)
         kind = alike.choice(["norm", "add", "sum", "gather", "swap"])
@@ -108,11 +108,11 @@ def test_kernels_exchange_what_the_definition_says(ranks: int) -> None:
 def rows_of_one_order(group: SymmetricGroup) -> bool:
     """Whether a row's sum and norm, sent as messages, are those of the row among others, sent as they are."""
     group.use_one_order(True)
-    groups.MOST_BEYOND_RING = 0  # otherwise, more than two ranks leave sums of rows to their other group
+    groups.MAX_BEYOND_RING = 0  # otherwise, more than two ranks leave sums of rows to their other group
     terms = [term(rank, 0, 3, 16).half() for rank in range(group.size)]
     x, weight = term(8, 0, 3, 16).half(), term(9, 0, 16).half()
     found = []
-    for rows, groups.MOST_AS_MESSAGES in ((1, 1 << 20), (3, 0)):
+    for rows, groups.MAX_AS_MESSAGES in ((1, 1 << 20), (3, 0)):
         found.append([each[:1] for each in group.add_rms_norm(x[:rows], terms[group.rank][:rows], weight, EPS)])
     right = torch.equal(found[0][0], (x + added(terms))[:1])
     return right and all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -138,7 +138,7 @@ def test_without_kernels_terms_are_added_up_in_the_order_of_ranks() -> None:
 
 
 def rows_beyond_the_inbox(group: SymmetricGroup) -> bool:
-    groups.MOST_AS_MESSAGES = 0
+    groups.MAX_AS_MESSAGES = 0
     x = torch.zeros(11, 8)
     terms = [term(rank, 0, *x.shape) for rank in range(group.size)]
     return torch.equal(group.add(x, terms[group.rank]), added(terms))
@@ -174,7 +174,7 @@ def states_of_all(group: SymmetricGroup, T: int, H: int, E: int, dtype: torch.dt
     outs[1][0], lses[1][0], lses[0][1], lses[1][1] = torch.nan, -torch.inf, -torch.inf, -torch.inf
     states = [AttentionState(out, lse) for out, lse in zip(outs, lses)]
     want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), E)
-    swap_triton.BLOCK, swap_triton.MOST_TURNS = E * dtype.itemsize // 4, 9  # two rows at once: a channel has several turns
+    swap_triton.BLOCK, swap_triton.MAX_TURNS = E * dtype.itemsize // 4, 9  # two rows at once: a channel has several turns
     assert swap_triton.takes_states(group.inbox, states[0])
     got = swap_triton.launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
     return [heads, torch.equal(got.out_THD, want.out_THD), torch.equal(got.lse_TH, want.lse_TH)]

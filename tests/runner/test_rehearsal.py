@@ -22,7 +22,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading import build
 from specdec.loading.build import can_rehearse
 from specdec.ops.compiling import rehearsal
-from specdec.ops.compiling.rehearsal import MOST_THREADS, Nothing, _threads, is_rehearsed
+from specdec.ops.compiling.rehearsal import MAX_THREADS, Nothing, _threads, is_rehearsed
 from specdec.ops.index import predecessors
 from specdec.steps import Needs
 
@@ -205,7 +205,7 @@ def test_what_has_not_begun_is_dropped_at_the_end(ends: str) -> None:
     os.close(writer)
     with open(reader, "rb") as written:
         told = written.read()
-    assert child.exitcode == 0 and told.count(b"c") <= MOST_THREADS and told.count(b"w") == (ends == "main thread")
+    assert child.exitcode == 0 and told.count(b"c") <= MAX_THREADS and told.count(b"w") == (ends == "main thread")
 
 
 def test_a_closed_decoder_drops_what_waits(zoo: Zoo) -> None:

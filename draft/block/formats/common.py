@@ -11,7 +11,7 @@ from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
 
-MOST_BLOCK, MOST_RANK = 256, 65536
+MAX_BLOCK, MAX_RANK = 256, 65536
 MARKOV_KEYS = frozenset(("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"))
 
 
@@ -38,7 +38,7 @@ def check_windows(model: ModelConfig, size: int, where: str) -> None:
 
 
 def block_size(raw: dict[str, Any], where: str) -> int:
-    return whole(raw, "block_size", where, least=2, most=MOST_BLOCK)
+    return whole(raw, "block_size", where, least=2, most=MAX_BLOCK)
 
 
 def mask_id(raw: dict[str, Any], model: ModelConfig, where: str) -> int:
@@ -96,7 +96,7 @@ def correction_of(
 
     rank, confident, beside: defaults; None: the key must be there.
     """
-    r = whole(raw, "markov_rank", where, rank, least=0, most=MOST_RANK)
+    r = whole(raw, "markov_rank", where, rank, least=0, most=MAX_RANK)
     is_confident = _told(raw, "enable_confidence_head", where, confident)
     kind = raw.get("markov_head_type", "vanilla" if rank is not None or r == 0 else None)
     if kind not in get_args(MarkovKind)[1:]:

@@ -17,7 +17,7 @@ from specdec.ops.topk import greedy_tokens
 
 MAX_KERNEL_RANK = 256  # threshold: a program holds whole rows of w2 in registers; float32 takes more, so an eighth
 MAX_KERNEL_ROWS = 16  # threshold of `greedy_chain`: each program finds the last level's token of every row
-MOST_TOKENS = 32_768  # threshold of `greedy_chain` of several rows: more candidates don't fit a program's registers
+MAX_TOKENS = 32_768  # threshold of `greedy_chain` of several rows: more candidates don't fit a program's registers
 
 
 def corrected_logits(own_BW: Tensor, before_R: Tensor, w1_Vr: Tensor, w2_Wr: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def greedy_chain(own_BSW: Tensor, root_B: Tensor, w1_Vr: Tensor, w2_Wr: Tensor, 
 
     own_BSW: each level's own logits.  root_B: int64.  offsets_W: int64, from draft ids to ids of the vocabulary.
     """
-    few = len(root_B) == 1 or (len(root_B) <= MAX_KERNEL_ROWS and own_BSW.shape[2] <= MOST_TOKENS)
+    few = len(root_B) == 1 or (len(root_B) <= MAX_KERNEL_ROWS and own_BSW.shape[2] <= MAX_TOKENS)
     if few and _fits(own_BSW, w1_Vr):
         from specdec.draft.block.rounds.correct_triton import launch_greedy_chain
 

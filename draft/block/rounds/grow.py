@@ -19,7 +19,7 @@ from specdec.ops.launch import use_kernels
 from specdec.ops.topk import stable_topk
 
 MAX_KERNEL_NODES = 256  # threshold: one warp holds the places at which a tree may go on in registers
-LEAST = -1e30  # in place of a score that is no number
+MIN_SCORE = -1e30  # in place of a score that is no number
 
 
 def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: int) -> DraftTree:
@@ -34,7 +34,7 @@ def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: 
 
         return DraftTree(*launch_best_paths(logp_BSK, tokens_BSK, root_B, num_nodes), max_depth)
     (B, S, K), M = logp_BSK.shape, num_nodes - 1
-    logp_BSK = torch.where(logp_BSK >= LEAST, logp_BSK, LEAST)
+    logp_BSK = torch.where(logp_BSK >= MIN_SCORE, logp_BSK, MIN_SCORE)
     beam_BW, scores, tokens, parents, start = logp_BSK.new_zeros(B, 1), [], [], [], -1
     for level in range(S):
         children_BC = (beam_BW[:, :, None] + logp_BSK[:, level, None]).flatten(1)

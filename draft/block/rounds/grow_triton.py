@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.topk_triton import LOWEST_32, ordered_32
 
-LEAST = tl.constexpr(-1e30)
+MIN_SCORE = tl.constexpr(-1e30)
 TIES = tl.constexpr(0x7FFFFFFF)
 LEVEL, PARENT = tl.constexpr(1 << 20), tl.constexpr(1 << 8)  # how far levels and parents stand above ranks in a key
 
@@ -32,7 +32,7 @@ def _place(level, parent, rank):
 @triton.jit
 def _logp(logp, at):
     value = tl.load(logp + at)
-    return tl.where(value >= LEAST, value, LEAST)
+    return tl.where(value >= MIN_SCORE, value, MIN_SCORE)
 
 
 @triton.jit(do_not_specialize=["levels", "num_nodes"])

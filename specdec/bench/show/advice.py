@@ -15,7 +15,7 @@ from specdec.draft.kinds import kind_of
 
 WORTH = 1.05  # a predicted gain below it is not mentioned
 FURTHER = 3  # levels after the last one that was measured about which something is predicted
-LEAST_REACHED = 20  # rounds that reached the last level, below which nothing is said of further ones
+MIN_REACHED = 20  # rounds that reached the last level, below which nothing is said of further ones
 NOISY = 1.15  # a speed-up whose repeats lie further apart, or baselines that do, are said to be noisy
 SHORT_SECONDS = 0.3  # a timed pass that takes less is mostly its beginning and its end
 CHAIN, AUTO = SpecConfig(5, 1, 6), SpecConfig("auto", 4, 16)
@@ -95,7 +95,7 @@ def better_levels(cell: Cell) -> tuple[SpecConfig, float] | None:
     if not isinstance(levels, int) or len(shares) != levels or None in shares or not phases.rounds:
         return None
     known = [share for share in shares if share is not None]
-    further = FURTHER if cell.speculative.counters.reached_by_depth[-1] >= LEAST_REACHED else 0
+    further = FURTHER if cell.speculative.counters.reached_by_depth[-1] >= MIN_REACHED else 0
     lengths = [1.0, *(1 + each for each in accumulate(accumulate([*known, *[known[-1]] * further], mul)))]
     a_level = phases.ms("draft") / max(1, levels - 1)
 

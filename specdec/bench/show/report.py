@@ -18,7 +18,7 @@ from specdec.bench.show.legend import print_legend
 from specdec.bench.show.verdict import verdict
 from specdec.bench.show.words import busy_with, what_ran
 
-MOST_ADVICE = 4  # what is most worth trying comes first
+MAX_ADVICE = 4  # what is most worth trying comes first
 
 
 def print_report(measurement: Measurement, console: Console, *, details: bool = False, explain: bool = False) -> None:
@@ -31,7 +31,7 @@ def print_report(measurement: Measurement, console: Console, *, details: bool = 
     else:
         _print_table(measurement, console)
     print_budgets(measurement, console)
-    if tips := advice(measurement)[:MOST_ADVICE]:
+    if tips := advice(measurement)[:MAX_ADVICE]:
         console.print(Text("\nWhat to try next", "bold"))
         for tip in tips:
             lines = wrap(f"{tip.what}: {tip.why}", console.width, initial_indent="  ", subsequent_indent="    ")

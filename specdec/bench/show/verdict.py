@@ -12,8 +12,8 @@ from rich.text import Text
 from specdec.bench.measurement import Cell, Measurement
 from specdec.bench.show.words import empty_outputs, number, tag_of
 
-MOST_LINES = 4  # of batch sizes, rows or failures; the table has the rest
-MOST_CHARACTERS = 240  # of a failure
+MAX_LINES = 4  # of batch sizes, rows or failures; the table has the rest
+MAX_CHARACTERS = 240  # of a failure
 SLOWER = "SLOWER THAN BASELINE"
 RED, GREEN, YELLOW = "bold red", "bold green", "bold yellow"
 
@@ -41,11 +41,11 @@ def _wrong(measurement: Measurement) -> list[Text]:
 
 def _failed(measurement: Measurement) -> list[Text]:
     failures, lines = measurement.failures, list[Text]()
-    for failure in failures[:MOST_LINES]:
+    for failure in failures[:MAX_LINES]:
         message = " ".join(failure.message.split())
-        message = message if len(message) <= MOST_CHARACTERS else message[: MOST_CHARACTERS - 3] + "..."
+        message = message if len(message) <= MAX_CHARACTERS else message[: MAX_CHARACTERS - 3] + "..."
         lines.append(Text(f"FAILED: batch {failure.batch_size}, {failure.name}: {message}", RED))
-    if more := len(failures) - MOST_LINES:
+    if more := len(failures) - MAX_LINES:
         lines += [Text(f"and {more} more failed, see --details", RED)] if more > 0 else []
     return lines
 
@@ -53,12 +53,12 @@ def _failed(measurement: Measurement) -> list[Text]:
 def _speeds(measurement: Measurement) -> list[Text]:
     """A line for each batch size, about its best shape, and one about shapes that are slower than the baseline beside it."""
     tag, best = tag_of(measurement), measurement.best
-    lines = [_speed(measurement, cell, tag) for cell in list(best.values())[:MOST_LINES]]
-    if len(best) > MOST_LINES:
-        lines.append(Text(f"and {len(best) - MOST_LINES} more batch sizes below", "dim"))
+    lines = [_speed(measurement, cell, tag) for cell in list(best.values())[:MAX_LINES]]
+    if len(best) > MAX_LINES:
+        lines.append(Text(f"and {len(best) - MAX_LINES} more batch sizes below", "dim"))
     if slower := [cell for cell in measurement.right if cell.gain < 1 <= best[cell.batch_size].gain and not _is_even(cell)]:
-        shown = "; ".join(f"batch {cell.batch_size} with {cell.name} ({cell.gain:.2f}x)" for cell in slower[:MOST_LINES])
-        more = f" and {len(slower) - MOST_LINES} more below" if len(slower) > MOST_LINES else ""
+        shown = "; ".join(f"batch {cell.batch_size} with {cell.name} ({cell.gain:.2f}x)" for cell in slower[:MAX_LINES])
+        more = f" and {len(slower) - MAX_LINES} more below" if len(slower) > MAX_LINES else ""
         lines.append(Text(f"{tag}{SLOWER}: {shown}{more}", RED))
     return lines
 
@@ -99,5 +99,5 @@ def _is_even(cell: Cell) -> bool:
 
 
 def _places(cells: Sequence[Cell]) -> str:
-    shown = "; ".join(f"batch {cell.batch_size} with {cell.name}" for cell in cells[:MOST_LINES])
-    return shown + (f" and {len(cells) - MOST_LINES} more" if len(cells) > MOST_LINES else "")
+    shown = "; ".join(f"batch {cell.batch_size} with {cell.name}" for cell in cells[:MAX_LINES])
+    return shown + (f" and {len(cells) - MAX_LINES} more" if len(cells) > MAX_LINES else "")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HELP = "count offline how many tokens of a draft head its target accepts"
 USED = ("device", "dtype", "max_batch_size", "draft_format", "draft_pickle", "draft_quantize")
-LEAST_TOKENS = 2  # of an output in which a round runs
+MIN_TOKENS = 2  # of an output in which a round runs
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     check_files({"--json": args.json})
     options = EngineOptions(**{name: getattr(args, name) for name in USED})
     SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are none
-    if args.max_tokens < LEAST_TOKENS:
+    if args.max_tokens < MIN_TOKENS:
         raise ValueError(
-            f"--max-tokens must be >= {LEAST_TOKENS}, since the first token comes from the prefill and no round would run, got "
-            f"{args.max_tokens}; nearest setting that works: --max-tokens {LEAST_TOKENS}"
+            f"--max-tokens must be >= {MIN_TOKENS}, since the first token comes from the prefill and no round would run, got "
+            f"{args.max_tokens}; nearest setting that works: --max-tokens {MIN_TOKENS}"
         )
     specs = tuple(args.spec or DEFAULT_SPECS)
     if twice := [spec.label for spec in dict.fromkeys(specs) if specs.count(spec) > 1]:
@@ -99,8 +99,8 @@ def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> lis
 def _check_room(args: argparse.Namespace, reads: int, longest: int, more: int) -> None:
     """ValueError if the output of the longest prompt is longer than what the target reads.  more: see _prompts."""
     most = reads - more - longest
-    if most < LEAST_TOKENS:
-        room = reads - more - LEAST_TOKENS
+    if most < MIN_TOKENS:
+        room = reads - more - MIN_TOKENS
         nearest = f"--longest-prompt {room}" if args.eval_text else f"--prompts with no prompt of more than {room} tokens"
         raise ValueError(
             f"a prompt of {longest} tokens leaves no room for an output and {more} tokens after it: the target reads {reads} "

@@ -29,8 +29,8 @@ FIRST_GUESS, FIRST_WEIGHT = 0.7, 0.1
 # worth against the level itself, in the assumption for the next one.
 GUESS_WEIGHT, NEIGHBOUR_WEIGHT = 3.0, 12.0
 DOUBT = 0.7  # standard deviations that an optimist adds to what is not known well
-BRANCHING, MOST_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the first is assumed, the second is the limit
-MOST = 0.999  # no probability is taken to be higher
+BRANCHING, MAX_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the first is assumed, the second is the limit
+MAX_PROBABILITY = 0.999  # no probability is taken to be higher
 # How slowly `branching` is forgotten, in observations and in rounds at least, and what the assumption is worth.
 BRANCHING_MEMORY, BRANCHING_ROUNDS, BRANCHING_WEIGHT = 1000.0, 250.0, 10.0
 CHECK_WEIGHT = 20.0  # accepted tokens that the assumption is worth that a tree accepts what its levels promise
@@ -59,7 +59,7 @@ class Branching:
             surprise += (found - tried * expected) * slope / (expected * (1 - expected))
             information += tried * slope**2 / (expected * (1 - expected))
         self.information += information
-        self.value = min(MOST_BRANCHING, max(0.0, self.value + surprise / self.information))
+        self.value = min(MAX_BRANCHING, max(0.0, self.value + surprise / self.information))
 
 
 class Sums(NamedTuple):
@@ -99,7 +99,7 @@ class Acceptance:
             own = (accepted + (weight - reached) * guess) / weight
             guess = (accepted + NEIGHBOUR_WEIGHT * guess) / (reached + NEIGHBOUR_WEIGHT) if level else own
             if known is not None and level >= known:
-                own = min(MOST, own + DOUBT * math.sqrt(own * (1 - own) / weight))
+                own = min(MAX_PROBABILITY, own + DOUBT * math.sqrt(own * (1 - own) / weight))
             found.append(own)
         return found
 
@@ -242,7 +242,7 @@ class Acceptance:
             known = own.information - BRANCHING_WEIGHT
             value += (own.value - value) * known / (known + BRANCHING_WEIGHT)
         if doubts:
-            value = min(MOST_BRANCHING, value + DOUBT / math.sqrt((own or self.branching).information))
+            value = min(MAX_BRANCHING, value + DOUBT / math.sqrt((own or self.branching).information))
         odds = math.exp(value * x)
         return [probability * odds / (probability * odds + 1 - probability) for probability in chain]
 

@@ -23,9 +23,9 @@ from specdec.limits import MAX_PAUSE
 
 GAIN = 0.015  # the threshold for another shape: it must promise this share more tokens per second
 LOOKING = 0.004, 0.002  # the share of time that looks may lose: after a change of shape, and after a look that changed nothing
-MOST_SAVED = 3.0  # rounds' time that the account holds at most
+MAX_SAVED = 3.0  # rounds' time that the account holds at most
 JUDGE_EVERY = 4  # rounds from one judgement of all shapes to the next
-LEAST_WAIT = 24  # rounds between two looks, at least
+MIN_WAIT = 24  # rounds between two looks, at least
 TRUST = 10.0  # what was observed before a pause counts as so many observations when the drafter is looked at again
 FIRST_RUNS = 3  # where shapes can't be tried on the side, the first ones run so often to be measured; the first compiles
 
@@ -263,8 +263,8 @@ class Controller:
         if best is not None:
             return best  # what is doubtful of other shapes speaks for them, so they run when they may be better
         cost = book.costs.of(None)
-        book.account, book.since = min(book.account + book.share * cost, MOST_SAVED * cost), book.since + 1
-        if book.since < LEAST_WAIT or pause < MAX_PAUSE:
+        book.account, book.since = min(book.account + book.share * cost, MAX_SAVED * cost), book.since + 1
+        if book.since < MIN_WAIT or pause < MAX_PAUSE:
             return None  # a look waits until the drafter has to catch up anyway
         looks = [shape for shape in rates if shape is not None]
         if not looks:

@@ -17,7 +17,7 @@ from specdec.config import SpecConfig
 Shape = SpecConfig | None  # None: a round of no levels, plain decoding that keeps what the drafter will need
 
 SMOOTHING = 0.15  # the weight of the newest cost in the moving average; more for the first ones,
-MOST_GROWTH = 1.3  # which counts as so much of the average at most: what held one round up says little of the next
+MAX_GROWTH = 1.3  # which counts as so much of the average at most: what held one round up says little of the next
 # All costs move with that of a shape which so many of so many last rounds had: what a shape shows in fewer rounds in a row may
 # be its own, and what is known of it too old.
 STEADY, LAST = 12, 16
@@ -27,7 +27,7 @@ DOUBT, DOUBT_GROWS = 0.03, 2000.0  # which share less a shape may cost than is k
 GROWTH_MEMORY = 500.0  # rounds that the growth with the rows' tokens is learned from
 SLOWLY = 0.02  # the weight of the newest round in the averages that it is learned from
 NO_GROWTH = 1e6  # tokens squared: unless tokens have differed by far more, the growth is taken to be small
-MOST_OF_COST = 0.5  # the share of a round that tokens are taken to cost at most: a machine that slows down looks alike
+MAX_OF_COST = 0.5  # the share of a round that tokens are taken to cost at most: a machine that slows down looks alike
 
 
 @dataclass
@@ -95,13 +95,13 @@ class Costs:
     def _learn(self, known: Measured, seconds: float, tokens: float) -> None:
         """Adds a round to a shape's averages, and learns from it what holds for all shapes."""
         expected, weight, slow = self._seconds(known, tokens), max(SMOOTHING, 1 / known.runs), max(SLOWLY, 1 / known.runs)
-        surprise, apart = min(seconds, MOST_GROWTH * expected) - expected, tokens - known.tokens
+        surprise, apart = min(seconds, MAX_GROWTH * expected) - expected, tokens - known.tokens
         known.seconds = expected - self.growth * apart + weight * (surprise + self.growth * apart)
         known.tokens += weight * apart
         fade, far, long_ago = 1 - 1 / GROWTH_MEMORY, tokens - known.far_tokens, expected + surprise - known.far_seconds
         self._squares, self._products = self._squares * fade + far * far, self._products * fade + far * long_ago
         known.far_tokens, known.far_seconds = known.far_tokens + slow * far, known.far_seconds + slow * long_ago
-        most = MOST_OF_COST * expected / max(1.0, tokens)
+        most = MAX_OF_COST * expected / max(1.0, tokens)
         self.growth = min(most, max(0.0, self._products / (self._squares + NO_GROWTH)))
         if self._last.count(self._last[-1]) >= STEADY:
             self._pace *= 1 + weight * surprise / expected
@@ -150,7 +150,7 @@ class Costs:
     def _seconds(self, known: Measured, tokens: float) -> float:
         """What was measured, as it would be now with so many tokens."""
         now = known.seconds * self._pace / known.pace
-        return max((1 - MOST_OF_COST) * now, now + self.growth * (tokens - known.tokens))
+        return max((1 - MAX_OF_COST) * now, now + self.growth * (tokens - known.tokens))
 
     def _least_surprise(self) -> float:
         """The least that shapes took more when they ran than when they were tried.

@@ -20,7 +20,7 @@ from specdec.engine.request import Request
 from specdec.steps import CopyPages
 
 # A threshold in tokens: a prompt waits for another prompt's prefill if that saves the computation of at least so many tokens.
-LEAST_SHARED_TO_WAIT = 256
+MIN_SHARED_TO_WAIT = 256
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Admission:
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
         self.places: dict[Request, Place] = {}
         self.lookup_tokens = self.hit_tokens = 0
-        self.least_shared_to_wait = LEAST_SHARED_TO_WAIT
+        self.least_shared_to_wait = MIN_SHARED_TO_WAIT
 
     @property
     def max_chunk_tokens(self) -> int | None:

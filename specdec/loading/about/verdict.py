@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from specdec.checks import major_minor
 
-LEAST = {"torch": (2, 11), "transformers": (5, 0)}  # versions, as pyproject.toml has them
+MIN_VERSIONS = {"torch": (2, 11), "transformers": (5, 0)}  # versions, as pyproject.toml has them
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "rich")
 TRY = 'specdec generate "Once upon a time"'
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -93,7 +93,7 @@ def broken(packages: Mapping[str, str]) -> Iterator[Verdict]:
     if missing := [name for name in NEEDED if name not in packages]:
         names = ", ".join(missing)
         yield Verdict(f"This machine runs no model yet: {names} not installed.", f"pip install {' '.join(missing)}", False)
-    for name, least in LEAST.items():
+    for name, least in MIN_VERSIONS.items():
         if major_minor(packages[name]) < least:
             wanted = _dotted(least)
             runs = f"This machine may fail to run models: {name} {packages[name]} is older than {wanted}."

@@ -10,14 +10,16 @@ from typing import Any
 
 DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
 # The largest sizes that are believed.  Beyond them a config would be computed from for hours, or take all memory.
-MOST, MOST_LAYERS, MOST_POSITIONS = 2**31 - 1, 4096, 2**24
+MAX_INTEGER, MAX_LAYERS, MAX_POSITIONS = 2**31 - 1, 4096, 2**24
 
 
 class NotComputedHere(ValueError):
     """A sound config of a model that our own modules don't compute; transformers' code may.  A malformed one is no such."""
 
 
-def whole(raw: dict[str, Any], key: str, where: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+def whole(
+    raw: dict[str, Any], key: str, where: str, default: int | None = None, least: int = 1, most: int = MAX_INTEGER
+) -> int:
     """A whole number from `least` to `most`.  default: where it is absent or null; None: then it is an error."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

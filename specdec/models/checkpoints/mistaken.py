@@ -34,7 +34,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_c
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".h5", ".onnx", ".msgpack", ".npz", ".gguf")
 _URL = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_MOST_LISTED = 2000  # entries of a folder that are looked through
+_MAX_LISTED = 2000  # entries of a folder that are looked through
 
 
 # ---- heads and targets ----
@@ -148,7 +148,7 @@ def _entries(folder: Path) -> list[str]:
     """Names in a folder, sorted; none where it can't be read."""
     try:
         with os.scandir(folder) as found:
-            return sorted(entry.name for entry, _ in zip(found, range(_MOST_LISTED)))
+            return sorted(entry.name for entry, _ in zip(found, range(_MAX_LISTED)))
     except OSError:
         return []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.models.checkpoints.config_values import MOST_LAYERS, flag, number, whole
+from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, number, whole
 from specdec.models.config import ExpertsConfig, ModelConfig
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, first_dense_layers, parse_indexer
 from specdec.models.keys.names import by_own_names, expect_repeated
@@ -55,7 +55,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     if missing or "q_lora_rank" not in raw:  # which may be null where attention is dense
         raise ValueError(f"{where} lacks {', '.join(missing or ['q_lora_rank'])}")
     hidden, intermediate, heads, vocab_size, rank, nope, rope_dim, value = (whole(raw, key, where) for key in _SIZES)
-    layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
+    layers = whole(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     for key in _UNREAD_SIZES:
         whole(raw, key, where, 1)
     if family == "deepseek_v3":  # of these classes in transformers the one that reads it; GLM-5.2's config says another number
@@ -90,7 +90,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         first_dense=first_dense,
         experts=parse_experts(raw, where) if first_dense < layers else None,
         has_experts=first_dense < layers,
-        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
+        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS),
         indexer=parse_indexer(raw, layers, rope_dim, where) if is_sparse else None,
     )
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
-MOST_DIMENSIONS = 4  # of a tensor
+MAX_DIMENSIONS = 4  # of a tensor
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's, by number
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
@@ -109,8 +109,8 @@ def read_header(data: memoryview) -> Header:
         if name in tensors:
             raise ValueError(f"the tensor {name!r} stands there twice")
         dimensions = cursor.number("I")
-        if dimensions > MOST_DIMENSIONS:
-            raise ValueError(f"the tensor {name!r} has {dimensions} dimensions, expected at most {MOST_DIMENSIONS}")
+        if dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"the tensor {name!r} has {dimensions} dimensions, expected at most {MAX_DIMENSIONS}")
         shape = tuple(reversed(cursor.numbers("Q", dimensions)))
         tensors[name] = TensorEntry(cursor.number("I"), shape, cursor.number("Q"))
     alignment = keys.get("general.alignment", ALIGNMENT)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import MOST_LAYERS, flag, number, whole
+from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, number, whole
 from specdec.models.config import ModelConfig
 from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.rope import rope_keys
@@ -51,7 +51,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
     hidden, width, heads, kv_heads, head_dim, vocab_size, count, chosen = (whole(raw, key, where) for key in _SIZES)
-    layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
+    layers = whole(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     check_heads(heads, kv_heads, where)
     if head_dim % 2:
         raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {head_dim}")

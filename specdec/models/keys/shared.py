@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec.models.checkpoints.config_values import (
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     NotComputedHere,
     dtype_name,
     flag,
@@ -41,7 +41,7 @@ def shared_values(raw: dict[str, Any], where: str, vocab_size: int, eps: float, 
         family=raw["model_type"],
         vocab_size=vocab_size,
         rms_norm_eps=number(raw, "rms_norm_eps", where, eps),
-        max_position=whole(raw, "max_position_embeddings", where, positions, most=MOST_POSITIONS),
+        max_position=whole(raw, "max_position_embeddings", where, positions, most=MAX_POSITIONS),
         tie_embeddings=flag(raw, "tie_word_embeddings", where),
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
         dtype=dtype_name(raw, where),

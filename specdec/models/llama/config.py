@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import MOST_LAYERS, MOST_POSITIONS, NotComputedHere, flag, whole
+from specdec.models.checkpoints.config_values import MAX_LAYERS, MAX_POSITIONS, NotComputedHere, flag, whole
 from specdec.models.config import ModelConfig
 from specdec.models.keys.rope import parse_rope
 from specdec.models.keys.shared import (
@@ -41,7 +41,7 @@ def parse_llama(raw: dict[str, Any], where: str) -> ModelConfig:
     if flag(raw, "use_mrope", where):
         raise NotComputedHere(f"{where}: use_mrope must be false: no native module turns heads by several positions")
     require(raw, _REQUIRED, where)
-    layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
+    layers = whole(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     hidden, intermediate, heads, vocab_size = (whole(raw, key, where) for key in _REQUIRED if key != "num_hidden_layers")
     kv_heads = whole(raw, "num_key_value_heads", where, heads)
     head_dim = whole(raw, "head_dim", where, 128 if family == "qwen3" else hidden // heads, least=0)
@@ -68,7 +68,7 @@ def parse_llama(raw: dict[str, Any], where: str) -> ModelConfig:
         qk_norm=family == "qwen3",
         layer_kinds=kinds,
         kv_source=parse_kv_source(raw, kinds, where),
-        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
+        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS),
         quantization=quantization_of(raw, where),
     )
 
@@ -128,7 +128,7 @@ def _refuse_window(raw: dict[str, Any], where: str) -> None:
     A window that no text outgrows says nothing.
     """
     window = raw.get("sliding_window")
-    if window is not None and window < whole(raw, "max_position_embeddings", where, 2048, most=MOST_POSITIONS):
+    if window is not None and window < whole(raw, "max_position_embeddings", where, 2048, most=MAX_POSITIONS):
         raise ValueError(
             f"{where}: sliding_window must be null or absent in a llama model, got {window}: transformers' layers read all "
             "keys there, while its cache drops those before the window; nearest things that work: no sliding_window (all "

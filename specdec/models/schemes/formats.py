@@ -31,7 +31,7 @@ from specdec.models.schemes.source import (
 from specdec.ops.products.formats.experts import power_of_two
 from specdec.ops.products.formats.quantised import Kind, quantise, unpack
 
-LEAST_GROUP = 32  # columns of a scale, below which no kernel reads them
+MIN_GROUP = 32  # columns of a scale, below which no kernel reads them
 MX_BLOCK = 32  # columns that share a scale in mxfp4
 
 
@@ -252,12 +252,12 @@ class RoundToNearest:
         """
         if self.group and columns % self.group == 0:
             return self.group
-        return LEAST_GROUP if self.group and columns % LEAST_GROUP == 0 and LEAST_GROUP < columns else 0
+        return MIN_GROUP if self.group and columns % MIN_GROUP == 0 and MIN_GROUP < columns else 0
 
     def describe(self) -> str:
         if not self.group:
             return f"{'fp8' if self.kind == 'e4m3' else self.kind}, a scale for each row"
-        fewer = f"or for {LEAST_GROUP} or all of a row where {self.group} does not divide them"
+        fewer = f"or for {MIN_GROUP} or all of a row where {self.group} does not divide them"
         return f"{self.kind}, a scale for each {self.group} columns, {fewer}"
 
 

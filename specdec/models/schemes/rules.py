@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import regex
 
-from specdec.models.checkpoints.config_values import MOST
+from specdec.models.checkpoints.config_values import MAX_INTEGER
 from specdec.models.schemes.source import Format
 
 HEAD = "lm_head"
@@ -141,7 +141,11 @@ def block(raw: dict[str, Any], key: str, where: str) -> tuple[int, int]:
     value = sizes = raw.get(key)
     if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
         sizes = [int(part) for part in value.split("x")]
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and 0 < size <= MOST for size in sizes):
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(type(size) is int and 0 < size <= MAX_INTEGER for size in sizes)
+    ):
         raise ValueError(f"{where}: {key} must be [rows, columns], got {value!r}")
     check_group(sizes[1], f"{where}: the columns of {key}")
     return sizes[0], sizes[1]

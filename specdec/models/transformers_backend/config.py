@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import nearest_name
-from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
+from specdec.models.checkpoints.config_values import MAX_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import EncoderConfig, ModelConfig, RopeConfig, read_json
 from specdec.models.keys.ends import GENERATION, of_texts
 from specdec.models.keys.names import by_own_names
@@ -64,7 +64,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
     has_encoder = bool(getattr(config, "is_encoder_decoder", False))
     own = decoder_config(config) if has_encoder else config
     if has_encoder:
-        whole({"decoder_layers": num_decoder_layers(config)}, "decoder_layers", where, most=MOST_LAYERS)
+        whole({"decoder_layers": num_decoder_layers(config)}, "decoder_layers", where, most=MAX_LAYERS)
         reads = getattr(getattr(config, "encoder", config), "vocab_size", own.vocab_size)
         if reads < own.vocab_size:  # prompts are checked against the decoder's vocabulary
             raise ValueError(
@@ -106,7 +106,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
 
 def _mtp_layers(raw: dict[str, Any], where: str) -> int:
     named = by_own_names(raw, {"num_mtp_layers": MTP_COUNT}, where)
-    return whole(named, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS)
+    return whole(named, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS)
 
 
 def load_hf_config(folder: Path) -> Any:

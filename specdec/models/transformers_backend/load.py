@@ -26,8 +26,8 @@ from specdec.models.transformers_backend.target import TransformersTarget
 from specdec.ops.cuda_graph import GraphSet, on_device
 
 CHECK_TOKENS = 8
-MOST_MADE_UP = 4  # times the checkpoint's weights: what transformers may take memory for before missing ones are refused
-MOST_MIXED = 1e-2  # of a hidden state, relative: rounding of one row among others stays far below
+MAX_MADE_UP = 4  # times the checkpoint's weights: what transformers may take memory for before missing ones are refused
+MAX_MIXED = 1e-2  # of a hidden state, relative: rounding of one row among others stays far below
 
 
 def load_transformers_target(
@@ -71,7 +71,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         if name in shapes or name.endswith(".weight"):  # others may be old masks, which are booleans
             checkpoint.expect_kind(name, "floating-point numbers")
     wanted, held = (sum(map(math.prod, sizes)) for sizes in (shapes.values(), map(checkpoint.shape, checkpoint.names())))
-    if wanted > MOST_MADE_UP * held:
+    if wanted > MAX_MADE_UP * held:
         raise ValueError(
             f"{checkpoint.folder / 'config.json'} describes a model of {wanted:,} weights, but the checkpoint holds {held:,}: "
             "expected sizes of one model"
@@ -99,7 +99,7 @@ def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), dtype=torch.int64, device=order.device))
     apart = run(torch.arange(len(order), dtype=torch.int64, device=order.device)).float()
     error = (states.index_select(0, back).float() - apart).norm() / apart.norm()
-    if not error < MOST_MIXED:
+    if not error < MAX_MIXED:
         raise ValueError(
             f"{where}: this {target.config.family} model mixes tokens outside of attention (relative change {float(error):.2g} "
             "in another order), as convolutions and state-space layers do; expected a model that does so by attention alone"
@@ -120,7 +120,7 @@ def rows_are_enough(target: TransformersTarget) -> bool:
         raise
     except (RuntimeError, IndexError, AssertionError):  # a layer that takes its tokens in another way
         return False
-    return some.shape == whole.shape and bool((some - whole).norm() / whole.norm() < MOST_MIXED)
+    return some.shape == whole.shape and bool((some - whole).norm() / whole.norm() < MAX_MIXED)
 
 
 @torch.inference_mode()

@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
 from specdec.models.checkpoints.config_values import (
-    MOST,
-    MOST_LAYERS,
-    MOST_POSITIONS,
+    MAX_INTEGER,
+    MAX_LAYERS,
+    MAX_POSITIONS,
     dtype_name,
     mapping,
     number,
@@ -28,15 +28,15 @@ from specdec.models.schemes.config import KEYS
 
 # The greatest value of each size by transformers' common name; families that use another name say so in their attribute_map.
 _SIZES = {
-    "hidden_size": MOST,
-    "intermediate_size": MOST,
-    "num_hidden_layers": MOST_LAYERS,
-    "num_attention_heads": MOST,
-    "num_key_value_heads": MOST,
-    "head_dim": MOST,
-    "vocab_size": MOST,
-    "max_position_embeddings": MOST_POSITIONS,
-    "attention_chunk_size": MOST,
+    "hidden_size": MAX_INTEGER,
+    "intermediate_size": MAX_INTEGER,
+    "num_hidden_layers": MAX_LAYERS,
+    "num_attention_heads": MAX_INTEGER,
+    "num_key_value_heads": MAX_INTEGER,
+    "head_dim": MAX_INTEGER,
+    "vocab_size": MAX_INTEGER,
+    "max_position_embeddings": MAX_POSITIONS,
+    "attention_chunk_size": MAX_INTEGER,
 }
 _ROPE_NUMBERS = ("rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor")
 
@@ -86,7 +86,7 @@ def _refuse_number(raw: dict[str, Any], key: str, where: str, default: Any) -> N
         return
     if isinstance(default, int) and not isinstance(default, bool) and default >= 0 and isinstance(value, int):
         whole(raw, key, where, least=0)
-    elif not (abs(value) <= MOST**8 and math.isfinite(value)):
+    elif not (abs(value) <= MAX_INTEGER**8 and math.isfinite(value)):
         raise ValueError(f"{where}: {key} must be a finite number, got {value!r}")
 
 
@@ -100,5 +100,5 @@ def _refuse_rope(parameters: dict[str, Any], where: str) -> None:
             number(parameters, key, where)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             number(parameters, key, where, or_zero=True)
-        if isinstance(value, int) and abs(value) > MOST:
-            raise ValueError(f"{where}: {key} must be at most {MOST}, got {shown(value)}")
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"{where}: {key} must be at most {MAX_INTEGER}, got {shown(value)}")

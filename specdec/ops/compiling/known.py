@@ -29,8 +29,8 @@ import torch
 
 from specdec.ops.launch import has_triton
 
-MOST = 256  # kernels in one file; those that were launched last stay
-MOST_FILES = 64  # in the folder, one for each purpose; those that were written last stay
+MAX_KERNELS = 256  # kernels in one file; those that were launched last stay
+MAX_FILES = 64  # in the folder, one for each purpose; those that were written last stay
 ENDINGS = "_triton", "hopper"  # of modules with kernels, and of ops/hopper.py
 FOLDER = "specdec"  # inside of Triton's cache
 
@@ -101,7 +101,7 @@ class KnownKernels:
             if found.keys() <= self._entries.keys():
                 return
             merged = {key: entry for key, entry in self._entries.items() if key not in found} | found
-            self._entries = dict(list(merged.items())[-MOST:])
+            self._entries = dict(list(merged.items())[-MAX_KERNELS:])
             _write(self._path, pickle.dumps((_sources(_kernel_modules()), self._entries)))
 
 
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[Place, Entry]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All at once, for another process may read or write the file now.  The oldest files beyond MOST_FILES go."""
+    """All at once, for another process may read or write the file now.  The oldest files beyond MAX_FILES go."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -155,7 +155,7 @@ def _write(path: Path, content: bytes) -> None:
     finally:
         draft.unlink(missing_ok=True)
     by_age = sorted(path.parent.glob("*.kernels"), key=lambda file: file.stat().st_mtime_ns)
-    for file in by_age[:-MOST_FILES]:
+    for file in by_age[:-MAX_FILES]:
         file.unlink(missing_ok=True)
 
 

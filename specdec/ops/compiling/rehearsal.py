@@ -30,7 +30,7 @@ from specdec.ops.compiling.known import KnownKernels
 from specdec.ops.compiling.launchers import separate_launchers
 from specdec.ops.launch import has_triton
 
-MOST_THREADS = 16  # more would wait for each other, since a part of each compilation is Python
+MAX_THREADS = 16  # more would wait for each other, since a part of each compilation is Python
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for memory that does not begin at a multiple of them
 _threads = threading.local()
 _one_at_a_time = threading.Lock()  # rehearsals exchange a method of Triton's class
@@ -57,7 +57,7 @@ class Rehearsals:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._most = device, min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._device, self._most = device, min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()  # held to read or change the number of threads, and to take of what waits
         self._running = 0

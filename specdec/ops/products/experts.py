@@ -19,7 +19,7 @@ from specdec.ops.products.dense import silu_mul
 from specdec.ops.products.formats.experts import StackedCodes, scales_form
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import weighted_sum
-from specdec.ops.products.tiles.experts import MOST_READ, ExpertTiles
+from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles
 
 
 class Gate(NamedTuple):
@@ -70,7 +70,7 @@ def runs_on_codes(x_TH: Tensor, experts: CodedExperts) -> bool:
 
 def coded_experts(
     x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts, numerics: Numerics = FAST,
-    tiles: ExpertTiles | None = None, most_read: int = MOST_READ,
+    tiles: ExpertTiles | None = None, most_read: int = MAX_READ,
 ) -> Tensor:  # fmt: skip
     """[T, H]: each token's chosen experts' outputs, times their weights (float32), added up in float32.
 

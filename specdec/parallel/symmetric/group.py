@@ -24,10 +24,10 @@ from specdec.parallel.symmetric.inbox import BLOCK, Inbox, Unreachable, open_inb
 PATIENCE = 300.0
 ABORTED = -1  # what `abort` writes into the inbox's fault
 # Bytes that a rank sends up to which they go as messages: twice as many bytes, but no fence.
-MOST_AS_MESSAGES = 3 << 18
+MAX_AS_MESSAGES = 3 << 18
 # Bytes that a rank may send beyond those that it sends in NCCL's ring: here each sends its whole term to every other one.  With
 # two ranks that is what a ring sends too.
-MOST_BEYOND_RING = 2 << 20
+MAX_BEYOND_RING = 2 << 20
 
 
 class SymmetricGroup(Group):
@@ -125,7 +125,7 @@ class SymmetricGroup(Group):
         row_bytes = x.shape[1] * x.element_size()
         beyond = (self.size - 1) * (1 - 2 / self.size) * len(x) * row_bytes
         fits = row_bytes % 16 == 0 and row_bytes <= self.inbox.layout.row_bytes
-        return fits and (self.one_order or beyond <= MOST_BEYOND_RING)
+        return fits and (self.one_order or beyond <= MAX_BEYOND_RING)
 
     def _is_here(self, x: Tensor) -> bool:
         return x.device == self.inbox.counts_C.device and not torch.is_grad_enabled()
@@ -134,7 +134,7 @@ class SymmetricGroup(Group):
         from specdec.parallel.symmetric.rows_triton import launch_rows
 
         sent = (self.size - 1) * term_TH.numel() * term_TH.element_size()
-        few = len(term_TH) <= self.inbox.layout.channels and sent <= MOST_AS_MESSAGES
+        few = len(term_TH) <= self.inbox.layout.channels and sent <= MAX_AS_MESSAGES
         return launch_rows(self.inbox, self.rank, self.nanoseconds, x_TH, term_TH, weight_H, eps, few)
 
 

@@ -34,7 +34,7 @@ from specdec.parallel.symmetric.messages_triton import (
     unpack,
 )  # fmt: skip
 
-MOST_AT_ONCE = 4  # rows that a program of many_rows_kernel sends together, with one fence
+MAX_AT_ONCE = 4  # rows that a program of many_rows_kernel sends together, with one fence
 
 
 @triton.jit
@@ -214,7 +214,7 @@ def launch_rows(
             few_rows_kernel[(count,)](*arguments, CAPACITY=layout.capacity, **shared)
         else:
             places = {"AREA": layout.area, "MARKS": MARKS, "ROWS_AT": layout.rows_at, "MARKS_AT": layout.marks_at}
-            group = min(MOST_AT_ONCE, triton.next_power_of_2(triton.cdiv(count, layout.channels)))
+            group = min(MAX_AT_ONCE, triton.next_power_of_2(triton.cdiv(count, layout.channels)))
             many_rows_kernel[(min(count, layout.channels),)](*arguments, count, GROUP=group, **places, **shared)
     return total_TH, normed_TH
 

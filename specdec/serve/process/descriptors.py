@@ -13,7 +13,7 @@ except ImportError:  # Windows, whose processes have no such limit
     resource = None  # type: ignore[assignment]
 
 WANTED = 1 << 16  # open files; more would help nobody
-MOST_CONNECTIONS = 1 << 14  # where nobody says; each takes a file, and some KB of memory
+MAX_CONNECTIONS = 1 << 14  # where nobody says; each takes a file, and some KB of memory
 REFUSED_AT_ONCE = 16  # connections beyond the most that are open while they are told so
 SPARE = 24  # files that the process may yet open: kernels that are compiled, modules that are imported late
 NEAREST = "nearest thing that works: ulimit -n 4096 in the shell, LimitNOFILE=65536 in a systemd unit"
@@ -47,7 +47,7 @@ def most_connections(asked: int | None, limits: Any = resource) -> int:
     """
     limit = None if limits is None else limits.getrlimit(limits.RLIMIT_NOFILE)[0]
     if limit is None or limit == limits.RLIM_INFINITY:
-        return asked or MOST_CONNECTIONS
+        return asked or MAX_CONNECTIONS
     is_open = len(os.listdir("/dev/fd"))
     room = limit - is_open - SPARE - REFUSED_AT_ONCE
     why = f"the process may have {limit} files open, has {is_open}, and needs {SPARE + REFUSED_AT_ONCE} besides connections"
@@ -55,4 +55,4 @@ def most_connections(asked: int | None, limits: Any = resource) -> int:
         raise ValueError(f"there is no room for connections: {why}; {NEAREST}")
     if asked is not None and asked > room:
         raise ValueError(f"max_connections={asked} is more than there is room for: {why}; nearest setting that works: {room}")
-    return asked or min(room, MOST_CONNECTIONS)
+    return asked or min(room, MAX_CONNECTIONS)

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-MOST_HELD = 4 << 20  # characters
+MAX_HELD = 4 << 20  # characters
 LONGEST_PIECE = 1 << 16  # of a line that has not ended
 CLOSING_SECONDS = 2.0
 
@@ -45,7 +45,7 @@ class Outlet(io.TextIOBase):
     def __init__(
         self,
         descriptor: int,
-        most_held: int = MOST_HELD,
+        most_held: int = MAX_HELD,
         write: Callable[[int, bytes], int] = os.write,
         closing_seconds: float = CLOSING_SECONDS,
         queue: Queue | None = None,

@@ -12,13 +12,13 @@ from starlette.types import Receive
 from specdec.checks import distinct
 from specdec.serve.wire.errors import ApiError, ClientGone, too_slow, wrong
 
-LEAST_RATE = 1 << 14  # bytes: each so many of a body give it a second more
+MIN_RATE = 1 << 14  # bytes: each so many of a body give it a second more
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int, seconds: float) -> bytes:
     """The whole body.
 
-    seconds: in which it must come; a body that comes at LEAST_RATE or faster has always time enough.
+    seconds: in which it must come; a body that comes at MIN_RATE or faster has always time enough.
     ApiError 413 if it is longer than the limit, before more than that has been read; 415 if it is not announced as JSON; 408 if
     it does not come in time.
     """
@@ -28,7 +28,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int, se
         raise _too_long(limit)
     body, is_open, began = bytearray(), True, asyncio.get_running_loop().time()
     while is_open:
-        allowed = seconds + len(body) / LEAST_RATE
+        allowed = seconds + len(body) / MIN_RATE
         try:
             async with asyncio.timeout_at(began + allowed):
                 message = await receive()

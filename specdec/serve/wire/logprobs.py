@@ -8,7 +8,7 @@ from typing import Any
 from specdec.generation import TokenLogprob
 
 Piece = Callable[[int], str]  # the text of a token
-LEAST = -9999.0  # what OpenAI's API writes for a probability of 0, of which JSON has no logarithm
+MIN_LOGPROB = -9999.0  # what OpenAI's API writes for a probability of 0, of which JSON has no logarithm
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], piece: Piece, offset: int) -> dict[str, Any]:
@@ -37,4 +37,4 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _number(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)

@@ -12,8 +12,8 @@ from specdec.prompts.tokenizer import Tokenizer
 from specdec.train.text.documents import Document, read_documents
 from specdec.train.text.heldout import drop_alike
 
-LEAST = 4  # tokens of a text that can open one
-CHAT_MOST = 1024  # tokens of a chat that is asked offline
+MIN_LEN = 4  # tokens of a text that can open one
+MAX_CHAT = 1024  # tokens of a chat that is asked offline
 CHARACTERS = 32  # of a text are read for each token that is needed: more than a token has
 
 
@@ -24,7 +24,7 @@ def opening_ids(tokenizer: Tokenizer, document: Document, room: int, longest: in
     """
     if document.messages is None:
         ids = tokenizer.encode(document.text[: max(2000, CHARACTERS * longest)])
-        return ids if len(ids) >= LEAST else []
+        return ids if len(ids) >= MIN_LEN else []
     answer = next((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), None)
     asked = document.messages[:answer]
     if not any(message["role"] == "user" for message in asked):
@@ -39,20 +39,21 @@ def openings_of(tokenizer: Tokenizer, paths: Sequence[str | Path], longest: int,
     longest: of a text, its first tokens are the prompt.  count: the most prompts; None: all.  ValueError if there are fewer, or
     none.
     """
-    if longest < LEAST:
+    if longest < MIN_LEN:
         raise ValueError(
-            f"longest_prompt: expected at least {LEAST}, got {longest}; nearest setting that works: --longest-prompt {LEAST}"
+            f"longest_prompt: expected at least {MIN_LEN}, got {longest}; "
+            f"nearest setting that works: --longest-prompt {MIN_LEN}"
         )
     documents = drop_alike([document for path in paths for document in read_documents(path)[0]], [])
     found = []
     for document in documents:
-        if ids := opening_ids(tokenizer, document, CHAT_MOST, longest):
+        if ids := opening_ids(tokenizer, document, MAX_CHAT, longest):
             found.append(ids if document.messages is not None else ids[:longest])
     if not found or len(found) < (count or 1):
         wanted = "a document" if (count or 1) == 1 else f"{count} documents"
         nearest = f"--num-prompts {len(found)}" if found else "another --eval-text"
         raise ValueError(
-            f"eval_text: expected {wanted} of {LEAST} tokens or more, got {len(found)} that open unlike those before them; "
+            f"eval_text: expected {wanted} of {MIN_LEN} tokens or more, got {len(found)} that open unlike those before them; "
             f"nearest setting that works: {nearest}"
         )
     return found[:count]

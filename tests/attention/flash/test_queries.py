@@ -5,7 +5,7 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.attention.flash.queries import LEAST_SCALE, float8_queries, power_of_two
+from specdec.attention.flash.queries import MIN_SCALE, float8_queries, power_of_two
 from specdec.attention.flash.queries_triton import launch_float8_queries
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
@@ -37,7 +37,7 @@ def test_every_row_and_kv_head_has_its_own_scale(lens: list[int]) -> None:
             if own.numel():
                 assert 224 <= float(own.abs().max()) / scale <= 448 and torch.frexp(torch.tensor(scale))[0] == 0.5
             else:
-                assert scale == LEAST_SCALE
+                assert scale == MIN_SCALE
 
 
 def test_a_query_is_rounded_alike_among_other_queries() -> None:
@@ -55,7 +55,7 @@ def test_a_query_is_rounded_alike_among_other_queries() -> None:
 def test_powers_of_two() -> None:
     """Keeps out: a scale one step too small, with which the largest number would not fit."""
     x = torch.tensor([0.0, 1.0, 1.0000001, 0.75, 3.0, 2.0**-120, torch.inf])
-    assert power_of_two(x).tolist() == [LEAST_SCALE, 1.0, 2.0, 1.0, 4.0, LEAST_SCALE, torch.inf]
+    assert power_of_two(x).tolist() == [MIN_SCALE, 1.0, 2.0, 1.0, 4.0, MIN_SCALE, torch.inf]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])

@@ -5,7 +5,7 @@ import torch
 from toolkit.kernels import DEVICE
 
 from specdec.attention.latent.limits import latent_splits
-from specdec.attention.sparse.rows_launch import BLOCK, MOST_SPLITS, launch_merge
+from specdec.attention.sparse.rows_launch import BLOCK, MAX_SPLITS, launch_merge
 from specdec.attention.state import AttentionState
 
 
@@ -40,8 +40,8 @@ def test_splits_fill_the_gpu_once() -> None:
     """Keeps out: more splits than the rows' keys have blocks, a second wave that is mostly empty."""
 
     def splits(tiles: int, keys: int) -> int:
-        return latent_splits(tiles, keys, BLOCK, 132, MOST_SPLITS)
+        return latent_splits(tiles, keys, BLOCK, 132, MAX_SPLITS)
 
     for tiles in (1, 2, 12, 16, 64, 132):
         assert tiles * splits(tiles, 2048) <= 132
-    assert splits(1, 2048) == MOST_SPLITS and splits(16, 64) == 1 and splits(132, 2048) == 1
+    assert splits(1, 2048) == MAX_SPLITS and splits(16, 64) == 1 and splits(132, 2048) == 1

@@ -18,7 +18,7 @@ from specdec import cli
 from specdec.attention.capabilities import BackendChoice
 from specdec.loading.about.machine import machine_facts, versions
 from specdec.loading.about.screen import here_rows, machine_of, print_machine, print_verdict
-from specdec.loading.about.verdict import LEAST, NEEDED, OPTIONAL, TRY, Gpu, Machine, broken, optional_rows, verdict
+from specdec.loading.about.verdict import MIN_VERSIONS, NEEDED, OPTIONAL, TRY, Gpu, Machine, broken, optional_rows, verdict
 from specdec.ops.products.gpus import nearest
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85 * 10**9)
@@ -150,7 +150,7 @@ def test_least_versions_are_the_project_s() -> None:
     """Keeps out: a doctor that finds a version good which pip would replace."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     least = {name: version for name, _, version in (line.partition(">=") for line in wanted) if version}
-    assert {name: ".".join(map(str, numbers)).removesuffix(".0") for name, numbers in LEAST.items()} == least
+    assert {name: ".".join(map(str, numbers)).removesuffix(".0") for name, numbers in MIN_VERSIONS.items()} == least
     assert {re.split(r"\W", line)[0] for line in wanted} - {"regex"} <= set(NEEDED)
 
 

@@ -20,7 +20,7 @@ from specdec import shipped
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.block.smoke import BlockLook
 from specdec.draft.load import load_head
-from specdec.draft.smoke import LEAST_RATIO, Seen, respecified, variant
+from specdec.draft.smoke import MIN_RATIO, Seen, respecified, variant
 from specdec.loading.drafters import TEXT
 from specdec.prompts.tokenizer import Tokenizer
 
@@ -79,6 +79,6 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     for said, other in misread.items():
         found = OneDraft().find(other, target, ids_T, seen)
         assert found is not None and found.accepted < 0.7
-        is_clear = found.accepted * LEAST_RATIO <= sound
+        is_clear = found.accepted * MIN_RATIO <= sound
         assert found.better is not None and said in found.better[0] if is_clear else found.better is None, found
         assert is_clear or (name, said) == ("dflash-causal", "hidden_norm and norm")  # where a third of the drafts is lost

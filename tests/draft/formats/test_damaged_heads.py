@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from specdec.draft.broken import replaced_parts
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import build_head
-from specdec.draft.smoke import DOUBTFUL, LEAST_ACCEPTED, LEAST_GAIN, LEAST_RATIO, Finding, Look, Misreading, Seen
+from specdec.draft.smoke import DOUBTFUL, MIN_ACCEPTED, MIN_GAIN, MIN_RATIO, Finding, Look, Misreading, Seen
 
 STORIES = "stories260K"
 
@@ -40,8 +40,8 @@ def check_all(target_folder: Path, head: Path, tokens: int, damages: int) -> Non
             assert f"{found.better[1]:.1%}" in said and found.better[0] in said, about
             named += 1
         elif damage.cause:  # too little harm, or it would have been named
-            assert sound < max(LEAST_RATIO * found.accepted, found.accepted + LEAST_GAIN), about
-        elif found.accepted < LEAST_ACCEPTED:
+            assert sound < max(MIN_RATIO * found.accepted, found.accepted + MIN_GAIN), about
+        elif found.accepted < MIN_ACCEPTED:
             assert f"{found.accepted:.1%}" in said and ("undertrained" in said) != (" of zeros" in damage.name), about
         elif found.accepted < DOUBTFUL and damage.name.endswith("_proj of zeros"):
             assert "nothing but zeros" in said, about

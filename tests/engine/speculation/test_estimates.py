@@ -6,8 +6,8 @@ import random
 import pytest
 
 from specdec import SpecConfig
-from specdec.engine.control.acceptance import MEMORY_ROUNDS, MOST_BRANCHING, Acceptance, Branching
-from specdec.engine.control.controller import JUDGE_EVERY, LEAST_WAIT, Controller, Size
+from specdec.engine.control.acceptance import MAX_BRANCHING, MEMORY_ROUNDS, Acceptance, Branching
+from specdec.engine.control.controller import JUDGE_EVERY, MIN_WAIT, Controller, Size
 from specdec.engine.control.costs import Costs
 from specdec.limits import MAX_PAUSE
 
@@ -28,7 +28,7 @@ def test_what_branches_are_worth_has_bounds(found: int) -> None:
     branching = Branching()
     for _ in range(200):
         branching.learn(1.0, [0.5] * 3, [9] * 3, [9 * found] * 3)
-    assert branching.value == (MOST_BRANCHING if found else 0.0)
+    assert branching.value == (MAX_BRANCHING if found else 0.0)
 
 
 def test_another_batch_size_tells_how_costs_grow() -> None:
@@ -98,7 +98,7 @@ def test_looks_are_some_rounds_apart() -> None:
         controller.observe(size, shape, 1.0 if shape is None else 1.001, [] if shape is None else [0])
         looks += [number] if shape is not None else []
     apart = [after - before for before, after in zip(looks[10:], looks[11:], strict=False)]
-    assert len(apart) > 2 and min(apart) >= LEAST_WAIT
+    assert len(apart) > 2 and min(apart) >= MIN_WAIT
 
 
 def test_no_look_costs_more_than_a_few_rounds() -> None:

@@ -48,12 +48,12 @@ def test_modules_with_kernels_are_known_by_their_names() -> None:
 
 def test_files_do_not_pile_up(tmp_path: Path) -> None:
     """Keeps out: drafts of files that could not be written, and a file for every setting that was ever tried."""
-    for number in range(known.MOST_FILES + 3):
+    for number in range(known.MAX_FILES + 3):
         path = tmp_path / f"{number}.kernels"
         known._write(path, b"kernels")
         os.utime(path, ns=(number, number))
     left = {file.name for file in tmp_path.iterdir()}
-    assert left == {f"{number}.kernels" for number in range(3, known.MOST_FILES + 3)}
+    assert left == {f"{number}.kernels" for number in range(3, known.MAX_FILES + 3)}
 
     (tmp_path / "0.kernels").mkdir()  # which no file can take the place of
     with pytest.raises(IsADirectoryError):

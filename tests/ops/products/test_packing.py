@@ -6,7 +6,7 @@ import pytest
 import torch
 from toolkit.codes import check_tiles
 
-from specdec.ops.products.formats.lossless import MOST_FAR, WIDTH, Packed, pack_weight, packed_size, unpack_weight
+from specdec.ops.products.formats.lossless import MAX_FAR, WIDTH, Packed, pack_weight, packed_size, unpack_weight
 from specdec.ops.products.gpus import H100, H200
 from specdec.ops.products.tiles.lossless import packed_tiles
 
@@ -67,9 +67,9 @@ def test_what_can_t_be_packed_is_left() -> None:
     weight = spread(16, 2 * WIDTH, 0.0)
     assert pack_weight(weight.float()) is None and pack_weight(weight.half()) is None
     assert pack_weight(weight[:, : 2 * WIDTH - 16]) is None and pack_weight(weight[:0]) is None
-    weight[7, : MOST_FAR + 1] = 1e-30
+    weight[7, : MAX_FAR + 1] = 1e-30
     assert pack_weight(weight) is None
-    weight[7, MOST_FAR] = 0.02
+    weight[7, MAX_FAR] = 0.02
     assert same(pack_weight(weight), weight)
 
 

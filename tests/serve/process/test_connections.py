@@ -22,7 +22,7 @@ from toolkit.serving.server import Served, error_of, wait_until
 from specdec import SpecDecoder
 from specdec.serve.metrics import CUTS
 from specdec.serve.process.acceptor import Acceptor
-from specdec.serve.process.descriptors import MOST_CONNECTIONS, REFUSED_AT_ONCE, SPARE, most_connections, raised_limit
+from specdec.serve.process.descriptors import MAX_CONNECTIONS, REFUSED_AT_ONCE, SPARE, most_connections, raised_limit
 from specdec.serve.times import Times
 
 PATH = "/v1/completions"
@@ -196,7 +196,7 @@ def test_the_bound_follows_the_limit_of_files() -> None:
     kept["limit"] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     with raised_limit(files):
         assert kept["limit"][0] == resource.RLIM_INFINITY
-        assert most_connections(None, files) == MOST_CONNECTIONS
+        assert most_connections(None, files) == MAX_CONNECTIONS
 
 
 # ---- too slow ----

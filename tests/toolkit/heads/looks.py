@@ -14,7 +14,7 @@ from specdec.draft.eagle.smoke import EagleLook
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import build_head
 from specdec.draft.smoke import Finding, Seen, layers_of
-from specdec.loading.drafters import MOST_TOKENS, TEXT
+from specdec.loading.drafters import MAX_TOKENS, TEXT
 from specdec.models.target import Target
 from specdec.prompts.tokenizer import Tokenizer
 from toolkit.checkpoints.load import load_target, read_target_config
@@ -34,7 +34,7 @@ class Looked(NamedTuple):
     said: str = ""
 
 
-def target_and_text(folder: Path, tokens: int = MOST_TOKENS) -> tuple[Target, torch.Tensor]:
+def target_and_text(folder: Path, tokens: int = MAX_TOKENS) -> tuple[Target, torch.Tensor]:
     """The target in float32, and what loading looks at with it."""
     target = load_target(folder, read_target_config(folder), POSITIONS, CPU, torch.float32)
     return target, torch.tensor(Tokenizer(folder).encode(TEXT)[:tokens])

@@ -140,7 +140,7 @@ def every_exchange(group: SymmetricGroup) -> list[str]:
 
     with written_down(f"rank {group.rank}"):
         wrong = []
-        for groups.MOST_AS_MESSAGES in (1 << 20, 0):
+        for groups.MAX_AS_MESSAGES in (1 << 20, 0):
             wrong += sums_and_norms(group, [(3, 256)], torch.bfloat16)
         own = torch.arange(50, device="cuda") + 100 * group.rank
         all_ranks = torch.stack([own - 100 * group.rank + 100 * rank for rank in range(group.size)])

@@ -14,7 +14,7 @@ import torch
 WATCHED = ("specdec.", "asyncio", "_asyncio", "starlette.", "fastapi.", "uvicorn.", "anyio.", "concurrent.")
 ALSO = ("coroutine", "async_generator", "generator", "Task", "Future", "socket")
 CONTAINERS = (list, dict, set, deque)
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 
 
 @dataclass
@@ -68,7 +68,7 @@ def more_of(before: Held, after: Held, requests: int) -> list[str]:
     if after.files > before.files:
         found.append(f"open files: {before.files}, then {after.files}")
     for name, was, became in (("memory", before.rss, after.rss), ("GPU memory", before.gpu, after.gpu)):
-        if became - was > MOST_BYTES:
+        if became - was > MAX_BYTES:
             found.append(f"{name}: {was >> 20} MiB, then {became >> 20}")
     grown = {kind: count - before.objects[kind] for kind, count in after.objects.items()}
     found += [f"{more} more objects of {kind}" for kind, more in grown.items() if more > requests // 100]

@@ -24,7 +24,7 @@ from specdec.ops.products.formats.quantised import pack, unpack
 WIDTH = 128  # columns: a weight whose width is no multiple of them is not packed
 EIGHT = 8  # rows that kernels read together: a matrix whose rows are no multiple of them is not packed
 EXPONENTS = 16  # that 4 bits can say
-MOST_FAR = 64  # of a row: a product reads them one after the other
+MAX_FAR = 64  # of a row: a product reads them one after the other
 AT_ONCE = 2**24  # numbers that are packed at once, whose exponents take 8 bytes each meanwhile
 
 
@@ -74,7 +74,7 @@ def pack_weight(weight_OI: Tensor) -> Packed | None:
         return None
     pieces = [_pack_rows(rows_RI) for rows_RI in weight_OI.detach().split(max(1, AT_ONCE // I))]
     low_OJ, high_OJ, bases_O, count_O, columns_N, far_N = (torch.cat(planes) for planes in zip(*pieces))
-    if count_O.max() > MOST_FAR:
+    if count_O.max() > MAX_FAR:
         return None
     starts = torch.nn.functional.pad(count_O.cumsum(0), (1, 0)).int()
     most_E = torch.nn.functional.pad(count_O, (0, -O % EIGHT)).view(-1, EIGHT).amax(1).int()

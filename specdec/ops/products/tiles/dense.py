@@ -18,7 +18,7 @@ from specdec.ops.products.gpus import H100, H200, Kind
 FEW = 64  # threshold in rows of x: up to this many, stream_triton.py's kernel is used, and wide_triton.py's for more
 STEP = 128  # columns of a step of invariant products whose columns are split: borders of splits are multiples of it
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
-LEAST_ROWS, LEAST_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
+MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 MANY, MANY_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -61,7 +61,7 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  terms: whether a norm adds up what programs that share columns computed.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
-    if kind == H200 and dtype != torch.float32 and N >= LEAST_ROWS and K >= LEAST_COLUMNS:
+    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= MIN_COLUMNS:
         tiles = _tiles_hopper(M, N, K, gated, terms)
         if tiles is not None:
             return tiles

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
-MOST_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
+MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
 
 
 class ExpertTiles(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from specdec.ops.products.formats.quantised import Kind, codes_a_word
 from specdec.ops.products.tiles.dense import SMS
 
-MOST_TILES = 1024  # of a split product: as many as there are counters of arrivals
+MAX_TILES = 1024  # of a split product: as many as there are counters of arrivals
 FEW = 64  # threshold in rows of x: tiles of more are chosen by waves, and left to cuBLAS where the Hopper kernels don't run
 MANY_PLAIN, MANY = 2048, 512  # thresholds in rows of x: more are left to cuBLAS, with a scale for each row and for groups
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
@@ -166,7 +166,7 @@ def by_waves(M: int, N: int, K: int, a_word: int, grouped: bool, terms: bool) ->
             return True
         halves = 2 * _parts(M, size[0]) * _parts(N, size[1])  # of tiles: two groups of warps count apart
         is_counted = terms or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
-        return is_counted and halves <= MOST_TILES and K >= 2 * splits * SIZES[size][1]
+        return is_counted and halves <= MAX_TILES and K >= 2 * splits * SIZES[size][1]
 
     size, splits = min((each for each in product(waves, (1, 2, 3, 4)) if may(*each)), key=lambda each: us(*each))
     block_n, block_k, _, warps, stages, slices, registers = SIZES[size]
@@ -194,7 +194,7 @@ def fitted(M: int, N: int, K: int, numbers: Numbers, a_word: int, bits: int) -> 
     kernel: Kernel = "warp_hopper" if alone else "warpgroup_hopper"
     tiles = QuantisedTiles(kernel, block_m, block_n, block_k, 1, warps, stages, slices, registers)
     count, steps = _parts(N, block_n) * tiles.of_program, _parts(K, block_k)
-    if N > 8192 or count > MOST_TILES:
+    if N > 8192 or count > MAX_TILES:
         splits = 1
     splits = max(1, min(splits, steps // 2))
     stage = block_k * block_n * bits // 8 + (2 * block_k * block_m if M > 1 else 0)
@@ -215,7 +215,7 @@ def quantised_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None
     few = _of_4_bits if codes_a_word(kind) == 4 else _of_8_bits
     tiles = few(block_m, N, K) if block_m <= 16 else _of_more_rows(block_m, N, K, kind)
     count = -(-N // tiles.block_n)
-    splits = tiles.splits if count <= MOST_TILES else 1
+    splits = tiles.splits if count <= MAX_TILES else 1
     return tiles._replace(splits=min(splits, -(-K // tiles.block_k)))
 
 

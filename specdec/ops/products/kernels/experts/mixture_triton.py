@@ -31,14 +31,14 @@ from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import prefetch
 from specdec.ops.products.kernels.experts.convert_triton import LARGE, convert_4, convert_8, enlarged
 from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert
-from specdec.ops.products.tiles.experts import MOST_READ
+from specdec.ops.products.tiles.experts import MAX_READ
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Gate
     from specdec.ops.products.formats.experts import StackedCodes
     from specdec.ops.products.tiles.experts import ExpertTiles
 
-READ = 16, 128, MOST_READ  # pairs that programs read, padded: few sizes, for each of which the kernel is compiled
+READ = 16, 128, MAX_READ  # pairs that programs read, padded: few sizes, for each of which the kernel is compiled
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
 
@@ -271,7 +271,7 @@ def launch_coded_experts(
     P, rows, I = chosen_P.shape[0], weight.rows, weight.columns
     O = rows // 2 if gate else rows
     assert x.stride(1) == 1 and x.shape[1] == I and chosen_P.is_contiguous() and P
-    assert counts_E is not None or P <= MOST_READ
+    assert counts_E is not None or P <= MAX_READ
     assert bias_EO is None or (bias_EO.shape == (weight.matrices, rows) and bias_EO.is_contiguous())
     y_PO = x.new_empty(P, O)
     scales = weight.scales_RG.view(torch.int32) if weight.has_powers else weight.scales_RG
