@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from specdec.draft.formats.detect import FORMATS, detect
 from specdec.draft.formats.empty import wanted_tensors
-from specdec.draft.formats.reading import Format, HeadFiles, Reading, check_tensors
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, Reading, check_tensors
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.mistaken import refuse_target_tensors
@@ -40,7 +40,7 @@ class OpenHead(NamedTuple):
     """A head's folder, understood and checked, of which no weight was read."""
 
     files: HeadFiles
-    format: Format
+    format: HeadFormat
     reading: Reading
 
 
@@ -77,7 +77,7 @@ def _other_layout(files: HeadFiles, target: ModelConfig | None, how: HowToRead) 
     return found.name if found.name != how.format else ""
 
 
-def _understood(files: HeadFiles, chosen: Format, target: ModelConfig | None, how: HowToRead) -> OpenHead:
+def _understood(files: HeadFiles, chosen: HeadFormat, target: ModelConfig | None, how: HowToRead) -> OpenHead:
     """The head as that layout has it, all its tensors checked."""
     folder, reading = files.folder, chosen.read(files, target)
     if how.window:

@@ -68,7 +68,7 @@ class Reading:
     copies: bool = False
 
 
-class Format(NamedTuple):
+class HeadFormat(NamedTuple):
     """A published layout.  kinds: the heads that are read.  read: the second argument is the target; None: it is not known."""
 
     name: str

@@ -17,7 +17,7 @@ from specdec.draft.block.formats.common import (
     features_of,
     mask_id,
 )
-from specdec.draft.formats.reading import Format, HeadFiles, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, Reading
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import whole
 from specdec.models.config import ModelConfig
@@ -48,4 +48,4 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
     return replace(reading, copies=True)
 
 
-FORMAT = Format(NAME, "DeepSpec (DeepSeek), NeMo", "DSpark, DFlash", read)
+FORMAT = HeadFormat(NAME, "DeepSpec (DeepSeek), NeMo", "DSpark, DFlash", read)

@@ -19,7 +19,7 @@ from specdec.draft.block.formats.common import (
     mask_id,
 )
 from specdec.draft.formats.body import check_nested
-from specdec.draft.formats.reading import Format, HeadFiles, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, Reading
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import flag, mapping
 from specdec.models.config import ModelConfig
@@ -94,4 +94,4 @@ def _causal(raw: dict[str, Any], model: ModelConfig, where: str, name: str) -> t
     return (False,) * model.num_layers
 
 
-FORMAT = Format(NAME, "z-lab (the DFlash authors), NeMo", "DFlash", read)
+FORMAT = HeadFormat(NAME, "z-lab (the DFlash authors), NeMo", "DFlash", read)

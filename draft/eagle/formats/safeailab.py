@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers, width_of_features
-from specdec.draft.formats.reading import Format, HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, Names, Reading
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.config_values import flag
 from specdec.models.config import ModelConfig
@@ -80,4 +80,4 @@ def _layer_ids(top: Any, nested: Any, where: str) -> Any:
     return top if nested is None else nested
 
 
-FORMAT = Format(NAME, "SafeAILab (the EAGLE authors)", "EAGLE-1, EAGLE-2, EAGLE-3", read)
+FORMAT = HeadFormat(NAME, "SafeAILab (the EAGLE authors)", "EAGLE-1, EAGLE-2, EAGLE-3", read)

@@ -38,7 +38,7 @@ from specdec.attention.latent.upconvert_triton import launch_upconvert
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.sparse.candidates import Candidates as Keys
+from specdec.attention.sparse.candidates import CandidateKeys as Keys
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.index_store_triton import launch_store_index
 from specdec.attention.sparse.launch import launch_sparse_segment
