@@ -20,7 +20,7 @@ def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Can
     """The keys that each query selects, as one row of slots a query.
 
     q_THD, w_TH: the indexer's queries and head weights; the caller has scaled the weights by H ** -0.5.
-    keys_XD: the layer's plane of indexer keys, one key a slot.  The fresh tokens' keys have been stored.
+    keys_XD: the layer's buffer of indexer keys, one key a slot.  The fresh tokens' keys have been stored.
     candidates: of the pass's plan, which all its layers share.
     """
     assert topk > 0 and candidates.paged_T.shape[0] == q_THD.shape[0] == w_TH.shape[0]

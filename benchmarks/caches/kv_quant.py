@@ -160,19 +160,19 @@ def fill(cache: KVCache) -> None:
             assert isinstance(view, Int8KeysView)
             for part in view.heads:
                 part.random_(-127, 128) if part.dtype == torch.int8 else part.normal_()
-        cache.planes["scales"].uniform_(1e-3, 2e-2)
+        cache.buffers["scales"].uniform_(1e-3, 2e-2)
     elif isinstance(cache.layout, QuantLayout):
-        bytes_ = cache.planes["kv"].view(torch.uint8)
+        bytes_ = cache.buffers["kv"].view(torch.uint8)
         for layer, view in enumerate(map(cache.view, range(len(cache.kinds)))):
             bytes_[layer].copy_(torch.randint(0, 120, bytes_[layer].shape, dtype=torch.uint8, device=bytes_.device))
             assert isinstance(view, QuantView)
             if view.scale_2K is not None:
                 view.scale_2K.fill_(1 / 64)
                 view.needs_scale = False
-        if "scales" in cache.planes:
-            cache.planes["scales"].uniform_(1e-3, 2e-2)
+        if "scales" in cache.buffers:
+            cache.buffers["scales"].uniform_(1e-3, 2e-2)
     else:
-        for layer in cache.planes["kv"]:
+        for layer in cache.buffers["kv"]:
             layer.normal_()
 
 

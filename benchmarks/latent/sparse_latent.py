@@ -50,9 +50,9 @@ class SparseWorld(World):
         super().__init__(case, pool)
         T, slots = case.B * case.N, self.views[0].latent.shape[0]
         assert slots * self.layers * DIM <= keys.numel()
-        planes = keys[: slots * self.layers * DIM].view(self.layers, slots, DIM)
+        buffers = keys[: slots * self.layers * DIM].view(self.layers, slots, DIM)
         rounds = -(-MIN_LAYERS // self.layers)  # so that the start of a graph counts little
-        self.views, self.keys_LXD, self.layers = self.views * rounds, [*planes] * rounds, self.layers * rounds
+        self.views, self.keys_LXD, self.layers = self.views * rounds, [*buffers] * rounds, self.layers * rounds
         self.q_THD = torch.randn(T, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
         self.w_TH = torch.randn(T, HEADS, device=DEVICE) * HEADS**-0.5
         self.candidates = CandidateKeys.of(self.plan, T)  # made once a pass, for all its layers

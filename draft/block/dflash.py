@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import HeadsView
+from specdec.attention.caches.layout import HeadsView
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerCall
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig

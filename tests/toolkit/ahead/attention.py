@@ -18,8 +18,8 @@ from specdec.attention.caches.fp8_latent import Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.int8_keys import Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout, QuantView
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout

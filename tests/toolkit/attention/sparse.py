@@ -22,7 +22,7 @@ from toolkit.attention.segments import ragged_causal_segment
 
 @dataclass(frozen=True)
 class IndexWorld:
-    """One layer's indexer: queries, weights, the plane of keys, and a plan."""
+    """One layer's indexer: queries, weights, the buffer of keys, and a plan."""
 
     q_THD: Tensor
     w_TH: Tensor
