@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.planes import HeadsView, KVView
+from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.context.exchange import swap_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring

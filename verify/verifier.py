@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import HeadsView
+from specdec.attention.caches.layout import HeadsView
 from specdec.attention.context.divided import DividedContext
 from specdec.batch.choose import choose_tokens
 from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs

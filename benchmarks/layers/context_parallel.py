@@ -40,7 +40,7 @@ from specdec.attention.state import AttentionState
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Line, Seat, start
+from specdec.parallel.processes import Line, Rendezvous, start
 from specdec.verify.tables import divided_tables, tree_tables
 
 PAGE = 64
@@ -103,11 +103,11 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
     tree = DraftTree.chain(torch.zeros(rows, nodes, dtype=torch.int64, device=device))
     of_whole, of_divided = tree_tables(state, tree), divided_tables(state, tree, divided_context)
     whole, divided = (shape.cache(slots, dtype, device) for slots in (count * whole_page, count * PAGE + T))
-    for name, plane in whole.planes.items():
-        plane.normal_(generator=dice)
+    for name, buffer in whole.buffers.items():
+        buffer.normal_(generator=dice)
         own_slots = ownership.own_slots(torch.arange(count * whole_page, device=device))
-        divided.planes[name][0].index_copy_(0, own_slots, plane[0])
-        divided.planes[name][0][of_divided.slots_BN.flatten()] = plane[0][of_whole.slots_BN.flatten()]
+        divided.buffers[name][0].index_copy_(0, own_slots, buffer[0])
+        divided.buffers[name][0][of_divided.slots_BN.flatten()] = buffer[0][of_whole.slots_BN.flatten()]
     q_THL = torch.randn(T, shape.heads, shape.key, device=device, dtype=dtype)
     scoring = Scoring(scale=shape.key**-0.5)
 
@@ -121,7 +121,7 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
     out_THE = torch.randn(T, heads, shape.value, device=device, dtype=dtype)
     state_of_all = AttentionState(out_THE, torch.zeros(T, heads, device=device))
 
-    sizes = tuple(sum(p[0, 0].nbytes for p in cache.planes.values()) * slots for cache, slots in (
+    sizes = tuple(sum(p[0, 0].nbytes for p in cache.buffers.values()) * slots for cache, slots in (
         (whole, count * whole_page), (divided, count * PAGE),
     ))  # fmt: skip
     both = of(whole, of_whole), of(divided, of_divided)
@@ -207,11 +207,11 @@ def write(out: Path | None, rows: list[dict[str, Any]], break_even: list[dict[st
     out.write_text(json.dumps(what | {"rows": rows, "break_even": break_even}, indent=1) + "\n")
 
 
-def follow(seat: Seat, line: Line) -> None:
+def follow(rendezvous: Rendezvous, line: Line) -> None:
     """What the process of another rank does."""
-    asked, device = next(iter(line.messages())), torch.device("cuda", seat.rank)
+    asked, device = next(iter(line.messages())), torch.device("cuda", rendezvous.rank)
     torch.cuda.set_device(device)
-    table(seat.join(device), device, *asked)
+    table(rendezvous.join(device), device, *asked)
     line.tell("measured")
 
 
@@ -227,7 +227,7 @@ def main() -> None:
     followers, device = start(args.ranks, follow), torch.device("cuda", 0)
     try:
         followers.send((contexts, nodes, args.shapes))
-        rows = table(followers.seat.join(device), device, contexts, nodes, args.shapes, args.out)
+        rows = table(followers.rendezvous.join(device), device, contexts, nodes, args.shapes, args.out)
         followers.wait("measured")
     finally:
         followers.close()

@@ -19,8 +19,8 @@ from torch import Tensor
 from specdec.attention.attend import make_backend
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.context.divided import DividedContext
 from specdec.attention.context.ownership import Ownership
 from specdec.attention.inputs import LayerCall, PreparedPlan
@@ -36,7 +36,7 @@ SCORING = Scoring(scale=0.4)
 
 
 class World(NamedTuple):
-    """tokens_BX: the plane's numbers of each position, those of nodes after the committed ones.  q_THD: of all ranks' heads."""
+    """tokens_BX: what the buffer holds of each position, of nodes after the committed ones.  q_THD: of all ranks' heads."""
 
     where: Scattered
     tokens_BX: Tensor
@@ -73,8 +73,8 @@ def check(
     lens: list[int],
 ) -> None:  # fmt: skip
     """Every rank's heads attend as by definition; then the path of every row is committed, and lies where it belongs."""
-    (plane,) = layout(torch.float32).planes
-    world = make_world(lens, page_size, ranks, is_chain, plane.shape)
+    (buffer,) = layout(torch.float32).buffers
+    world = make_world(lens, page_size, ranks, is_chain, buffer.shape)
     B, pages = len(lens), world.where.num_pages
     want_THE = by_position(world, layout is LATENTS)
     path_BE = torch.tensor([max(map(list, world.tree.mask_BNN[row]), key=sum) for row in range(B)])  # a longest path
@@ -87,7 +87,7 @@ def check(
         state.pages.table.copy_(world.where.table_BW)
         state.lens_B.copy_(world.where.lens_B)
         cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)
-        kept = cache.planes[plane.name].fill_(torch.nan)[0]
+        kept = cache.buffers[buffer.name].fill_(torch.nan)[0]
         for row, length in enumerate(lens):
             own_slots = owned.own_slots(world.where.slots(row, 0, length))
             kept[own_slots] = world.tokens_BX[row, :length]
@@ -129,9 +129,9 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
     """All tokens of a pass, and its last ones alone.  Keeps out: what ranks keep of a prompt that the last token does not read,
     which is all that a prompt's first token is made of."""
     ranks, page_size, run, start, lens = 2, 4, 2, 6, [13, 8]  # each prompt has run up to token 6
-    (plane,) = layout(torch.float32).planes
+    (buffer,) = layout(torch.float32).buffers
     where = Scattered(lens, page_size * ranks)
-    tokens_BX, counts = where.randn(len(lens), max(lens), *plane.shape), [n - start for n in lens]
+    tokens_BX, counts = where.randn(len(lens), max(lens), *buffer.shape), [n - start for n in lens]
     q_THD, pages = where.randn(sum(counts), ranks * H, KEY), where.num_pages
     (whole,) = packed_prompts([[1] * n for n in lens], where.table_BW, page_size * ranks, start).tables
     outs = []
@@ -148,7 +148,7 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
         context = DividedContext(group, owned, pages * page_size, sum(counts))
         tables = context.of_prompts(whole).tables
         cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)
-        kept = cache.planes[plane.name].fill_(torch.nan)[0]
+        kept = cache.buffers[buffer.name].fill_(torch.nan)[0]
         for row in range(len(lens)):
             kept[owned.own_slots(where.slots(row, 0, start))] = tokens_BX[row, :start]
         kept[:page_size] = torch.nan  # the dummy page, where the others' tokens went

@@ -18,8 +18,8 @@ from specdec.attention.caches.fp8_latent import Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.int8_keys import Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout, QuantView
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout
@@ -38,7 +38,7 @@ from specdec.attention.latent.upconvert_triton import launch_upconvert
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.sparse.candidates import Candidates as Keys
+from specdec.attention.sparse.candidates import CandidateKeys as Keys
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.index_store_triton import launch_store_index
 from specdec.attention.sparse.launch import launch_sparse_segment
