@@ -36,7 +36,7 @@ from specdec.attention.inputs import HeadInputs, LayerInputs
 from specdec.attention.kinds import FULL
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Work, full_rounds
+from specdec.bench.profile import Workload, full_rounds
 from specdec.bench.prompt_file import read_prompts
 from specdec.loading.memory import pool_plan
 from specdec.loading.resolve import EngineSettings, resolve_settings
@@ -191,7 +191,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     without_prefill(decoder)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * BATCH
     session = Session(decoder)
-    work = Work(session, round_8b.random_prompts(BATCH, CONTEXT), sampling, speculate=spec is not None)
+    work = Workload(session, round_8b.random_prompts(BATCH, CONTEXT), sampling, speculate=spec is not None)
     full_rounds(work, session.step, 8)  # compiles, captures
     walls = [full_rounds(work, session.timed_step, rounds) for _ in range(2)]
     ms = [[1e3 * step.wall for step, _ in found] for found in walls]

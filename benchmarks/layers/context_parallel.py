@@ -40,7 +40,7 @@ from specdec.attention.state import AttentionState
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Line, Seat, start
+from specdec.parallel.processes import Line, Rendezvous, start
 from specdec.verify.tables import context_parallel_tables, tree_tables
 
 PAGE = 64
@@ -207,11 +207,11 @@ def write(out: Path | None, rows: list[dict[str, Any]], break_even: list[dict[st
     out.write_text(json.dumps(what | {"rows": rows, "break_even": break_even}, indent=1) + "\n")
 
 
-def follow(seat: Seat, line: Line) -> None:
+def follow(rendezvous: Rendezvous, line: Line) -> None:
     """What the process of another rank does."""
-    asked, device = next(iter(line.messages())), torch.device("cuda", seat.rank)
+    asked, device = next(iter(line.messages())), torch.device("cuda", rendezvous.rank)
     torch.cuda.set_device(device)
-    table(seat.join(device), device, *asked)
+    table(rendezvous.join(device), device, *asked)
     line.tell("measured")
 
 
@@ -227,7 +227,7 @@ def main() -> None:
     followers, device = start(args.ranks, follow), torch.device("cuda", 0)
     try:
         followers.send((contexts, nodes, args.shapes))
-        rows = table(followers.seat.join(device), device, contexts, nodes, args.shapes, args.out)
+        rows = table(followers.rendezvous.join(device), device, contexts, nodes, args.shapes, args.out)
         followers.wait("measured")
     finally:
         followers.close()

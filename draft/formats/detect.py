@@ -12,7 +12,7 @@ from specdec.draft.block.formats import modelopt as modelopt_blocks
 from specdec.draft.block.formats import specforge as specforge_peagle
 from specdec.draft.block.formats import speculators as speculators_blocks
 from specdec.draft.eagle.formats import modelopt, safeailab, specforge, speculators
-from specdec.draft.formats.reading import HeadFiles, HeadFormat, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead
 from specdec.draft.formats.releases import MARK, refuse_kind
 from specdec.models.checkpoints.config_values import mapping
 from specdec.models.config import ModelConfig
@@ -20,7 +20,7 @@ from specdec.models.config import ModelConfig
 BLOCK_MARKS = ("hidden_norm.weight", "mask_hidden")  # tensors of heads of one pass alone
 
 
-def _read_speculators(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_speculators(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     refuse_kind(files.raw, files.where)
     kind = files.raw[MARK]
     if kind == "eagle":
@@ -28,13 +28,13 @@ def _read_speculators(files: HeadFiles, target: ModelConfig | None) -> Reading:
     return (speculators if kind == "eagle3" else speculators_blocks).read(files, target)
 
 
-def _read_specforge(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_specforge(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     if "mask_hidden" in files.checkpoint:
         return specforge_peagle.read(files, target)
     return (zlab.read_specforge if is_block(files) else specforge.read)(files, target)
 
 
-def _read_modelopt(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_modelopt(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     return (modelopt_blocks if is_block(files) else modelopt).read(files, target)
 
 

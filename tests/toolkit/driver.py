@@ -208,7 +208,7 @@ class Driver(Hooks):
         self.settle()
         state = self._workers.state
         assert self.is_idle and not self.waiting and not self.running and not self.rounds_in_flight
-        assert not self._scheduler.admission.places and self.pages_free == self.pages_total
+        assert not self._scheduler.admission.allocations and self.pages_free == self.pages_total
         assert self._engine.totals().local_pages_used == 0
         self.assert_books_balance()
         assert not state.active_B.any() and not state.page_table_BGW.any()

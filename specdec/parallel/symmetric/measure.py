@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Line, Seat, start
+from specdec.parallel.processes import Line, Rendezvous, start
 from specdec.parallel.symmetric.group import SymmetricGroup
 
 ROWS, HIDDEN = (1, 8, 64, 1024), 4096
@@ -52,10 +52,10 @@ def measure(size: int) -> AllReduceTimes:
     return AllReduceTimes(size, "" if isinstance(group, SymmetricGroup) else "; ".join(str(each.message) for each in said), us)
 
 
-def _take_part(seat: Seat, line: Line) -> None:
-    torch.cuda.set_device(seat.rank)
+def _take_part(rendezvous: Rendezvous, line: Line) -> None:
+    torch.cuda.set_device(rendezvous.rank)
     line.tell("here")
-    _times(seat.join(torch.device("cuda", seat.rank)))
+    _times(rendezvous.join(torch.device("cuda", rendezvous.rank)))
     line.tell("measured")
 
 

@@ -199,7 +199,7 @@ class Hooks:
 
         def replay(chunk: RunChunk) -> Tensor:
             seen.append(prompt_runner.bucket_of(ChunkShape.of(chunk.parts)))
-            return runner.replay(chunk, prompt_runner.Work(seen[-1], chunk.needs, chunk.drafted))
+            return runner.replay(chunk, prompt_runner.ChunkKey(seen[-1], chunk.needs, chunk.drafted))
 
         runner.run = replay
         return seen
