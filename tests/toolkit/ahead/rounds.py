@@ -98,12 +98,12 @@ def verifying() -> None:
 
 
 def exchanges() -> None:
-    """Sums, gathers and swaps of 2 and of 8 ranks."""
+    """Sums, gathers and all-to-alls of 2 and of 8 ranks."""
     for ranks in (2, 8):
         inbox = inbox_of(ranks)
         for T, few in ((1, True), (60, True), (2048, False)):
             launch_rows(inbox, 1, 10**9, halves(T, HIDDEN), halves(T, HIDDEN), halves(HIDDEN), 1e-5, few)
             launch_rows(inbox, 1, 10**9, None, halves(T, HIDDEN), None, 0.0, few)
-        for kind in ("sum", "gather", "swap"):
+        for kind in ("sum", "gather", "all_to_all"):
             launch_flat(inbox, 1, 10**9, halves(ranks, 4096), kind)  # type: ignore[arg-type]
         launch_scan_ranks(halves(60, VOCABULARY // ranks), 8, True, lambda own: ids(ranks, len(own)), 1)  # noqa: B023
