@@ -110,13 +110,13 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "A scan, or the search for the least kept logits, comes behind a product or one of these, and reads the rows' "
+        "A scan, or the search for the approximate cutoff, comes after a product or one of these, and reads the rows' "
         "lengths, seeds and options before its wait; a chain's later step reads all levels' own logits, which the first "
         "step has waited for.",
-        "row_tops narrow border sample_scan merge arrange",
+        "row_tops narrow cutoff sample_scan merge arrange",
         {
-            "least_logits": "min_p temperature top_k top_p",
-            "scan": "lens offsets seeds temperature",
+            "approximate_cutoff": "min_p temperatures top_k top_p",
+            "scan": "lens offsets seeds temperatures",
             "corrected_logits": "w2",
             "chain_step": "own w2",
         },
