@@ -1,4 +1,4 @@
-"""The pages of benchmarks/: short enough to be read, and every comment that sends its reader there names a heading that is there."""
+"""The pages of benchmarks/ are short enough to be read, and comments that send their readers there name headings that are there."""
 
 from __future__ import annotations
 
