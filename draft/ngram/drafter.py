@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
 from specdec.draft.ngram.grow import candidates_of
-from specdec.draft.ngram.lookup import Text, continuations, find_matches
+from specdec.draft.ngram.lookup import PagedTexts, continuations, find_matches
 from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.steps import Needs
@@ -59,7 +59,7 @@ class NgramDrafter(Drafter):
         self.caches = (self.store,)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
-        text = Text(self.store.tokens_N, state.pages, state.lens_B, self.span)
+        text = PagedTexts(self.store.tokens_N, state.pages, state.lens_B, self.span)
         matches = find_matches(text, num_continuations(spec))
         tokens_BMS = continuations(text, matches, spec.max_steps)
         if spec.topk == 1:
@@ -70,7 +70,7 @@ class NgramDrafter(Drafter):
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self._learn(state, new)  # padding comes after the text's end, where nobody reads
 
-    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         (tables,) = prompts.tables_of([0])
         self.store.write(tables.slots_T, prompts.next_ids(first_B))
 

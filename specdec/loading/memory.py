@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.engine.pages.admission import Admission
-from specdec.engine.pages.groups import Group, group_of, page_groups, share_memory
+from specdec.engine.pages.groups import KvCacheGroup, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool
 from specdec.loading.devices import HOST_KEPT_BATCHES, HOST_POOL_SHARE, KEPT_TOKENS, POOL_SHARE
 from specdec.loading.resolve import EngineSettings
@@ -23,7 +23,7 @@ from specdec.models.kv import cache_layout
 class PoolPlan(NamedTuple):
     """The KV pool, by group of layers."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[KvCacheGroup, ...]
     num_pages: tuple[int, ...]  # of each group, its dummy page included
     page_bytes: tuple[int, ...]  # of one page of each group, over both models
 
@@ -36,17 +36,17 @@ class PoolPlan(NamedTuple):
         """The group of each layer of a model."""
         return tuple(group_of(kind.span, self.groups) for kind in config.layer_kinds)
 
-    def admission(self, settings: EngineSettings, sources: int = 0) -> Admission:
-        """An admission over these pages, all of them free.  sources: see Admission."""
+    def admission(self, settings: EngineSettings, encoder_pages: int = 0) -> Admission:
+        """An admission over these pages, all of them free.  encoder_pages: see Admission."""
         pools = [
             PagePool(pages, settings.page_tokens, group.ring) for group, pages in zip(self.groups, self.num_pages, strict=True)
         ]
         caching = settings.options.prefix_caching
         if len(pools) == 1:
-            return Admission(pools[0], settings.lookahead, caching, sources=sources)
+            return Admission(pools[0], settings.lookahead, caching, encoder_pages=encoder_pages)
         span = self.groups[1].span
         assert span is not None
-        return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
+        return Admission(pools[0], settings.lookahead, caching, pools[1], span, encoder_pages)
 
 
 def pool_plan(
@@ -86,13 +86,13 @@ def pool_plan(
     return plan
 
 
-def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[Group, ...]:
+def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[KvCacheGroup, ...]:
     """Which layers of these models share page tables."""
     spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
     return page_groups(spans, settings.lookahead, settings.page_tokens, settings.pages_per_sequence, options.prefix_caching)
 
 
-def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:
+def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[KvCacheGroup]) -> tuple[int, ...]:
     """The bytes of one page of each group, of what the group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
     for model, config in enumerate(configs):
@@ -106,7 +106,7 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
 def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
     layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
-    slots = settings.options.max_batch_size * settings.longest_source(target)
+    slots = settings.options.max_batch_size * settings.longest_encoder_input(target)
     return slots * sum(map(layout.layer_bytes, range(target.num_layers)))
 
 

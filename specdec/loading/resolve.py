@@ -57,7 +57,7 @@ class EngineSettings:
         """The same settings, with as much look-ahead as that drafter needs."""
         return self if head is None or self.spec is None else replace(self, draft_slots=head.slots(self.spec))
 
-    def longest_source(self, target: ModelConfig) -> int:
+    def longest_encoder_input(self, target: ModelConfig) -> int:
         """The most tokens of a text that the target's encoder reads, no more than those of one request; 0 without one."""
         return 0 if target.encoder is None else min(target.encoder.max_tokens, self.max_seq_len)
 
@@ -274,7 +274,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         Feature.ENCODER: target.encoder is not None,
         Feature.DETERMINISTIC: options.deterministic,
         Feature.TREES: spec is not None and spec.topk > 1,
-        Feature.DIVIDED: options.decode_context_parallel_size > 1,
+        Feature.CONTEXT_PARALLEL: options.decode_context_parallel_size > 1,
         Feature.SHARED_PREFIXES: options.prefix_caching,
     }
     packed = (spec.num_draft_tokens if spec else 1) * target.heads_a_key

@@ -24,14 +24,14 @@ MIN_SHARED_TO_WAIT = 256
 
 
 @dataclass
-class Place:
+class PageAllocation:
     """The pages of one request."""
 
     table: list[int]  # by position; where there are two groups of layers, those of the layers that read all keys
     start: int = 0  # how many leading tokens of the prompt have their keys and values in the pages already
     node: Node | None = None  # the last page that it shares through the prefix cache; None without a prefix cache
     local: list[int] | None = None  # by position, for layers with a span, where there are two groups of layers
-    source: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
+    encoder_page: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -55,7 +55,7 @@ class Admission:
         the decoder's keys and values depend on the encoder's text.
     local: the pages of the layers with a span, which have a ring; None where there is one group of layers.
     span: the most keys that one query reads in these layers.
-    sources: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
+    encoder_pages: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     least_shared_to_wait: see `should_wait`.
     """
@@ -67,17 +67,17 @@ class Admission:
         prefix_caching: bool,
         local: PagePool | None = None,
         span: int = 1,
-        sources: int = 0,
+        encoder_pages: int = 0,
     ) -> None:
         assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
-        assert not (prefix_caching and sources), "keys and values depend on the encoder's text, so they can't be kept"
-        self._free_sources = list(range(sources))
+        assert not (prefix_caching and encoder_pages), "keys and values depend on the encoder's text, so they can't be kept"
+        self._free_encoder_pages = list(range(encoder_pages))
         assert local is None or (local.ring is not None and local.ring <= local.capacity), "one ring at least"
         self.pool, self.local, self.lookahead = pool, local, lookahead
         self.copies = RingCopies(local, span, group=1) if local is not None and prefix_caching else None
         on_change = [] if self.copies is None else [self.copies.drop]
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
-        self.places: dict[Request, Place] = {}
+        self.allocations: dict[Request, PageAllocation] = {}
         self.lookup_tokens = self.hit_tokens = 0
         self.least_shared_to_wait = MIN_SHARED_TO_WAIT
 
@@ -164,8 +164,10 @@ class Admission:
         needed = self.tokens_needed(request)
         if self.cache is None:
             table = _around(self.pool.admit(request, needed), self.pool.table_pages(needed))
-            source = None if request.source_ids is None else self._free_sources.pop()
-            self.places[request] = Place(table, local=self._local_table(request, found), source=source)
+            encoder_page = None if request.encoder_ids is None else self._free_encoder_pages.pop()
+            self.allocations[request] = PageAllocation(
+                table, local=self._local_table(request, found), encoder_page=encoder_page
+            )
             return True
         node = found.path[-1] if found.path else self.cache.root
         self.cache.use(node)
@@ -176,7 +178,7 @@ class Admission:
         local = self._local_table(request, found)  # before a node is evicted, and its copy with it
         self.cache.evict(max(0, own - self.pool.num_free))
         table = [node.page for node in found.path] + self.pool.admit(request, needed, have=len(found.path))
-        self.places[request] = Place(table, found.tokens, node, local)
+        self.allocations[request] = PageAllocation(table, found.tokens, node, local)
         self.lookup_tokens += len(request.prompt_ids)
         self.hit_tokens += found.tokens
         request.stats.cached_tokens = found.tokens
@@ -201,11 +203,11 @@ class Admission:
 
         drafted: only pages of the prefix cache that hold the drafter's keys and values too.
         """
-        place = self.places[request]
-        pages = place.table[: (len(request.prompt_ids) - 1) // self.pool.page_size]
+        allocation = self.allocations[request]
+        pages = allocation.table[: (len(request.prompt_ids) - 1) // self.pool.page_size]
         if not drafted:
             return pages
-        path = [] if self.cache is None or place.node is None else self.cache.path(place.node)
+        path = [] if self.cache is None or allocation.node is None else self.cache.path(allocation.node)
         kept = (node.drafted and node.page == page for node, page in zip(path, pages, strict=False))
         return pages[: sum(takewhile(bool, kept))]
 
@@ -216,14 +218,14 @@ class Admission:
         drafted: whether the drafter's keys and values are written too.
         reach: no launch so far has written to this position of the request or to one after it.
         """
-        place = self.places[request]
-        if self.cache is None or place.node is None:
+        allocation = self.allocations[request]
+        if self.cache is None or allocation.node is None:
             return
-        place.node = self.cache.insert(request, place.node, tokens, place.table, drafted)
+        allocation.node = self.cache.insert(request, allocation.node, tokens, allocation.table, drafted)
         if self.copies is not None:
-            assert place.local is not None
-            first = self.copies.first_needed(place.start // self.pool.page_size)
-            self.copies.keep(self.cache.path(place.node), place.local, first, reach, drafted)
+            assert allocation.local is not None
+            first = self.copies.first_needed(allocation.start // self.pool.page_size)
+            self.copies.keep(self.cache.path(allocation.node), allocation.local, first, reach, drafted)
 
     def leave(self, request: Request) -> None:
         """Gives back all pages that the request owns or has borrowed.
@@ -231,11 +233,11 @@ class Admission:
         A round in flight may still write to the pages that the request owned.  That does no harm: whatever the next owner
         writes or reads there is launched after that round.
         """
-        place = self.places.pop(request)
-        if place.source is not None:
-            self._free_sources.append(place.source)
-        if self.cache is not None and place.node is not None:
-            self.cache.leave(place.node)
+        allocation = self.allocations.pop(request)
+        if allocation.encoder_page is not None:
+            self._free_encoder_pages.append(allocation.encoder_page)
+        if self.cache is not None and allocation.node is not None:
+            self.cache.leave(allocation.node)
         self.pool.release(request)
         if self.local is not None:
             self.local.release(request)

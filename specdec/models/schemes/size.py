@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 from specdec.ops.products.formats.experts import POWERS, scales_form, step_bytes, steps_of
 from specdec.ops.products.formats.quantised import row_bytes
 
@@ -27,7 +27,7 @@ class MatrixSize(NamedTuple):
     is_computed: bool
 
 
-def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize:
+def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str) -> MatrixSize:
     kind, rows, columns, group, scale_bytes, has_zeros = format.outline(checkpoint, name)
     groups, numbers = -(-columns // (group or columns)), rows * columns
     scaled = groups * (scale_bytes + int(has_zeros))
@@ -37,20 +37,20 @@ def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize
     return MatrixSize(rows * (steps * step_bytes(kind) + (steps * POWERS if form == "powers" else scaled)), numbers, not form)
 
 
-def group_of(checkpoint: Checkpoint, name: str, format: Format) -> int:
+def group_of(checkpoint: Checkpoint, name: str, format: WeightFormat) -> int:
     """Columns of a scale in a matrix; 0: all of a row.  Asks for no scale: a matrix may be stored as numbers after all."""
     weight = f"{name}.weight"
     return format.group_of(checkpoint.shape(weight)[-1] if weight in checkpoint else 0)
 
 
-def coded_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
+def coded_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, WeightFormat]:
     """The matrices that are stored as codes, and how.  names: of tensors."""
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
     matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
     return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}
 
 
-def coded_and_others(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, Format], list[str]]:
+def coded_and_others(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, WeightFormat], list[str]]:
     """As `coded_matrices`, and the tensors of ordinary numbers, the biases of coded matrices among them."""
     formats = coded_matrices(checkpoint, names)
     codes = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}

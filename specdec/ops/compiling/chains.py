@@ -41,7 +41,7 @@ GROUPS = (
     KernelGroup(
         "early",
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
-        "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks own_slots "
+        "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks local_slots "
         "largest_queries float8_queries latent_path path join next_tokens finish_chain best_paths block_tables fork "
         "best_nodes first_level expand accept path_tables",
         {
@@ -59,7 +59,7 @@ GROUPS = (
         "All programs of an exchange between GPUs run when they have triggered, so no kernel after them can take a place "
         "that they need. They read what other ranks send only after their wait.",
         "",
-        {"flat": "table", "few_rows": "table weight", "many_rows": "table weight", "swap_states": "table"},
+        {"flat": "table", "few_rows": "table weight", "many_rows": "table weight", "all_to_all_states": "table"},
     ),
     KernelGroup(
         "late",
@@ -110,13 +110,13 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "A scan, or the search for the least kept logits, comes behind a product or one of these, and reads the rows' "
+        "A scan, or the search for the approximate cutoff, comes after a product or one of these, and reads the rows' "
         "lengths, seeds and options before its wait; a chain's later step reads all levels' own logits, which the first "
         "step has waited for.",
-        "row_tops narrow border sample_scan merge arrange",
+        "row_tops narrow cutoff sample_scan merge arrange",
         {
-            "least_logits": "min_p temperature top_k top_p",
-            "scan": "lens offsets seeds temperature",
+            "approximate_cutoff": "min_p temperatures top_k top_p",
+            "scan": "lens offsets seeds temperatures",
             "corrected_logits": "w2",
             "chain_step": "own w2",
         },
@@ -130,7 +130,7 @@ GROUPS = (
     KernelGroup(
         "never",
         "Attention reads first keys and lengths before its wait, and may be the next kernel.",
-        "counts first_keys",
+        "local_lens first_keys",
         {},
     ),
     KernelGroup(
