@@ -57,8 +57,8 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
 
     from products.gemm import LAYER, new_weight
     from products.quantised_tiles import random_codes
+    from specdec.ops.products.dense import DenseWeight
     from specdec.ops.products.numerics import FAST
-from specdec.ops.products.dense import DenseWeight
     from specdec.ops.products.quantised import QuantisedWeight
 
     torch.set_grad_enabled(False)
