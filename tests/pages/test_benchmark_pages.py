@@ -1,4 +1,4 @@
-"""The pages of benchmarks/ are short enough to be read, and comments that send their readers there name headings that are there."""
+"""The pages of benchmarks/ are short, and comments that send their readers there name headings that are there."""
 
 from __future__ import annotations
 
