@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specdec.attention.caches.planes import HeadsView, KVView
+from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states

@@ -59,7 +59,7 @@ class Feature(Enum):
     TREES = "draft trees", "answers chains only", "topk=1"  # that branch
     STEP_GRAPHS = "step", "can't be captured with cuda_graphs='step'", "cuda_graphs=False"
     ROUND_GRAPHS = "round", "can't be captured with cuda_graphs='round'", "cuda_graphs=False"
-    DIVIDED = "decode context parallelism", "reads whole sequences only", "decode_context_parallel_size=1"
+    CONTEXT_PARALLEL = "decode context parallelism", "reads whole sequences only", "decode_context_parallel_size=1"
     SHARED_PREFIXES = "shared prefixes", "does not share prefixes", "prefix_caching=False"
 
     def __init__(self, shown: str, refusal: str, setting: str | None = None) -> None:

@@ -108,8 +108,8 @@ class Segment:
         return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
 
 
-class DividedPrefix(NamedTuple):
-    """Committed tokens that several ranks divide among them (attention/context/).
+class ContextParallelPrefix(NamedTuple):
+    """Committed tokens that are sharded over several ranks (attention/context_parallel/).
 
     own: the tokens that this rank keeps; every query of a row reads all of them.  group: the ranks that keep the others.
     """
@@ -127,8 +127,8 @@ class AttentionPlan:
         are the row's last tokens, as in a causal segment.
     suffix: the draft tree's own keys: row t lists the few slots (page size 1) that query t reads.  None: there is no tree.
         The builder of a plan says which part is the suffix; no backend guesses it from a segment's shape.
-    divided: a prefix of which this rank keeps a part.  It is not one of `parts`: the queries of all ranks' heads read it, and
-        the ranks exchange their states (LayerCall.attend).  None: this rank keeps all that its queries read.
+    context_parallel: a prefix of which this rank keeps a part.  It is not one of `parts`: the queries of all ranks' heads read
+        it, and the ranks exchange partial states (LayerCall.attend).  None: this rank keeps all that its queries read.
     cross: the texts of an encoder, which layers of cross attention read.  Such a layer reads nothing else, and no other layer
         reads it: it is not one of the parts that are merged.  None: the model has no encoder.
     """
@@ -137,10 +137,10 @@ class AttentionPlan:
     positions_T: Tensor | None = None
     suffix: Segment | None = None
     cross: Segment | None = None
-    divided: DividedPrefix | None = None
+    context_parallel: ContextParallelPrefix | None = None
 
     def __post_init__(self) -> None:
-        assert self.segments or (self.suffix and self.divided), "a plan needs a paged segment"
+        assert self.segments or (self.suffix and self.context_parallel), "a plan needs a paged segment"
         assert self.suffix is None or self.suffix.pages.page_size == self.suffix.max_seqlen_q == 1, (
             "a suffix lists one query's slots"
         )
@@ -154,7 +154,7 @@ class AttentionPlan:
         """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
         if kind.reads_all and not kind.alibi:
             return self
-        assert self.divided is None, "windows and slopes are refused where ranks divide sequences"
+        assert self.context_parallel is None, "windows and slopes are refused with context parallelism"
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
         segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
         suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)

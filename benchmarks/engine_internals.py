@@ -57,7 +57,7 @@ def clear_caches(decoder: SpecDecoder) -> None:
     """Fills the keys and values of both models with zeros."""
     with torch.inference_mode():
         for cache in caches(decoder):
-            cache.planes["kv"].zero_()
+            cache.buffers["kv"].zero_()
 
 
 def replace_drafter(decoder: SpecDecoder, drafter: Any) -> None:
@@ -134,7 +134,7 @@ def give_copies(decoder: SpecDecoder) -> None:
         old = (state.pages.table[row, :count].long()[:, None] * size + offsets).flatten()
         new = (pages[:, None] * size + offsets).flatten()
         for cache in caches(decoder):
-            for layer in cache.planes["kv"]:
+            for layer in cache.buffers["kv"]:
                 layer[new] = layer[old]
         state.pages.table[row, :count] = pages.int()
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.draft.head import DraftHead
-from specdec.draft.smoke import Look, Misreading, Seen, variant
+from specdec.draft.smoke import Look, Misreading, TargetPass, variant
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.target import Target
@@ -27,7 +27,7 @@ from specdec.models.target import Target
 class FilesLook(Look):
     """Of heads with files of their own."""
 
-    def repairs(self, head: DraftHead, target: Target, seen: Seen) -> Iterator[Misreading]:
+    def repairs(self, head: DraftHead, target: Target, seen: TargetPass) -> Iterator[Misreading]:
         return replaced_parts(head, target, seen.chosen_P)
 
     def empty(self, head: DraftHead) -> str:

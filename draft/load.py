@@ -31,7 +31,7 @@ class HeadDrafter(OpenDrafter):
 
     def __init__(self, folder: Path, target: ModelConfig, how: HowToRead) -> None:
         self.opened = open_head(folder, target, how)
-        super().__init__(empty_head(self.opened.reading.spec))
+        super().__init__(empty_head(self.opened.parsed.spec))
         self.checkpoint = self.opened.files.checkpoint
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
@@ -39,11 +39,11 @@ class HeadDrafter(OpenDrafter):
 
     def unkept(self, target: Checkpoint) -> set[str]:
         """Copies of the target's are given back once they were compared with it, but for one of a matrix in 8 or 4 bits."""
-        reading = self.opened.reading
-        spec, copies = reading.spec, reading.copies
+        parsed = self.opened.parsed
+        spec, copies = parsed.spec, parsed.copies
         kept = {"embed_tokens.weight": spec.own_embeddings and not copies}
         kept["lm_head.weight"] = spec.own_lm_head and (not copies or target.format_of("lm_head") is not None)
-        return {"d2t", "t2d", *reading.beside, *(name for name, is_kept in kept.items() if not is_kept)}
+        return {"d2t", "t2d", *parsed.beside, *(name for name, is_kept in kept.items() if not is_kept)}
 
 
 def load_head(
@@ -60,26 +60,26 @@ def load_head(
 
 def build_head(opened: OpenHead, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """The head with its weights.  max_positions: length of the rotary table."""
-    files, _, reading = opened
-    spec, checkpoint = reading.spec, files.checkpoint
+    files, _, parsed = opened
+    spec, checkpoint = parsed.spec, files.checkpoint
     own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
     head = build(lambda: class_of(spec.kind)(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
-    fill(head.parts(reading.names), checkpoint)
+    fill(head.parts(parsed.names), checkpoint)
     if spec.own_embeddings:
         copy_(head.embed_tokens.weight, checkpoint, "embed_tokens.weight")
     else:
         head.embed_tokens = target.embed_tokens
-    if spec.own_lm_head and reading.copies:  # what is shared with the target is not rounded for the head alone
+    if spec.own_lm_head and parsed.copies:  # what is shared with the target is not rounded for the head alone
         fill_dense(head.lm_head, checkpoint, "lm_head")
     elif spec.own_lm_head:
         fill_linear(head.lm_head, checkpoint, "lm_head")
     else:
         head.lm_head = target.lm_head
-    if reading.copies:
+    if parsed.copies:
         _share_copies(head, target, files.folder)
     head.d2t_V = _offsets(spec.draft_ids, target.embed_tokens.weight.device)
     checkpoint.ignore_endings("rotary_emb.inv_freq")
-    for name in reading.beside:
+    for name in parsed.beside:
         checkpoint.ignore(name)
     checkpoint.finish()
     join(head, target.group)

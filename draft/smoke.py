@@ -70,7 +70,7 @@ class Finding(NamedTuple):
         return self.accepted >= MIN_ACCEPTED and self.better is None and not self.broken
 
 
-class Seen:
+class TargetPass:
     """The target's states and choices along a text."""
 
     def __init__(self, head: AnyHead, target: Target, ids_T: Tensor) -> None:
@@ -100,7 +100,7 @@ class Look(ABC):
         return DRAFTS
 
     @abstractmethod
-    def rights(self, seen: Seen, head: Any, layers: tuple[int, ...]) -> Iterator[Tensor]:
+    def rights(self, seen: TargetPass, head: Any, layers: tuple[int, ...]) -> Iterator[Tensor]:
         """For each draft of a chain in turn, whether it is what the target chooses there along the text: bool [C].
 
         layers: those whose outputs the head reads; empty: the final hidden state.
@@ -110,7 +110,7 @@ class Look(ABC):
     def misreadings(self, head: Any, target: Target) -> Iterator[Misreading]:
         """What a head's files are mistaken for elsewhere."""
 
-    def repairs(self, head: Any, target: Target, seen: Seen) -> Iterator[Misreading]:
+    def repairs(self, head: Any, target: Target, seen: TargetPass) -> Iterator[Misreading]:
         """The head with parts of its files replaced, which may be broken."""
         yield from ()
 
@@ -122,7 +122,7 @@ class Look(ABC):
         """What in the files of a head that can't pay is likely to be the cause; empty: nothing is known."""
         return ""
 
-    def accepted(self, seen: Seen, head: Any, layers: tuple[int, ...], least: float = 0.0) -> tuple[float, float]:
+    def accepted(self, seen: TargetPass, head: Any, layers: tuple[int, ...], least: float = 0.0) -> tuple[float, float]:
         """The share of all chains' drafts that the target would accept, and of their first drafts.
 
         Where the former can't reach `least`, it is not found out, and any number below is returned.
@@ -137,11 +137,11 @@ class Look(ABC):
         return total / of, first * drafts / of
 
     @torch.inference_mode()
-    def find(self, head: AnyHead, target: Target, ids_T: Tensor, seen: Seen | None = None) -> Finding | None:
+    def find(self, head: AnyHead, target: Target, ids_T: Tensor, seen: TargetPass | None = None) -> Finding | None:
         """Compares both along a text (int64).  None if the text is too short to tell.  seen: the target's part, if known."""
         if len(ids_T) < MIN_PAIRS + 2:
             return None
-        seen = Seen(head, target, ids_T) if seen is None else seen
+        seen = TargetPass(head, target, ids_T) if seen is None else seen
         (as_read, first), better = self.accepted(seen, head, layers_of(head)), None
         if as_read < DOUBTFUL and (broken := self.empty(head)):
             return Finding(as_read, None, broken, first)
@@ -153,7 +153,7 @@ class Look(ABC):
         cant_pay = as_read < MIN_ACCEPTED and better is None
         return Finding(as_read, better, self.doubt(head) if cant_pay else "", first)
 
-    def _readings(self, head: Any, target: Target, seen: Seen, as_read: float) -> Iterator[Misreading]:
+    def _readings(self, head: Any, target: Target, seen: TargetPass, as_read: float) -> Iterator[Misreading]:
         yield from self.misreadings(head, target)
         if as_read < DOUBTFUL:
             yield from self.repairs(head, target, seen)

@@ -36,7 +36,7 @@ from specdec.screen.progress import Progress, show_progress
 SHOW_SECONDS = 0.1  # between two looks at the numbers that a progress bar shows
 
 
-class Parts(NamedTuple):
+class LoadedParts(NamedTuple):
     """What takes memory, and is let go by `close`."""
 
     model: Target
@@ -63,7 +63,7 @@ class LoadedDecoder:
         self.settings = settings = settings.with_drafter(head)
         self.tokenizer, self._ranks, self._owns_ranks = tokenizer, ranks, owns_ranks
         build = build_engine if ranks is None else ranks.build_engine
-        self._parts: Parts | None = Parts(model, head, build(model, head, settings))
+        self._parts: LoadedParts | None = LoadedParts(model, head, build(model, head, settings))
         self.owner = EngineOwner(self._parts.engine, partial(use_threads, settings.threads))
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
@@ -91,7 +91,7 @@ class LoadedDecoder:
         """With SpecConfig("auto"), a line for each number of rows that has run: which shape runs there now, and why."""
         return self.engine.scheduler.speculation.reasons()
 
-    def _open(self) -> Parts:
+    def _open(self) -> LoadedParts:
         if self._parts is None:
             raise RuntimeError("this decoder is closed; nearest thing that works: load another one")
         return self._parts

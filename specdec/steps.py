@@ -29,7 +29,7 @@ class Needs(NamedTuple):
     steps: names of steps of one pass over the logits, those that options are declared with (see SamplingOption).
         sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose border is searched.  min_p: min-p.
         bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
-        grammar: Entry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
+        grammar: RowEntry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
             round runs phase by phase.
         processed: log-probabilities after the options.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
@@ -118,7 +118,7 @@ class Grammar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class EncoderInput:
     """A text that the target's encoder reads.  page: where the encoder's cache keeps it."""
 
     page: int
@@ -126,7 +126,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RowEntry:
     """A request that takes a row of the batch.
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
@@ -139,7 +139,7 @@ class Entry:
     options: RowOptions
     speculates: bool
     rules: TokenRules | None = None
-    source: Source | None = None
+    source: EncoderInput | None = None
     grammar: Grammar | None = None
 
 
@@ -147,7 +147,7 @@ class Entry:
 class EnterRows:
     """Requests take rows of the batch.  A row takes no part in rounds until its whole prompt has run."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RowEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class PromptPart:
     token_ids: Sequence[int]
     start: int
     follower: int
-    source: Source | None = None
+    source: EncoderInput | None = None
 
     @property
     def is_last(self) -> bool:

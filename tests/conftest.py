@@ -35,8 +35,8 @@ torch.set_num_threads(1)  # tiny models: a second thread costs more than it brin
 
 # The first tier, `-m quick`: the files that find most faults a second, but for their slow tests.
 QUICK = """
-attention/caches/test_quant_cache attention/context/test_exchange attention/context/test_ownership attention/test_backends
-attention/test_cross attention/test_dense attention/test_matrix attention/test_plan
+attention/caches/test_quant_cache attention/context_parallel/test_all_to_all attention/context_parallel/test_sharding
+attention/test_backends attention/test_cross attention/test_dense attention/test_matrix attention/test_plan
 batch/test_draws batch/test_logprobs batch/test_masks batch/test_rules batch/test_sampling batch/test_state
 door/test_cli_flags door/test_door_errors door/test_options door/test_prompts door/test_settings
 draft/ngram/test_lookup draft/test_ancestry draft/test_kernels draft/test_load draft/test_rows draft/test_tree
@@ -55,7 +55,7 @@ runner/test_rehearsal
 serve/test_metrics_and_log serve/test_refused serve/test_http_options::test_every_option_is_a_field
 serve/test_http_options::test_a_wrong_option_is_named serve/test_http_options::test_every_field_has_a_reader
 serve/wire/test_answers
-verify/test_accept verify/test_commit verify/test_divided verify/test_kernels
+verify/test_accept verify/test_commit verify/test_context_parallel verify/test_kernels
 """.split()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from toolkit.paths import ROOT
+from toolkit.rules.class_names import shared_class_names
 from toolkit.rules.imports import MAY_IMPORT, ROOMS, layer, module_name, package_files, wrong_imports
 from toolkit.rules.patches import patches
 from toolkit.rules.private_names import borrowed_names
@@ -186,6 +187,23 @@ def test_a_borrowed_private_name_is_seen(tmp_path):
     )
     plant(tmp_path, {"specdec/a.py": owner, "draft/b.py": taker, "verify/c.py": "def _f(): ...\nfrom specdec.a import A\n_f()"})
     assert borrowed_names(package_files(tmp_path), tmp_path) == ["draft/b.py takes _f", "draft/b.py takes _x"]
+
+
+def test_a_class_name_means_one_thing():
+    """Keeps out: a class that is called as one of another room, so that nobody can tell which of them a page means."""
+    assert shared_class_names(package_files(ROOT), ROOT) == []
+
+
+def test_a_shared_class_name_is_seen(tmp_path):
+    """Keeps out: a rule blind to rooms beside specdec/, or to classes inside of functions and of other classes."""
+    files = {
+        "specdec/a.py": "class A: ...\nclass B: ...",
+        "draft/b.py": "def f():\n    class A: ...",
+        "verify/c.py": "class C:\n  class B: ...",
+    }
+    plant(tmp_path, files)
+    found = shared_class_names(package_files(tmp_path), tmp_path)
+    assert found == ["A: draft/b.py:2, specdec/a.py:1", "B: specdec/a.py:2, verify/c.py:2"]
 
 
 def test_few_tests_patch():

@@ -15,8 +15,8 @@ from torch import Tensor
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import HeadsView
-from specdec.attention.context.divided import DividedContext
+from specdec.attention.caches.layout import HeadsView
+from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.batch.choose import choose_tokens
 from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs
 from specdec.batch.masks import BitMasks
@@ -29,7 +29,7 @@ from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import accept
 from specdec.verify.synthetic import SyntheticAcceptance
-from specdec.verify.tables import TreeTables, divided_tables, tree_tables
+from specdec.verify.tables import TreeTables, context_parallel_tables, tree_tables
 
 
 class TreePass(NamedTuple):
@@ -51,7 +51,7 @@ class TargetVerifier:
     sources: the cache of the encoder's texts; None for a target without an encoder.
     aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
         state; None: nobody wants features.
-    context: how ranks divide each sequence's keys and values among them; None: this rank keeps whole sequences.
+    context: how ranks share each sequence's keys and values (context parallelism); None: this rank keeps whole sequences.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TargetVerifier:
         backend: Backend,
         aux_layers: tuple[int, ...] | None = None,
         sources: KVCache | None = None,
-        context: DividedContext | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
         self.sources, self.context = sources, context
@@ -86,10 +86,10 @@ class TargetVerifier:
         sampling: the options of each prompt, with tables that hold it and masks where `needs` asks for them.
         with_features: if False, the features are not meant for a drafter.
         """
-        tables, divided = prompts.tables_of(self.cache.group_numbers), []
+        tables, sharded = prompts.tables_of(self.cache.group_numbers), []
         if self.context is not None:
-            divided = [self.context.of_prompts(each) for each in tables]
-            tables = [each.tables for each in divided]
+            sharded = [self.context.of_prompts(each) for each in tables]
+            tables = [each.tables for each in sharded]
         attn = PagedAttention(self.backend, self.cache, *tables, sources=self.sources)
         aux_layers = self.aux_layers if with_features else None
         if aux_layers == ():  # the drafter reads the final hidden state of every token
@@ -98,7 +98,7 @@ class TargetVerifier:
         else:
             out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or (), prompts.last_B)
             hidden_BH = out.hidden_TH
-        for group, each in zip(self.cache.group_numbers, divided):
+        for group, each in zip(self.cache.group_numbers, sharded):
             self.cache.keep(each.tables.slots_T, each.slots_T, group)
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
@@ -162,7 +162,7 @@ class TargetVerifier:
                 self.cache.move(each.slots_BN, path_BE, group)
 
     def _tables(self, state: BatchState, tree: DraftTree) -> TreeTables:
-        return tree_tables(state, tree) if self.context is None else divided_tables(state, tree, self.context)
+        return tree_tables(state, tree) if self.context is None else context_parallel_tables(state, tree, self.context)
 
     def _features(self, out: TargetOutput) -> Tensor:
         return out.hidden_TH if out.aux_TA is None else out.aux_TA

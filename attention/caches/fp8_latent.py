@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentParts, LatentView
-from specdec.attention.caches.planes import CacheLayout, Plane
+from specdec.attention.caches.layout import CacheBuffer, CacheLayout
 from specdec.attention.caches.quant_cache import FP8_MAX
 
 FP8_LATENTS = "fp8_ds_mla"  # the kv_cache_dtype that asks for these rows
@@ -109,8 +109,8 @@ class Fp8LatentLayout(CacheLayout):
     rope_dim: int
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        return (Plane("latent", (row_bytes(self.rank, self.rope_dim),), torch.uint8),)
+    def buffers(self) -> tuple[CacheBuffer, ...]:
+        return (CacheBuffer("latent", (row_bytes(self.rank, self.rope_dim),), torch.uint8),)
 
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> Fp8LatentView:
-        return Fp8LatentView(planes["latent"], self.rank)
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> Fp8LatentView:
+        return Fp8LatentView(buffers["latent"], self.rank)

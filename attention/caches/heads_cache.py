@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.planes import CachedHeads, CacheLayout, Plane
+from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class HeadsLayout(CacheLayout):
     dtype: torch.dtype
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        return (Plane("kv", (2, self.num_kv_heads, self.head_dim), self.dtype),)
+    def buffers(self) -> tuple[CacheBuffer, ...]:
+        return (CacheBuffer("kv", (2, self.num_kv_heads, self.head_dim), self.dtype),)
 
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> MHAView:
-        return MHAView(planes["kv"])
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> MHAView:
+        return MHAView(buffers["kv"])

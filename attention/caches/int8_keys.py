@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.planes import CachedHeads, CacheLayout, KVView, Plane
+from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout, KVView
 from specdec.attention.caches.quant_cache import dequantised, to_int8
 
 INT8_KEYS = "int8_keys"  # the kv_cache_dtype that asks for this cache
@@ -100,9 +100,11 @@ class Int8KeysLayout(CacheLayout):
     int8_queries: bool = False
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
+    def buffers(self) -> tuple[CacheBuffer, ...]:
         head = aligned(self.head_dim) + aligned(self.head_dim * self.dtype.itemsize)
-        return Plane("kv", (self.num_kv_heads, head), torch.uint8), Plane("scales", (self.num_kv_heads,), torch.float32)
+        return CacheBuffer("kv", (self.num_kv_heads, head), torch.uint8), CacheBuffer(
+            "scales", (self.num_kv_heads,), torch.float32
+        )
 
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> Int8KeysView:
-        return Int8KeysView(planes["kv"], planes["scales"], self.head_dim, self.dtype, self.int8_queries)
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> Int8KeysView:
+        return Int8KeysView(buffers["kv"], buffers["scales"], self.head_dim, self.dtype, self.int8_queries)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.planes import CacheLayout, KVView
+from specdec.attention.caches.layout import CacheLayout, KVView
 from specdec.attention.kinds import LayerKind
 from specdec.ops.index import use_index_kernels
 from specdec.ops.operator import define, nothing_fake, use_operator
@@ -29,7 +29,7 @@ class KVCache:
     sources: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which stores
         its own.  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
     group_numbers: the groups to which any layer belongs, in ascending order.
-    planes_of: by group and name, a plane's tensor [layers of the group that hold it, num_slots, *shape].
+    buffers_of: by group and name, a buffer's tensor [layers of the group that hold it, num_slots, *shape].
     """
 
     def __init__(
@@ -46,38 +46,38 @@ class KVCache:
         layers = range(len(self.kinds))
         self.groups = (0,) * len(layers) if groups is None else tuple(groups)
         sources = layers if sources is None else sources
-        stored = sorted(set(sources))  # the layers that store, in the order of the planes
+        stored = sorted(set(sources))  # the layers that store, in the order of the buffers
         assert len(self.groups) == len(sources) == len(layers) and all(sources[layer] == layer for layer in stored)
         assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(sources))
         assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(sources))
         slots = (num_slots,) if isinstance(num_slots, int) else num_slots
         self.group_numbers = tuple(sorted(set(self.groups)))
-        self.planes_of: dict[int, dict[str, Tensor]] = {}
+        self.buffers_of: dict[int, dict[str, Tensor]] = {}
         views: dict[int, KVView] = {}
         for group in self.group_numbers:
             own = [layer for layer in stored if self.groups[layer] == group]
             # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may
             # hold NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
-            held = {plane.name: [layer for layer in own if plane.held_by(layer)] for plane in layout.planes}
-            planes = self.planes_of[group] = {
-                plane.name: torch.empty(len(held[plane.name]), slots[group], *plane.shape, dtype=plane.dtype, device=device)
-                for plane in layout.planes
+            held = {buffer.name: [layer for layer in own if buffer.held_by(layer)] for buffer in layout.buffers}
+            buffers = self.buffers_of[group] = {
+                buffer.name: torch.empty(len(held[buffer.name]), slots[group], *buffer.shape, dtype=buffer.dtype, device=device)
+                for buffer in layout.buffers
             }
             for layer in own:
-                parts = {name: x[held[name].index(layer)] for name, x in planes.items() if layer in held[name]}
+                parts = {name: x[held[name].index(layer)] for name, x in buffers.items() if layer in held[name]}
                 views[layer] = layout.view(layer, parts)
         self._views = [views[source] for source in sources]
 
     @property
-    def planes(self) -> dict[str, Tensor]:
-        """By name, a plane's tensor, in a cache whose layers all belong to one group."""
+    def buffers(self) -> dict[str, Tensor]:
+        """By name, a buffer's tensor, in a cache whose layers all belong to one group."""
         (group,) = self.group_numbers
-        return self.planes_of[group]
+        return self.buffers_of[group]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all planes."""
-        return sum(tensor.nbytes for planes in self.planes_of.values() for tensor in planes.values())
+        """Bytes of all buffers."""
+        return sum(tensor.nbytes for buffers in self.buffers_of.values() for tensor in buffers.values())
 
     def view(self, layer: int) -> KVView:
         """What one layer reads of the cache; the same object at every call, and for all layers that share it."""
@@ -92,7 +92,7 @@ class KVCache:
         path_BE: int64 slot numbers.  The method reads all of a sequence's tokens before it writes any, so sources and targets
             may overlap.
         """
-        for tensor in self.planes_of[group].values():
+        for tensor in self.buffers_of[group].values():
             move_slots(tensor, slots_BN, path_BE, targets_BE)
 
     def keep(self, sources_T: Tensor, targets_T: Tensor, group: int = 0) -> None:
@@ -105,7 +105,7 @@ class KVCache:
 
         Both are int64.  A cache without layers of that group has nothing to copy.
         """
-        for tensor in self.planes_of.get(group, {}).values():
+        for tensor in self.buffers_of.get(group, {}).values():
             for layer in bytes_of(tensor).unflatten(1, (-1, page_size)):  # one by one, so that little memory is taken meanwhile
                 layer.index_copy_(0, targets_N, layer.index_select(0, sources_N))
 

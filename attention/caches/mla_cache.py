@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentParts, LatentView
-from specdec.attention.caches.planes import CacheLayout, Plane
+from specdec.attention.caches.layout import CacheBuffer, CacheLayout
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class LatentLayout(CacheLayout):
     dtype: torch.dtype
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        return (Plane("latent", (self.rank + self.rope_dim,), self.dtype),)
+    def buffers(self) -> tuple[CacheBuffer, ...]:
+        return (CacheBuffer("latent", (self.rank + self.rope_dim,), self.dtype),)
 
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> MLAView:
-        return MLAView(planes["latent"], self.rank)
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> MLAView:
+        return MLAView(buffers["latent"], self.rank)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import CachedHeads, CacheLayout, Plane, RoundingView
+from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout, RoundingView
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
@@ -166,16 +166,16 @@ class QuantLayout(CacheLayout):
     int8_queries: bool = False
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
+    def buffers(self) -> tuple[CacheBuffer, ...]:
         heads = (2, self.num_kv_heads)
-        kv = Plane("kv", (*heads, self.head_dim), KV_CACHE_DTYPES[self.kv_cache_dtype])
-        return (kv, Plane("scales", heads, torch.float32)) if self.kv_cache_dtype == "int8" else (kv,)
+        kv = CacheBuffer("kv", (*heads, self.head_dim), KV_CACHE_DTYPES[self.kv_cache_dtype])
+        return (kv, CacheBuffer("scales", heads, torch.float32)) if self.kv_cache_dtype == "int8" else (kv,)
 
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> QuantView:
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> QuantView:
         if self.kv_cache_dtype == "int8":
-            return QuantView(planes["kv"], scales_N2K=planes["scales"], int8_queries=self.int8_queries)
+            return QuantView(buffers["kv"], scales_N2K=buffers["scales"], int8_queries=self.int8_queries)
         scale_2K = torch.ones(2, self.num_kv_heads, dtype=torch.float32, device=self.device)
         given = self.scales[layer] if layer < len(self.scales) else None
         if given is not None:
             scale_2K.copy_(given)
-        return QuantView(planes["kv"], scale_2K, needs_scale=given is None)
+        return QuantView(buffers["kv"], scale_2K, needs_scale=given is None)

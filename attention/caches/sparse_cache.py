@@ -17,8 +17,8 @@ from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import Fp8LatentLayout
 from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.layout import CacheBuffer, CacheLayout
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout, Plane
 
 LatentFormat = LatentLayout | Fp8LatentLayout
 
@@ -58,8 +58,8 @@ class SparseLatentLayout(CacheLayout):
     index_layers: tuple[int, ...] | None = None
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        return (*self.latents.planes, Plane("index_keys", (self.index_dim,), self.dtype, self.index_layers))
+    def buffers(self) -> tuple[CacheBuffer, ...]:
+        return (*self.latents.buffers, CacheBuffer("index_keys", (self.index_dim,), self.dtype, self.index_layers))
 
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> SparseLatentView:
-        return SparseLatentView(self.latents.view(layer, planes), planes.get("index_keys"))
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> SparseLatentView:
+        return SparseLatentView(self.latents.view(layer, buffers), buffers.get("index_keys"))

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.planes import CachedHeads, CacheLayout, Plane
+from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class SplitLayout(CacheLayout):
     dtype: torch.dtype
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        return (Plane("kv", (self.num_kv_heads * (self.key_dim + self.value_dim),), self.dtype),)
+    def buffers(self) -> tuple[CacheBuffer, ...]:
+        return (CacheBuffer("kv", (self.num_kv_heads * (self.key_dim + self.value_dim),), self.dtype),)
 
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> SplitView:
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> SplitView:
         K = self.num_kv_heads
-        k, v = planes["kv"].split((K * self.key_dim, K * self.value_dim), dim=1)
+        k, v = buffers["kv"].split((K * self.key_dim, K * self.value_dim), dim=1)
         return SplitView(k.unflatten(1, (K, self.key_dim)), v.unflatten(1, (K, self.value_dim)))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.int8_keys import queries_as_read
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.layout import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment, uniform_cu_seqlens

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.caches.planes import CachedHeads
+from specdec.attention.caches.layout import CachedHeads
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
 from specdec.attention.flash.capability import LIBRARIES

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import Fp8LatentView
 from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.layout import KVView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.caches.planes import KVView
 from specdec.attention.flashmla import adapters
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kernels.triton_plan import TritonPlan

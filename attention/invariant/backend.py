@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.layout import KVView
 from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.invariant.latents import attend_latents
 from specdec.attention.invariant.leaves_triton import leaves_kernel, path_kernel

@@ -18,7 +18,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
-from specdec.attention.caches.planes import CachedHeads, HeadsView, KVView
+from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel

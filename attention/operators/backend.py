@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.kinds import PLAIN, Scoring

@@ -16,7 +16,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 
 
 @dataclass(frozen=True)
-class Candidates:
+class CandidateKeys:
     """The candidates of T queries.  Query t reads paged_T[t] keys through row rows_T[t] of the segment's page table, at the
     positions 0 to paged_T[t] - 1, and after them the first path_T[t] slots of its row in `suffix`.
 
@@ -48,7 +48,7 @@ class Candidates:
         return self._counts[topk]
 
     @classmethod
-    def of(cls, plan: AttentionPlan, queries: int) -> Candidates:
+    def of(cls, plan: AttentionPlan, queries: int) -> CandidateKeys:
         """The candidates of a plan's queries, which are `queries` many.  Nothing is read from the device.
 
         plan: one paged segment, causal or a prefix, and perhaps a suffix: each query's own path in a draft tree, in the order

@@ -1,7 +1,7 @@
 """What is done to an indexer's fresh queries, keys and weights before they are stored and scored.
 
 A layer of sparse attention (DeepSeek V3.2) has an indexer: a small attention with one key head, whose scores choose the keys
-that the layer's own attention reads.  Its keys lie in a plane of the cache beside the latents.  This module knows neither
+that the layer's own attention reads.  Its keys lie in a buffer of the cache beside the latents.  This module knows neither
 scores nor plans.
 
 Shapes: T tokens, J heads of the indexer, I dims of its heads, R rotated dims, N slots.
@@ -45,7 +45,7 @@ class IndexPrep:
 
 
 def store_index(
-    plane_NI: Tensor, q_TJI: Tensor, key_TI: Tensor, weights_TJ: Tensor, slots_T: Tensor, prep: IndexPrep
+    index_keys_NI: Tensor, q_TJI: Tensor, key_TI: Tensor, weights_TJ: Tensor, slots_T: Tensor, prep: IndexPrep
 ) -> Tensor:
     """Norms and rotates keys into their slots (int64), rotates queries in place, and returns the scaled weights [T, J].
 
@@ -54,7 +54,7 @@ def store_index(
     if use_kernels(key_TI):
         from specdec.attention.sparse.index_store_triton import launch_store_index
 
-        return launch_store_index(plane_NI, q_TJI, key_TI, weights_TJ, slots_T, prep)
+        return launch_store_index(index_keys_NI, q_TJI, key_TI, weights_TJ, slots_T, prep)
     key_TI, scaled_TJ = prep.apply_(q_TJI, key_TI, weights_TJ)
-    plane_NI.index_copy_(0, slots_T, key_TI)
+    index_keys_NI.index_copy_(0, slots_T, key_TI)
     return scaled_TJ

@@ -34,7 +34,7 @@ def store_index_kernel(
     q,  # [T, J, I], any strides but the last
     key,  # [T, I]
     weights,  # [T, J]
-    plane,  # [slots, I]
+    index_keys,  # [slots, I]
     slots,  # [T] int64
     positions,  # [T] int64
     table,  # [P, 2, R]
@@ -67,7 +67,7 @@ def store_index_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     key += token * stride_key
-    plane += slot * stride_slot
+    index_keys += slot * stride_slot
     if tl.program_id(1) == 0:
         i = tl.arange(0, PADDED_DIM)
         ok_I = i < DIM
@@ -76,12 +76,12 @@ def store_index_kernel(
         centred_I = tl.where(ok_I, x_I - mean, 0.0)
         inverse = tl.rsqrt(tl.sum(centred_I * centred_I, 0) / DIM + eps)
         rest_I = ok_I & (i >= 2 * HALF)
-        tl.store(plane + i, normed(key, i, rest_I, norm, bias, mean, inverse).to(plane.dtype.element_ty), mask=rest_I)
+        tl.store(index_keys + i, normed(key, i, rest_I, norm, bias, mean, inverse).to(index_keys.dtype.element_ty), mask=rest_I)
         low_E = normed(key, e, ok_E, norm, bias, mean, inverse)
         high_E = normed(key, HALF + e, ok_E, norm, bias, mean, inverse)
         cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn
-        tl.store(plane + e, (low_E * cos_low_E + high_E * sin_low_E).to(plane.dtype.element_ty), mask=ok_E)
-        tl.store(plane + HALF + e, (high_E * cos_high_E + low_E * sin_high_E).to(plane.dtype.element_ty), mask=ok_E)
+        tl.store(index_keys + e, (low_E * cos_low_E + high_E * sin_low_E).to(index_keys.dtype.element_ty), mask=ok_E)
+        tl.store(index_keys + HALF + e, (high_E * cos_high_E + low_E * sin_high_E).to(index_keys.dtype.element_ty), mask=ok_E)
         h = tl.arange(0, PADDED_HEADS)  # not j: a name must mean one shape in both branches
         weight_H = tl.load(weights + token * stride_weights + h, mask=h < HEADS, other=0.0).to(tl.float32)
         tl.store(scaled + token * HEADS + h, weight_H * scale, mask=h < HEADS)
@@ -93,21 +93,21 @@ def store_index_kernel(
 
 
 def launch_store_index(
-    plane_NI: Tensor, q_TJI: Tensor, key_TI: Tensor, weights_TJ: Tensor, slots_T: Tensor, prep: IndexPrep
+    index_keys_NI: Tensor, q_TJI: Tensor, key_TI: Tensor, weights_TJ: Tensor, slots_T: Tensor, prep: IndexPrep
 ) -> Tensor:
-    """`store_index`: keys go into plane_NI, queries are rotated in place, the scaled weights [T, J] float32 are returned."""
+    """`store_index`: keys go into index_keys_NI, queries are rotated in place.  Returns the scaled weights [T, J] float32."""
     (T, J, I), table = q_TJI.shape, prep.rotation.table_P2D
     R = table.shape[2]
-    assert key_TI.shape == (T, I) and weights_TJ.shape == (T, J) and slots_T.shape == (T,) and plane_NI.shape[1] == I
+    assert key_TI.shape == (T, I) and weights_TJ.shape == (T, J) and slots_T.shape == (T,) and index_keys_NI.shape[1] == I
     assert table.is_contiguous() and R <= I and prep.norm_I.shape == prep.bias_I.shape == (I,)
-    assert q_TJI.stride(2) == key_TI.stride(1) == weights_TJ.stride(1) == plane_NI.stride(1) == 1
+    assert q_TJI.stride(2) == key_TI.stride(1) == weights_TJ.stride(1) == index_keys_NI.stride(1) == 1
     scaled_TJ = torch.empty(T, J, dtype=torch.float32, device=key_TI.device)
     block_j = min(triton.next_power_of_2(J), 32)
     if T:
         store_index_kernel[(T, 1 + triton.cdiv(J, block_j))](
-            q_TJI, key_TI, weights_TJ, plane_NI, slots_T.contiguous(), prep.rotation.positions_T.contiguous(), table,
+            q_TJI, key_TI, weights_TJ, index_keys_NI, slots_T.contiguous(), prep.rotation.positions_T.contiguous(), table,
             prep.norm_I, prep.bias_I, scaled_TJ, prep.eps, prep.scale,
-            *q_TJI.stride()[:2], key_TI.stride(0), weights_TJ.stride(0), plane_NI.stride(0),
+            *q_TJI.stride()[:2], key_TI.stride(0), weights_TJ.stride(0), index_keys_NI.stride(0),
             HEADS=J, PADDED_HEADS=triton.next_power_of_2(J), DIM=I, PADDED_DIM=triton.next_power_of_2(I), HALF=R // 2,
             PADDED_HALF=triton.next_power_of_2(R // 2), BLOCK_J=block_j, num_warps=2, **chained(key_TI.device),
         )  # fmt: skip

@@ -23,7 +23,7 @@ from specdec.attention.caches.sparse_cache import SparseLatentView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.index_store import IndexPrep, store_index
 from specdec.attention.sparse.indexer import indexer_scores, select_rows
 from specdec.attention.sparse.segment import sparse_segment
@@ -86,7 +86,7 @@ class SparseLatentInputs(LayerInputs):
         chosen = None
         if not reads_all(call.plan, self.topk):
             q_RJI, weights_RJ = call.asked(index.q_TJI), call.asked(weights_TJ)
-            candidates = call.once("candidates", lambda plan: Candidates.of(plan, q_RJI.shape[0]))
+            candidates = call.once("candidates", lambda plan: CandidateKeys.of(plan, q_RJI.shape[0]))
             chosen = sparse_segment(q_RJI, weights_RJ, view.index_keys, candidates, self.topk)
         call.handed_on[CHOSEN] = chosen
         return chosen

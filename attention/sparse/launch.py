@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.attention.kernels.tiles_triton import padded, programs_at_once
 from specdec.attention.segment import Segment
-from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.scores_triton import row_scores_kernel, rows_scores_kernel
 from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
@@ -27,7 +27,7 @@ LONG = 1 << 18  # from here on more scores than before lie between the selection
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 
-class Sizes(NamedTuple):
+class IndexerTiles(NamedTuple):
     """What one program works on.
 
     row, row_warps, row_stages: keys of a block, warps and stages of its program, in rows of one query.
@@ -71,13 +71,13 @@ class Scratch(NamedTuple):
 
 
 def launch_sparse_segment(
-    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int, sizes: Sizes | None = None,
+    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int, sizes: IndexerTiles | None = None,
     programs: int | None = None, scratch_bytes: int = SCRATCH,
 ) -> Segment:  # fmt: skip
     """`segment.sparse_segment` by kernels.  programs: how many programs the GPU is taken to run at once."""
     (T, _, D), N, device = q_THD.shape, candidates.width, q_THD.device
     small = q_THD.element_size() == 4  # float32 uses no tensor cores, and twice the shared memory
-    sizes = (Sizes(row=32, rows=32, rows_warps=4, group=8) if small else Sizes()) if sizes is None else sizes
+    sizes = (IndexerTiles(row=32, rows=32, rows_warps=4, group=8) if small else IndexerTiles()) if sizes is None else sizes
     programs = programs_at_once(device) if programs is None else programs
     assert q_THD.dtype == keys_XD.dtype and keys_XD.shape[1] == D and w_TH.shape == q_THD.shape[:2]
     assert q_THD.stride()[1:] == (D, 1) and w_TH.stride(1) == keys_XD.stride(1) == 1
@@ -92,7 +92,7 @@ def launch_sparse_segment(
     return Segment.of_slots(slots_TI, counts_T)
 
 
-def _scratch(queries: int, candidates: Candidates, topk: int, sizes: Sizes, programs: int) -> Scratch:
+def _scratch(queries: int, candidates: CandidateKeys, topk: int, sizes: IndexerTiles, programs: int) -> Scratch:
     N, device = candidates.width, candidates.paged_T.device
     slices = max(1, min(triton.cdiv(N, sizes.block), triton.cdiv(sizes.slices * programs, queries)))
 
@@ -119,8 +119,8 @@ def score_splits(rows: int, blocks: int, at_once: int) -> int:
 
 
 def launch_scores(
-    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int, first: int, queries: int, sizes: Sizes,
-    programs: int,
+    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int, first: int, queries: int,
+    sizes: IndexerTiles, programs: int,
 ) -> Scratch:  # fmt: skip
     """Scores a part of the queries."""
     (_, H, D), device = q_THD.shape, q_THD.device
@@ -159,7 +159,7 @@ def launch_scores(
 
 
 def launch_selection(
-    candidates: Candidates, topk: int, first: int, queries: int, scratch: Scratch, slots_TI: Tensor, sizes: Sizes
+    candidates: CandidateKeys, topk: int, first: int, queries: int, scratch: Scratch, slots_TI: Tensor, sizes: IndexerTiles
 ) -> None:  # fmt: skip
     """Selects a part of the queries' best keys, into their rows of slots_TI."""
     segment, suffix, N, device = candidates.segment, candidates.suffix, candidates.width, slots_TI.device
@@ -181,7 +181,7 @@ def launch_selection(
 
 
 @lru_cache
-def sample_step(N: int, topk: int, sizes: Sizes) -> int:
+def sample_step(N: int, topk: int, sizes: IndexerTiles) -> int:
     """How far apart the scores of a sample are: a power of two."""
     return triton.next_power_of_2(max(1, topk // sizes.sampled, -(-N // sizes.sample)))
 

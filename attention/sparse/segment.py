@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from specdec.attention.segment import Segment
-from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.indexer import NOTHING, indexer_scores, select_rows, to_slots
 from specdec.ops.launch import use_kernels
 
 GATHERED = 1 << 24  # numbers of keys that the pure version gathers at once
 
 
-def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int) -> Segment:
+def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int) -> Segment:
     """The keys that each query selects, as one row of slots a query.
 
     q_THD, w_TH: the indexer's queries and head weights; the caller has scaled the weights by H ** -0.5.
-    keys_XD: the layer's plane of indexer keys, one key a slot.  The fresh tokens' keys have been stored.
+    keys_XD: the layer's buffer of indexer keys, one key a slot.  The fresh tokens' keys have been stored.
     candidates: of the pass's plan, which all its layers share.
     """
     assert topk > 0 and candidates.paged_T.shape[0] == q_THD.shape[0] == w_TH.shape[0]
@@ -32,7 +32,7 @@ def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Can
     return pure_segment(q_THD, w_TH, keys_XD, candidates, topk)
 
 
-def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int) -> Segment:
+def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int) -> Segment:
     """`sparse_segment` by its definition, a few queries at a time.  The kernels compute the same."""
     T, N = q_THD.shape[0], candidates.width
     I = min(topk, N)
@@ -51,14 +51,14 @@ def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candi
     return Segment.of_slots(slots_TI, counts_T)
 
 
-def _every_candidate(candidates: Candidates, part: slice) -> Tensor:
+def _every_candidate(candidates: CandidateKeys, part: slice) -> Tensor:
     """[t, N] int32: all candidates of some queries, by position."""
     visible_t = candidates.visible_T[part]
     place_N = torch.arange(candidates.width, dtype=torch.int32, device=visible_t.device)
     return torch.where(place_N < visible_t[:, None], place_N, NOTHING)
 
 
-def _slots(positions_tI: Tensor, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
+def _slots(positions_tI: Tensor, candidates: CandidateKeys, part: slice) -> tuple[Tensor, Tensor]:
     segment, suffix = candidates.segment, candidates.suffix
     path_tP = None if suffix is None else suffix.pages.table[part]
     return to_slots(positions_tI, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)

@@ -36,7 +36,7 @@ from specdec.attention.inputs import HeadInputs, LayerInputs
 from specdec.attention.kinds import FULL
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Work, full_rounds
+from specdec.bench.profile import Workload, full_rounds
 from specdec.bench.prompt_file import read_prompts
 from specdec.loading.memory import pool_plan
 from specdec.loading.resolve import EngineSettings, resolve_settings
@@ -160,19 +160,19 @@ def fill(cache: KVCache) -> None:
             assert isinstance(view, Int8KeysView)
             for part in view.heads:
                 part.random_(-127, 128) if part.dtype == torch.int8 else part.normal_()
-        cache.planes["scales"].uniform_(1e-3, 2e-2)
+        cache.buffers["scales"].uniform_(1e-3, 2e-2)
     elif isinstance(cache.layout, QuantLayout):
-        bytes_ = cache.planes["kv"].view(torch.uint8)
+        bytes_ = cache.buffers["kv"].view(torch.uint8)
         for layer, view in enumerate(map(cache.view, range(len(cache.kinds)))):
             bytes_[layer].copy_(torch.randint(0, 120, bytes_[layer].shape, dtype=torch.uint8, device=bytes_.device))
             assert isinstance(view, QuantView)
             if view.scale_2K is not None:
                 view.scale_2K.fill_(1 / 64)
                 view.needs_scale = False
-        if "scales" in cache.planes:
-            cache.planes["scales"].uniform_(1e-3, 2e-2)
+        if "scales" in cache.buffers:
+            cache.buffers["scales"].uniform_(1e-3, 2e-2)
     else:
-        for layer in cache.planes["kv"]:
+        for layer in cache.buffers["kv"]:
             layer.normal_()
 
 
@@ -191,7 +191,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     without_prefill(decoder)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * BATCH
     session = Session(decoder)
-    work = Work(session, round_8b.random_prompts(BATCH, CONTEXT), sampling, speculate=spec is not None)
+    work = Workload(session, round_8b.random_prompts(BATCH, CONTEXT), sampling, speculate=spec is not None)
     full_rounds(work, session.step, 8)  # compiles, captures
     walls = [full_rounds(work, session.timed_step, rounds) for _ in range(2)]
     ms = [[1e3 * step.wall for step, _ in found] for found in walls]

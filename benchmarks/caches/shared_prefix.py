@@ -29,7 +29,7 @@ from engine_internals import give_copies, is_shared, set_sharing, sharing_differ
 from rounds.round_8b import TARGET, random_pair, spec_of
 
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Work
+from specdec.bench.profile import Workload
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle.head import EagleHead
@@ -66,7 +66,7 @@ def measure(decoder: SpecDecoder, spec: str, rows: int, shared: int, way: str, r
     """Median wall milliseconds of a round, and the trace's attention for one layer, of the target and of the draft alike."""
     session, shape = Session(decoder), spec_of(spec)
     set_sharing(decoder, shared=way in ("shared", "all"), in_every_pass=way == "all")
-    work = Work(session, prompts_of(rows, shared), [SamplingParams(max_tokens=MAX_TOKENS)] * rows, shape is not None)
+    work = Workload(session, prompts_of(rows, shared), [SamplingParams(max_tokens=MAX_TOKENS)] * rows, shape is not None)
     with work.running(), torch.inference_mode():
         if way == "copies":
             give_copies(decoder)

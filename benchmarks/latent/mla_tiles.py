@@ -90,7 +90,7 @@ class Prompt(OneLayer):
         self.table = torch.randperm(pages, device=DEVICE).view(1, pages).int()
         self.positions_T = cached + torch.arange(T, device=DEVICE)
         self.cache = KVCache(LatentLayout(C, R, torch.bfloat16), [FULL], pages * 64, device=DEVICE)
-        self.cache.planes["latent"].normal_()
+        self.cache.buffers["latent"].normal_()
         length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
         segment = replace(causal_segment(PageTable(self.table, 64), length_1, T), max_cached=cached)
         self.plan = AttentionPlan((segment,))

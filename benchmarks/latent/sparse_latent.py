@@ -32,8 +32,8 @@ from latent.mla import DEVICE, SCALING, C, Case, H, Pool, R, World, ours
 from specdec.attention.kernels.tiles_triton import programs_at_once
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.segment import Segment
-from specdec.attention.sparse.candidates import Candidates
-from specdec.attention.sparse.launch import Sizes, launch_scores
+from specdec.attention.sparse.candidates import CandidateKeys
+from specdec.attention.sparse.launch import IndexerTiles, launch_scores
 from specdec.attention.sparse.segment import sparse_segment
 
 HEADS, DIM, TOPK = 64, 128, 2048
@@ -50,12 +50,12 @@ class SparseWorld(World):
         super().__init__(case, pool)
         T, slots = case.B * case.N, self.views[0].latent.shape[0]
         assert slots * self.layers * DIM <= keys.numel()
-        planes = keys[: slots * self.layers * DIM].view(self.layers, slots, DIM)
+        buffers = keys[: slots * self.layers * DIM].view(self.layers, slots, DIM)
         rounds = -(-MIN_LAYERS // self.layers)  # so that the start of a graph counts little
-        self.views, self.keys_LXD, self.layers = self.views * rounds, [*planes] * rounds, self.layers * rounds
+        self.views, self.keys_LXD, self.layers = self.views * rounds, [*buffers] * rounds, self.layers * rounds
         self.q_THD = torch.randn(T, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
         self.w_TH = torch.randn(T, HEADS, device=DEVICE) * HEADS**-0.5
-        self.candidates = Candidates.of(self.plan, T)  # made once a pass, for all its layers
+        self.candidates = CandidateKeys.of(self.plan, T)  # made once a pass, for all its layers
 
     def select(self, layer: int) -> Segment:
         return sparse_segment(self.q_THD, self.w_TH, self.keys_LXD[layer], self.candidates, TOPK)
@@ -68,7 +68,7 @@ def scored(world: SparseWorld) -> list[Tensor]:
     """The scores alone."""
     T, programs = world.q_THD.shape[0], programs_at_once(DEVICE)
     return [
-        launch_scores(world.q_THD, world.w_TH, keys, world.candidates, TOPK, 0, T, Sizes(), programs).scores
+        launch_scores(world.q_THD, world.w_TH, keys, world.candidates, TOPK, 0, T, IndexerTiles(), programs).scores
         for keys in world.keys_LXD
     ]
 

@@ -148,8 +148,8 @@ def cached(kv: Tensor, kept: str) -> MHAView | QuantView | Int8KeysView:
         return QuantView(torch.cat([to_fp8(part, scale_2K).view(torch.uint8) for part in parts]).view(FP8), scale_2K)
     if kv_cache_dtype == INT8_KEYS:
         layout = Int8KeysLayout(K, D, kv.dtype, int8_queries)
-        planes = {p.name: torch.empty(len(kv), *p.shape, dtype=p.dtype, device=DEVICE) for p in layout.planes}
-        view = layout.view(0, planes)
+        buffers = {p.name: torch.empty(len(kv), *p.shape, dtype=p.dtype, device=DEVICE) for p in layout.buffers}
+        view = layout.view(0, buffers)
         for slots_T in torch.arange(len(kv), device=DEVICE).split(65_536):
             view.write(slots_T, kv[slots_T])
         return view

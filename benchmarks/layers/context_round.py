@@ -108,8 +108,8 @@ def settings_of(options: EngineOptions, spec: SpecConfig | None, config: ModelCo
 
 
 def fill_caches(workers: Any) -> None:
-    for plane in workers.verifier.cache.planes.values():
-        plane.normal_()
+    for buffer in workers.verifier.cache.buffers.values():
+        buffer.normal_()
 
 
 def commit(workers: Any, context: int) -> None:

@@ -33,7 +33,7 @@ import triton
 from engine_internals import clear_caches, fixed_shape, set_acceptance, time_captures, timed_rounds, without_prefill
 
 from rounds.round_8b import make_decoder, random_pair, random_prompts
-from specdec.bench.profile import Work
+from specdec.bench.profile import Workload
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.session import Session
@@ -104,7 +104,7 @@ class Bench:
         while spent < seconds or done < rounds:
             # What is accepted follows from seed and position: equal seeds would give each run the same luck.
             sampling = [SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=next(self.seeds)) for _ in self.prompts]
-            work = Work(self.session, self.prompts, sampling, speculate)
+            work = Workload(self.session, self.prompts, sampling, speculate)
             with fixed_shape(self.decoder, shape) if shape else nullcontext(), work.running() as requests:
                 torch.cuda.synchronize()
                 start = end = time.perf_counter()

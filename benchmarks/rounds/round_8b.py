@@ -29,7 +29,7 @@ from torch import nn
 
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Work, full_rounds, rounds_in
+from specdec.bench.profile import Workload, full_rounds, rounds_in
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
@@ -214,7 +214,7 @@ def measure(
     decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic, ranks=ranks)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     session = Session(decoder)
-    work = Work(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
+    work = Workload(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
     settle = 8 if traced else 100  # compiles, captures; "auto" tries other numbers of levels first
     full_rounds(work, session.step, settle)
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]

@@ -30,7 +30,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Work, full_rounds
+from specdec.bench.profile import Workload, full_rounds
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
@@ -153,7 +153,7 @@ def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
 @contextmanager
 def running(
     model: CausalLM, head: Any, spec: SpecConfig, batch: int, args: argparse.Namespace
-) -> Iterator[tuple[Session, Work]]:
+) -> Iterator[tuple[Session, Workload]]:
     options = EngineOptions(
         device="cuda:0",
         dtype="bfloat16",
@@ -167,7 +167,7 @@ def running(
     session = Session(decoder)
     session.force_acceptance([args.accept] * spec.max_steps)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * batch
-    yield session, Work(session, random_prompts(batch, CONTEXT), sampling, speculate=True)
+    yield session, Workload(session, random_prompts(batch, CONTEXT), sampling, speculate=True)
     decoder.close()
     torch.cuda.empty_cache()
 

@@ -57,7 +57,7 @@ class Watch:
             done = self._run(tree)
             self.seconds += time.thread_time() - start
             self.trees += 1
-            held = max(len(tree._places), self._kept_here + 1)  # a tree of which all is kept has no places
+            held = max(len(tree._states), self._kept_here + 1)  # a tree of which all is kept has no states
             self.added += held - 1 - self._kept_here
             self.padding += len(tree._drafts) - held
             return done if self.completes else (tree._drafts, tree._above)

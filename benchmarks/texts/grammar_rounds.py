@@ -26,7 +26,7 @@ import torch
 from engine_internals import grammar_rows, hold_looking
 from rounds.round_8b import TARGET, Case, make_decoder, random_pair, random_prompts, spec_of
 
-from specdec.bench.profile import Work, full_rounds
+from specdec.bench.profile import Workload, full_rounds
 from specdec.config import GraphMode, SamplingParams
 from specdec.grammar.completion import Completion
 from specdec.grammar.library import Grammars
@@ -115,7 +115,7 @@ def session_of(case: Case, pair: Any, tokenizer: str, graphs: GraphMode) -> Sess
 def measure(session: Session, case: Case, rounds: int, masked: int, **options: Any) -> dict[str, Any]:
     """One line.  masked: so many rows have a grammar.  options: of the others."""
     clock = Clock(grammar_rows(session.decoder))
-    work = Work(session, random_prompts(case.batch, case.context), [SamplingParams()] * case.batch, case.spec != "plain")
+    work = Workload(session, random_prompts(case.batch, case.context), [SamplingParams()] * case.batch, case.spec != "plain")
     free, held = SamplingParams(max_tokens=900, ignore_eos=True, **options), SamplingParams(max_tokens=900, json_schema=ENDLESS)
     work.sampling = [held] * masked + [free] * (case.batch - masked)
     full_rounds(work, session.step, SETTLE)

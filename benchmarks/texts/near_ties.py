@@ -26,7 +26,7 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.bench.prompt_file import read_prompts
-from specdec.lossless.choice import Text
+from specdec.lossless.choice import GeneratedText
 from specdec.lossless.reference import FACTOR, passes_of, read_text
 from specdec.session import Session
 
@@ -53,10 +53,10 @@ def measure(decoder: SpecDecoder, prompts: list[Any], sampling: list[SamplingPar
     passes, ratios, bounds, tokens, unsure = passes_of(Session(decoder)), [0.0], [], 0, 0
     for speculate in (False, True):
         for out, params in zip(decoder.generate(prompts, sampling, speculate=speculate), sampling, strict=True):
-            reading = read_text(passes, Text(out.prompt_token_ids, out.token_ids, params))
-            ratios += [float("inf") if each.margin is None else FACTOR * each.margin / each.bound for each in reading.off]
-            tokens, unsure = tokens + len(out.token_ids), unsure + reading.unsure
-            bounds.append(reading.bound)
+            check = read_text(passes, GeneratedText(out.prompt_token_ids, out.token_ids, params))
+            ratios += [float("inf") if each.margin is None else FACTOR * each.margin / each.bound for each in check.off]
+            tokens, unsure = tokens + len(out.token_ids), unsure + check.unsure
+            bounds.append(check.bound)
     return {
         "tokens": tokens, "off": len(ratios) - 1, "largest_margin_in_noise": round(max(ratios), 3),
         "median_bound": round(median(bounds), 4), "unsure_share": round(unsure / tokens, 4),

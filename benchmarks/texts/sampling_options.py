@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rounds.round_8b import Case, make_decoder, random_pair, random_prompts, spec_of
 
-from specdec.bench.profile import Work, full_rounds
+from specdec.bench.profile import Workload, full_rounds
 from specdec.config import SamplingParams
 from specdec.session import Session
 
@@ -57,7 +57,7 @@ def main() -> None:
         prompts = random_prompts(case.batch, case.context)
         for name, options in OPTIONS.items():
             sampling = [SamplingParams(max_tokens=900, ignore_eos=True, **options)] * case.batch
-            work = Work(session, prompts, sampling, speculate=True)
+            work = Workload(session, prompts, sampling, speculate=True)
             full_rounds(work, session.step, SETTLE)
             walls = [timed.wall for timed, _ in full_rounds(work, session.timed_step, args.rounds)]
             rows.append({**case._asdict(), "option": name, "rounds": len(walls), "ms": 1e3 * median(walls)})

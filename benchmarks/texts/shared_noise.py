@@ -26,7 +26,7 @@ import torch
 from rounds.round_8b import make_decoder, random_pair, random_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.bench.profile import Work, full_rounds
+from specdec.bench.profile import Workload, full_rounds
 from specdec.generation import Generation, Stats
 from specdec.session import Session
 from specdec.shipped import draft_folder, prompts_file, target_folder
@@ -91,7 +91,7 @@ def round_rows(blocks: int = 2, rounds: int = 40) -> list[dict[str, Any]]:
             session.share_noise(shares)
             session.force_acceptance([0.75] * shape[0])
             params = [SamplingParams(max_tokens=900, ignore_eos=True, seed=i, **options) for i in range(batch)]
-            work[name] = Work(session, random_prompts(batch, 1024), params, speculate=True)
+            work[name] = Workload(session, random_prompts(batch, 1024), params, speculate=True)
             full_rounds(work[name], session.step, 6)
         for _ in range(blocks):
             for name, each in work.items():

@@ -19,7 +19,7 @@ from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 
 
-class BlockRows(NamedTuple):
+class DenseBlockRows(NamedTuple):
     """Rows of some texts: context rows, and rows of blocks.
 
     positions_NR: int64.  block_R: int64, the block of each row; -1 for context.

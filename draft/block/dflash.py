@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import HeadsView
+from specdec.attention.caches.layout import HeadsView
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerCall
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.block.dense import BlockRows
+from specdec.draft.block.dense import DenseBlockRows
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.markov import Markov
 from specdec.draft.block.rounds.passes import BlockPass, ContextPass
@@ -90,7 +90,7 @@ class DFlashHead(BlockHead):
         block_R = torch.arange(A, dtype=torch.int64, device=device).repeat_interleave(B)
         at_NT = torch.arange(T, dtype=torch.int64, device=device).expand(N, T)
         none_NT = torch.full_like(at_NT, -1)
-        rows = BlockRows(
+        rows = DenseBlockRows(
             torch.cat((at_NR, at_NT), dim=1),
             torch.cat((block_R, none_NT[0])),
             torch.cat(((anchors_NA - 1).repeat_interleave(B, 1), none_NT), dim=1),

@@ -16,7 +16,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.block.dense import BlockRows, MaskedAttention
+from specdec.draft.block.dense import DenseBlockRows, MaskedAttention
 from specdec.draft.block.rounds.passes import BlockPass
 from specdec.draft.block.rounds.trees import tree_of_levels
 from specdec.draft.drafter import Drafter, DrafterContext, Impression
@@ -68,7 +68,7 @@ class BlockHead(DraftHead):
         """
         return tree_of_levels(self, hidden_BSH, bonus_B, spec, noise)
 
-    def masked(self, rows: BlockRows, queries: int, parts: Sequence[int]) -> MaskedAttention:
+    def masked(self, rows: DenseBlockRows, queries: int, parts: Sequence[int]) -> MaskedAttention:
         """The attention of a pass over whole texts.  queries, parts: as of `visible` and `MaskedAttention`."""
         anchored = self.block.size if self.block.anchored_windows else 0
         kinds = list(zip(self.config.model.layer_kinds, self.block.causal, strict=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.config import SpecConfig
-from specdec.draft.block.dense import BlockRows
+from specdec.draft.block.dense import DenseBlockRows
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.rounds.passes import BlockPass, PairPass
 from specdec.draft.eagle.head import Eagle3Head
@@ -52,7 +52,7 @@ class PEagleHead(BlockHead, Eagle3Head):
         true_P, unknown = torch.arange(P, dtype=torch.int64, device=device), A * D
         last_NR = (anchors_NA - 1).repeat_interleave(D, 1)
         block_R = torch.arange(A, dtype=torch.int64, device=device).repeat_interleave(D)
-        rows = BlockRows(
+        rows = DenseBlockRows(
             torch.cat(
                 (true_P.expand(N, P), last_NR + torch.arange(1, steps, dtype=torch.int64, device=device).repeat(A)), dim=1
             ),

@@ -17,7 +17,7 @@ from specdec.draft.broken import FilesLook
 from specdec.draft.smoke import (
     DRAFTS,
     Misreading,
-    Seen,
+    TargetPass,
     is_right,
     misread_config,
     misread_layers,
@@ -35,7 +35,7 @@ class BlockLook(FilesLook):
         size = head.block.size  # one less, so that it is the same whether the first row drafts or not
         return min(DRAFTS, max(1, size - 1)) if size else DRAFTS
 
-    def rights(self, seen: Seen, head: BlockHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
+    def rights(self, seen: TargetPass, head: BlockHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
         S, device = self.drafts(head), seen.ids_T.device
         anchors_A = torch.arange(1, len(seen.ids_T) - S + 1, dtype=torch.int64, device=device)
         after_AS = anchors_A[:, None] + torch.arange(S, dtype=torch.int64, device=device)

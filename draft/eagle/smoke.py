@@ -17,7 +17,7 @@ from specdec.draft.head import StepHead
 from specdec.draft.smoke import (
     Look,
     Misreading,
-    Seen,
+    TargetPass,
     is_right,
     misread_config,
     misread_feature,
@@ -36,7 +36,7 @@ class StepLook(Look):
     than where only the chain's own pairs are the head's.
     """
 
-    def rights(self, seen: Seen, head: StepHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
+    def rights(self, seen: TargetPass, head: StepHead, layers: tuple[int, ...]) -> Iterator[Tensor]:
         P, S = len(seen.chosen_P), self.drafts(head)
         next_P, positions_P = seen.ids_T[1:], torch.arange(P, dtype=torch.int64, device=seen.ids_T.device)
         hidden_PH = head.fuse(seen.features(layers)[:P])

@@ -12,7 +12,7 @@ from specdec.draft.block.formats import modelopt as modelopt_blocks
 from specdec.draft.block.formats import specforge as specforge_peagle
 from specdec.draft.block.formats import speculators as speculators_blocks
 from specdec.draft.eagle.formats import modelopt, safeailab, specforge, speculators
-from specdec.draft.formats.reading import Format, HeadFiles, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead
 from specdec.draft.formats.releases import MARK, refuse_kind
 from specdec.models.checkpoints.config_values import mapping
 from specdec.models.config import ModelConfig
@@ -20,7 +20,7 @@ from specdec.models.config import ModelConfig
 BLOCK_MARKS = ("hidden_norm.weight", "mask_hidden")  # tensors of heads of one pass alone
 
 
-def _read_speculators(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_speculators(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     refuse_kind(files.raw, files.where)
     kind = files.raw[MARK]
     if kind == "eagle":
@@ -28,13 +28,13 @@ def _read_speculators(files: HeadFiles, target: ModelConfig | None) -> Reading:
     return (speculators if kind == "eagle3" else speculators_blocks).read(files, target)
 
 
-def _read_specforge(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_specforge(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     if "mask_hidden" in files.checkpoint:
         return specforge_peagle.read(files, target)
     return (zlab.read_specforge if is_block(files) else specforge.read)(files, target)
 
 
-def _read_modelopt(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_modelopt(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     return (modelopt_blocks if is_block(files) else modelopt).read(files, target)
 
 
@@ -43,13 +43,13 @@ def is_block(files: HeadFiles) -> bool:
     return any(mark in files.checkpoint for mark in BLOCK_MARKS)
 
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, HeadFormat] = {
     "safeailab": safeailab.FORMAT,
-    "specforge": Format("specforge", "SpecForge", "EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DSpark", _read_specforge),
-    "speculators": Format(
+    "specforge": HeadFormat("specforge", "SpecForge", "EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DSpark", _read_specforge),
+    "speculators": HeadFormat(
         "speculators", "speculators (Red Hat, vLLM)", "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark", _read_speculators
     ),
-    "modelopt": Format("modelopt", "NVIDIA ModelOpt", "EAGLE-3, DFlash, DSpark", _read_modelopt),
+    "modelopt": HeadFormat("modelopt", "NVIDIA ModelOpt", "EAGLE-3, DFlash, DSpark", _read_modelopt),
     "z-lab": zlab.FORMAT,
     "deepspec": deepspec.FORMAT,
 }
@@ -77,7 +77,7 @@ OTHER_LAYOUTS = {
 }  # fmt: skip
 
 
-def detect(files: HeadFiles) -> Format:
+def detect(files: HeadFiles) -> HeadFormat:
     """The layout.  ValueError for heads that can't be run, and where two layouts' marks clash."""
     raw, names = files.raw, files.checkpoint.names()
     if raw.get(MARK) is not None:

@@ -15,15 +15,15 @@ EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read"
 
 def facts_of(opened: OpenHead, is_target_known: bool) -> Facts:
     """is_target_known: whether the head was opened for a target."""
-    reading = opened.reading
-    is_rope_told = reading.meanings.get("rope", "as written").startswith("as written")
+    parsed = opened.parsed
+    is_rope_told = parsed.meanings.get("rope", "as written").startswith("as written")
     return Facts(
         opened.format.name,
         opened.format.title,
-        spec_facts(reading.spec, is_target_known, is_rope_told),
-        dict(reading.meanings),
-        {name: list(shape) for name, shape in wanted_tensors(reading.spec, reading.names).items()},
-        dict(reading.beside),
+        spec_facts(parsed.spec, is_target_known, is_rope_told),
+        dict(parsed.meanings),
+        {name: list(shape) for name, shape in wanted_tensors(parsed.spec, parsed.names).items()},
+        dict(parsed.beside),
     )
 
 

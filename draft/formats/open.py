@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from specdec.draft.formats.detect import FORMATS, detect
 from specdec.draft.formats.empty import wanted_tensors
-from specdec.draft.formats.reading import Format, HeadFiles, Reading, check_tensors
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead, check_tensors
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.mistaken import refuse_target_tensors
@@ -40,8 +40,8 @@ class OpenHead(NamedTuple):
     """A head's folder, understood and checked, of which no weight was read."""
 
     files: HeadFiles
-    format: Format
-    reading: Reading
+    format: HeadFormat
+    parsed: ParsedHead
 
 
 def open_head(folder: Path, target: ModelConfig | None, how: HowToRead = AS_FOUND) -> OpenHead:
@@ -77,23 +77,23 @@ def _other_layout(files: HeadFiles, target: ModelConfig | None, how: HowToRead) 
     return found.name if found.name != how.format else ""
 
 
-def _understood(files: HeadFiles, chosen: Format, target: ModelConfig | None, how: HowToRead) -> OpenHead:
+def _understood(files: HeadFiles, chosen: HeadFormat, target: ModelConfig | None, how: HowToRead) -> OpenHead:
     """The head as that layout has it, all its tensors checked."""
-    folder, reading = files.folder, chosen.read(files, target)
+    folder, parsed = files.folder, chosen.read(files, target)
     if how.window:
-        reading = replace(reading, spec=windowed(reading.spec))
-    if target is not None and not reading.spec.own_embeddings and reading.spec.model.hidden_size != target.hidden_size:
+        parsed = replace(parsed, spec=windowed(parsed.spec))
+    if target is not None and not parsed.spec.own_embeddings and parsed.spec.model.hidden_size != target.hidden_size:
         raise ValueError(
-            f"{folder}: a head of hidden_size {reading.spec.model.hidden_size} needs embed_tokens.weight of its own, "
+            f"{folder}: a head of hidden_size {parsed.spec.model.hidden_size} needs embed_tokens.weight of its own, "
             f"since the target's is {target.hidden_size} wide"
         )
-    if target is not None and not reading.spec.own_lm_head and reading.spec.model.hidden_size != target.hidden_size:
+    if target is not None and not parsed.spec.own_lm_head and parsed.spec.model.hidden_size != target.hidden_size:
         raise ValueError(f"{folder}: a head of another hidden_size than its target's needs an lm_head.weight of its own")
-    check_tensors(files, reading, wanted_tensors(reading.spec, reading.names))
+    check_tensors(files, parsed, wanted_tensors(parsed.spec, parsed.names))
     if files.checkpoint.quantization is not None:  # so that ranks are held against groups of columns
-        own = replace(reading.spec.model, quantization=files.checkpoint.quantization)
-        reading = replace(reading, spec=replace(reading.spec, model=own))
-    return OpenHead(files, chosen, reading)
+        own = replace(parsed.spec.model, quantization=files.checkpoint.quantization)
+        parsed = replace(parsed, spec=replace(parsed.spec, model=own))
+    return OpenHead(files, chosen, parsed)
 
 
 def windowed(spec: HeadSpec) -> HeadSpec:

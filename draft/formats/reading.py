@@ -53,7 +53,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedHead:
     """A head as its reader understood it.
 
     beside: tensors that are no weights of the head, each with what is made of it.
@@ -68,33 +68,33 @@ class Reading:
     copies: bool = False
 
 
-class Format(NamedTuple):
+class HeadFormat(NamedTuple):
     """A published layout.  kinds: the heads that are read.  read: the second argument is the target; None: it is not known."""
 
     name: str
     title: str
     kinds: str
-    read: Callable[[HeadFiles, ModelConfig | None], Reading]
+    read: Callable[[HeadFiles, ModelConfig | None], ParsedHead]
 
 
-def check_tensors(files: HeadFiles, reading: Reading, wanted: Shapes) -> None:
+def check_tensors(files: HeadFiles, parsed: ParsedHead, wanted: Shapes) -> None:
     """ValueError for a tensor that is missing, not part of the head, of another shape, or of the wrong kind of numbers.
 
     wanted: what the head needs.  Reads headers alone: nothing was allocated yet.
     """
     checkpoint = files.checkpoint
     held = set(checkpoint.names())
-    spare = sorted(name for name in held - set(wanted) - set(reading.beside) if not may_be_read(name))
+    spare = sorted(name for name in held - set(wanted) - set(parsed.beside) if not may_be_read(name))
     missing = sorted(set(wanted) - held)
     if missing:
         instead = f"; it holds {', '.join(spare[:4])}, which no part of such a head is called" if spare else ""
         raise ValueError(
-            f"{files.folder}: tensor {missing[0]!r} is missing for a head of the layout {reading.spec.format}{instead}"
+            f"{files.folder}: tensor {missing[0]!r} is missing for a head of the layout {parsed.spec.format}{instead}"
         )
     if spare:
         raise ValueError(
             f"{files.folder}: {len(spare)} tensors are not part of this architecture: {', '.join(spare[:8])} "
-            f"(layout {reading.spec.format})"
+            f"(layout {parsed.spec.format})"
         )
     for name, shape in wanted.items():
         checkpoint.expect(name, shape, _keys_of(name))

@@ -7,7 +7,7 @@ from specdec.draft.mtp.fill import empty_mtp, fill
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.models.checkpoints.checkpoint import Asked, Checkpoint
 from specdec.models.checkpoints.stored import SAFE_DTYPES
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 
 
 def wanted_tensors(spec: MtpSpec) -> Shapes:
@@ -72,7 +72,7 @@ def how_stored(checkpoint: Checkpoint, spec: MtpSpec) -> str:
     return ", ".join(dict.fromkeys(ways))
 
 
-def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Format | None:
+def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> WeightFormat | None:
     """How a matrix is stored in 8 or 4 bits.  The router, which decides between experts, is always ordinary numbers."""
     is_matrix = len(shape) == 2 and not name.endswith("mlp.gate.weight")
     return checkpoint.format_of(name.removesuffix(".weight")) if is_matrix else None

@@ -18,7 +18,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
 from specdec.draft.ngram.grow import candidates_of
-from specdec.draft.ngram.lookup import Text, continuations, find_matches
+from specdec.draft.ngram.lookup import PagedTexts, continuations, find_matches
 from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.steps import Needs
@@ -59,7 +59,7 @@ class NgramDrafter(Drafter):
         self.caches = (self.store,)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
-        text = Text(self.store.tokens_N, state.pages, state.lens_B, self.span)
+        text = PagedTexts(self.store.tokens_N, state.pages, state.lens_B, self.span)
         matches = find_matches(text, num_continuations(spec))
         tokens_BMS = continuations(text, matches, spec.max_steps)
         if spec.topk == 1:

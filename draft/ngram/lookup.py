@@ -19,7 +19,7 @@ LONGEST = 8  # tokens that are compared at most; places with longer common endin
 SHIFT = 32  # a match's length stands above its position in one number, so that one search finds the best match
 
 
-class Text(NamedTuple):
+class PagedTexts(NamedTuple):
     """The texts of all sequences.
 
     tokens_N: int32 ids by slot.  pages: of each sequence.  lens_B: int32, how many entries each sequence has.
@@ -48,7 +48,7 @@ class Matches(NamedTuple):
     found_BM: Tensor
 
 
-def find_matches(text: Text, count: int) -> Matches:
+def find_matches(text: PagedTexts, count: int) -> Matches:
     """The best `count` places (M) of each text.  A place whose last entry is another token has length 0, and counts too."""
     if use_index_kernels(text.lens_B):
         from specdec.draft.ngram.lookup_triton import launch_match_keys
@@ -60,7 +60,7 @@ def find_matches(text: Text, count: int) -> Matches:
     return Matches(best_BM & (2**SHIFT - 1), best_BM >> SHIFT, best_BM >= 0)
 
 
-def match_keys(text: Text) -> Tensor:
+def match_keys(text: PagedTexts) -> Tensor:
     """[B, W] int64: for the place that ends at each position, length << SHIFT | position; -1 where there is no place."""
     W, device = text.pages.capacity, text.lens_B.device
     positions_W, lens_B1 = arange(W, device), text.lens_B.long()[:, None]
@@ -77,7 +77,7 @@ def match_keys(text: Text) -> Tensor:
     return torch.where(is_place_BW, length_BW << SHIFT | positions_W, -1)
 
 
-def continuations(text: Text, matches: Matches, steps: int) -> Tensor:
+def continuations(text: PagedTexts, matches: Matches, steps: int) -> Tensor:
     """[B, M, S] int64: the tokens after each place.
 
     A continuation that reaches the text's end goes on from the place again, as a text that repeats itself does.  A text

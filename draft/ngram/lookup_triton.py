@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.kernels.tables_triton import slots_of
-from specdec.draft.ngram.lookup import LONGEST, SHIFT, Text
+from specdec.draft.ngram.lookup import LONGEST, SHIFT, PagedTexts
 
 BLOCK = 1024
 
@@ -56,7 +56,7 @@ def match_keys_kernel(
         key = tl.where(key == best, -1, key)
 
 
-def launch_match_keys(text: Text, count: int, block: int = BLOCK) -> Tensor:
+def launch_match_keys(text: PagedTexts, count: int, block: int = BLOCK) -> Tensor:
     """[B, X] int64: the best `count` of each block's `lookup.match_keys`.
 
     The launch is not chained: it reads what the round before has written.

@@ -14,7 +14,7 @@ import torch
 from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, KINDS, NORM, OTHER, TRACED_PHASES, TREE, KernelSplit
 
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
-    (EXCHANGE, r"nccl|^(flat|few_rows|many_rows|swap_states)_kernel"),
+    (EXCHANGE, r"nccl|^(flat|few_rows|many_rows|all_to_all_states)_kernel"),
     (COPY, r"memcpy|memset"),
     (NORM, r"norm|rope|rotate|silu"),
     (

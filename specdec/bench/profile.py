@@ -43,9 +43,9 @@ def profile_work(
     """
     settings = session.settings
     spec = settings.spec if speculate else None
-    work = Work(session, prompts, sampling, speculate)
-    full_rounds(work, session.step, rounds=FEWEST)  # compiles and captures
-    found = full_rounds(work, session.timed_step, rounds)
+    workload = Workload(session, prompts, sampling, speculate)
+    full_rounds(workload, session.step, rounds=FEWEST)  # compiles and captures
+    found = full_rounds(workload, session.timed_step, rounds)
     context, is_gpu = mean(tokens for _, tokens in found), settings.device.type == "cuda"
     kept = settings.options.kv_cache_dtype, settings.options.decode_context_parallel_size
     return Budget(
@@ -57,12 +57,12 @@ def profile_work(
         settings.cuda_graphs,
         [1e3 * step.wall for step, _ in found],
         1e3 * median(step.wall - step.waited for step, _ in found) if is_gpu else None,
-        phases_ms(work, rounds),
-        kernels_of(work, spec) if is_gpu else None,
+        phases_ms(workload, rounds),
+        kernels_of(workload, spec) if is_gpu else None,
     )
 
 
-class Work:
+class Workload:
     """Prompts that a session runs, as often as asked for."""
 
     def __init__(
@@ -103,15 +103,15 @@ def rounds_in(max_tokens: int, spec: SpecConfig | None) -> int:
     return (max_tokens - 1) // (spec.max_steps + 1 if spec else 1) - FILL - 1
 
 
-def full_rounds(work: Work, step: Callable[[], T], rounds: int = ROUNDS) -> list[tuple[T, float]]:
+def full_rounds(workload: Workload, step: Callable[[], T], rounds: int = ROUNDS) -> list[tuple[T, float]]:
     """(what step() returned, mean tokens of a sequence) of rounds in which all prompts run.  step() must run one round.
 
     The prompts are run anew until there are enough rounds, or until enough time has passed.
     """
-    session, found = work.session, list[tuple[T, float]]()
+    session, found = workload.session, list[tuple[T, float]]()
     start = time.perf_counter()
     while True:
-        with work.running() as requests:
+        with workload.running() as requests:
             while not any(request.is_done for request in requests):
                 tokens = mean(request.num_tokens for request in requests)
                 result = step()
@@ -121,20 +121,20 @@ def full_rounds(work: Work, step: Callable[[], T], rounds: int = ROUNDS) -> list
                     return found
 
 
-def phases_ms(work: Work, rounds: int = ROUNDS) -> dict[str, float]:
+def phases_ms(workload: Workload, rounds: int = ROUNDS) -> dict[str, float]:
     """Medians of each phase, waited for one by one, and of `rest`: the time that no phase took."""
-    session = work.session
+    session = workload.session
     with session.timed_phases() as phases:
-        full_rounds(work, session.step, rounds=FEWEST)  # where rounds are one graph, phases get graphs of their own now
-        found = [seconds for seconds, _ in full_rounds(work, lambda: _phase_seconds(session, phases), rounds)]
+        full_rounds(workload, session.step, rounds=FEWEST)  # where rounds are one graph, phases get graphs of their own now
+        found = [seconds for seconds, _ in full_rounds(workload, lambda: _phase_seconds(session, phases), rounds)]
     return {name: 1e3 * median(seconds[name] for seconds in found) for name in found[0]}
 
 
-def kernels_of(work: Work, spec: SpecConfig | None) -> KernelSplit:
+def kernels_of(workload: Workload, spec: SpecConfig | None) -> KernelSplit:
     """A trace of as many rounds as surely fit one run.  Needs a GPU."""
-    rounds = min(TRACED, rounds_in(work.sampling[0].max_tokens, spec))
-    with work.running():
-        return trace(work.session.step, rounds, work.session.settings.device)
+    rounds = min(TRACED, rounds_in(workload.sampling[0].max_tokens, spec))
+    with workload.running():
+        return trace(workload.session.step, rounds, workload.session.settings.device)
 
 
 def _phase_seconds(session: Session, phases: PhaseTimes) -> dict[str, float]:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 from specdec import __version__
 from specdec.cli import bench, doctor, generate, interrupted, plan, serve, tune, verify
-from specdec.cli.flags import Parser, engine_of
+from specdec.cli.flags import FlagParser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
 from specdec.cli.terminal.output import complain
 from specdec.cli.terminal.waiting import told_if_slow
@@ -81,8 +81,10 @@ def run(args: argparse.Namespace) -> int:
     return 2
 
 
-def build_parser() -> Parser:
-    parser = Parser(prog="specdec", description="Speculative decoding with draft heads, MTP layers or n-grams.", epilog=EPILOG)
+def build_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="specdec", description="Speculative decoding with draft heads, MTP layers or n-grams.", epilog=EPILOG
+    )
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS:

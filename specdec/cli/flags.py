@@ -20,7 +20,7 @@ SPEC_HELP = "shape of the draft tree: levels, branches, nodes; nd may be left ou
 OFF = "off"  # how the command line spells the choice False
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """argparse, but what is wrong is one line, and a flag that does not exist brings the nearest one that does."""
 
     def __init__(self, **settings: Any) -> None:
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, extra = self.parse_known_args(args, namespace)
         if extra:
-            command: Parser = getattr(found, "parser", self)
+            command: FlagParser = getattr(found, "parser", self)
             command.error(f"unrecognized arguments: {' '.join(extra)}{command.nearest_flags(extra)}")
         return found
 

@@ -158,7 +158,7 @@ class Scheduler:
 
         A request that had better wait for another one's prompt is passed over.
         """
-        entries: list[steps.Entry] = []
+        entries: list[steps.RowEntry] = []
         for request in list(self.waiting):
             if self._is_too_long(len(request.prompt_ids)):
                 request.drafted_until = 0
@@ -175,11 +175,11 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             self.totals.entered(request)
-            place = self.admission.places[request]
+            allocation = self.admission.allocations[request]
             options, rules, _, grammar = request.choice
             source = self._source(request)
-            entries.append(steps.Entry(len(self.seats), place.tables, options, speculates, rules, source, grammar))
-            self.seats.append(Seat(request, place.start, next(self._arrivals)))
+            entries.append(steps.RowEntry(len(self.seats), allocation.tables, options, speculates, rules, source, grammar))
+            self.seats.append(Seat(request, allocation.start, next(self._arrivals)))
             self._rows_changed()
         return steps.EnterRows(tuple(entries)) if entries else None
 
@@ -222,17 +222,17 @@ class Scheduler:
             drafting = [row for row, speculates in zip(emitted, launch.speculates, strict=False) if speculates]
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
             self.speculation.observe(step, seconds, accepted, best, _tokens(launch.seats))
-        for place in ended:
-            if (seat := launch.seats[place]) is not None:
+        for index in ended:
+            if (seat := launch.seats[index]) is not None:
                 seat.request.drafted_until = max(0, _tokens([seat]) - self.speculation.pause)
-        for place, (seat, row) in enumerate(zip(launch.seats, emitted, strict=False)):  # a round's padding comes last
+        for index, (seat, row) in enumerate(zip(launch.seats, emitted, strict=False)):  # a round's padding comes last
             if seat is None or not row.tokens:
                 continue
             seat.unread -= 1
             if not seat.request.is_done:
                 tree = None
                 if isinstance(step, steps.RunRound):
-                    tree = (step.drafted, step.depths) if launch.speculates[place] else (0, 0)
+                    tree = (step.drafted, step.depths) if launch.speculates[index] else (0, 0)
                 self._hand_out(seat, row, tree)
 
     def _next_chunk(self, running: int) -> Launch:
@@ -313,13 +313,13 @@ class Scheduler:
         """What a batch of these requests needs to choose its tokens."""
         return self._batch_needs.of(request.choice.needs for request in requests)
 
-    def _source(self, request: Request) -> steps.Source | None:
+    def _source(self, request: Request) -> steps.EncoderInput | None:
         """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
         if request.source_ids is None:
             return None
-        page = self.admission.places[request].source
+        page = self.admission.allocations[request].source
         assert page is not None
-        return steps.Source(page, request.source_ids)
+        return steps.EncoderInput(page, request.source_ids)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from specdec.grammar.matcher import ALL, Matcher, Place
+from specdec.grammar.matcher import ALL, GrammarState, Matcher
 
 FEW = 16  # threshold: where the grammar allows at most so many tokens, all of them are worth a place that nobody else takes
 FIRST_WORDS = 16  # of a mask, where a banned token is looked for first: nearly every mask bans one there
@@ -29,10 +29,10 @@ class Completion:
         self.matcher, self.is_chain, self.most_depth = matcher, is_chain, most_depth
         self._drafts, self._above, self._nodes = drafts_N, parents_N, len(drafts_N)
         self.tokens, self.parents = [drafts_N[0]], [0]
-        self._places, self._is_leaf = [matcher.here], [True]  # by node
+        self._states, self._is_leaf = [matcher.here], [True]  # by node
 
     def run(self) -> tuple[list[int], list[int]]:
-        """The tree's tokens and parents, as many as were drafted.  The matcher stays at its place."""
+        """The tree's tokens and parents, as many as were drafted.  The matcher stays at its state."""
         if self.matcher.is_alone or not self.matcher.walk(self._complete):
             return self._unread()
         return self.tokens, self.parents
@@ -64,49 +64,49 @@ class Completion:
         for draft in range(1, self._nodes):
             if keeps[draft]:
                 parent, token = nodes[above[draft]], drafts[draft]
-                nodes[draft] = self._add(parent, token, self.matcher.next_place(self._places[parent], token))
+                nodes[draft] = self._add(parent, token, self.matcher.next_state(self._states[parent], token))
 
     # ---- what the grammar says by itself ----
 
     def _add_forced(self) -> None:
         """Adds the only token that may follow, after each node without a child, and after that one in turn."""
-        for node, place in self._leaves():
-            if (only := self.matcher.only_token(place)) is not None:
-                self._add(node, only, self.matcher.next_place(place, only))
+        for node, state in self._leaves():
+            if (only := self.matcher.only_token(state)) is not None:
+                self._add(node, only, self.matcher.next_state(state, only))
 
     def _add_few(self) -> None:
         """Adds all tokens that may follow a node without a child, where they are few; to a chain the first of them."""
-        for node, place in self._leaves():
-            for token in _proposed(self.matcher, place)[: 1 if self.is_chain else self._nodes - len(self.tokens)]:
-                self._add(node, token, self.matcher.next_place(place, token))
+        for node, state in self._leaves():
+            for token in _proposed(self.matcher, state)[: 1 if self.is_chain else self._nodes - len(self.tokens)]:
+                self._add(node, token, self.matcher.next_state(state, token))
 
-    def _leaves(self) -> Iterator[tuple[int, Place]]:
+    def _leaves(self) -> Iterator[tuple[int, GrammarState]]:
         """The nodes without a child after which one may stand, as long as there is room; those that are added meanwhile too."""
         node = 0
         while node < len(self.tokens) < self._nodes:
-            place = self._places[node]
-            if self._is_leaf[node] and place.depth < self.most_depth and not place.is_end:
-                yield node, place
+            state = self._states[node]
+            if self._is_leaf[node] and state.depth < self.most_depth and not state.is_end:
+                yield node, state
             node += 1
 
     def _pad(self) -> None:
         """Fills the tree with a token that is banned where it stands.  Where nothing is banned, any token is a draft."""
         while room := self._nodes - len(self.tokens):
             last = len(self.tokens) - 1 if self.is_chain else 0
-            place = self._places[last]
-            banned = self._drafts[0] if place.is_end else _banned(self.matcher, place)
+            state = self._states[last]
+            banned = self._drafts[0] if state.is_end else _banned(self.matcher, state)
             if banned is not None:
                 self.tokens += [banned] * room
                 self.parents += range(last, last + room) if self.is_chain else [0] * room
             else:
                 held = {token for token, above in zip(self.tokens[1:], self.parents[1:], strict=True) if above == last}
                 token = next(token for token in range(self.matcher.vocab_size) if token not in held)
-                self._add(last, token, self.matcher.next_place(place, token))
+                self._add(last, token, self.matcher.next_state(state, token))
 
-    def _add(self, above: int, token: int, place: Place) -> int:
+    def _add(self, above: int, token: int, state: GrammarState) -> int:
         self.tokens.append(token)
         self.parents.append(above)
-        self._places.append(place)
+        self._states.append(state)
         self._is_leaf[above] = False
         self._is_leaf.append(True)
         return len(self.tokens) - 1
@@ -115,30 +115,30 @@ class Completion:
 def look_ahead(
     matcher: Matcher, nodes: int, most_depth: int, is_chain: bool, is_late: Callable[[], bool] = lambda: False
 ) -> None:
-    """Looks at the places of the tree that a grammar makes by itself, so that completing a drafted one takes less time.
+    """Looks at the states of the tree that a grammar makes by itself, so that completing a drafted one takes less time.
 
-    is_late: asked before each place; when it says so, no further one is looked at.
+    is_late: asked before each state; when it says so, no further one is looked at.
     """
 
     def look() -> None:
         ahead = [matcher.here]
         _banned(matcher, matcher.here)
-        for place in ahead:
+        for state in ahead:
             if len(ahead) >= nodes or is_late():
                 return
-            if place.depth < most_depth and not place.is_end:
-                tokens = _proposed(matcher, place)[: 1 if is_chain else nodes - len(ahead)]
-                ahead += [matcher.next_place(place, token) for token in tokens]
+            if state.depth < most_depth and not state.is_end:
+                tokens = _proposed(matcher, state)[: 1 if is_chain else nodes - len(ahead)]
+                ahead += [matcher.next_state(state, token) for token in tokens]
 
     matcher.walk(look)
 
 
-def _proposed(matcher: Matcher, place: Place) -> Sequence[int]:
-    """The tokens that may follow at a place, if they are at most FEW; else none.  LimitError if the library fails."""
-    if place.few is None:
-        only = matcher.only_token(place)  # takes less time than a mask
-        place.few = _few(matcher.mask(place)) if only is None else [only]
-    return place.few
+def _proposed(matcher: Matcher, state: GrammarState) -> Sequence[int]:
+    """The tokens that may follow at a state, if they are at most FEW; else none.  LimitError if the library fails."""
+    if state.few is None:
+        only = matcher.only_token(state)  # takes less time than a mask
+        state.few = _few(matcher.mask(state)) if only is None else [only]
+    return state.few
 
 
 def _few(mask_X: np.ndarray) -> Sequence[int]:
@@ -155,11 +155,11 @@ def _few(mask_X: np.ndarray) -> Sequence[int]:
     return tokens
 
 
-def _banned(matcher: Matcher, place: Place) -> int | None:
-    """A token that a place's mask bans; None if it bans none.  LimitError if the library fails."""
-    if place.banned is None:
-        place.banned = _first_banned(matcher.mask(place), matcher.vocab_size)
-    return place.banned if place.banned < matcher.vocab_size else None
+def _banned(matcher: Matcher, state: GrammarState) -> int | None:
+    """A token that a state's mask bans; None if it bans none.  LimitError if the library fails."""
+    if state.banned is None:
+        state.banned = _first_banned(matcher.mask(state), matcher.vocab_size)
+    return state.banned if state.banned < matcher.vocab_size else None
 
 
 def _first_banned(mask_X: np.ndarray, vocab_size: int) -> int:

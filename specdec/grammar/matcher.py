@@ -1,7 +1,7 @@
 """Which tokens may come next in one text, and after each node of a draft tree: masks of one bit a token.
 
-A text is at one place of its grammar.  From there the matcher walks along the tree's paths and back, so each node's mask is
-that of its own path; what it finds at a place is kept until the text goes on.  This module knows no tensor.
+A text is at one state of its grammar.  From there the matcher walks along the tree's paths and back, so each node's mask is
+that of its own path; what it finds at a state is kept until the text goes on.  This module knows no tensor.
 
 The library has limits, and what it has looked at counts towards them: other drafts of a text, and other texts with the same
 grammar.  So where the library fails, a new matcher is led along the text alone, as in plain decoding; only if that one fails
@@ -24,11 +24,11 @@ class LimitError(Exception):
     """The library has failed at something that a grammar may allow."""
 
 
-class Place:
+class GrammarState:
     """Where a text stands, or would stand after some further tokens, and what the library has said there so far.
 
-    path: the tokens between the text's own place and this one.  is_end: whether the last one ends the text, so that nothing
-    follows.  after: places one token on.
+    path: the tokens between the text's own state and this one.  is_end: whether the last one ends the text, so that nothing
+    follows.  after: states one token on.
     only: the tokens that the grammar spells out from here on.  few: all that may follow, where they are few; banned: one that
     may not (completion.py).  Each is None until somebody asks.
     """
@@ -37,7 +37,7 @@ class Place:
 
     def __init__(self, path: tuple[int, ...] = (), is_end: bool = False) -> None:
         self.path, self.depth, self.is_end = path, len(path), is_end
-        self.after: dict[int, Place] = {}
+        self.after: dict[int, GrammarState] = {}
         self.mask_X: np.ndarray | None = None
         self.only: Sequence[int] | None = None
         self.few: Sequence[int] | None = None
@@ -45,12 +45,12 @@ class Place:
 
 
 class Matcher:
-    """The place of one text in its grammar.
+    """The state of one text in its grammar.
 
     start: makes the library's matcher at the beginning of a text; it may share what it learns with others of that grammar.
     renew: makes one that shares nothing.
     ends: ids that end the text.  They may stand where it is complete, or where the grammar itself has them.
-    here: the text's own place.
+    here: the text's own state.
     is_over: whether the text has ended, or holds a token that its grammar does not allow; then nobody reads its masks.
     is_stuck: whether the library failed at the text itself, because of its limits.  Then no token is allowed.
     is_alone: whether the library failed at a draft.  From then on drafts are not looked at, and none may be accepted.
@@ -60,9 +60,9 @@ class Matcher:
     def __init__(self, start: Callable[[], Any], renew: Callable[[], Any], ends: Sequence[int], vocab_size: int) -> None:
         self._renew, self.ends, self.vocab_size = renew, frozenset(ends), vocab_size
         self.inner = start()
-        self.here = Place()
+        self.here = GrammarState()
         self._at: tuple[int, ...] = ()  # the path to where the library's matcher stands
-        self._masks: list[np.ndarray] = []  # memory for masks of places after `here`, of which so many are taken:
+        self._masks: list[np.ndarray] = []  # memory for masks of states after `here`, of which so many are taken:
         self._taken = 0
         self._tokens: list[int] = []
         self._end_words = [(token >> 5, np.array(1 << (token & 31), np.uint32).view(np.int32)) for token in sorted(ends)]
@@ -73,7 +73,7 @@ class Matcher:
         """Goes on along tokens that the text has got."""
         if not tokens or self.is_over or self.is_stuck:
             return
-        self._leave_places()
+        self._forget_states()
         count = self._go_on(tokens)
         if count == len(tokens):
             return
@@ -107,10 +107,10 @@ class Matcher:
             if not self.walk(lambda: self._fill_after(0, self.here, masks_NX, tokens_N, children)):
                 masks_NX[1:] = ALL
 
-    # ---- places ----
+    # ---- states ----
 
     def walk(self, visit: Callable[[], None]) -> bool:
-        """Calls a function that looks at places after the text's own, or raises LimitError.  The library's matcher comes back.
+        """Calls a function that looks at states after the text's own, or raises LimitError.  The library's matcher comes back.
 
         False: it raised that, and no draft may be accepted any more.
         """
@@ -158,7 +158,7 @@ class Matcher:
         return keeps
 
     def _only_after(self, path: list[int], at: int, depth: int) -> int | None:
-        """Moves the library's matcher from the text's own place, or `at` tokens on, to `depth` tokens of a path.
+        """Moves the library's matcher from the text's own state, or `at` tokens on, to `depth` tokens of a path.
 
         Returns the only token that may follow there; see only_token.
         """
@@ -170,14 +170,14 @@ class Matcher:
         return only[0] if only else None
 
     def _count(self, tokens: list[int]) -> int:
-        """How many of these tokens may follow the text's own place one after the other."""
+        """How many of these tokens may follow the text's own state one after the other."""
         plain = self._plain(tokens)
         count = self._count_plain(tokens[:plain]) if plain else 0
         if count == plain < len(tokens) and tokens[plain] in self.ends:
-            place = self.here
+            state = self.here
             for token in tokens[:plain]:
-                place = self.next_place(place, token)
-            count += has(self.mask(place), tokens[plain])
+                state = self.next_state(state, token)
+            count += has(self.mask(state), tokens[plain])
         return count
 
     def _count_plain(self, tokens: list[int]) -> int:
@@ -188,35 +188,35 @@ class Matcher:
             raise LimitError
         return count
 
-    def next_place(self, place: Place, token: int) -> Place:
-        """The place after a token that the place's mask allows."""
-        found = place.after.get(token)
+    def next_state(self, state: GrammarState, token: int) -> GrammarState:
+        """The state after a token that the state's mask allows."""
+        found = state.after.get(token)
         if found is None:
-            found = place.after[token] = Place((*place.path, token), token in self.ends)
+            found = state.after[token] = GrammarState((*state.path, token), token in self.ends)
         return found
 
-    def only_token(self, place: Place) -> int | None:
-        """The only token that may follow at a place, if the grammar spells out what comes next.  LimitError as in `go`."""
-        if place.only is None:
-            self.go(place)
-            place.only = [] if self.inner.is_stopped() else self.inner.compute_ff_tokens()
-        return place.only[0] if place.only else None
+    def only_token(self, state: GrammarState) -> int | None:
+        """The only token that may follow at a state, if the grammar spells out what comes next.  LimitError as in `go`."""
+        if state.only is None:
+            self.go(state)
+            state.only = [] if self.inner.is_stopped() else self.inner.compute_ff_tokens()
+        return state.only[0] if state.only else None
 
-    def mask(self, place: Place) -> np.ndarray:
-        """[X] int32: the mask at a place, not to be changed.  LimitError if the library fails."""
-        if place.mask_X is None:
-            self.go(place)
+    def mask(self, state: GrammarState) -> np.ndarray:
+        """[X] int32: the mask at a state, not to be changed.  LimitError if the library fails."""
+        if state.mask_X is None:
+            self.go(state)
             if self._taken == len(self._masks):
                 self._masks.append(np.empty(-(-self.vocab_size // 32), np.int32))
             mask_X = self._masks[self._taken]
             if not self._fill_one(mask_X):
                 raise LimitError
-            place.mask_X, self._taken = mask_X, self._taken + 1
-        return place.mask_X
+            state.mask_X, self._taken = mask_X, self._taken + 1
+        return state.mask_X
 
-    def go(self, place: Place) -> None:
-        """Moves the library's matcher to a place.  LimitError if the library fails."""
-        at, path = self._at, place.path
+    def go(self, state: GrammarState) -> None:
+        """Moves the library's matcher to a state.  LimitError if the library fails."""
+        at, path = self._at, state.path
         if at == path:
             return
         common = 0
@@ -243,14 +243,14 @@ class Matcher:
             mask_X[:] = self.here.mask_X
 
     def _fill_after(
-        self, node: int, place: Place, masks_NX: np.ndarray, tokens_N: Sequence[int], children: list[list[int]]
+        self, node: int, state: GrammarState, masks_NX: np.ndarray, tokens_N: Sequence[int], children: list[list[int]]
     ) -> None:
         """Fills the masks of all nodes after one whose own mask is there."""
         for child in children[node]:
             token = tokens_N[child]
             if not self.may_follow(token) or not has(masks_NX[node], token):
                 continue
-            next_ = self.next_place(place, token)
+            next_ = self.next_state(state, token)
             if next_.mask_X is not None:
                 masks_NX[child] = next_.mask_X
             else:
@@ -260,9 +260,9 @@ class Matcher:
             if children[child]:
                 self._fill_after(child, next_, masks_NX, tokens_N, children)
 
-    def _leave_places(self) -> None:
-        """Forgets the text's own place, and all that came after it."""
-        self.here, self._at, self._taken = Place(), (), 0
+    def _forget_states(self) -> None:
+        """Forgets the text's own state, and all that came after it."""
+        self.here, self._at, self._taken = GrammarState(), (), 0
 
     def _go_on(self, tokens: Sequence[int]) -> int:
         """Moves the library's matcher on along the text, until a token ends that or breaks the grammar.  How many it took."""
@@ -294,7 +294,7 @@ class Matcher:
     def _begin_anew(self) -> bool:
         """Leads a new matcher of the library along the text.  False: it fails there, so the text is stuck."""
         self.inner = self._renew()
-        self._leave_places()
+        self._forget_states()
         mask_X = np.empty(-(-self.vocab_size // 32), np.int32)
         for token in self._tokens:  # with a mask before each token, as in plain decoding: masks move the library's limits
             self.inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)
@@ -306,7 +306,7 @@ class Matcher:
         return True
 
     def _fill_one(self, mask_X: np.ndarray) -> bool:
-        """Fills the mask at the place of the library's matcher.  False: the library has failed."""
+        """Fills the mask at the state of the library's matcher.  False: the library has failed."""
         self.inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)
         if self.inner.is_error():
             self._keep_reason()

@@ -29,7 +29,7 @@ from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.schemes.size import matrix_size, quantised_and_dense, quantised_matrices
 from specdec.models.schemes.slow import FIRST
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 from specdec.ops.products.formats.lossless import EIGHT, WIDTH, packed_size
 from specdec.options import EngineOptions
 
@@ -218,7 +218,7 @@ def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) 
     return total
 
 
-def _is_spare_bias(name: str, formats: dict[str, Format], config: ModelConfig) -> bool:
+def _is_spare_bias(name: str, formats: dict[str, WeightFormat], config: ModelConfig) -> bool:
     """Whether it is a bias that a format writes as zeros, of a matrix that has none in the model."""
     matrix, _, ending = name.rpartition(".")
     if ending != "bias" or matrix not in formats or "bias" not in formats[matrix].may_end:

@@ -24,7 +24,7 @@ from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.launched import follow_first, launched, meet_others
-from specdec.parallel.processes import Followers, Line, Seat, start
+from specdec.parallel.processes import Followers, Line, Rendezvous, start
 from specdec.runner.runner import Call, DeviceRunner
 from specdec.steps import Step
 
@@ -63,8 +63,8 @@ class Ranks:
             return wanted.load(ALONE, wanted.options)
         wanted.check(self.size)
         if self._followers is None:
-            place = launched(self.size)
-            self._followers = start(self.size, run_rank) if place is None else meet_others(place)
+            process = launched(self.size)
+            self._followers = start(self.size, run_rank) if process is None else meet_others(process)
             self._finalizer = weakref.finalize(self, self._followers.close)
         followers, options = self._followers, options_of(wanted.options, 0)
         followers.send(Load(wanted))
@@ -122,18 +122,18 @@ def start_ranks(options: EngineOptions) -> Iterator[Ranks]:
 
 def serve_first_rank(options: EngineOptions) -> None:
     """On a launched rank that is not the first: serves the first one until it ends, and raises SystemExit.  Else nothing."""
-    place = launched(options.tensor_parallel_size)
-    if place is not None and place.rank > 0:
+    process = launched(options.tensor_parallel_size)
+    if process is not None and process.rank > 0:
         check_devices(options)
-        follow_first(place, run_rank)
+        follow_first(process, run_rank)
         raise SystemExit(0)
 
 
 class Follower:
     """Another rank: what it holds, as the first rank's messages change it."""
 
-    def __init__(self, seat: Seat, line: Line) -> None:
-        self._seat, self._line = seat, line
+    def __init__(self, rendezvous: Rendezvous, line: Line) -> None:
+        self._rendezvous, self._line = rendezvous, line
         self._group: Group | None = None
         self._held: tuple[Target, DraftModel | None, torch.device] | None = None
         self._runner: DeviceRunner | None = None
@@ -149,13 +149,13 @@ class Follower:
             follow(self._runner, message)
 
     def _load(self, wanted: WantedPair) -> None:
-        options = options_of(wanted.options, self._seat.rank)
+        options = options_of(wanted.options, self._rendezvous.rank)
         device = resolve_device(options.device)
         if self._group is None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             self._line.tell("here")
-            self._group = self._seat.join(device)
+            self._group = self._rendezvous.join(device)
         self._runner = self._held = None
         free_memory(device)
         model, head, settings, _ = wanted.load(self._group, options)
@@ -173,9 +173,9 @@ class Follower:
         self._runner = build_runner(model, head, settings, plan_pool(model, head, settings))
 
 
-def run_rank(seat: Seat, line: Line) -> None:
+def run_rank(rendezvous: Rendezvous, line: Line) -> None:
     """What the process of another rank does: whatever the first rank's messages say."""
-    follower = Follower(seat, line)
+    follower = Follower(rendezvous, line)
     for message in line.messages():
         follower.take(message)
 
@@ -196,8 +196,8 @@ def options_of(options: EngineOptions, rank: int) -> EngineOptions:
     size, first = options.tensor_parallel_size, _first_device(options)
     if size == 1 or first.type != "cuda":
         return options
-    place = launched(size)
-    number = rank if place is None else place.local_rank
+    process = launched(size)
+    number = rank if process is None else process.local_rank
     return replace(options, device=f"cuda:{(first.index or 0) + number}")
 
 
@@ -206,8 +206,8 @@ def check_devices(options: EngineOptions, count: Callable[[], int] = torch.cuda.
     size, first = options.tensor_parallel_size, _first_device(options)
     if size == 1 or first.type != "cuda":
         return
-    place = launched(size)
-    needed, there = size if place is None else place.local_size, count() - (first.index or 0)
+    process = launched(size)
+    needed, there = size if process is None else process.local_size, count() - (first.index or 0)
     if needed > there:
         nearest = f"tensor_parallel_size={there}" if there > 0 else "device='cpu'"
         raise ValueError(

@@ -274,7 +274,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         Feature.ENCODER: target.encoder is not None,
         Feature.DETERMINISTIC: options.deterministic,
         Feature.TREES: spec is not None and spec.topk > 1,
-        Feature.DIVIDED: options.decode_context_parallel_size > 1,
+        Feature.CONTEXT_PARALLEL: options.decode_context_parallel_size > 1,
         Feature.SHARED_PREFIXES: options.prefix_caching,
     }
     packed = (spec.num_draft_tokens if spec else 1) * target.heads_a_key

@@ -20,7 +20,7 @@ from specdec.engine.needs import RowChoice
 FINEST = 2.0**-24  # of the largest logit: how exactly the least raise is found
 
 
-class Text(NamedTuple):
+class GeneratedText(NamedTuple):
     """What a request wrote.
 
     sampling: as it ran, with a seed if it samples.  choice: how its row chose tokens; None: as `sampling` says, which then has
@@ -50,7 +50,7 @@ class Text(NamedTuple):
         return scores_at(logits_RV, choice, len(self.prompt_ids), self.token_ids, places, masks_RX)
 
 
-def least_raise(text: Text, place: int, logits_V: Tensor, token: int) -> float | None:
+def least_raise(text: GeneratedText, place: int, logits_V: Tensor, token: int) -> float | None:
     """By how much this token's logit must rise against those of better tokens, so that the text takes it at that place.
 
     Half of it is added to the token's own logit, the other half is taken from each token that scores better.  Two passes whose

@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 
 from specdec.config import SamplingParams
-from specdec.lossless.choice import Text
+from specdec.lossless.choice import GeneratedText
 from specdec.lossless.reference import Judged, read_together
 from specdec.lossless.verification import Divergence
 from specdec.session import Session
@@ -46,10 +46,10 @@ def parting(ids_a: Sequence[int], ids_b: Sequence[int]) -> list[tuple[int, int]]
     return [(index, ids_a[index]), (index, ids_b[index])] if index < min(len(ids_a), len(ids_b)) else []
 
 
-def text_of(session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams) -> Text:
+def text_of(session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams) -> GeneratedText:
     """What a request wrote, with all that decides which tokens it could take."""
     choice = session.choice(prompt_ids, sampling)
-    return Text(prompt_ids, token_ids, sampling, choice, session.masks(choice, token_ids))
+    return GeneratedText(prompt_ids, token_ids, sampling, choice, session.masks(choice, token_ids))
 
 
 def difference(

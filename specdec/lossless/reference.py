@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.loading.resolve import EngineSettings
-from specdec.lossless.choice import Text, least_raise
+from specdec.lossless.choice import GeneratedText, least_raise
 from specdec.lossless.passes import DensePasses
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
@@ -64,7 +64,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReferenceCheck:
     """One text against the reference.
 
     off: those of the output's tokens that the reference does not take, in order.  asked: tokens that were asked for besides.
@@ -78,7 +78,9 @@ class Reading:
 
 
 @torch.inference_mode()
-def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] = (), piece: int = PIECE) -> Reading:
+def read_text(
+    passes: DensePasses, text: GeneratedText, asked: Iterable[tuple[int, int]] = (), piece: int = PIECE
+) -> ReferenceCheck:
     """Compares each token of the output with the reference.
 
     asked: places of the output, and other tokens to judge there.  piece: how many places' logits are held at once.
@@ -92,7 +94,7 @@ def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] 
         look.measure(passes.hidden_nearby(look.before, number))
         judged = [replace(each, bound=look.bound_I[each.index].item()) for each in judged]
     own = len(look.off)
-    return Reading(judged[:own], judged[own:], look.bound_I.median().item(), int((look.gap_I <= look.bound_I).sum()))
+    return ReferenceCheck(judged[:own], judged[own:], look.bound_I.median().item(), int((look.gap_I <= look.bound_I).sum()))
 
 
 def passes_of(session: Session) -> DensePasses:
@@ -100,7 +102,7 @@ def passes_of(session: Session) -> DensePasses:
     return DensePasses(session.model, session.settings, session.as_stored)
 
 
-def read_together(session: Session, text: Text, asked: Iterable[tuple[int, int]] = ()) -> Reading:
+def read_together(session: Session, text: GeneratedText, asked: Iterable[tuple[int, int]] = ()) -> ReferenceCheck:
     """As `read_text`, by all ranks that hold the session's target: each computes its share of every pass."""
     device = session.settings.device
     if session.settings.options.tensor_parallel_size == 1:
@@ -109,7 +111,9 @@ def read_together(session: Session, text: Text, asked: Iterable[tuple[int, int]]
     return session.together(_read_share, session.settings, text, list(asked))
 
 
-def _read_share(workers: Workers, settings: EngineSettings, text: Text, asked: list[tuple[int, int]]) -> Reading:
+def _read_share(
+    workers: Workers, settings: EngineSettings, text: GeneratedText, asked: list[tuple[int, int]]
+) -> ReferenceCheck:
     verifier, device = workers.verifier, workers.state.lens_B.device
     passes = DensePasses(verifier.model, replace(settings, device=device), as_stored(verifier.cache))
     return read_text(passes, text, asked)
@@ -123,7 +127,7 @@ class _Look:
     gap_I: how far the second-best token's score lies below the best, in logits.  bound_I: see Judged.
     """
 
-    def __init__(self, passes: DensePasses, text: Text, places: set[int], piece: int) -> None:
+    def __init__(self, passes: DensePasses, text: GeneratedText, places: set[int], piece: int) -> None:
         assert text.token_ids, "an output without tokens says nothing"
         self.passes, self.text, self._piece = passes, text, piece
         self.before = [*text.prompt_ids, *text.token_ids][:-1]

@@ -73,9 +73,9 @@ def verify(
 def _compare(session: Session, number: int, a: Generation, b: Generation, sampling: SamplingParams) -> PromptVerdict:
     """One prompt's plain output a and speculative output b."""
     asked = parting(a.token_ids, b.token_ids)
-    reading = read_together(session, text_of(session, a.prompt_token_ids, a.token_ids, sampling), asked or [])
-    part = None if asked is None else difference(number, a.token_ids, b.token_ids, reading.asked, rounds(session))
-    readings = {"both" if part is None else "baseline": reading}
+    check = read_together(session, text_of(session, a.prompt_token_ids, a.token_ids, sampling), asked or [])
+    part = None if asked is None else difference(number, a.token_ids, b.token_ids, check.asked, rounds(session))
+    readings = {"both" if part is None else "baseline": check}
     if part is not None:
         readings["speculative"] = read_together(session, text_of(session, b.prompt_token_ids, b.token_ids, sampling))
     off = [
@@ -87,7 +87,7 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
     tokens = len(a.token_ids) + (0 if part is None else len(b.token_ids))
     unsure = sum(each.unsure for each in readings.values())
     seed = sampling.seed if sampling.temperature > 0 else None
-    return PromptVerdict(number, tokens, b.stats.rounds, part, off, reading.bound, unsure, seed)
+    return PromptVerdict(number, tokens, b.stats.rounds, part, off, check.bound, unsure, seed)
 
 
 def _settings(session: Session, sampling: Sequence[SamplingParams]) -> dict[str, Any]:

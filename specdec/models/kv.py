@@ -19,8 +19,8 @@ from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import LatentFormat, SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout

@@ -36,7 +36,7 @@ Role = Literal["column", "row"]
 ONLY = ""  # the name of the only part of a matrix that has no parts
 
 
-class Parts:
+class PartRows:
     """The rows of each part of a matrix, in the order in which the parts lie one above the other.
 
     sizes: rows of each part by its name, or the rows of a matrix without parts.
@@ -94,7 +94,7 @@ class Linear(Multiplying):
 
     The weights stay uninitialised until a loader fills them: random initial values would never be read, and computing them
     would be the slowest part of a start.
-    in_features: K.  parts: rows of the parts, as of `Parts`; N is their sum.
+    in_features: K.  parts: rows of the parts, as of `PartRows`; N is their sum.
 
     Ranks that share a model hold a cut of a matrix each.  `column`: some rows of each part, so that a rank has some of the
     outputs.  `row`: some columns, so that each rank's product is one of the terms of the output.  All sizes are the rank's own.
@@ -106,7 +106,7 @@ class Linear(Multiplying):
 
     def __init__(self, in_features: int, parts: int | Mapping[str, int], bias: bool = False) -> None:
         super().__init__()
-        self.parts = Parts(parts)
+        self.parts = PartRows(parts)
         self.in_features, self.out_features = in_features, self.parts.total
         self._late = _late_device()
         self.weight: nn.Parameter | None = new_weight(self.out_features, in_features, late=self._late is not None)
@@ -277,7 +277,7 @@ class LinearStack(nn.Module):
 
     def __init__(self, count: int, in_features: int, parts: Mapping[str, int], shard: Shard, role: Role) -> None:
         super().__init__()
-        self.parts, self._shard, self._role = Parts(parts), shard, role
+        self.parts, self._shard, self._role = PartRows(parts), shard, role
         self.count, self.in_features = count, in_features
         self._late = _late_device()
         self.weight_ENK: nn.Parameter | None = new_weight(count, self.parts.total, in_features, late=self._late is not None)

@@ -18,8 +18,8 @@ from torch.export import Dim, ExportedProgram
 
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.layout import CacheLayout, KVView
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout, KVView
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
@@ -36,7 +36,7 @@ from specdec.models.kv import make_cache
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 
-LayerTensors = dict[str, Tensor]  # one layer's part of a cache: by plane, a tensor [num_slots, ...]
+LayerTensors = dict[str, Tensor]  # one layer's part of a cache: by buffer, a tensor [num_slots, ...]
 
 
 class DecodePass(nn.Module):
@@ -89,8 +89,8 @@ class DecodePass(nn.Module):
         What the memory holds is arbitrary until a pass stores something there.
         """
         cache = self._cache(require_int("num_slots", num_slots, self.page_size))
-        stored = range(len(next(iter(cache.planes.values()))))
-        return [{name: plane[place] for name, plane in cache.planes.items()} for place in stored]
+        stored = range(len(next(iter(cache.buffers.values()))))
+        return [{name: buffer[place] for name, buffer in cache.buffers.items()} for place in stored]
 
     def forward(
         self,

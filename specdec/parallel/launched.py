@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from specdec.parallel.processes import PATIENCE, Followers, Line, Seat, Work, follow_line
+from specdec.parallel.processes import PATIENCE, Followers, Line, RankWork, Rendezvous, follow_line
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _meetings = count()  # of this process; all ranks make the same ones, in the same order
 
 
-class Place(NamedTuple):
+class LaunchedProcess(NamedTuple):
     """What a launcher says of this process.  local_rank: its number on its machine, of `local_size`."""
 
     rank: int
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     local_size: int
 
 
-def launched(size: int) -> Place | None:
+def launched(size: int) -> LaunchedProcess | None:
     """This process's place, if a launcher has started `size` ranks; None for one rank, or where no launcher has.
 
     ValueError if it has started another number of processes.
@@ -45,40 +45,40 @@ def launched(size: int) -> Place | None:
             f"tensor_parallel_size must be the number of processes that the launcher has started, {found}, got {size}; nearest "
             f"setting that works: tensor_parallel_size={found}"
         )
-    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    return LaunchedProcess(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
-def meet_others(place: Place) -> Followers:
+def meet_others(process: LaunchedProcess) -> Followers:
     """The other ranks, once all of them have connected to this one, the first."""
-    store = _meet(place)
+    store = _meet(process)
     host, key = os.environ["MASTER_ADDR"], secrets.token_bytes(32)
     pipes: dict[int, Connection] = {}
     with socket.create_server((host, 0)) as server:
         store.set("first rank", f"{server.getsockname()[1]} {key.hex()}")
         server.settimeout(PATIENCE.total_seconds())
-        while len(pipes) < place.size - 1:
+        while len(pipes) < process.size - 1:
             pipe = _pipe_of(server.accept()[0])
             deliver_challenge(pipe, key)
             answer_challenge(pipe, key)
             pipes[pipe.recv()] = pipe
-    return Followers(Seat(0, place.size, store), [pipes[rank] for rank in range(1, place.size)], [])
+    return Followers(Rendezvous(0, process.size, store), [pipes[rank] for rank in range(1, process.size)], [])
 
 
-def follow_first(place: Place, work: Work) -> None:
+def follow_first(process: LaunchedProcess, work: RankWork) -> None:
     """Runs the work of this rank, which is not the first.  See `follow_line`."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
-    store = _meet(place)
+    store = _meet(process)
     port, key = store.get("first rank").decode().split()
     address = os.environ["MASTER_ADDR"], int(port)
     pipe = _pipe_of(socket.create_connection(address, timeout=PATIENCE.total_seconds()))
     answer_challenge(pipe, bytes.fromhex(key))
     deliver_challenge(pipe, bytes.fromhex(key))
-    pipe.send(place.rank)
-    follow_line(work, Seat(place.rank, place.size, store), Line(pipe))
+    pipe.send(process.rank)
+    follow_line(work, Rendezvous(process.rank, process.size, store), Line(pipe))
 
 
-def _meet(place: Place) -> dist.Store:
+def _meet(process: LaunchedProcess) -> dist.Store:
     """A store of the ranks' own for one decoder, within the launcher's."""
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
     return dist.PrefixStore(f"specdec/{next(_meetings)}", store)

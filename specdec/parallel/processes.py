@@ -44,7 +44,7 @@ class RankFailed(RuntimeError):
     """Another rank has ended with an error."""
 
 
-class Seat(NamedTuple):
+class Rendezvous(NamedTuple):
     """A rank's place.  store: where all ranks find each other."""
 
     rank: int
@@ -98,7 +98,7 @@ class Line:
 
 
 # What another rank runs: it is given its place, and its line to the first rank.
-Work = Callable[[Seat, Line], None]
+RankWork = Callable[[Rendezvous, Line], None]
 
 
 class Followers:
@@ -110,9 +110,11 @@ class Followers:
     group: the first rank's, once it has joined; its exchanges end if a rank fails, and at `close`.  device: where they run.
     """
 
-    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any], silence: float = SILENCE_SECONDS) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, pipes: list[Connection], processes: list[Any], silence: float = SILENCE_SECONDS
+    ) -> None:
         self._silence, self.word_seconds = silence, WORD_SECONDS
-        self.seat, self._pipes, self._processes = seat, pipes, processes
+        self.rendezvous, self._pipes, self._processes = rendezvous, pipes, processes
         self.failure = ""
         self.group: Group = ALONE
         self.device = torch.device("cpu")
@@ -125,7 +127,7 @@ class Followers:
     def join(self, device: torch.device) -> None:
         """Connects this rank to the others, once all of them are ready for it."""
         self.wait("here")
-        self.group, self.device = self._unless_failed(lambda: self.seat.join(device)), device
+        self.group, self.device = self._unless_failed(lambda: self.rendezvous.join(device)), device
 
     def send(self, message: Any) -> None:
         """Passes a message to every rank.  RankFailed, with the reason, if one has failed."""
@@ -279,7 +281,7 @@ class Followers:
                     line.shutdown(socket.SHUT_RDWR)
 
 
-def start(size: int, work: Work) -> Followers:
+def start(size: int, work: RankWork) -> Followers:
     """Starts all ranks but the first as processes of this machine.  work: what they run, a function of a module (pickled)."""
     context = multiprocessing.get_context("spawn")  # CUDA forbids fork
     store = dist.TCPStore(HOST, 0, size, is_master=True, timeout=PATIENCE, wait_for_workers=False)
@@ -293,25 +295,25 @@ def start(size: int, work: Work) -> Followers:
         theirs.close()  # so that the pipe ends when the process does
         pipes.append(mine)
         processes.append(process)
-    return Followers(Seat(0, size, store), pipes, processes)
+    return Followers(Rendezvous(0, size, store), pipes, processes)
 
 
-def _run(work: Work, rank: int, size: int, port: int, pipe: Connection) -> None:
+def _run(work: RankWork, rank: int, size: int, port: int, pipe: Connection) -> None:
     """What the process of another rank does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
     warnings.filterwarnings("ignore", module=r"specdec\.")  # the first rank is on this machine, and warns of the same
     store = dist.TCPStore(HOST, port, size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
-    follow_line(work, Seat(rank, size, store), Line(pipe))
+    follow_line(work, Rendezvous(rank, size, store), Line(pipe))
     os._exit(0)  # Python's own end would give back the device's memory piece by piece, while the first rank waits
 
 
-def follow_line(work: Work, seat: Seat, line: Line) -> None:
+def follow_line(work: RankWork, rendezvous: Rendezvous, line: Line) -> None:
     """Runs the work of another rank.  An error is told to the first rank and ends this process at once.
 
     A rank that failed leaves others waiting on the device, which nothing of this process may wait for in turn.
     """
     try:
-        work(seat, line)
+        work(rendezvous, line)
     except BaseException as error:
         line.tell("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         os._exit(1)

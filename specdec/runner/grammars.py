@@ -32,7 +32,7 @@ from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.parallel.group import ALONE, Group
 from specdec.runner.readback import Readback, Ticket
-from specdec.steps import Emitted, Entry, Grammar, LeaveRows, PromptPart
+from specdec.steps import Emitted, Grammar, LeaveRows, PromptPart, RowEntry
 
 HostTree: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens and parents
 HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # by row
@@ -73,7 +73,7 @@ class GrammarRows:
 
     # ---- rows come and go ----
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: RowEntry) -> None:
         """A request takes a row, which `leave` has cleared."""
         if entry.grammar is not None:
             self._rows[entry.row] = GrammarRow(self._matcher(entry.grammar), entry.speculates)

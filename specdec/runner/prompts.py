@@ -27,7 +27,7 @@ EAGER_USES = 2  # of a bucket, before it is captured
 LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
 
 
-class Work(NamedTuple):
+class ChunkKey(NamedTuple):
     """What a captured chunk depends on besides its values."""
 
     shape: ChunkShape
@@ -44,7 +44,7 @@ class PromptRunner:
     def __init__(self, workers: Workers, capture: bool, most_captured: int, grammars: GrammarRows) -> None:
         self.workers, self.most_captured, self.grammars = workers, most_captured, grammars
         self.graphs = GraphSet(capture)
-        self._passes: Counter[Work] = Counter()  # eager passes; the second one compiles what a capture needs
+        self._passes: Counter[ChunkKey] = Counter()  # eager passes; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
 
     @property
@@ -60,31 +60,31 @@ class PromptRunner:
         reads_lengths = not self.workers.verifier.backend.reads_no_lengths
         if not self.graphs.enabled or reads_lengths or max(chunk.cost, bucket.tokens) > self.most_captured:
             return self._eager(chunk, exact)
-        work = Work(bucket, chunk.needs, chunk.drafted)
-        passes = self._passes[work]
-        if work in self.graphs or (passes >= EAGER_USES and chunk.may_capture and len(self.graphs) < MAX_GRAPHS):
-            return self.replay(chunk, work)
+        key = ChunkKey(bucket, chunk.needs, chunk.drafted)
+        passes = self._passes[key]
+        if key in self.graphs or (passes >= EAGER_USES and chunk.may_capture and len(self.graphs) < MAX_GRAPHS):
+            return self.replay(chunk, key)
         # The first pass is without padding, too: an fp8 cache takes its scales from what it stores first.
         first = self._eager(chunk, bucket if passes == 1 else exact)
-        self._passes[work] += 1  # counted only now, because a pass that fails may have compiled nothing
+        self._passes[key] += 1  # counted only now, because a pass that fails may have compiled nothing
         return first
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
-        return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
+        return self._pass(self._to_device(chunk, shape), ChunkKey(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
 
     def rehearse(self, chunk: RunChunk, padded: bool = False) -> None:
         """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does.  padded: or its second one."""
         exact = ChunkShape.of(chunk.parts)
         self._eager(chunk, bucket_of(exact) if padded else exact)
 
-    def replay(self, chunk: RunChunk, work: Work) -> FirstTokens:
-        """Runs the chunk as the graph for that work, which is captured if there is none yet.  The chunk must fit its bucket."""
-        flat = self._to_device(chunk, work.shape)
-        static = self._inputs.setdefault(work.shape, flat)
+    def replay(self, chunk: RunChunk, key: ChunkKey) -> FirstTokens:
+        """Runs the chunk as the graph of that key, which is captured if there is none yet.  The chunk must fit its bucket."""
+        flat = self._to_device(chunk, key.shape)
+        static = self._inputs.setdefault(key.shape, flat)
         if static is not flat:
             static.copy_(flat)
-        masks = self._masks(chunk, work.shape)
-        return self.graphs.run(work, lambda: self._pass(static, work, masks), [], warm_ups=0)
+        masks = self._masks(chunk, key.shape)
+        return self.graphs.run(key, lambda: self._pass(static, key, masks), [], warm_ups=0)
 
     def _to_device(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
         device = self.workers.state.lens_B.device
@@ -94,18 +94,18 @@ class PromptRunner:
     def _masks(self, chunk: RunChunk, shape: ChunkShape) -> BitMasks | None:
         return self.grammars.of_chunk(shape.parts, chunk.parts) if chunk.needs.grammar else None
 
-    def _pass(self, flat: Tensor, work: Work, masks: BitMasks | None) -> FirstTokens:
+    def _pass(self, flat: Tensor, key: ChunkKey, masks: BitMasks | None) -> FirstTokens:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
         pages = [state.of_group(group).prompt_pages for group in range(state.page_table_BGW.shape[1])]
-        prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
-        sampling = state.sampling_of(prompts.rows_B, work.needs)._replace(masks=masks)
-        first, features_TF = verifier.prefill(prompts, sampling, work.needs, work.drafted)
+        prompts = PackedPrompts.unpack(flat, key.shape, *pages, sources=state.sources)
+        sampling = state.sampling_of(prompts.rows_B, key.needs)._replace(masks=masks)
+        first, features_TF = verifier.prefill(prompts, sampling, key.needs, key.drafted)
         bonus_B = first.tokens_B.clamp(min=0)
-        if work.drafted:
-            self.workers.need_drafter().prefill(state, work.needs, prompts, bonus_B, features_TF)
+        if key.drafted:
+            self.workers.need_drafter().prefill(state, key.needs, prompts, bonus_B, features_TF)
         state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
-        if work.needs.history:
+        if key.needs.history:
             first_id = verifier.model.vocabulary.first
             state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
         return first

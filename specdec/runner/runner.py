@@ -237,7 +237,7 @@ class DeviceRunner:
         if self.workers.state.tables is None:
             self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
 
-    def _read_source(self, source: steps.Source) -> None:
+    def _read_source(self, source: steps.EncoderInput) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
         ids_S = sent(source.token_ids, self.device)
         first = source.page * self.workers.state.source_size

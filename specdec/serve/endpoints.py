@@ -79,11 +79,11 @@ class Endpoints:
         heading = Heading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), door.options.name)
         with ExitStack() as held:
             door.check_open()  # again: the body may have taken its time
-            place = held.enter_context(door.queue.enter(plan.choices, "n" if plan.n > 1 else plan.prompt_field))
+            queued = held.enter_context(door.queue.enter(plan.choices, "n" if plan.n > 1 else plan.prompt_field))
             making = make_requests(door.decoder, plan, door.options.max_tokens_cap)
-            place.requests = await door.unless_gone(making, request.receive)
+            queued.requests = await door.unless_gone(making, request.receive)
             if plan.stream:
-                return EventStream(door, plan, place.requests, heading, held.pop_all(), entry)
-            generations = await door.unless_gone(run_all(door.decoder, place.requests), request.receive)
+                return EventStream(door, plan, queued.requests, heading, held.pop_all(), entry)
+            generations = await door.unless_gone(run_all(door.decoder, queued.requests), request.receive)
         entry.finished(plan, generations, door.options.log_prompts)
         return JSONResponse(whole_answer(heading, plan, generations, door.piece))

@@ -8,11 +8,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serve.door import Door
-from specdec.serve.log import CLIENT_GONE, Entry
+from specdec.serve.log import CLIENT_GONE, LogEntry
 from specdec.serve.wire.errors import ErrorAnswer, internal
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # without a key, and without a line in the log: they are asked all the time
-ENTRY = "specdec.entry"  # where endpoints find the Entry in an ASGI scope
+ENTRY = "specdec.entry"  # where endpoints find the LogEntry in an ASGI scope
 GIVEN_ID = "specdec.id"  # where the Gate finds the request's id in an ASGI scope, if whoever is in front has named it
 
 
@@ -27,7 +27,7 @@ class Gate:
             return await self._app(scope, receive, send)
         given = scope.get(GIVEN_ID, "")
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as the router sees it
-        entry = Entry(given or "req-" + secrets.token_hex(12), scope["method"], path)
+        entry = LogEntry(given or "req-" + secrets.token_hex(12), scope["method"], path)
         scope[ENTRY] = entry
         is_open = entry.path in OPEN_PATHS
 

@@ -11,7 +11,7 @@ from specdec.engine.request import Request
 from specdec.serve.wire.errors import ApiError, queue_full, wrong
 
 
-class Place:
+class QueuedRequest:
     """The choices of one HTTP request in the queue.  requests: None until their prompts have been checked."""
 
     def __init__(self, choices: int) -> None:
@@ -32,20 +32,20 @@ class Queue:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._places: set[Place] = set()
+        self._requests: set[QueuedRequest] = set()
 
     @property
     def open_choices(self) -> int:
-        return sum(place.open_choices for place in self._places)
+        return sum(request.open_choices for request in self._requests)
 
     @property
     def is_empty(self) -> bool:
         """Whether no HTTP request is under way, read to its end included."""
-        return not self._places
+        return not self._requests
 
     @contextmanager
-    def enter(self, choices: int, field: str) -> Iterator[Place]:
-        """Holds a place while the block runs.  ApiError 429 if there is none now, 400 if there never will be.
+    def enter(self, choices: int, field: str) -> Iterator[QueuedRequest]:
+        """Holds so many choices while the block runs.  ApiError 429 if there is no room now, 400 if there never will be.
 
         field: the field that asks for the choices.
         """
@@ -57,12 +57,12 @@ class Queue:
             )
         if self.open_choices + choices > self.capacity:
             raise queue_full(self.capacity)
-        place = Place(choices)
-        self._places.add(place)
+        queued = QueuedRequest(choices)
+        self._requests.add(queued)
         try:
-            yield place
+            yield queued
         finally:
-            self._places.discard(place)
+            self._requests.discard(queued)
 
 
 class KeyCheck:

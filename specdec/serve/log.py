@@ -28,7 +28,7 @@ LONGEST_PATH = 200  # callers choose the path
 
 
 @dataclass
-class Entry:
+class LogEntry:
     """What is known of one HTTP request.  first_text: when the first text of a stream was sent."""
 
     id: str

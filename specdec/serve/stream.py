@@ -19,7 +19,7 @@ from specdec.engine.request import Request
 from specdec.generation import Chunk
 from specdec.serve.door import Door
 from specdec.serve.generate import failure_of
-from specdec.serve.log import CLIENT_GONE, Entry
+from specdec.serve.log import CLIENT_GONE, LogEntry
 from specdec.serve.wire.answers import ChunkWriter, Heading, error_event
 from specdec.serve.wire.errors import ApiError, ClientGone
 from specdec.serve.wire.requests import Plan
@@ -32,23 +32,23 @@ LAST_WORD_SECONDS = 1.0  # for an error to be written to a reader that may have 
 class EventStream(Response):
     """The response that streams the choices of a plan.
 
-    place: held until the stream has been read to its end, and left then.  entry: the request's line in the log.
+    queued: held until the stream has been read to its end, and left then.  entry: the request's line in the log.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, door: Door, plan: Plan, requests: Sequence[Request], heading: Heading, place: AbstractContextManager[object],
-        entry: Entry,
+        self, door: Door, plan: Plan, requests: Sequence[Request], heading: Heading, queued: AbstractContextManager[object],
+        entry: LogEntry,
     ) -> None:  # fmt: skip
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self._door, self._plan, self._entry, self._place = door, plan, entry, place
+        self._door, self._plan, self._entry, self._queued = door, plan, entry, queued
         self._streams = [door.decoder.chunks(request) for request in requests]
         self._writer = ChunkWriter(heading, plan, door.piece)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place:
+        with self._queued:
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await self._door.unless_gone(self._write(send), receive)

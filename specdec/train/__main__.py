@@ -26,7 +26,7 @@ THREADS = "threads on a CPU; default: as many as torch takes by itself, since a 
 AUX_LAYERS = "target layers, counted from 0, whose outputs are the head's features; default: 1, N//2 - 1, N - 4 of N layers"
 
 
-class Parser(argparse.ArgumentParser):
+class TrainParser(argparse.ArgumentParser):
     """argparse, but what is wrong is one line, and a flag must be spelled out: another one may begin alike tomorrow."""
 
     def __init__(self, **settings: Any) -> None:
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of both commands.  Parsed flags hold `run`, the function that executes the command, and `prog`, its name."""
-    parser = Parser(prog="python -m specdec.train", description="Train small models for specdec.")
+    parser = TrainParser(prog="python -m specdec.train", description="Train small models for specdec.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = "Train a draft head for a target, on text that the target writes itself."
     head = commands.add_parser("head", prog="train_head", help="a draft head for a target", description=about)

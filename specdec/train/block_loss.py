@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.draft.block.head import BlockHead
-from specdec.train.states import Seen
+from specdec.train.states import TargetStates
 
 ENTROPY, OVERLAP, ESTIMATE = 0.1, 0.9, 1.0  # weights of a DSpark head's three losses, as DeepSpec trains them
 
@@ -43,7 +43,7 @@ class Drafted(NamedTuple):
 
 def block_loss(
     head: BlockHead,
-    seen: Seen,
+    seen: TargetStates,
     weight_VH: Tensor,
     draft_ids_V: Tensor,
     steps: int,
@@ -83,7 +83,9 @@ def _choose(rows_BT: Tensor, anchors: int, generator: torch.Generator) -> tuple[
     return chosen_BA, (drawn_BA >= 0).gather(1, order_BA)
 
 
-def _drafted(head: BlockHead, seen: Seen, anchors_BA: Tensor, steps: int, draft_ids_V: Tensor, weight_VH: Tensor) -> Drafted:
+def _drafted(
+    head: BlockHead, seen: TargetStates, anchors_BA: Tensor, steps: int, draft_ids_V: Tensor, weight_VH: Tensor
+) -> Drafted:
     """What the head drafts from the anchors."""
     (B, T), ids_BT, device = seen.rows_BT.shape, seen.ids_BT, seen.rows_BT.device
     hidden_BASH = head.drafts(seen.features_BTF, ids_BT, anchors_BA, steps)

@@ -40,10 +40,10 @@ from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
 from specdec.train.heads.fresh import new_head, spec_of
-from specdec.train.loop import Checkpoint, Progress, fit, make_optimizer, schedule_of
+from specdec.train.loop import Progress, TrainingCheckpoint, fit, make_optimizer, schedule_of
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
-from specdec.train.states import Seen, States
+from specdec.train.states import States, TargetStates
 from specdec.train.text.documents import Document
 from specdec.train.text.heldout import load_corpus
 from specdec.train.unroll import head_loss
@@ -101,7 +101,7 @@ def train_head(
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
     head = new_head(model, layers, draft_ids_V, run)
     schedule, begun = schedule_of(run), {**vars(run), **made_of, "aux_layers": layers}
-    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
+    checkpoint = TrainingCheckpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
         states, layout = _states(model, rows, layers, run), run.layout_of_head
@@ -196,7 +196,9 @@ def _rows(
     return rows
 
 
-Loss = Callable[[Seen, torch.Generator], tuple[Tensor, Tensor]]  # of some rows: the loss, and how often the head is right
+Loss = Callable[
+    [TargetStates, torch.Generator], tuple[Tensor, Tensor]
+]  # of some rows: the loss, and how often the head is right
 
 
 def _loss_of(model: Target, head: DraftHead, draft_ids_V: Tensor, run: HeadRun) -> Loss:

@@ -71,7 +71,7 @@ def make_optimizer(model: torch.nn.Module, schedule: Schedule) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
 
 
-class Checkpoint:
+class TrainingCheckpoint:
     """Model, optimizer and progress of a run in one file.
 
     A save writes another file and then renames it, so a run that is killed leaves its last complete checkpoint.
@@ -110,7 +110,7 @@ class Checkpoint:
 
 def fit(
     schedule: Schedule,
-    checkpoint: Checkpoint,
+    checkpoint: TrainingCheckpoint,
     progress: Progress,
     loss_at: Callable[[int], torch.Tensor],
     evaluate: Callable[[], float],

@@ -21,7 +21,7 @@ from specdec.screen.progress import Progress
 ROWS = 64  # rows that the target reads at once where their states are kept
 
 
-class Seen(NamedTuple):
+class TargetStates(NamedTuple):
     """Rows of text, and what the target made of them.
 
     rows_BT: int64 ids; columns after the end of a text hold -1.
@@ -40,14 +40,14 @@ class Seen(NamedTuple):
 
 
 @torch.no_grad()
-def read_rows(model: Target, rows_BT: Tensor, aux_layers: tuple[int, ...]) -> Seen:
+def read_rows(model: Target, rows_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetStates:
     """One pass of the target over whole rows."""
     B, T = rows_BT.shape
     positions = torch.arange(T, dtype=torch.int64, device=rows_BT.device).repeat(B)
     attn = DenseAttention(model.config.layer_kinds, B, sources=model.config.kv_source)
     out = model(rows_BT.clamp(min=0).flatten(), positions, attn, aux_layers)
     features = out.hidden_TH if out.aux_TA is None else out.aux_TA
-    return Seen(rows_BT, out.hidden_TH.unflatten(0, (B, T)), features.unflatten(0, (B, T)))
+    return TargetStates(rows_BT, out.hidden_TH.unflatten(0, (B, T)), features.unflatten(0, (B, T)))
 
 
 class States:
@@ -68,20 +68,20 @@ class States:
         at_once: int = ROWS,
     ) -> None:
         self.model, self.rows_NT, self.aux_layers = model, rows_NT, aux_layers
-        self.kept: Seen | None = None
+        self.kept: TargetStates | None = None
         first = read_rows(model, rows_NT[:1], aux_layers)
         if sum(part.nbytes for part in first[1:]) * len(rows_NT) > keep_bytes:
             return
         empty = (part.new_empty(len(rows_NT), *part.shape[1:]) for part in first[1:])
-        self.kept = Seen(rows_NT, *empty)
+        self.kept = TargetStates(rows_NT, *empty)
         for start in range(0, len(rows_NT), at_once):
             show("the target reads its texts", start, len(rows_NT))
             seen = read_rows(model, rows_NT[start : start + at_once], aux_layers)
             for whole, part in zip(self.kept[1:], seen[1:], strict=True):
                 whole[start : start + at_once] = part
 
-    def of(self, picks_B: Tensor) -> Seen:
+    def of(self, picks_B: Tensor) -> TargetStates:
         """The states of these rows, int64 numbers."""
         if self.kept is None:
             return read_rows(self.model, self.rows_NT[picks_B], self.aux_layers)
-        return Seen(*(part[picks_B] for part in self.kept))
+        return TargetStates(*(part[picks_B] for part in self.kept))

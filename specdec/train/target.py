@@ -24,7 +24,7 @@ from specdec.models.transformers_backend.make import alone
 from specdec.options import EngineOptions
 from specdec.screen.progress import show_progress
 from specdec.train.folder import fingerprint, forget_run, prepare_out
-from specdec.train.loop import Checkpoint, Progress, fit, make_optimizer, schedule_of
+from specdec.train.loop import Progress, TrainingCheckpoint, fit, make_optimizer, schedule_of
 from specdec.train.settings import TargetRun
 from specdec.train.text.documents import SEPARATOR, Document, read_documents
 from specdec.train.text.heldout import load_corpus, openings
@@ -214,7 +214,7 @@ def train_target(
     batches = mixed_batches(main, side, run.batch, run.steps, run.extra_share, run.seed)
     schedule = schedule_of(run)
     made_of = {**vars(run), "text": fingerprint([main.tokens])}
-    state = Checkpoint(Path(checkpoint or out / "checkpoint.pt"), model, make_optimizer(model, schedule), made_of)
+    state = TrainingCheckpoint(Path(checkpoint or out / "checkpoint.pt"), model, make_optimizer(model, schedule), made_of)
     print(f"{sum(p.numel() for p in model.parameters())} parameters; tokens: {len(main.tokens)} to train on, "
           f"{len(side.tokens) if side else 0} extra, {held_rows.numel()} held out", flush=True)  # fmt: skip
 

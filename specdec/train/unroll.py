@@ -24,7 +24,7 @@ from specdec.attention.eager.dense import per_row
 from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle.head import Eagle3Head
-from specdec.train.states import Seen
+from specdec.train.states import TargetStates
 
 
 class DraftSteps:
@@ -83,7 +83,7 @@ def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num
 
 
 def head_loss(
-    head: Eagle3Head, seen: Seen, weight_VH: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
+    head: Eagle3Head, seen: TargetStates, weight_VH: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
     """The pair (loss, share_J) of some rows of text.
 

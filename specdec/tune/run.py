@@ -15,7 +15,7 @@ from specdec.ops.compiling.rehearsal import Rehearsals, compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.products.tiles.dense import ProductTiles
 from specdec.ops.products.tuned.here import look_for
-from specdec.ops.products.tuned.table import Measured, Origin, Product, TunedTable, path_for
+from specdec.ops.products.tuned.table import MeasuredProduct, Origin, Product, TunedTable, path_for
 from specdec.tune.candidates import candidates
 from specdec.tune.measure import Bench
 
@@ -61,7 +61,7 @@ def tune(
                     row = measure_rows(bench, M, rehearsals)
                     tiles[M], done = row.tiles, done + 1
                     show(row, done, len(products) * len(set(rows)))
-                table.products[product] = Measured(tiles, datetime.date.today().isoformat(), target)
+                table.products[product] = MeasuredProduct(tiles, datetime.date.today().isoformat(), target)
                 table.save(path_for(gpu))
     finally:
         if rehearsals is not None:

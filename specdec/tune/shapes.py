@@ -22,7 +22,7 @@ from specdec.ops.products.tuned.table import Product
 from specdec.options import EngineOptions
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """The sizes of a Llama-like target, and of the EAGLE-3 head that is published for it.
 
     queries, keys: numbers of all heads together.  drafted: the head's vocabulary.
@@ -37,10 +37,10 @@ class Sizes(NamedTuple):
 
 
 NAMED = {
-    "llama-3.1-8b": Sizes(4096, 14336, 4096, 1024, 128256, 32000),
-    "llama-3.3-70b": Sizes(8192, 28672, 8192, 1024, 128256, 32000),
-    "qwen3-8b": Sizes(4096, 12288, 4096, 1024, 151936, 32000),
-    "qwen3-32b": Sizes(5120, 25600, 8192, 1024, 151936, 32000),
+    "llama-3.1-8b": ModelSizes(4096, 14336, 4096, 1024, 128256, 32000),
+    "llama-3.3-70b": ModelSizes(8192, 28672, 8192, 1024, 128256, 32000),
+    "qwen3-8b": ModelSizes(4096, 12288, 4096, 1024, 151936, 32000),
+    "qwen3-32b": ModelSizes(5120, 25600, 8192, 1024, 151936, 32000),
 }
 
 

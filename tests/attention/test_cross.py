@@ -16,7 +16,7 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import CacheLayout
+from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.encoder.inputs import CrossInputs
@@ -41,8 +41,8 @@ class World:
             layout = HeadsLayout(K, D, dtype) if kept == "auto" else QuantLayout(kept, K, D, DEVICE)
         self.own = KVCache(HeadsLayout(K, D, dtype), (FULL, FULL), len(LENS) * N, device=DEVICE)
         self.cache = KVCache(layout, (FULL, FULL), pages * LONGEST, device=DEVICE)
-        for plane in self.cache.planes.values():
-            plane.view(torch.uint8).fill_(0xFF) if plane.dtype.itemsize == 1 else plane.fill_(torch.nan)
+        for buffer in self.cache.buffers.values():
+            buffer.view(torch.uint8).fill_(0xFF) if buffer.dtype.itemsize == 1 else buffer.fill_(torch.nan)
         self.page_B = torch.randperm(len(LENS), generator=self.generator).int()
         self.sources = Sources(self.page_B.to(DEVICE), torch.tensor(LENS, dtype=torch.int32, device=DEVICE), LONGEST)
 

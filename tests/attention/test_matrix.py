@@ -233,7 +233,7 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     assert varied | elsewhere | {"gpu", "most"} == {f.name for f in fields(AttentionNeeds)}, "these two are only for auto"
     asked = set().union(*(needs.asked for needs in others), WANTED.asked, LESSER)
     # The right bits are no matter of tolerance (invariant/test_leaves.py), and several ranks divide keys (context/).
-    assert asked | {Feature.DETERMINISTIC, Feature.DIVIDED} == set(Feature)
+    assert asked | {Feature.DETERMINISTIC, Feature.CONTEXT_PARALLEL} == set(Feature)
 
 
 def test_one_backend_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:

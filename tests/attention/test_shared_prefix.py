@@ -41,7 +41,7 @@ class World:
         self.table[3] = 0
         self.table[1, : shared // page_size] = self.table[0, : shared // page_size]
         self.cache = KVCache(HeadsLayout(2, 16, dtype), kinds, pages.num_slots, device=device)
-        self.cache.planes["kv"].copy_(pages.fill(len(kinds), 2, 2, 16, dtype=dtype).transpose(0, 1))
+        self.cache.buffers["kv"].copy_(pages.fill(len(kinds), 2, 2, 16, dtype=dtype).transpose(0, 1))
         state = BatchState.empty(4, self.table.shape[1], page_size=self.page_size, device=device)
         self.shared = SharedPrefix.empty(state.pages.table, 10)
         if shared:
@@ -121,7 +121,7 @@ def test_a_row_of_nan_spoils_no_other(name: str, tree: bool) -> None:
     plain, split = world.plans(4, tree)
     want = world.attend(ReferenceBackend(), plain, q)
     own = world.table[2, : -(-world.lens[2] // 4)].long()  # the stranger's pages
-    world.cache.planes["kv"][:, (own[:, None] * 4 + torch.arange(4, device=device)).flatten()] = torch.nan
+    world.cache.buffers["kv"][:, (own[:, None] * 4 + torch.arange(4, device=device)).flatten()] = torch.nan
     q[8:12] = torch.nan
     for got, right in zip(world.attend(make_backend(name), split, q), want, strict=True):
         torch.testing.assert_close(got[:8], right[:8], atol=2e-5, rtol=2e-5)
@@ -143,7 +143,7 @@ def test_nothing_is_read_twice() -> None:
     want = world.attend(ReferenceBackend(), plain, q)
     spare = world.table[1].clone()
     world.table[:2, :4] = 4 * world.table.shape[1]  # a page of NaN
-    assert world.cache.planes["kv"][:, 16 * world.table.shape[1]].isnan().all() and spare[0] != world.table[1, 0]
+    assert world.cache.buffers["kv"][:, 16 * world.table.shape[1]].isnan().all() and spare[0] != world.table[1, 0]
     _, split = world.plans(4, tree=False)
     for got, right in zip(world.attend(TorchBackend(), split, q), want, strict=True):
         torch.testing.assert_close(got[:12], right[:12], atol=1e-10, rtol=1e-10)

@@ -19,7 +19,7 @@ from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, NORM, OTHER, T
 from specdec.bench.byte_limit import READ_REPEATS, byte_limit, read_bandwidth
 from specdec.bench.kernels import MARKS, Span, kind_of, phases_of, short_name, split
 from specdec.bench.measurement import Measurement
-from specdec.bench.profile import Work, full_rounds, phases_ms, profile_work, rounds_in
+from specdec.bench.profile import Workload, full_rounds, phases_ms, profile_work, rounds_in
 from specdec.bench.show.budget_report import print_budgets
 from specdec.session import Session
 
@@ -162,7 +162,7 @@ def test_only_rounds_of_the_full_batch_count(zoo: Zoo) -> None:
     decoder = zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)
     sampling = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=20)]
     session = Session(decoder)
-    work = Work(session, PROMPTS, sampling, speculate=True)
+    work = Workload(session, PROMPTS, sampling, speculate=True)
     driver = Driver(decoder)
 
     def step() -> int:
@@ -219,7 +219,7 @@ def test_a_batch_that_does_not_fit_is_refused(zoo: Zoo) -> None:
     """Keeps out: an endless search for a full round, or a half batch under a whole one's name."""
     decoder = zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)
     session = Session(decoder)
-    work = Work(session, [*PROMPTS, [1]], [SamplingParams(max_tokens=30)] * 3, speculate=True)
+    work = Workload(session, [*PROMPTS, [1]], [SamplingParams(max_tokens=30)] * 3, speculate=True)
     with pytest.raises(ValueError, match="needs all 3 sequences of the batch to run at once, got 2"):
         full_rounds(work, session.step)
     assert Driver(decoder).is_idle
@@ -228,7 +228,7 @@ def test_a_batch_that_does_not_fit_is_refused(zoo: Zoo) -> None:
 def test_nothing_ends_a_profile_s_texts_early(zoo: Zoo) -> None:
     """Keeps out: a profile that looks for enough full rounds for ever, since each text stops after a few tokens."""
     sampling = [SamplingParams(max_tokens=30, stop_token_ids=list(range(40)))] * 2
-    work = Work(Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)), PROMPTS, sampling, speculate=True)
+    work = Workload(Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)), PROMPTS, sampling, speculate=True)
     with work.running() as requests:
         assert not any(request.is_done for request in requests)
 

@@ -19,7 +19,7 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, Needs, PromptPart, RunChunk, RunRound, Step, StopDrafting
+from specdec.steps import Emitted, EnterRows, LeaveRows, Needs, PromptPart, RowEntry, RunChunk, RunRound, Step, StopDrafting
 
 CHAIN = SpecConfig(3, 1, 4)
 
@@ -49,7 +49,7 @@ class RowsOnly:
 
     def __init__(self, rows: int, rng: random.Random, shares_pages: bool = False) -> None:
         self.rows, self.rng, self.shares_pages = rows, rng, shares_pages
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, RowEntry] = {}
         self.done: dict[int, int] = {}
         self.running: set[int] = set()
         self.prompts: dict[int, list[int]] = {}  # tokens seen by row, for the test to compare

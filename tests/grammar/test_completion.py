@@ -16,7 +16,7 @@ from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id,
 from specdec.config import GrammarKind
 from specdec.grammar.completion import FEW, Completion, _banned, _few, look_ahead
 from specdec.grammar.library import Grammars
-from specdec.grammar.matcher import Matcher, Place
+from specdec.grammar.matcher import GrammarState, Matcher
 from specdec.steps import Grammar
 
 N, DEEPEST = 12, 4
@@ -136,15 +136,15 @@ def test_looking_ahead_ends_where_the_device_waits(grammars: Grammars) -> None:
         matcher = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
         asked = iter(range(100))
         look_ahead(matcher, N, DEEPEST, False, lambda: next(asked) >= most)  # noqa: B023 (called in this turn)
-        looked.append(sum(1 for _ in places_below(matcher.here)))
+        looked.append(sum(1 for _ in states_below(matcher.here)))
     assert looked[0] == 1 < looked[1] < looked[2]
 
 
-def places_below(place: Place) -> Iterator[Place]:
-    """A place, and all after it that were looked at."""
-    yield place
-    for after in place.after.values():
-        yield from places_below(after)
+def states_below(state: GrammarState) -> Iterator[GrammarState]:
+    """A state, and all after it that were looked at."""
+    yield state
+    for after in state.after.values():
+        yield from states_below(after)
 
 
 @pytest.mark.parametrize("after", ["og", "[og]"], ids=["three tokens", "one token"])

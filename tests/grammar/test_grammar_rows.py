@@ -19,7 +19,7 @@ from specdec.parallel.group import ALONE, Group
 from specdec.runner import grammars
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.readback import Readback, Ticket
-from specdec.steps import Entry, Grammar, LeaveRows, PromptPart, RowOptions
+from specdec.steps import Grammar, LeaveRows, PromptPart, RowEntry, RowOptions
 
 V, EOS, NODES = 384, 0, 3
 RULE = Grammar("regex", "a+b", (EOS,))
@@ -32,7 +32,7 @@ def test_rows_that_do_not_speculate_have_no_tree_walked() -> None:
     rows = GrammarRows(Readback(torch.device("cpu")), V)
     rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
     for row, (speculates, rule) in enumerate([(True, RULE), (False, RULE), (True, None), (True, RULE)]):
-        rows.enter(Entry(row, [[1]], RowOptions.of(), speculates, grammar=rule))
+        rows.enter(RowEntry(row, [[1]], RowOptions.of(), speculates, grammar=rule))
     rows.follow_chunk(FirstTokens(torch.full((4,), a)), [PromptPart(row, [1], 0, -1) for row in range(4)])
 
     def walked(count: int) -> list[bool | None]:
@@ -49,7 +49,7 @@ def test_rows_that_do_not_speculate_have_no_tree_walked() -> None:
     assert walked(4) == [False, False, None, True]
     rows.leave(LeaveRows(((3, 0),), (3,)))  # the last row moves into the gap
     assert walked(3) == [True, False, None]
-    rows.enter(Entry(3, [[1]], RowOptions.of(), True))
+    rows.enter(RowEntry(3, [[1]], RowOptions.of(), True))
     assert walked(4) == [True, False, None, None]
 
 
@@ -59,7 +59,7 @@ def test_each_end_of_drafts_is_reported_once() -> None:
     rows = GrammarRows(Readback(torch.device("cpu")), V)
     rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
     for row in range(3):
-        rows.enter(Entry(row, [[1]], RowOptions.of(), True, grammar=RULE))
+        rows.enter(RowEntry(row, [[1]], RowOptions.of(), True, grammar=RULE))
     rows.follow_chunk(FirstTokens(torch.zeros(3, dtype=torch.int64)), [PromptPart(row, [1], 0, -1) for row in range(3)])
     for row in (0, 2):
         rows._rows[row].matcher.is_alone = True
@@ -79,7 +79,7 @@ def test_nobody_looks_ahead_while_the_device_waits(monkeypatch: pytest.MonkeyPat
         rows = GrammarRows(Readback(torch.device("cpu")), V)
         rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
         for row in range(4):
-            rows.enter(Entry(row, [[1]], RowOptions.of(), True, grammar=RULE))
+            rows.enter(RowEntry(row, [[1]], RowOptions.of(), True, grammar=RULE))
         rows.follow_chunk(FirstTokens(torch.full((4,), a)), [PromptPart(row, [1], 0, -1) for row in range(4)])
         calls = [0]
 
@@ -112,7 +112,7 @@ def test_the_first_rank_keeps_what_it_has_made() -> None:
     for group in (ALONE, Broken()):
         rows = GrammarRows(Readback(torch.device("cpu")), V, group)
         rows.library = Grammars(tokenizer.backend_tokenizer.to_str, V, [EOS])
-        rows.enter(Entry(0, [[1]], RowOptions.of(), True, grammar=RULE))
+        rows.enter(RowEntry(0, [[1]], RowOptions.of(), True, grammar=RULE))
         rows.follow_chunk(FirstTokens(torch.full((1,), a)), [PromptPart(0, [1], 0, -1)])
         tree = DraftTree.chain(torch.full((1, NODES), a))
         masks = rows.of_round(1, NODES, rows.complete(tree))

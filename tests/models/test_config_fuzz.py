@@ -68,7 +68,7 @@ class Head:
         self.loaded: object = None
 
     def __call__(self, folder: Path) -> object:
-        config = open_head(folder, self.target.config).reading.spec
+        config = open_head(folder, self.target.config).parsed.spec
         if self.loaded == config:
             return None
         self.loaded = self.loaded or config

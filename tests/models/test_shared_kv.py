@@ -57,7 +57,7 @@ def ours(model: CausalLM, aux_layers: tuple[int, ...] = (), rows_R: Tensor | Non
     """All prompts packed, one page each, through the reference attention.  Unwritten slots hold NaN."""
     ids = prompts()
     cache = make_cache(model, model.config, len(ids) * PAGE, "auto", torch.float32, CPU)
-    cache.planes["kv"].fill_(torch.nan)
+    cache.buffers["kv"].fill_(torch.nan)
     pages = PageTable(torch.arange(len(ids), dtype=torch.int32)[:, None], PAGE)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     plan = AttentionPlan((ragged_causal_segment(pages, LENGTHS, LENGTHS),), positions)
@@ -125,7 +125,7 @@ def test_attention_without_a_cache_agrees(zoo: SharingZoo, name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARING)
 def test_sharing_layers_store_nothing(zoo: SharingZoo, name: str) -> None:
-    """Bytes, planes and moves are those of the layers that store, and each layer reads its source's keys."""
+    """Bytes, buffers and moves are those of the layers that store, and each layer reads its source's keys."""
     model, sources = load(zoo.target(name)), SHARING[name][1]
     config, stored = model.config, sorted(set(SHARING[name][1]))
     a_layer = 2 * config.num_kv_heads * config.head_dim * 4
@@ -134,7 +134,7 @@ def test_sharing_layers_store_nothing(zoo: SharingZoo, name: str) -> None:
     assert cache.bytes == 12 * len(stored) * a_layer
     assert all(cache.view(layer) is cache.view(source) for layer, source in enumerate(sources))
     assert len({id(cache.view(layer)) for layer in stored}) == len(stored)
-    kv = cache.planes["kv"].random_()
+    kv = cache.buffers["kv"].random_()
     before = kv.clone()
     cache.move(torch.tensor([[3, 5, 7]]), torch.tensor([[0, 2]]))
     before[:, 5] = before[:, 7]

@@ -63,7 +63,7 @@ def test_sources_are_found_and_stored_once(families: Families, name: str) -> Non
     decoder = decoder_of(families, name, None, None, page_size=4)
     assert decoder.model.config.kv_source == SOURCES and decoder.model.config.first_sharing_layer == 3
     assert kv_page_bytes([decoder.model.config], decoder.settings, (ALL,)) == (4 * 3 * 2 * 2 * 16 * 4,)
-    assert sum(planes["kv"].shape[0] for planes in Driver(decoder).cache("target").planes_of.values()) == 3
+    assert sum(buffers["kv"].shape[0] for buffers in Driver(decoder).cache("target").buffers_of.values()) == 3
 
 
 def call(layer: int, key: Tensor, value: Tensor) -> AttentionCall:

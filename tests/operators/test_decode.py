@@ -43,16 +43,16 @@ def inputs(decode: DecodePass, lens: list[int], N: int = 1, seed: int = 0, extra
     table_BW = torch.randperm(B * W, generator=generator).view(B, W)
     cache = decode.new_cache(B * W * PAGE)
     slots = [int(table_BW[b, p // PAGE]) * PAGE + p % PAGE for b, n in enumerate(lens) for p in range(n)]
-    for plane in (plane for layer in cache for plane in layer.values()):
-        plane.fill_(torch.nan if plane.is_floating_point() else 127)
-        fresh = torch.randn(len(slots), *plane.shape[1:], generator=generator)
-        plane[slots] = (fresh if plane.is_floating_point() else fresh * 30).to(device, plane.dtype)
+    for buffer in (buffer for layer in cache for buffer in layer.values()):
+        buffer.fill_(torch.nan if buffer.is_floating_point() else 127)
+        fresh = torch.randn(len(slots), *buffer.shape[1:], generator=generator)
+        buffer[slots] = (fresh if buffer.is_floating_point() else fresh * 30).to(device, buffer.dtype)
     tokens_BN = torch.randint(VOCAB, (B, N), generator=generator)
     return tokens_BN.to(device), table_BW.int().to(device), torch.tensor(lens, dtype=torch.int32, device=device), cache
 
 
 def copied(given: Inputs) -> Inputs:
-    return (*given[:3], [{name: plane.clone() for name, plane in layer.items()} for layer in given[3]])
+    return (*given[:3], [{name: buffer.clone() for name, buffer in layer.items()} for layer in given[3]])
 
 
 @torch.no_grad()
@@ -63,16 +63,16 @@ def directly(decode: DecodePass, given: Inputs) -> Tensor:
     slots, sources = layers[0][next(iter(layers[0]))].shape[0], model.config.kv_source
     cache = KVCache(decode.layout, model.config.layer_kinds, slots, device=lens_B.device, sources=sources)
     for index, layer in enumerate(layers):
-        for name, plane in layer.items():
-            cache.planes[name][index] = plane
+        for name, buffer in layer.items():
+            cache.buffers[name][index] = buffer
     new = pages.next_tokens(lens_B, N)
     plan = AttentionPlan((causal_segment(pages, lens_B + N, N),), new.positions.flatten())
     backend = make_backend("triton" if lens_B.is_cuda else "torch")
     attn = PagedAttention(backend, cache, PassTables(plan, new.slots.flatten()))
     out = model(tokens_BN.flatten(), new.positions.flatten(), attn)
     for index, layer in enumerate(layers):
-        for name, plane in layer.items():
-            plane.copy_(cache.planes[name][index])
+        for name, buffer in layer.items():
+            buffer.copy_(cache.buffers[name][index])
     return model.logits(out.hidden_TH).unflatten(0, tokens_BN.shape)
 
 

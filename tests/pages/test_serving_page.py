@@ -30,7 +30,7 @@ from specdec.engine.totals import Totals
 from specdec.generation import Generation
 from specdec.serve import app, run
 from specdec.serve.door import Counts
-from specdec.serve.log import Entry, LineHandler
+from specdec.serve.log import LineHandler, LogEntry
 from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.process.descriptors import MAX_CONNECTIONS, WANTED
@@ -173,7 +173,7 @@ def page_log(page: str) -> list[str]:
 
 
 def code_log() -> set[str]:
-    entry, written = Entry("req-1", "POST", fields.CHAT), io.StringIO()
+    entry, written = LogEntry("req-1", "POST", fields.CHAT), io.StringIO()
     entry.plan(plan(), log_prompts=True)
     entry.finished(plan(), [generation()], log_prompts=True)
     entry.failed(errors.internal())

@@ -11,7 +11,7 @@ from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.grammar import library
-from specdec.grammar.matcher import LimitError, Matcher, Place
+from specdec.grammar.matcher import GrammarState, LimitError, Matcher
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
 SAMPLINGS = [
@@ -78,10 +78,10 @@ def test_all_ranks_obey_the_same_grammars(tmp_path: Path, monkeypatch: pytest.Mo
     assert re.match("[a-z]{2,4}( [0-9]{0,3}|$)", alone[0][1]) and re.match("(ab|cd)+", alone[2][1])
     go, calls = Matcher.go, iter(range(10**9))
 
-    def fails(matcher: Matcher, place: Place) -> None:
-        if place.depth and next(calls) % 20 == 9:
+    def fails(matcher: Matcher, state: GrammarState) -> None:
+        if state.depth and next(calls) % 20 == 9:
             raise LimitError
-        go(matcher, place)
+        go(matcher, state)
 
     monkeypatch.setattr(library, "MAX_KEPT", 1)
     monkeypatch.setattr(Matcher, "go", fails)

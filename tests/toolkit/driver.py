@@ -208,7 +208,7 @@ class Driver(Hooks):
         self.settle()
         state = self._workers.state
         assert self.is_idle and not self.waiting and not self.running and not self.rounds_in_flight
-        assert not self._scheduler.admission.places and self.pages_free == self.pages_total
+        assert not self._scheduler.admission.allocations and self.pages_free == self.pages_total
         assert self._engine.totals().local_pages_used == 0
         self.assert_books_balance()
         assert not state.active_B.any() and not state.page_table_BGW.any()
@@ -250,7 +250,7 @@ class Driver(Hooks):
         cache = self.cache(model)
         (group,) = cache.group_numbers
         pages = PageTable(self._workers.state.of_group(group).pages.table[row : row + 1], self.page_size)
-        return cache.planes["kv"][:, pages.slots_at(torch.arange(self.lens(row))[None])[0]]
+        return cache.buffers["kv"][:, pages.slots_at(torch.arange(self.lens(row))[None])[0]]
 
     def fresh_kv(self, model: Model, text: list[int]) -> Tensor:
         """The keys and values of a text that another engine has just prefilled in one chunk, like `committed_kv`."""
@@ -263,14 +263,14 @@ class Driver(Hooks):
 
     def page_kv(self, model: Model, page: int) -> Tensor:
         """[layers, page_size, 2, K, D]: a view of one page's keys and values."""
-        return self.cache(model).planes["kv"][:, page * self.page_size : (page + 1) * self.page_size]
+        return self.cache(model).buffers["kv"][:, page * self.page_size : (page + 1) * self.page_size]
 
     def poison_free_slots(self, value: float, *models: Model) -> None:
         """Fills idle caches (of all models, if none is named) with this value; of int8 caches the scales."""
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
-            for planes in cache.planes_of.values():
-                planes.get("scales", planes["kv"]).fill_(value)
+            for buffers in cache.buffers_of.values():
+                buffers.get("scales", buffers["kv"]).fill_(value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""
@@ -290,8 +290,8 @@ class Driver(Hooks):
         with torch.inference_mode():
             assert bool(((state.bonus_B >= 0) & (state.bonus_B < vocab_size)).all())
             for cache in self.caches:
-                for planes in cache.planes_of.values():
-                    planes["kv"][:, slots.to(planes["kv"].device)] = torch.nan
+                for buffers in cache.buffers_of.values():
+                    buffers["kv"][:, slots.to(buffers["kv"].device)] = torch.nan
             state.bonus_B[len(self._scheduler.seats) :].random_(0, vocab_size)
             for tensor in self.drafter.rows.tensors():
                 if tensor.is_floating_point():
@@ -301,8 +301,8 @@ class Driver(Hooks):
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
         self._workers.state.page_table_BGW[:rows, :, :pages] = 0
         for cache in self.caches:
-            for planes in cache.planes_of.values():
-                planes["kv"][:, : self.page_size] = 1e4
+            for buffers in cache.buffers_of.values():
+                buffers["kv"][:, : self.page_size] = 1e4
 
     # ---- settings that only tests change ----
 

@@ -27,7 +27,7 @@ def check_books(admission: Admission, requests: list[Request]) -> None:
     assert kept == pool._owned.get(cache, set()) and len(kept) == len(nodes)
     owned = [page for pages in pool._owned.values() for page in pages]
     assert sorted(owned + pool._free) == list(range(1, pool.num_pages))
-    held = [admission.places[request].node for request in requests]
+    held = [admission.allocations[request].node for request in requests]
     for node in nodes:
         users = 0
         for at in held:

@@ -53,8 +53,8 @@ def paged_logits(
     last: of each chunk's last tokens alone, which the last layer is then asked for.
     """
     cache = make_cache(model, model.config, 400, "auto", model.norm.weight.dtype, torch.device("cpu"))
-    for plane in cache.planes.values():
-        plane.fill_(torch.nan)
+    for buffer in cache.buffers.values():
+        buffer.fill_(torch.nan)
     width = -(-LONGEST // page_size)
     table = torch.randperm(len(prompts) * width, generator=torch.Generator().manual_seed(0)).view(-1, width).int() + 1
     parts: list[list[Tensor]] = [[] for _ in prompts]

@@ -30,7 +30,7 @@ from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head, spec_of
 from specdec.train.selftext import write_rows
 from specdec.train.settings import HeadRun
-from specdec.train.states import Seen, read_rows
+from specdec.train.states import TargetStates, read_rows
 from specdec.train.unroll import draft_steps, head_loss
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
@@ -116,7 +116,7 @@ def test_a_saved_config_says_every_number_of_the_head(
     block = head.config.block and replace(head.config.block, mask_id=29)
     head.config = replace(head.config, model=model, block=block)
     save(head, tmp_path, layout, target_folder())
-    read = open_head(tmp_path, pair.model.config).reading.spec
+    read = open_head(tmp_path, pair.model.config).parsed.spec
     not_of_heads = {name: getattr(read.model, name) for name in ("dtype", "eos_ids", "ends_by_file", "family")}
     own = replace(model, **not_of_heads)
     owns = kind == "p-eagle" or (kind, layout) == ("eagle3", "speculators")  # whose layout has embeddings in any case
@@ -202,9 +202,9 @@ def test_rows_that_are_kept_out_are_never_trained_on() -> None:
     read: list[list[int]] = []
 
     class Recorded:
-        def of(self, picks_B: Tensor) -> Seen:
+        def of(self, picks_B: Tensor) -> TargetStates:
             read.append(picks_B.tolist())
-            return Seen(picks_B, picks_B, picks_B)
+            return TargetStates(picks_B, picks_B, picks_B)
 
     states: Any = Recorded()
     rows = torch.zeros(100, 8, dtype=torch.int64)

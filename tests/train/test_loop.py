@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdec.train.loop import Checkpoint, Progress, Schedule, fit, learning_rate, make_optimizer
+from specdec.train.loop import Progress, Schedule, TrainingCheckpoint, fit, learning_rate, make_optimizer
 from specdec.train.text.rows import SIDE_ENDS, TokenRows, mixed_batches
 
 SCHEDULE = Schedule(steps=8, lr=0.1, warmup=2, weight_decay=0.1, eval_every=4)
 ROWS = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(0))
 
 
-def fresh(folder: Path) -> Checkpoint:
+def fresh(folder: Path) -> TrainingCheckpoint:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-    return Checkpoint(folder / "checkpoint.pt", model, make_optimizer(model, SCHEDULE), {})
+    return TrainingCheckpoint(folder / "checkpoint.pt", model, make_optimizer(model, SCHEDULE), {})
 
 
 def run(
-    checkpoint: Checkpoint,
+    checkpoint: TrainingCheckpoint,
     progress: Progress,
     scale: float = 1.0,
     stop: int = 99,

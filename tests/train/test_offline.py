@@ -26,7 +26,7 @@ from specdec.draft.load import load_head
 from specdec.generation import Stats
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
-from specdec.train.offline.branches import Branches, BranchPairs, KeptPairs
+from specdec.train.offline.branches import BranchPairs, KeptPairs, OfflineDrafter
 from specdec.train.offline.count import accepted
 from specdec.train.offline.run import eval_head
 
@@ -118,7 +118,7 @@ def test_branches_draft_what_the_head_alone_drafts_along_them(zoo: Zoo, name: st
     generator = torch.Generator().manual_seed(0)
     ids_T, features_TF = torch.randint(40, (40,), generator=generator), torch.randn(40, head.feature_size, generator=generator)
     places_P = torch.tensor([1, 2, 20, 38])
-    tokens_PN = Branches(head, ids_T, features_TF).trees(places_P, deep).tokens_BN
+    tokens_PN = OfflineDrafter(head, ids_T, features_TF).trees(places_P, deep).tokens_BN
     for place, tokens in zip(places_P.tolist(), tokens_PN.tolist(), strict=True):
         read, hidden, drafts = ids_T[1 : place + 1], head.fuse(features_TF[:place]), [int(ids_T[place])]
         for _ in range(deep.max_steps):

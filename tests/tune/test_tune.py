@@ -21,7 +21,7 @@ from specdec.models.config import ModelConfig, RopeConfig
 from specdec.ops.products.gpus import H100, H200, Match
 from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
 from specdec.ops.products.tuned import here
-from specdec.ops.products.tuned.table import Measured, Origin, Product, TunedTable, path_for, read
+from specdec.ops.products.tuned.table import MeasuredProduct, Origin, Product, TunedTable, path_for, read
 from specdec.tune import measure, run
 from specdec.tune.candidates import candidates
 from specdec.tune.shapes import NAMED, checkpoint_products, named_products, products_of
@@ -136,7 +136,7 @@ def tune(*given: str) -> int:
 
 def test_a_second_model_is_added(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a table that forgets what it had, and a command that does not say what it kept, and where."""
-    old = TunedTable(Origin.here(GPU), {SMALL: Measured({8: None}, "2026-01-01", "old")})
+    old = TunedTable(Origin.here(GPU), {SMALL: MeasuredProduct({8: None}, "2026-01-01", "old")})
     old.save(path_for(GPU))
     assert tune("llama-3.1-8b", "--rows", "1") == 0
     table, why = read(path_for(GPU), Origin.here(GPU))
@@ -148,7 +148,9 @@ def test_a_second_model_is_added(cache: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_table_of_other_kernels_is_replaced(cache: Path) -> None:
     """Keeps out: tiles of kernels that have changed, carried into the new table."""
-    TunedTable(replace(Origin.here(GPU), kernels="0"), {SMALL: Measured({8: None}, "2026-01-01", "old")}).save(path_for(GPU))
+    TunedTable(replace(Origin.here(GPU), kernels="0"), {SMALL: MeasuredProduct({8: None}, "2026-01-01", "old")}).save(
+        path_for(GPU)
+    )
     assert tune("qwen3-8b", "--rows", "1") == 0
     table, _ = read(path_for(GPU), Origin.here(GPU))
     assert table is not None and SMALL not in table.products

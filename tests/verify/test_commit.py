@@ -49,6 +49,6 @@ def test_kv_equals_a_fresh_prefill(zoo: Zoo, kind: str, shape: tuple[int, int, i
 def test_move_reads_before_it_writes() -> None:
     """Keeps out: an overlapping move that copies what it has just written."""
     cache = KVCache(HeadsLayout(1, 4, torch.float32), [FULL] * 2, 10)
-    cache.planes["kv"].copy_(torch.arange(10.0)[None, :, None, None, None].expand_as(cache.planes["kv"]))
+    cache.buffers["kv"].copy_(torch.arange(10.0)[None, :, None, None, None].expand_as(cache.buffers["kv"]))
     cache.move(torch.tensor([[2, 3, 4, 5, 6]]), torch.tensor([[1, 2, 4, 0]]))
-    assert cache.planes["kv"][1, :, 1, 0, 3].tolist() == [0, 1, 3, 4, 6, 2, 6, 7, 8, 9]
+    assert cache.buffers["kv"][1, :, 1, 0, 3].tolist() == [0, 1, 3, 4, 6, 2, 6, 7, 8, 9]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers, width_of_features
-from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
 from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
@@ -125,7 +125,7 @@ def block_reading(
     name: str,
     meanings: Mapping[str, str],
     **own: Any,
-) -> Reading:
+) -> ParsedHead:
     """What readers return.  own: fields of the spec that are not those of a head that shares all with its target."""
     check_windows(model, block.size, files.where)
     spec = HeadSpec(
@@ -136,7 +136,7 @@ def block_reading(
         **{"draft_vocab_size": model.vocab_size, "own_lm_head": False, "format": name, "block": block, **own},
     )
     names = Names.numbered(model.num_layers)
-    return Reading(spec, names, {}, {**meanings, **block_meanings(model, block)})
+    return ParsedHead(spec, names, {}, {**meanings, **block_meanings(model, block)})
 
 
 def block_meanings(model: ModelConfig, block: BlockSpec) -> dict[str, str]:

@@ -17,7 +17,7 @@ from specdec.draft.block.formats.common import (
     features_of,
     mask_id,
 )
-from specdec.draft.formats.reading import Format, HeadFiles, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import whole
 from specdec.models.config import ModelConfig
@@ -30,7 +30,7 @@ OWN_KEYS = MARKOV_KEYS | frozenset(
 )
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     raw, where = files.raw, files.where
     if raw.get("architectures") != [ARCHITECTURE]:
         raise ValueError(f"{where}: architectures must be ['{ARCHITECTURE}'], got {raw.get('architectures')!r}")
@@ -44,8 +44,8 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
     block = BlockSpec(block_size(raw, where), mask_id(raw, model, where), causal, **found)
     features = features_of(raw, "target_layer_ids", target, model.num_layers, where)
     meanings = {"target_layer_ids": f"{raw.get('target_layer_ids')}: 0-based outputs of layers"}
-    reading = block_reading(files, model, block, features, target, NAME, meanings, own_embeddings=True, own_lm_head=True)
-    return replace(reading, copies=True)
+    parsed = block_reading(files, model, block, features, target, NAME, meanings, own_embeddings=True, own_lm_head=True)
+    return replace(parsed, copies=True)
 
 
-FORMAT = Format(NAME, "DeepSpec (DeepSeek), NeMo", "DSpark, DFlash", read)
+FORMAT = HeadFormat(NAME, "DeepSpec (DeepSeek), NeMo", "DSpark, DFlash", read)

@@ -19,7 +19,7 @@ from specdec.draft.block.formats.common import (
     mask_id,
 )
 from specdec.draft.formats.body import check_nested
-from specdec.draft.formats.reading import HeadFiles, Reading
+from specdec.draft.formats.reading import HeadFiles, ParsedHead
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import flag, mapping, whole
 from specdec.models.config import ModelConfig
@@ -35,7 +35,7 @@ DSPARK: Mapping[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     where = files.where
     raw = {key: value for key, value in files.raw.items() if value is not None}  # the exporter writes many nulls
     if raw.get("architectures") != ["DFlashDraftModel"]:
@@ -69,5 +69,5 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
     there = {**nested, "num_target_layers": raw.get("num_target_layers")}
     features = features_of(there, "target_layer_ids", target, model.num_layers, where, reads_last=True)
     meanings = {"target_layer_ids": f"{nested.get('target_layer_ids')}: 0-based outputs of layers"}
-    reading = block_reading(files, model, block, features, target, NAME, meanings)
-    return replace(reading, names=replace(reading.names, markov="", confidence="confidence_proj"))
+    parsed = block_reading(files, model, block, features, target, NAME, meanings)
+    return replace(parsed, names=replace(parsed.names, markov="", confidence="confidence_proj"))

@@ -11,7 +11,7 @@ from specdec.draft.block.formats.common import block_meanings, mask_id
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, three_layers
 from specdec.draft.eagle.formats.specforge import NESTED
 from specdec.draft.formats.body import aux_layers_of, check_features, check_nested, head_layers
-from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import flag, mapping
 from specdec.models.config import ModelConfig
@@ -22,7 +22,7 @@ OWN_KEYS = frozenset(
 )
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     raw, where = files.raw, files.where
     check_features(target, where)
     if raw.get("architectures") != [ARCHITECTURE]:

@@ -22,7 +22,7 @@ from specdec.draft.block.formats.common import (
 )
 from specdec.draft.eagle.formats.common import vocabulary_tensors
 from specdec.draft.eagle.formats.speculators import NAME, check_proposals, inner_model, obeyed, proposals_of, read_eagle3
-from specdec.draft.formats.reading import HeadFiles, Reading
+from specdec.draft.formats.reading import HeadFiles, ParsedHead
 from specdec.draft.formats.releases import MARK, VERSION, Release, passed_over, release_of
 from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.formats.vocabulary import read_draft_ids
@@ -33,31 +33,31 @@ AUX = "aux_hidden_state_layer_ids"
 COPIES_END = 8  # the release from which on files have no copies of what is the target's
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     return _read_peagle(files, target) if files.raw[MARK] == "peagle" else _read_block(files, target)
 
 
-def _read_peagle(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_peagle(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     raw, where = files.raw, files.where
-    reading = read_eagle3(files, target, "peagle")
-    model, release = reading.spec.model, release_of(raw, "peagle", where)
-    if reading.spec.feature_norm == "joint" and release.oldest < 7:
+    parsed = read_eagle3(files, target, "peagle")
+    model, release = parsed.spec.model, release_of(raw, "peagle", where)
+    if parsed.spec.feature_norm == "joint" and release.oldest < 7:
         raise ValueError(
             f"{where}: norm_before_fc must be false: speculators 0.6 has that norm in a P-EAGLE head and never applies it, "
             f"later releases do, got {VERSION} {release.text!r}"
         )
-    meanings = {key: value for key, value in reading.meanings.items() if key != "norm_output"}  # nothing is recycled
+    meanings = {key: value for key, value in parsed.meanings.items() if key != "norm_output"}  # nothing is recycled
     depths = {whole(each, "speculative_tokens", where) for each in proposals_of(raw, where)}
     if raw.get("num_depths") is not None:  # what the head was trained for; proposals may ask for fewer
         depths = {whole(raw, "num_depths", where)}
         meanings["num_depths"] = f"{raw['num_depths']}: tokens that a pass was trained to draft"
     block = BlockSpec(max(depths, default=0), mask_id(raw, model, where), (True,) * model.num_layers)
     check_windows(model, block.size, where)  # in training each pair reads all pairs of its block, whatever the window
-    spec = replace(reading.spec, kind="p-eagle", block=block, recycles_normed=False)
-    return replace(reading, spec=spec, meanings={**meanings, **block_meanings(model, block)})
+    spec = replace(parsed.spec, kind="p-eagle", block=block, recycles_normed=False)
+    return replace(parsed, spec=spec, meanings={**meanings, **block_meanings(model, block)})
 
 
-def _read_block(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def _read_block(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     raw, where, is_dspark = files.raw, files.where, files.raw[MARK] == "dspark"
     release = release_of(raw, "dspark" if is_dspark else "dflash", where)
     check_proposals(raw, where)
@@ -93,8 +93,8 @@ def _read_block(files: HeadFiles, target: ModelConfig | None) -> Reading:
         **meanings,
         **passed_over(raw),
     }
-    reading = block_reading(files, model, block, features, target, NAME, meanings, **own)
-    return replace(reading, beside=vocabulary_tensors(files))
+    parsed = block_reading(files, model, block, features, target, NAME, meanings, **own)
+    return replace(parsed, beside=vocabulary_tensors(files))
 
 
 def _is_kept(files: HeadFiles, name: str, release: Release) -> bool:

@@ -19,7 +19,7 @@ from specdec.draft.block.formats.common import (
     mask_id,
 )
 from specdec.draft.formats.body import check_nested
-from specdec.draft.formats.reading import Format, HeadFiles, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import flag, mapping
 from specdec.models.config import ModelConfig
@@ -37,16 +37,16 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {  # of dflash_config: the values that me
 DSPARK: Mapping[str, Sequence[Any]] = dict.fromkeys((*MARKOV_KEYS, "confidence_head_alpha"), ())
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     """A head of which nothing says that it is SpecForge's."""
     return _read(files, target, NAME)
 
 
-def read_specforge(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read_specforge(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     return _read(files, target, SPECFORGE)
 
 
-def _read(files: HeadFiles, target: ModelConfig | None, name: str) -> Reading:
+def _read(files: HeadFiles, target: ModelConfig | None, name: str) -> ParsedHead:
     where, raw = files.where, files.raw
     named = raw.get("architectures") or [ARCHITECTURES[0]]
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
@@ -94,4 +94,4 @@ def _causal(raw: dict[str, Any], model: ModelConfig, where: str, name: str) -> t
     return (False,) * model.num_layers
 
 
-FORMAT = Format(NAME, "z-lab (the DFlash authors), NeMo", "DFlash", read)
+FORMAT = HeadFormat(NAME, "z-lab (the DFlash authors), NeMo", "DFlash", read)

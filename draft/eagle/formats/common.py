@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.draft.formats.body import check_nested, width_of_features
-from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.formats.vocabulary import Presence, read_draft_ids
 from specdec.models.checkpoints.config_values import flag, mapping, whole
@@ -28,7 +28,7 @@ def eagle3_reading(
     t2d: Presence = "may",
     full: Presence = "may",
     **others: Any,
-) -> Reading:
+) -> ParsedHead:
     """What readers return.
 
     draft_size: where draft_vocab_size is absent; None: it must be there.  t2d, full: as of `read_draft_ids`.
@@ -42,7 +42,7 @@ def eagle3_reading(
     if "own_lm_head" not in told:
         told["own_lm_head"] = own_lm_head(files, size, model.vocab_size)
     spec = HeadSpec(model, aux_layers=aux_layers, target_hidden_size=width, draft_vocab_size=size, **told)
-    return Reading(spec, names, vocabulary_tensors(files), meanings)
+    return ParsedHead(spec, names, vocabulary_tensors(files), meanings)
 
 
 def refuse_bias(raw: dict[str, Any], where: str) -> None:

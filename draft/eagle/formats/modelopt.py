@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, refuse_bias
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers
-from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
 from specdec.models.config import ModelConfig
 
 NAME, DEEP = "modelopt", "LlamaForCausalLMEagle3Deep"
@@ -30,7 +30,7 @@ NESTED: Mapping[str, Sequence[Any]] = {
 }
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     where = files.where
     raw = {key: value for key, value in files.raw.items() if value is not None}  # the exporter writes many nulls
     check_features(target, where)

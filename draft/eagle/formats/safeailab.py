@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers, width_of_features
-from specdec.draft.formats.reading import Format, HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, Names, ParsedHead
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.config_values import flag
 from specdec.models.config import ModelConfig
@@ -28,7 +28,7 @@ NESTED_KEYS: Mapping[str, Sequence[Any]] = {  # of eagle_config: the values that
 }
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     """An EAGLE-3 head if there is a norm of the feature, else an EAGLE-1/2 head."""
     raw, where = files.raw, files.where
     is_eagle3 = "midlayer.hidden_norm.weight" in files.checkpoint
@@ -41,7 +41,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
     return _eagle1(files, model, width_of_features(raw, model.hidden_size, target, where), has_bias, meanings)
 
 
-def _eagle1(files: HeadFiles, model: ModelConfig, width: int, has_bias: bool, meanings: dict[str, str]) -> Reading:
+def _eagle1(files: HeadFiles, model: ModelConfig, width: int, has_bias: bool, meanings: dict[str, str]) -> ParsedHead:
     where = files.where
     if model.hidden_size != width:
         raise ValueError(f"{where}: hidden_size must be the target's {width}, got {model.hidden_size}")
@@ -51,10 +51,10 @@ def _eagle1(files: HeadFiles, model: ModelConfig, width: int, has_bias: bool, me
     names = Names.numbered(model.num_layers)
     beside = {"embed_tokens.weight": "not read: the target's are used, as EAGLE-1/2 never trains them"}
     held = {name: what for name, what in beside.items() if name in files.checkpoint}
-    return Reading(spec, names, held, {**meanings, "bias": f"fc has {'a' if has_bias else 'no'} bias"})
+    return ParsedHead(spec, names, held, {**meanings, "bias": f"fc has {'a' if has_bias else 'no'} bias"})
 
 
-def _eagle3(files: HeadFiles, model: ModelConfig, target: ModelConfig | None, meanings: dict[str, str]) -> Reading:
+def _eagle3(files: HeadFiles, model: ModelConfig, target: ModelConfig | None, meanings: dict[str, str]) -> ParsedHead:
     raw, where = files.raw, files.where
     check_features(target, where)
     eagle = nested_config(raw, NESTED_KEYS, where)
@@ -80,4 +80,4 @@ def _layer_ids(top: Any, nested: Any, where: str) -> Any:
     return top if nested is None else nested
 
 
-FORMAT = Format(NAME, "SafeAILab (the EAGLE authors)", "EAGLE-1, EAGLE-2, EAGLE-3", read)
+FORMAT = HeadFormat(NAME, "SafeAILab (the EAGLE authors)", "EAGLE-1, EAGLE-2, EAGLE-3", read)

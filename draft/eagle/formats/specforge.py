@@ -9,7 +9,7 @@ from __future__ import annotations
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, refuse_bias, three_layers
 from specdec.draft.eagle.formats.safeailab import NESTED_KEYS
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers
-from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
 from specdec.models.checkpoints.config_values import flag
 from specdec.models.config import ModelConfig
 
@@ -18,7 +18,7 @@ OWN_KEYS = frozenset(("draft_vocab_size", "eagle_config", "target_hidden_size", 
 NESTED = {key: NESTED_KEYS[key] for key in (AUX, "use_aux_hidden_state")}
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     raw, where = files.raw, files.where
     check_features(target, where)
     refuse_bias(raw, where)

@@ -19,7 +19,7 @@ from specdec.draft.formats.body import (
     width_of_features,
     windows_by_type,
 )
-from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
 from specdec.draft.formats.releases import AUX, VERSION, Release, passed_over, release_of
 from specdec.draft.formats.spec import FeatureNorm, HeadSpec
 from specdec.models.checkpoints.config_values import flag, mapping
@@ -32,11 +32,11 @@ CONVERTED = ["Eagle3Speculator"]  # the class that the library's converters save
 FIRST_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
-def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     return read_eagle3(files, target, "eagle3")
 
 
-def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> Reading:
+def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> ParsedHead:
     """The EAGLE-3 head in the files, or what a P-EAGLE head has of one."""
     raw, where, checkpoint = files.raw, files.where, files.checkpoint
     check_features(target, where)
@@ -75,7 +75,7 @@ def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> Read
     )  # fmt: skip
 
 
-def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> Reading:
+def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     """One layer, whatever num_hidden_layers says.  Its rotary embedding is its target's, whatever the config says."""
     raw, where = files.raw, files.where
     release = release_of(raw, "eagle", where)
@@ -104,7 +104,7 @@ def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> Reading:
         "num_hidden_layers": f"{inner.get('num_hidden_layers')}: the head has one layer, always",
         "rope": rope + other,
     }
-    return Reading(spec, Names("transformer", fc="fusion_fc"), {}, {**meanings, **passed_over(raw)})
+    return ParsedHead(spec, Names("transformer", fc="fusion_fc"), {}, {**meanings, **passed_over(raw)})
 
 
 def check_proposals(raw: dict[str, Any], where: str) -> None:

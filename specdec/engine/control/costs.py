@@ -31,13 +31,13 @@ MAX_OF_COST = 0.5  # the share of a round that tokens are taken to cost at most:
 
 
 @dataclass
-class Measured:
+class RoundCost:
     """What was measured of one shape."""
 
     seconds: float  # these two: moving averages over its rounds
     tokens: float
     pace: float  # Costs._pace at the last of them
-    tried: Measured | None = None  # what a trial showed, if there was one before the first round
+    tried: RoundCost | None = None  # what a trial showed, if there was one before the first round
     far_seconds: float = 0.0  # these two: averages over more rounds
     far_tokens: float = 0.0
     first: list[float] = field(default_factory=list)  # the first rounds
@@ -56,7 +56,7 @@ class Costs:
     def __init__(self, first_counts: bool, like: Costs | None = None) -> None:
         self.first_counts, self.like = first_counts, like
         self.tokens, self.growth = 0.0, 0.0
-        self._measured: dict[Shape, Measured] = {}
+        self._measured: dict[Shape, RoundCost] = {}
         self._skipped = set[Shape]()  # shapes that have run once, which did not count
         self._pace, self._rounds = 1.0, 0
         self._last = deque[Shape](maxlen=LAST)
@@ -67,7 +67,7 @@ class Costs:
     def tried(self, shape: Shape, seconds: float, tokens: float = 0.0) -> None:
         """Records the seconds of a round on the side.  tokens: of all rows together."""
         if self.runs(shape) == 0:
-            self._measured[shape] = Measured(seconds, tokens, self._pace)
+            self._measured[shape] = RoundCost(seconds, tokens, self._pace)
             self._guesses.clear()
 
     def observe(self, shape: Shape, seconds: float, tokens: float = 0.0) -> None:
@@ -80,7 +80,7 @@ class Costs:
             self._skipped.add(shape)
             return
         if known is None or known.runs == 0:
-            known = self._measured[shape] = Measured(seconds, tokens, self._pace, tried=known)
+            known = self._measured[shape] = RoundCost(seconds, tokens, self._pace, tried=known)
         known.runs, known.at = known.runs + 1, self._rounds
         if known.runs <= SETTLING or known.runs % GUESS_AGAIN == 0:
             self._guesses.clear()
@@ -92,7 +92,7 @@ class Costs:
             return
         self._learn(known, seconds, tokens)
 
-    def _learn(self, known: Measured, seconds: float, tokens: float) -> None:
+    def _learn(self, known: RoundCost, seconds: float, tokens: float) -> None:
         """Adds a round to a shape's averages, and learns from it what holds for all shapes."""
         expected, weight, slow = self._seconds(known, tokens), max(SMOOTHING, 1 / known.runs), max(SLOWLY, 1 / known.runs)
         surprise, apart = min(seconds, MAX_GROWTH * expected) - expected, tokens - known.tokens
@@ -147,7 +147,7 @@ class Costs:
             self._guesses[shape] = self._guess(shape) / self._pace
         return max(1e-9, self._guesses[shape] * self._pace)
 
-    def _seconds(self, known: Measured, tokens: float) -> float:
+    def _seconds(self, known: RoundCost, tokens: float) -> float:
         """What was measured, as it would be now with so many tokens."""
         now = known.seconds * self._pace / known.pace
         return max((1 - MAX_OF_COST) * now, now + self.growth * (tokens - known.tokens))

@@ -24,7 +24,7 @@ MIN_SHARED_TO_WAIT = 256
 
 
 @dataclass
-class Place:
+class PageAllocation:
     """The pages of one request."""
 
     table: list[int]  # by position; where there are two groups of layers, those of the layers that read all keys
@@ -77,7 +77,7 @@ class Admission:
         self.copies = RingCopies(local, span, group=1) if local is not None and prefix_caching else None
         on_change = [] if self.copies is None else [self.copies.drop]
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
-        self.places: dict[Request, Place] = {}
+        self.allocations: dict[Request, PageAllocation] = {}
         self.lookup_tokens = self.hit_tokens = 0
         self.least_shared_to_wait = MIN_SHARED_TO_WAIT
 
@@ -165,7 +165,7 @@ class Admission:
         if self.cache is None:
             table = _around(self.pool.admit(request, needed), self.pool.table_pages(needed))
             source = None if request.source_ids is None else self._free_sources.pop()
-            self.places[request] = Place(table, local=self._local_table(request, found), source=source)
+            self.allocations[request] = PageAllocation(table, local=self._local_table(request, found), source=source)
             return True
         node = found.path[-1] if found.path else self.cache.root
         self.cache.use(node)
@@ -176,7 +176,7 @@ class Admission:
         local = self._local_table(request, found)  # before a node is evicted, and its copy with it
         self.cache.evict(max(0, own - self.pool.num_free))
         table = [node.page for node in found.path] + self.pool.admit(request, needed, have=len(found.path))
-        self.places[request] = Place(table, found.tokens, node, local)
+        self.allocations[request] = PageAllocation(table, found.tokens, node, local)
         self.lookup_tokens += len(request.prompt_ids)
         self.hit_tokens += found.tokens
         request.stats.cached_tokens = found.tokens
@@ -201,11 +201,11 @@ class Admission:
 
         drafted: only pages of the prefix cache that hold the drafter's keys and values too.
         """
-        place = self.places[request]
-        pages = place.table[: (len(request.prompt_ids) - 1) // self.pool.page_size]
+        allocation = self.allocations[request]
+        pages = allocation.table[: (len(request.prompt_ids) - 1) // self.pool.page_size]
         if not drafted:
             return pages
-        path = [] if self.cache is None or place.node is None else self.cache.path(place.node)
+        path = [] if self.cache is None or allocation.node is None else self.cache.path(allocation.node)
         kept = (node.drafted and node.page == page for node, page in zip(path, pages, strict=False))
         return pages[: sum(takewhile(bool, kept))]
 
@@ -216,14 +216,14 @@ class Admission:
         drafted: whether the drafter's keys and values are written too.
         reach: no launch so far has written to this position of the request or to one after it.
         """
-        place = self.places[request]
-        if self.cache is None or place.node is None:
+        allocation = self.allocations[request]
+        if self.cache is None or allocation.node is None:
             return
-        place.node = self.cache.insert(request, place.node, tokens, place.table, drafted)
+        allocation.node = self.cache.insert(request, allocation.node, tokens, allocation.table, drafted)
         if self.copies is not None:
-            assert place.local is not None
-            first = self.copies.first_needed(place.start // self.pool.page_size)
-            self.copies.keep(self.cache.path(place.node), place.local, first, reach, drafted)
+            assert allocation.local is not None
+            first = self.copies.first_needed(allocation.start // self.pool.page_size)
+            self.copies.keep(self.cache.path(allocation.node), allocation.local, first, reach, drafted)
 
     def leave(self, request: Request) -> None:
         """Gives back all pages that the request owns or has borrowed.
@@ -231,11 +231,11 @@ class Admission:
         A round in flight may still write to the pages that the request owned.  That does no harm: whatever the next owner
         writes or reads there is launched after that round.
         """
-        place = self.places.pop(request)
-        if place.source is not None:
-            self._free_sources.append(place.source)
-        if self.cache is not None and place.node is not None:
-            self.cache.leave(place.node)
+        allocation = self.allocations.pop(request)
+        if allocation.source is not None:
+            self._free_sources.append(allocation.source)
+        if self.cache is not None and allocation.node is not None:
+            self.cache.leave(allocation.node)
         self.pool.release(request)
         if self.local is not None:
             self.local.release(request)

@@ -12,17 +12,17 @@ from specdec.engine.pages.prefix_cache import common_length
 from specdec.steps import ShareRows
 
 
-class Group(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Rows that begin with the same `pages` pages."""
 
     rows: list[int]
     pages: int
 
 
-NO_GROUP = Group([], 0)
+NO_GROUP = PrefixGroup([], 0)
 
 
-def best_group(rows: Sequence[list[int]]) -> Group:
+def best_group(rows: Sequence[list[int]]) -> PrefixGroup:
     """The group that saves the most reads of pages: (rows - 1) * pages.
 
     rows: the leading pages of each row that may be shared.
@@ -40,9 +40,9 @@ def best_group(rows: Sequence[list[int]]) -> Group:
         while open_runs and open_runs[-1][1] >= pages:
             first, least = open_runs.pop()
             if (i - first) * least > saved:
-                best, saved = Group(order[first : i + 1], least), (i - first) * least
+                best, saved = PrefixGroup(order[first : i + 1], least), (i - first) * least
         open_runs.append((first, pages))
-    return Group(sorted(best.rows), best.pages)
+    return PrefixGroup(sorted(best.rows), best.pages)
 
 
 class RowSharing:
@@ -54,7 +54,7 @@ class RowSharing:
 
     def __init__(self, page_size: int, least_saved: float) -> None:
         self.page_size, self.least_saved = page_size, least_saved
-        self.group: Group | None = NO_GROUP
+        self.group: PrefixGroup | None = NO_GROUP
 
     def forget(self) -> None:
         """Drops the choice, because a row has entered, left or moved."""

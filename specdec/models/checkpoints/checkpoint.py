@@ -22,7 +22,7 @@ from specdec.models.gguf.container import MAGIC
 from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
 from specdec.models.gguf.kept_blocks import GgmlBlocks
 from specdec.models.schemes.rules import Quantization
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 from specdec.startup import STARTUP
 
 _SAFE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in SAFE_DTYPES.items()}  # by those in pickles
@@ -169,7 +169,7 @@ class Checkpoint:
     def _stays_in_blocks(self, name: str) -> bool:
         return self.quantization is not None and isinstance(self.quantization.format_of(name, lambda _: True), GgmlBlocks)
 
-    def format_of(self, name: str) -> Format | None:
+    def format_of(self, name: str) -> WeightFormat | None:
         """How the matrix of that name is stored in 8 or 4 bits; None: as ordinary numbers."""
         if self.quantization is None:
             return None

@@ -19,7 +19,7 @@ from specdec.models.linear import ONLY, Linear, LinearStack, Stored
 from specdec.models.making import making
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.schemes.rows import QuantisedRows
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 from specdec.ops.rope import by_halves
 
 M = TypeVar("M", bound=nn.Module)
@@ -104,7 +104,7 @@ def _put(linear: Linear, part: str, arrange: Arrange | None, rows: QuantisedRows
     linear.fill(part, rows if arrange is None else rows.arranged(arrange))
 
 
-def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Format | None]) -> None:
+def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, WeightFormat | None]) -> None:
     """ValueError, with one name for each way to store a matrix, if there are several."""
     ways = {format: name for name, format in formats.items()}
     if len(ways) > 1:
@@ -116,7 +116,7 @@ def _fill_quantised(
     put: Callable[[QuantisedRows], None],
     checkpoint: Checkpoint,
     name: str,
-    format: Format,
+    format: WeightFormat,
     shape: tuple[int, int],
     device: torch.device,
     *,
@@ -138,7 +138,7 @@ def _fill_quantised(
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
-def _expect_quantised(checkpoint: Checkpoint, name: str, format: Format) -> None:
+def _expect_quantised(checkpoint: Checkpoint, name: str, format: WeightFormat) -> None:
     """ValueError if a matrix is not quantised where the config says that it is."""
     own = f"{name}.weight"
     if own not in checkpoint or format.has(checkpoint, name):
@@ -151,7 +151,7 @@ def _expect_quantised(checkpoint: Checkpoint, name: str, format: Format) -> None
         )  # fmt: skip
 
 
-def _expect_no_bias(checkpoint: Checkpoint, name: str, format: Format, rows: int) -> None:
+def _expect_no_bias(checkpoint: Checkpoint, name: str, format: WeightFormat, rows: int) -> None:
     """ValueError if a matrix that has no bias has one in the checkpoint which is not 0, or which its format never writes."""
     own = f"{name}.bias"
     if own not in checkpoint or "bias" not in format.may_end:

@@ -21,7 +21,7 @@ from specdec.models.gguf.file import GgufFile
 from specdec.models.gguf.tensors import names_of
 from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.schemes.rules import Quantization, Rule
-from specdec.models.schemes.source import FLOAT32, Outline, Source, take_bytes
+from specdec.models.schemes.source import FLOAT32, Outline, TensorSource, take_bytes
 
 METHOD, BLOCKS = "gguf", "blocks"  # the latter: the choice of `quantize`
 GROUP = 32  # columns of a block, which share a scale
@@ -38,13 +38,13 @@ class GgmlBlocks:
     in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return ("weight",)
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.weight" in source and source.dtype(f"{name}.weight") == "U8"
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         (N, K), kept = shape, KEPT[self.type]
         if K % GROUP:
             raise source.refuse(f"{name}.weight", f"must have rows of whole blocks of {GROUP} columns, got {K} columns")
@@ -56,7 +56,7 @@ class GgmlBlocks:
         source.landed(f"{name}.weight", rows.scales_PG)
         return rows
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         (rows, row_bytes), kept = source.shape(f"{name}.weight"), KEPT[self.type]
         scale_bytes = FLOAT32 if kept.kind == "e2m1" else 2
         return Outline(kept.kind, rows, row_bytes // kept.bytes * GROUP, GROUP, scale_bytes)

@@ -9,7 +9,7 @@ from specdec.models.checkpoints.config_values import flag, mapping, text, whole
 from specdec.models.schemes.formats import Fp4, Fp8
 from specdec.models.schemes.integers import PackedInts
 from specdec.models.schemes.rules import Quantization, Rule, block, check_group, name_list, only, refuse_keys, rule_of
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 
 _KNOWN = "quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio version "
 _KNOWN += "transform_config sparsity_config"
@@ -27,7 +27,7 @@ def compressed_tensors(scheme: dict[str, Any], where: str) -> Quantization:
     if kv := mapping(scheme, "kv_cache_scheme", where):
         only(kv, "num_bits", f"{where}: kv_cache_scheme", 8)
         only(kv, "type", f"{where}: kv_cache_scheme", "float")
-    everywhere, formats = text(scheme, "format", where), list[tuple[Rule, Format]]()
+    everywhere, formats = text(scheme, "format", where), list[tuple[Rule, WeightFormat]]()
     groups = mapping(scheme, "config_groups", where)
     for name in groups:
         inside, group = f"{where}: config_groups.{name}", mapping(groups, name, where)
@@ -79,7 +79,7 @@ def refuse_changes(scheme: dict[str, Any], where: str) -> None:
         )
 
 
-def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
+def _format(weights: dict[str, Any], kind: str | None, where: str) -> WeightFormat:
     refuse_keys(weights, WEIGHT_KEYS, where)
     format, order = _in_order(weights, kind, where), only(weights, "actorder", where, *_IN_ORDER, *_ACT_ORDER)
     if order not in _ACT_ORDER:
@@ -92,7 +92,7 @@ def _format(weights: dict[str, Any], kind: str | None, where: str) -> Format:
     )
 
 
-def _in_order(weights: dict[str, Any], kind: str | None, where: str) -> Format:
+def _in_order(weights: dict[str, Any], kind: str | None, where: str) -> WeightFormat:
     """The format but for the order of columns."""
     bits, strategy = whole(weights, "num_bits", where), text(weights, "strategy", where)
     number, symmetric = only(weights, "type", where, "int", "float"), flag(weights, "symmetric", where, True)

@@ -20,7 +20,7 @@ from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.schemes.source import (
     FLOAT32,
     Outline,
-    Source,
+    TensorSource,
     check_groups,
     ignore,
     one_of,
@@ -51,18 +51,18 @@ class Fp8:
     in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")  # of activations, which are not rounded here
 
-    def scale_of(self, source: Source, name: str) -> str:
+    def scale_of(self, source: TensorSource, name: str) -> str:
         """The name of the scale of that matrix."""
         first, second = f"{name}.{self.scale}", f"{name}.{self.or_scale}"
         return second if first not in source and self.or_scale and second in source else first
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return "weight", self.scale_of(source, name).removeprefix(f"{name}.")
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return self.scale_of(source, name) in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         N, K = shape
         qvalues = source.take_quantised(f"{name}.weight", shape, "F8_E4M3").to(device)
         source.landed(f"{name}.weight", qvalues)
@@ -85,7 +85,7 @@ class Fp8:
             scales_NG = found.view(N, 1) if self.per == "channel" else found.view(1, 1).expand(N, 1)
         return QuantisedRows("e4m3", qvalues.view(torch.uint8), scales_NG, None, group)
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         (rows, columns), scale = source.shape(f"{name}.weight"), self.scale_of(source, name)
         scale_bytes = FLOAT32 if source.dtype(scale) == "F8_E8M0" else source.itemsize(scale)
         return Outline("e4m3", rows, columns, self.group_of(columns), scale_bytes)
@@ -114,7 +114,7 @@ class Fp4:
     packs: ClassVar[bool] = True
     in_act_order: ClassVar[bool] = False
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return self.weight, "weight_scale", *((self.whole,) if self.whole else ())
 
     @property
@@ -122,10 +122,10 @@ class Fp4:
         """Scales of activations, which are not rounded here."""
         return ("input_scale", "input_global_scale") if self.whole else ()
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.weight_scale" in source and (not self.whole or f"{name}.{self.whole}" in source)
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         N, K = shape
         check_groups(source, f"{name}.{self.weight}", K, self.group)
         for ending in ("pre_quant_scale",):
@@ -157,7 +157,7 @@ class Fp4:
         source.landed(scale_name, scales_NG)
         return QuantisedRows("e2m1", qvalues_NK, scales_NG, None, self.group)
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         rows, half = source.shape(f"{name}.{self.weight}")
         return Outline("e2m1", rows, 2 * half, self.group, FLOAT32)
 
@@ -180,13 +180,13 @@ class ExpertBlocks:
     in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return ()  # its names have no dot before their endings
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}_blocks" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         """The rows of all experts, one expert's after another's."""
         rows, columns = shape
         parts = list(self.matrices(source, name, (rows // self.experts, columns), device))
@@ -196,7 +196,7 @@ class ExpertBlocks:
         return parts[0]._replace(qvalues_PK=torch.cat([part.qvalues_PK for part in parts]), scales_PG=scales_NG)
 
     def matrices(
-        self, source: Source, name: str, shape: tuple[int, int], device: torch.device
+        self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device
     ) -> Iterator[QuantisedRows]:  # fmt: skip
         """Each expert's matrix, of that shape; none if the source has no data."""
         (N, K), E = shape, self.experts
@@ -207,7 +207,7 @@ class ExpertBlocks:
             source.landed(f"{name}_scales", scales_NG)
             yield QuantisedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_NG, None, MX_BLOCK)
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         experts, each, blocks, half = source.shape(f"{name}_blocks")
         return Outline("e2m1", experts * each, 2 * blocks * half, MX_BLOCK, scale_bytes=1)
 
@@ -231,18 +231,18 @@ class RoundToNearest:
     in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return ("weight",)
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return True
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         weight_NK = source.take(f"{name}.weight", shape).to(device)
         source.landed(f"{name}.weight", weight_NK)
         return None if not source.has_data else rounded(weight_NK, self.kind, self.group_of(shape[1]))
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         rows, columns = source.shape(f"{name}.weight")
         return Outline(self.kind, rows, columns, self.group_of(columns), FLOAT32)
 

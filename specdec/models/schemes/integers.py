@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.schemes.rows import QuantisedRows
-from specdec.models.schemes.source import Outline, Source, check_groups, take_indices, take_scale, take_words
+from specdec.models.schemes.source import Outline, TensorSource, check_groups, take_indices, take_scale, take_words
 from specdec.ops.products.formats.quantised import Kind
 
 ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
@@ -35,13 +35,13 @@ class PackedInts:
     packs: ClassVar[bool] = True
     may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return "weight_packed", "weight_scale", "weight_shape", *(() if self.symmetric else ("weight_zero_point",))
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.weight_packed" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         (N, K), pack_factor = shape, 32 // self.bits
         check_groups(source, f"{name}.weight_packed", K, self.group)
         words = take_words(source, f"{name}.weight_packed", (N, -(-K // pack_factor))).to(device)
@@ -63,7 +63,7 @@ class PackedInts:
         zero_points_NG = None if packed is None else _signed(_fields(packed.T, self.bits)[:, :N].T, self.bits)
         return _rows(self.bits, _fields(words, self.bits)[:, :K], scales_NG, zero_points_NG, self.group, order_K)
 
-    def _groups(self, source: Source, name: str, columns: int) -> Tensor | None:
+    def _groups(self, source: TensorSource, name: str, columns: int) -> Tensor | None:
         own = f"{name}.weight_g_idx"
         if own in source:
             return take_indices(source, own, (columns,))
@@ -71,7 +71,7 @@ class PackedInts:
             raise source.refuse(own, _missing("actorder"))
         return None
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         (rows, words), scale_bytes = source.shape(f"{name}.weight_packed"), source.itemsize(f"{name}.weight_scale")
         return Outline(_integers(self.bits), rows, words * 32 // self.bits, self.group, scale_bytes, not self.symmetric)
 
@@ -91,13 +91,13 @@ class Awq:
     in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return "qweight", "qzeros", "scales"
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.qweight" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         N, K = shape
         group = self.group or K
         check_groups(source, f"{name}.qweight", K, group)
@@ -113,7 +113,7 @@ class Awq:
         )
         return QuantisedRows("int4", codes_KN.T.contiguous(), scales_GN.T.contiguous(), _signed(zeros_GN.T, 4), self.group)
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         (columns, words), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")
         return Outline("int4", 8 * words, columns, self.group, scale_bytes, has_zero_points=True)
 
@@ -141,13 +141,13 @@ class Gptq:
     packs: ClassVar[bool] = True
     may_end: ClassVar[tuple[str, ...]] = ("g_idx", "bias")  # AutoGPTQ writes biases of zeros where a model has none
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         return "qweight", "qzeros", "scales"
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.qweight" in source
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         (N, K), pack_factor, group = shape, 32 // self.bits, self.group or shape[1]
         check_groups(source, f"{name}.qweight", K, group)
         if N % pack_factor or K % pack_factor:
@@ -174,7 +174,7 @@ class Gptq:
         qvalues_NK = _fields(words.T.contiguous(), self.bits)
         return _rows(self.bits, qvalues_NK, scales_GN.T.contiguous(), zero_points_NG, self.group, order_K)
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         (words, rows), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")
         return Outline(_integers(self.bits), rows, words * 32 // self.bits, self.group, scale_bytes, not self.symmetric)
 
@@ -198,7 +198,7 @@ def _missing(key: str) -> str:
 
 
 def _order(
-    source: Source, name: str, groups_K: Tensor | None, group: int, in_act_order: bool, keys: str
+    source: TensorSource, name: str, groups_K: Tensor | None, group: int, in_act_order: bool, keys: str
 ) -> Tensor | None:  # fmt: skip
     """The columns sorted by their groups, those of a group in their own order; None if they lie so.
 

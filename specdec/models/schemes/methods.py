@@ -22,7 +22,7 @@ from specdec.models.schemes.rules import (
     regex_rule,
     rule_of,
 )
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 
 _OPTIONAL_HEAD = (Rule("exact", HEAD),)
 _ALL = Rule("class", "Linear")
@@ -161,7 +161,7 @@ def modelopt(scheme: dict[str, Any], where: str) -> Quantization:
     _expect_of_algorithm(scheme, algorithm, where)
     fp4 = Fp4("weight", 16, "weight_scale_2")
     kept = [*name_list(scheme, "exclude_modules", where), *name_list(scheme, "ignore", where)]
-    format: Format = Fp8("weight_scale", "tensor") if algorithm == "FP8" else fp4
+    format: WeightFormat = Fp8("weight_scale", "tensor") if algorithm == "FP8" else fp4
     rules = tuple(rule_of(name, "ignore", where) if name.startswith("re:") else Rule("wildcard", name) for name in kept)
     return Quantization("modelopt", ((_ALL, format),), rules, _OPTIONAL_HEAD)
 

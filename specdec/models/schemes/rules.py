@@ -11,7 +11,7 @@ from typing import Any, Literal
 import regex
 
 from specdec.models.checkpoints.config_values import MAX_INTEGER
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 
 HEAD = "lm_head"
 PATIENCE = 2.0  # seconds for one expression and one name; an expression that backtracks may otherwise take for ever
@@ -57,13 +57,13 @@ class Quantization:
     """
 
     method: str
-    formats: tuple[tuple[Rule, Format], ...]
+    formats: tuple[tuple[Rule, WeightFormat], ...]
     kept: tuple[Rule, ...] = ()
     optional: tuple[Rule, ...] = ()
     kept_by: str = "ignore"
     setting: str = ""
 
-    def format_of(self, name: str, has: Callable[[Format], bool]) -> Format | None:
+    def format_of(self, name: str, has: Callable[[WeightFormat], bool]) -> WeightFormat | None:
         """The format of the matrix of that name; None: it is not quantised.  has: whether the tensors look like the format."""
         if any(rule.fits(name) for rule in self.kept):
             return None

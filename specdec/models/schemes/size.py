@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.schemes.source import Format
+from specdec.models.schemes.source import WeightFormat
 from specdec.ops.products.formats.experts import POWERS, scales_form, step_bytes, steps_of
 from specdec.ops.products.formats.quantised import row_bytes
 
@@ -28,7 +28,7 @@ class MatrixSize(NamedTuple):
     is_dequantised: bool
 
 
-def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize:
+def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str) -> MatrixSize:
     kind, rows, columns, group, scale_bytes, has_zero_points = format.outline(checkpoint, name)
     groups, values = -(-columns // (group or columns)), rows * columns
     scaled = groups * (scale_bytes + int(has_zero_points))
@@ -38,20 +38,20 @@ def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize
     return MatrixSize(rows * (steps * step_bytes(kind) + (steps * POWERS if form == "powers" else scaled)), values, not form)
 
 
-def group_of(checkpoint: Checkpoint, name: str, format: Format) -> int:
+def group_of(checkpoint: Checkpoint, name: str, format: WeightFormat) -> int:
     """Columns of a scale in a matrix; 0: all of a row.  This reads no scale: a matrix of that name may turn out to be dense."""
     weight = f"{name}.weight"
     return format.group_of(checkpoint.shape(weight)[-1] if weight in checkpoint else 0)
 
 
-def quantised_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
+def quantised_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, WeightFormat]:
     """The matrices that are quantised, and how.  names: of tensors."""
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
     matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
     return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}
 
 
-def quantised_and_dense(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, Format], list[str]]:
+def quantised_and_dense(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, WeightFormat], list[str]]:
     """As `quantised_matrices`, and all other tensors, the biases of quantised matrices among them."""
     formats = quantised_matrices(checkpoint, names)
     blocks = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}

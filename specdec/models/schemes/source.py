@@ -13,7 +13,7 @@ from specdec.ops.products.formats.quantised import Kind
 FLOAT32 = 4  # bytes
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """The checkpoint, as formats read it.  Every tensor taken is of that shape, or ValueError is raised, and counts as read.
 
     has_data: whether tensors that are taken have values, or lie on the meta device and show names, shapes and dtypes alone.
@@ -47,7 +47,7 @@ class Outline(NamedTuple):
     has_zero_points: bool = False
 
 
-class Format(Protocol):
+class WeightFormat(Protocol):
     """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape.
 
     may_end: of the names of tensors that may be there beside those that `endings` says.
@@ -63,22 +63,22 @@ class Format(Protocol):
         """Whether a group's columns may be no neighbours: tensors say which columns they are (see QuantisedRows)."""
         ...
 
-    def endings(self, source: Source, name: str) -> tuple[str, ...]:
+    def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         """Of the names of the tensors of the matrix of that name."""
         ...
 
-    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         """The matrix of that name and shape, on the device; None if the source has no data.
 
         ValueError if a tensor is missing or of another shape.
         """
         ...
 
-    def has(self, source: Source, name: str) -> bool:
+    def has(self, source: TensorSource, name: str) -> bool:
         """Whether the tensors of that name are in this format, as far as names say."""
         ...
 
-    def outline(self, source: Source, name: str) -> Outline:
+    def outline(self, source: TensorSource, name: str) -> Outline:
         """Of the matrix of that name, whose tensors are there.  Reads headers alone."""
         ...
 
@@ -91,41 +91,41 @@ class Format(Protocol):
         ...
 
 
-def ignore(source: Source, name: str, endings: tuple[str, ...]) -> None:
+def ignore(source: TensorSource, name: str, endings: tuple[str, ...]) -> None:
     for ending in endings:
         source.ignore(f"{name}.{ending}")
 
 
-def take_bytes(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+def take_bytes(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
     return source.take_quantised(name, shape, "U8")
 
 
-def take_words(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+def take_words(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
     """Words of 32 bits, each of which holds several quantised values."""
     return source.take_quantised(name, shape, "I32")
 
 
-def take_indices(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+def take_indices(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
     """Whole numbers that are meant as they stand."""
     return source.take_quantised(name, shape, "I32", "I64").long()
 
 
-def take_powers(source: Source, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
+def take_powers(source: TensorSource, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
     """The exponents of powers of two, as bytes.  dtypes: that may be the tensor's, of one byte each."""
     return source.take_quantised(name, shape, *dtypes).view(torch.uint8)
 
 
-def take_scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def take_scale(source: TensorSource, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
     scale = source.take(name, shape).to(device)
     source.landed(name, scale)
     return scale
 
 
-def one_of(source: Source, name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+def one_of(source: TensorSource, name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The one of these shapes that the tensor has, or else the first, which `take` then asks for."""
     return next((shape for shape in shapes if name in source and source.shape(name) == shape), shapes[0])
 
 
-def check_groups(source: Source, name: str, columns: int, group: int) -> None:
+def check_groups(source: TensorSource, name: str, columns: int, group: int) -> None:
     if group and columns % group:
         raise source.refuse(name, f"has {columns} columns, which are no whole groups of {group}")

@@ -17,7 +17,7 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqModelOutput
 
 from specdec.models.transformers_backend.attention import Answer, AttentionCall, answering
-from specdec.models.transformers_backend.parts import CountedTokens, Parts, Unsupported, freeze_rope
+from specdec.models.transformers_backend.parts import CountedTokens, ModelParts, Unsupported, freeze_rope
 
 # Families whose encoder reads tokens and whose layers hand attention nothing but heads and a scale.
 ENCODER_DECODERS = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "t5gemma")
@@ -80,10 +80,10 @@ class StoredText(EncoderDecoderCache):
 # ---- the pieces ----
 
 
-class EncoderDecoderParts(Parts):
+class EncoderDecoderParts(ModelParts):
     """The pieces of a transformers encoder-decoder model.
 
-    encoder: the model without its decoder and its language-model head.  decoder, layers, head: as in Parts.
+    encoder: the model without its decoder and its language-model head.  decoder, layers, head: as in ModelParts.
 
     Unsupported is raised for a model whose decoder has no list of as many layers as its config says.
     """

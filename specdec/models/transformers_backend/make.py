@@ -27,7 +27,7 @@ from transformers.utils import logging as its_logging
 from specdec.models.transformers_backend.attention import NAME
 from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
 from specdec.models.transformers_backend.experts import EXPERTS
-from specdec.models.transformers_backend.parts import Parts
+from specdec.models.transformers_backend.parts import ModelParts
 
 _LOCK = RLock()  # of all that makes a transformers model
 _FUNCTIONS = {"attn_implementation": NAME, "experts_implementation": EXPERTS}
@@ -80,9 +80,9 @@ def alone() -> Iterator[None]:
         yield
 
 
-def make_parts(model: Any) -> Parts:
+def make_parts(model: Any) -> ModelParts:
     """The pieces of a language model.  Unsupported says why it can't be a target."""
-    return EncoderDecoderParts(model) if getattr(model.config, "is_encoder_decoder", False) else Parts(model)
+    return EncoderDecoderParts(model) if getattr(model.config, "is_encoder_decoder", False) else ModelParts(model)
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:

@@ -24,7 +24,7 @@ class Unsupported(Exception):
     """The reason why a transformers model can't be a target."""
 
 
-class Parts:
+class ModelParts:
     """The pieces of a transformers causal LM.
 
     decoder: the model without its language-model head.  layers: the decoder's layers.

@@ -16,7 +16,7 @@ from specdec.models.checkpoints.config_values import one_line
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
 from specdec.models.transformers_backend.make import InDtype, empty_model, make_parts
-from specdec.models.transformers_backend.parts import Parts, Unsupported
+from specdec.models.transformers_backend.parts import ModelParts, Unsupported
 
 TOKENS = 3  # length of the traced text
 # Keyword arguments of attention that never change its result here: settings of the pass, and steps that the model did already.
@@ -54,7 +54,7 @@ def trace(config: Any, where: str) -> Trace:
 
     where: the config's name for error messages.  ValueError names `where` and the part of the model that specdec can't run.
     """
-    parts: Parts | None = None
+    parts: ModelParts | None = None
     calls: list[AttentionCall] = []
     of_encoder: list[AttentionCall] = []
     states: dict[int, Tensor] = {}
@@ -132,7 +132,7 @@ def _own_calls(
     return own
 
 
-def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
+def _check_calls(calls: list[AttentionCall], parts: ModelParts) -> None:
     order = [getattr(call.module, "layer_idx", None) for call in calls]
     if order != list(range(len(parts.layers))):
         silent = [layer for layer in range(len(parts.layers)) if layer not in order]

@@ -41,7 +41,7 @@ GROUPS = (
     KernelGroup(
         "early",
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
-        "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks own_slots "
+        "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks local_slots "
         "largest_queries float8_queries latent_path path join next_tokens finish_chain best_paths block_tables fork "
         "best_nodes first_level expand accept path_tables",
         {
@@ -59,7 +59,7 @@ GROUPS = (
         "All programs of an exchange between GPUs run when they have triggered, so no kernel after them can take a place "
         "that they need. They read what other ranks send only after their wait.",
         "",
-        {"flat": "table", "few_rows": "table weight", "many_rows": "table weight", "swap_states": "table"},
+        {"flat": "table", "few_rows": "table weight", "many_rows": "table weight", "all_to_all_states": "table"},
     ),
     KernelGroup(
         "late",
@@ -130,7 +130,7 @@ GROUPS = (
     KernelGroup(
         "never",
         "Attention reads first keys and lengths before its wait, and may be the next kernel.",
-        "counts first_keys",
+        "local_lens first_keys",
         {},
     ),
     KernelGroup(

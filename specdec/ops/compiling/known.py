@@ -38,7 +38,7 @@ FOLDER = "specdec"  # inside of Triton's cache
 Place = tuple[str, str, str]  # module, name and key of an entry
 
 
-class Entry(NamedTuple):
+class KnownKernel(NamedTuple):
     """One compiled kernel.
 
     module, name: where the function lies that is the kernel's source.  key: of the kernel in this function's own table.
@@ -70,7 +70,7 @@ class KnownKernels:
         """One function for each known kernel, to be called in any thread, that loads it.  It raises nothing."""
         return [load for entry in self._entries.values() if (load := self._prepared(entry)) is not None]
 
-    def _prepared(self, entry: Entry) -> Callable[[], object] | None:
+    def _prepared(self, entry: KnownKernel) -> Callable[[], object] | None:
         """Makes the kernel of its files; what is left is to load it on the GPU.  None: it is there, or can't be made."""
         try:
             function = getattr(importlib.import_module(entry.module), entry.name)
@@ -117,13 +117,13 @@ def num_loaded(device: torch.device) -> int:
     return sum(len(kernel.device_caches[index][0]) for kernel in kernels if index in kernel.device_caches)
 
 
-def _entry(function: Any, key: str, kernel: Any) -> Entry | None:
+def _entry(function: Any, key: str, kernel: Any) -> KnownKernel | None:
     """None for what is no compiled kernel, as one whose compilation goes on."""
     if getattr(function, "CompiledKernel", None) is not type(kernel):
         return None
     files = {name: path for name, path in kernel.metadata_group.items() if name.endswith((".json", ".cubin"))}
     source = kernel.src
-    return Entry(
+    return KnownKernel(
         function.__module__, function.__name__, key, source.signature, source.constants, source.attrs, kernel.hash, files
     )
 
@@ -134,7 +134,7 @@ def _folder() -> Path:
     return Path(triton.knobs.cache.dir) / FOLDER
 
 
-def _read(path: Path) -> dict[Place, Entry]:
+def _read(path: Path) -> dict[Place, KnownKernel]:
     """Nothing if there is no such file yet, if it is broken, or if it was written of other sources."""
     try:
         sources, entries = pickle.loads(path.read_bytes())

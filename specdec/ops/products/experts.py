@@ -22,7 +22,7 @@ from specdec.ops.products.stacked import weighted_sum
 from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles
 
 
-class Gate(NamedTuple):
+class SwiGlu(NamedTuple):
     """How an expert's gate multiplies its up projection: gate * sigmoid(alpha * gate) * up.
 
     limit: gpt-oss's, which holds gates to at most the limit, and ups between -limit and limit, and adds 1 to them; 0: none.
@@ -44,7 +44,7 @@ class Gate(NamedTuple):
 class Form(NamedTuple):
     """What experts compute besides their products.  Biases: [E, rows of the projection]."""
 
-    gate: Gate = Gate()
+    gate: SwiGlu = SwiGlu()
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 

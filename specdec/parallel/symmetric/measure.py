@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Line, Seat, start
+from specdec.parallel.processes import Line, Rendezvous, start
 from specdec.parallel.symmetric.group import SymmetricGroup
 
 ROWS, HIDDEN = (1, 8, 64, 1024), 4096
 CALLS, REPLAYS = 20, 9
 
 
-class Measured(NamedTuple):
+class AllReduceTimes(NamedTuple):
     """size: ranks.  problem: why they do not use each other's memory, empty if they do.  us: microseconds of a call for each of
     ROWS, by way: "memory" and "NCCL".
     """
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
         return f"{taken}; sum + norm of {rows} rows x {HIDDEN}: {times}"
 
 
-def measure(size: int) -> Measured:
+def measure(size: int) -> AllReduceTimes:
     """Measures with `size` GPUs.  RankFailed if a rank failed."""
     ranks = start(size, _take_part)
     try:
@@ -49,13 +49,13 @@ def measure(size: int) -> Measured:
         ranks.wait("measured")
     finally:
         ranks.close()
-    return Measured(size, "" if isinstance(group, SymmetricGroup) else "; ".join(str(each.message) for each in said), us)
+    return AllReduceTimes(size, "" if isinstance(group, SymmetricGroup) else "; ".join(str(each.message) for each in said), us)
 
 
-def _take_part(seat: Seat, line: Line) -> None:
-    torch.cuda.set_device(seat.rank)
+def _take_part(rendezvous: Rendezvous, line: Line) -> None:
+    torch.cuda.set_device(rendezvous.rank)
     line.tell("here")
-    _times(seat.join(torch.device("cuda", seat.rank)))
+    _times(rendezvous.join(torch.device("cuda", rendezvous.rank)))
     line.tell("measured")
 
 

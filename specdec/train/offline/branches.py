@@ -78,7 +78,7 @@ class BranchPairs:
         return out.flatten(2, 3).flatten(0, 1).to(v.dtype)
 
 
-class Branches:
+class OfflineDrafter:
     """A head along one text.  ids_T: int64.  features_TF: the target's features of its tokens."""
 
     def __init__(self, head: EagleHead, ids_T: Tensor, features_TF: Tensor) -> None:

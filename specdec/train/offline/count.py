@@ -20,7 +20,7 @@ from specdec.config import SpecConfig
 from specdec.draft.block.head import BlockHead
 from specdec.draft.eagle.head import EagleHead
 from specdec.generation import Stats
-from specdec.train.offline.branches import Branches
+from specdec.train.offline.branches import OfflineDrafter
 
 PLACES = 64  # of a text, that are looked at together
 AnyHead = EagleHead | BlockHead
@@ -29,7 +29,7 @@ AnyHead = EagleHead | BlockHead
 def trees_of(head: AnyHead, ids_T: Tensor, features_TF: Tensor) -> Callable[[Tensor, SpecConfig], DraftTree]:
     """What drafts the trees of a text, given places [P] of last known tokens, from 1 on, and a shape."""
     if not isinstance(head, BlockHead):
-        return Branches(head, ids_T, features_TF).trees
+        return OfflineDrafter(head, ids_T, features_TF).trees
 
     def trees(places_P: Tensor, spec: SpecConfig) -> DraftTree:
         (hidden_PSH,) = head.drafts(features_TF[None], ids_T[None], places_P[None], spec.max_steps)

@@ -45,7 +45,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
     if config.encoder is not None:
         raise ValueError(f"--target must be a decoder-only model, such as a Llama, got {target}, a {config.family} model")
     opened = open_head(resolve_folder(head, "HEAD"), config, how_to_read(options))
-    empty = empty_head(opened.reading.spec)
+    empty = empty_head(opened.parsed.spec)
     for spec in specs:
         if spec.is_auto:
             raise ValueError(f"--spec must name its levels for eval-head, got {spec.label}; nearest: {SpecConfig().label}")

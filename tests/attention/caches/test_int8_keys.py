@@ -33,8 +33,8 @@ SLOTS = 90
 def poisoned(K: int, D: int, dtype: torch.dtype, layers: int = 1, int8_queries: bool = False) -> KVCache:
     """A cache in which everything that nobody wrote is NaN, or has NaN for its scale."""
     cache = KVCache(Int8KeysLayout(K, D, dtype, int8_queries), [FULL] * layers, SLOTS, device=DEVICE)
-    cache.planes["kv"].fill_(255)
-    cache.planes["scales"].fill_(torch.nan)
+    cache.buffers["kv"].fill_(255)
+    cache.buffers["scales"].fill_(torch.nan)
     return cache
 
 

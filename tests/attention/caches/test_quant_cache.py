@@ -51,9 +51,9 @@ def uneven(tokens: int, seed: int = 0) -> Tensor:
 def poisoned(kind: str, slots: int, layers: int = 1) -> KVCache:
     """A cache in which everything that nobody wrote reads as NaN (fp8), or as a NaN's scale (int8)."""
     cache = KVCache(QuantLayout(kind, K, D), [FULL] * layers, slots)
-    cache.planes["kv"].view(torch.uint8).fill_(NAN_BYTE)
-    if "scales" in cache.planes:
-        cache.planes["scales"].fill_(torch.nan)
+    cache.buffers["kv"].view(torch.uint8).fill_(NAN_BYTE)
+    if "scales" in cache.buffers:
+        cache.buffers["scales"].fill_(torch.nan)
     return cache
 
 

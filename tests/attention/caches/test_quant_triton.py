@@ -30,9 +30,9 @@ SLOTS = 90
 
 def poisoned(kind: str, heads: int, dim: int, layers: int = 1) -> KVCache:
     cache = KVCache(QuantLayout(kind, heads, dim, DEVICE), [FULL] * layers, SLOTS, device=DEVICE)
-    cache.planes["kv"].view(torch.uint8).fill_(0x7F)
-    if "scales" in cache.planes:
-        cache.planes["scales"].fill_(torch.nan)
+    cache.buffers["kv"].view(torch.uint8).fill_(0x7F)
+    if "scales" in cache.buffers:
+        cache.buffers["scales"].fill_(torch.nan)
     return cache
 
 
@@ -150,14 +150,14 @@ def test_moves_equal_the_definition(kind: str) -> None:
     """Keeps out: scales that are not moved, and bytes converted to numbers on the way (a NaN must stay the same byte)."""
     K, D, layers = 2, 24, 2
     got = poisoned(kind, K, D, layers)
-    got.planes["kv"].view(torch.uint8).copy_(torch.randint(0, 256, got.planes["kv"].shape))
-    scales = got.planes.get("scales")
+    got.buffers["kv"].view(torch.uint8).copy_(torch.randint(0, 256, got.buffers["kv"].shape))
+    scales = got.buffers.get("scales")
     if scales is not None:
         scales.copy_(torch.rand(scales.shape))
-    want = [got.planes["kv"].view(torch.uint8).cpu().clone(), None if scales is None else scales.cpu().clone()]
+    want = [got.buffers["kv"].view(torch.uint8).cpu().clone(), None if scales is None else scales.cpu().clone()]
     slots, path = torch.randperm(SLOTS)[:18].view(2, 9), torch.tensor([[0, 3, 4, 7], [0, 1, 5, 3]])
     source, target = slots.gather(1, path).flatten(), slots[:, :4].flatten()
-    for tensor, moved in ((got.planes["kv"].view(torch.uint8), want[0]), (scales, want[1])):
+    for tensor, moved in ((got.buffers["kv"].view(torch.uint8), want[0]), (scales, want[1])):
         if tensor is not None:
             moved[:, target] = moved[:, source].clone()
             launch_move(tensor, slots.to(DEVICE), path.to(DEVICE))

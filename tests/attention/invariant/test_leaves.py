@@ -17,8 +17,8 @@ from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.layout import KVView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.invariant.backend import InvariantBackend
 from specdec.attention.invariant.plan import PIECE, Leaves, leaves_before, octaves_of

@@ -52,11 +52,11 @@ def check_move(layers: int, B: int, N: int, E: int, heads: int, dim: int, dtype:
     slots_BN = torch.randperm(B * N + 5)[: B * N].view(B, N)
     path_BE = random_paths(B, N, E)
     cache = KVCache(HeadsLayout(heads, dim, dtype), [FULL] * layers, B * N + 5)
-    cache.planes["kv"].copy_(torch.randn(cache.planes["kv"].shape))
-    got = cache.planes["kv"].to(DEVICE, copy=True)
+    cache.buffers["kv"].copy_(torch.randn(cache.buffers["kv"].shape))
+    got = cache.buffers["kv"].to(DEVICE, copy=True)
     cache.move(slots_BN, path_BE)
     launch_move(got, slots_BN.to(DEVICE), path_BE.to(DEVICE))
-    assert torch.equal(got.cpu(), cache.planes["kv"])
+    assert torch.equal(got.cpu(), cache.buffers["kv"])
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, in
     pages = max(-(-n // P) for n in ends)
     table = torch.randperm(len(ends) * pages, generator=torch.Generator().manual_seed(P)).view(-1, pages).int().to(DEVICE)
     cache = KVCache(LatentLayout(C, R, dtype), [FULL], len(ends) * pages * P, device=DEVICE)
-    cache.planes["latent"].fill_(NAN)
+    cache.buffers["latent"].fill_(NAN)
     up_HXC = rand(H, N + V, C, seed=9, dtype=dtype) / C**0.5
     whole = [(rand(n, H, N + R, seed=n, dtype=dtype), rand(n, C + R, seed=n + 1, dtype=dtype)) for n in ends]
     want = [dense(*row, up_HXC, prep(torch.arange(n), dtype)) for row, n in zip(whole, ends)]
@@ -234,7 +234,7 @@ def test_a_pass_is_freed_with_its_last_reader() -> None:
 def test_moving_takes_latents_along() -> None:
     """Keeps out: a commit that moves half a latent, or reads what it has written."""
     cache = KVCache(LatentLayout(C, R, torch.float32), [FULL] * 2, 8, device=DEVICE)
-    cache.planes["latent"].copy_(rand(2, 8, C + R, seed=1))
-    before = cache.planes["latent"].clone()
+    cache.buffers["latent"].copy_(rand(2, 8, C + R, seed=1))
+    before = cache.buffers["latent"].clone()
     cache.move(torch.tensor([[5, 2, 7, 0]], device=DEVICE), torch.tensor([[0, 2, 3]], device=DEVICE))
-    assert cache.planes["latent"][:, [5, 2, 7]].equal(before[:, [5, 7, 0]])
+    assert cache.buffers["latent"][:, [5, 2, 7]].equal(before[:, [5, 7, 0]])

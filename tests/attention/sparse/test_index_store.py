@@ -44,16 +44,16 @@ def turned(x_I: Tensor, position: int, R: int) -> Tensor:
 def test_the_definition() -> None:
     """Keeps out: the last numbers rotated in place of the first, a norm after the rotation or without its bias."""
     q_TJI, key_TI, weights_TJ, slots_T, prep = inputs((3, 16, 8), torch.float64)
-    plane, before = torch.full((12, 16), NAN, dtype=torch.float64, device=DEVICE), q_TJI.clone()
+    buffer, before = torch.full((12, 16), NAN, dtype=torch.float64, device=DEVICE), q_TJI.clone()
     normed = F.layer_norm(key_TI, (16,), prep.norm_I, prep.bias_I, prep.eps)
-    scaled = store_index(plane, q_TJI, key_TI, weights_TJ, slots_T, prep)
+    scaled = store_index(buffer, q_TJI, key_TI, weights_TJ, slots_T, prep)
     close = dict(atol=1e-4, rtol=1e-4)  # the rotary table is made in float32
     for t, (slot, position) in enumerate(zip(SLOTS, POSITIONS)):
-        torch.testing.assert_close(plane[slot], turned(normed[t], position, 8), **close)
+        torch.testing.assert_close(buffer[slot], turned(normed[t], position, 8), **close)
         for head in range(3):
             torch.testing.assert_close(q_TJI[t, head], turned(before[t, head], position, 8), **close)
     torch.testing.assert_close(scaled, weights_TJ * 0.3)
-    assert plane[[1, 6, 7, 8, 10]].isnan().all()
+    assert buffer[[1, 6, 7, 8, 10]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

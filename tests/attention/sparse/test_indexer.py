@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.indexer import indexer_scores, select_rows, to_slots
 from specdec.attention.sparse.segment import sparse_segment
 
@@ -57,7 +57,7 @@ def test_candidates_of_a_plan() -> None:
     """Causal rows of unequal length, a row that holds nothing yet, padding after the last row."""
     table = torch.arange(6, dtype=torch.int32).view(3, 2)
     segment = Segment(PageTable(table, 4), ints(7, 0, 4), ints(0, 3, 3, 4), 3, True, ragged=True)
-    candidates = Candidates.of(AttentionPlan((segment,)), 6)
+    candidates = CandidateKeys.of(AttentionPlan((segment,)), 6)
     assert candidates.rows_T[:4].tolist() == [0, 0, 0, 2] and candidates.visible_T.tolist() == [5, 6, 7, 4, 0, 0]
     assert candidates.width == 8 and candidates.counts_T(6).tolist() == [5, 6, 6, 4, 0, 0]
 
@@ -77,7 +77,7 @@ def test_trees_select_what_their_paths_select(page_size: int) -> None:
         before = prefix.pages.table[row, at // page_size] * page_size + at % page_size
         table = torch.cat((before, suffix.pages.table[t, :path])).int()[None]
         chain = causal_segment(PageTable(table), ints(lens[row] + path), 1)
-        candidates = Candidates.of(AttentionPlan((chain,)), 1)
+        candidates = CandidateKeys.of(AttentionPlan((chain,)), 1)
         want = sparse_segment(tree.q_THD[t][None], tree.w_TH[t][None], tree.keys_XD, candidates, topk)
         assert count == int(want.cache_seqlens) and torch.equal(slots[:count], want.pages.table[0, :count])
 

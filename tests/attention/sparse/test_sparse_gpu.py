@@ -25,17 +25,17 @@ TOPK = 2048
 
 def kernel_scores(world: IndexWorld, topk: int) -> Tensor:
     """[T, N]: what the score kernels leave."""
-    from specdec.attention.sparse.launch import Sizes, launch_scores
+    from specdec.attention.sparse.launch import IndexerTiles, launch_scores
 
-    args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk, 0, world.q_THD.shape[0], Sizes(), 132)
+    args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk, 0, world.q_THD.shape[0], IndexerTiles(), 132)
     return launch_scores(*args).scores
 
 
 def in_small_rooms(world: IndexWorld) -> Segment:
     """The selection by programs that have too little room for many rows' lists, and read all scores again."""
-    from specdec.attention.sparse.launch import Sizes, launch_sparse_segment
+    from specdec.attention.sparse.launch import IndexerTiles, launch_sparse_segment
 
-    sizes = Sizes(block=1024, warps=4, room=(1024, 0))
+    sizes = IndexerTiles(block=1024, warps=4, room=(1024, 0))
     return launch_sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK, sizes)
 
 

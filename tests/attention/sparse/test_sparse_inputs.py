@@ -108,8 +108,8 @@ class World:
         self.cache = KVCache(
             SparseLatentLayout(LatentLayout(C, R, dtype), I, dtype), (FULL,) * layers, len(lens) * width * P, device=DEVICE
         )
-        for plane in self.cache.planes.values():
-            plane.fill_(NAN)
+        for buffer in self.cache.buffers.values():
+            buffer.fill_(NAN)
         self.prompts = [Tokens.random(list(range(n)), row + 1, dtype) for row, n in enumerate(lens)]
         self.close = dict(atol=1e-6, rtol=1e-6) if dtype == torch.float64 else dict(atol=5e-5, rtol=5e-5)
 

@@ -10,10 +10,10 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.attention.segment import Segment
-from specdec.attention.sparse.launch import Scratch, Sizes, launch_scores, launch_selection, launch_sparse_segment
+from specdec.attention.sparse.launch import IndexerTiles, Scratch, launch_scores, launch_selection, launch_sparse_segment
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
-TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, least_group=2, block=32, slices=1, sampled=4, room=(32, 2))
+TINY = IndexerTiles(row=16, rows=16, rows_warps=4, group=3, least_group=2, block=32, slices=1, sampled=4, room=(32, 2))
 ONE_LIST = TINY._replace(room=(16, 1))
 KINDS = [("causal", 1), ("causal", 5), ("ragged", 4), ("tree", 7)]
 
@@ -23,13 +23,13 @@ def lens_of(kind: str) -> list[int]:
     return [70, 0, 16, 33] if kind == "tree" else [70, 5, 16, 33]
 
 
-def launched(world: IndexWorld, topk: int, sizes: Sizes, scratch: int = 1 << 20) -> Segment:
+def launched(world: IndexWorld, topk: int, sizes: IndexerTiles, scratch: int = 1 << 20) -> Segment:
     with torch.no_grad():
         args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk)
         return launch_sparse_segment(*args, sizes, programs=4, scratch_bytes=scratch)
 
 
-def kernel_scores(world: IndexWorld, topk: int, sizes: Sizes) -> Tensor:
+def kernel_scores(world: IndexWorld, topk: int, sizes: IndexerTiles) -> Tensor:
     with torch.no_grad():
         T = world.q_THD.shape[0]
         args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk, 0, T)
@@ -58,7 +58,7 @@ def test_scores_meet_the_definition(kind: str, n: int, page_size: int, dtype: to
         for j, topk in enumerate((10, 32, 200))
     ],
 )
-def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int, sizes: Sizes) -> None:
+def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int, sizes: IndexerTiles) -> None:
     """The kernels' own scores, selected by the definition.  Keeps out: ties, short and long lists, slices that overlap."""
     world = IndexWorld.make(kind, lens_of(kind), n, 5, distinct=distinct, seed=topk, device=DEVICE)
     scores = torch.where(world.candidates.visible_T[:, None] > topk, kernel_scores(world, topk, TINY), 0.0)

@@ -196,5 +196,5 @@ def test_what_says_too_little_is_refused_by_name(zoo: Zoo, tmp_path: Path) -> No
     narrow = {**config, "is_causal": False, "sliding_window": 3}
     assert "sliding_window must be at least the block's 4 rows, got 3" in said(narrow)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    block = open_head(tmp_path, target, HowToRead("specforge")).reading.spec.block
+    block = open_head(tmp_path, target, HowToRead("specforge")).parsed.spec.block
     assert block is not None and block.causal == (True, False)

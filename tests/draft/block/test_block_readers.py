@@ -59,7 +59,7 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, 
     target = load_target(where, read_target_config(where), 64, CPU, F64)
     is_open = layout == "specforge" and o.kind == "dflash"  # such a folder has no mark of its own
     opened = open_head(folder, target.config, HowToRead(layout if is_open else "auto"))
-    spec, block = opened.reading.spec, opened.reading.spec.block
+    spec, block = opened.parsed.spec, opened.parsed.spec.block
     assert block is not None and (spec.format, opened.format.name) == (layout, layout)
     assert (spec.kind, spec.aux_layers, block.mask_id, block.skips_anchor) == (o.kind, o.aux, o.mask, o.skips)
     assert (block.markov, block.markov_rank, block.confidence) == (o.markov, o.rank, o.confidence)
@@ -99,7 +99,7 @@ def test_exported_heads_are_read_back(zoo: Zoo, tmp_path: Path, case: int) -> No
     assert isinstance(head, PEagleHead | DFlashHead)
     again = save(tmp_path / "second", (config_of(head, {"rope_theta": 3000.0}, Verifier("a", ["B"])), tensors_of(head)))
     read = open_head(again, target.config)
-    assert replace(read.reading.spec, model=replace(read.reading.spec.model, dtype="float32")) == opened.reading.spec
+    assert replace(read.parsed.spec, model=replace(read.parsed.spec.model, dtype="float32")) == opened.parsed.spec
     same = build_head(read, target, 64, CPU, torch.float32).state_dict()
     assert all(torch.equal(tensor, same[name]) for name, tensor in head.state_dict().items())
 
@@ -110,7 +110,7 @@ def test_what_an_estimate_reads_where_nothing_says_so(tmp_path: Path) -> None:
     nested = raw["dflash_config"]
     assert nested.pop("confidence_head_with_markov") is False and nested.pop("enable_confidence_head") is True
     nested["confidence_head_alpha"] = 1.0
-    block = open_head(save(tmp_path, (raw, tensors)), None, HowToRead("specforge")).reading.spec.block
+    block = open_head(save(tmp_path, (raw, tensors)), None, HowToRead("specforge")).parsed.spec.block
     assert block is not None and block.confidence == "hidden"
 
 
@@ -118,7 +118,7 @@ def test_the_deepest_proposal_says_how_far_a_head_was_trained(tmp_path: Path) ->
     """Keeps out: a warning of too many levels at a number that another proposal of the config is meant for."""
     raw, tensors = BLOCK_WRITERS["speculators"](random_block_parts(BlockOptions(**PEAGLE, size=4)))
     raw["speculators_config"]["proposal_methods"] += [{"proposal_type": "greedy", "speculative_tokens": n} for n in (7, 2)]
-    block = open_head(save(tmp_path, (raw, tensors)), None).reading.spec.block
+    block = open_head(save(tmp_path, (raw, tensors)), None).parsed.spec.block
     assert block is not None and block.size == 7
 
 

@@ -20,7 +20,7 @@ from specdec import shipped
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.block.smoke import BlockLook
 from specdec.draft.load import load_head
-from specdec.draft.smoke import MIN_RATIO, Seen, respecified, variant
+from specdec.draft.smoke import MIN_RATIO, TargetPass, respecified, variant
 from specdec.loading.drafters import TEXT
 from specdec.prompts.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     head: Any = load_head(zoo.head("llama", name), target, 256, CPU, torch.float32)
     assert isinstance(head, DFlashHead)
     ids_T = torch.randint(40, (120,), generator=torch.Generator().manual_seed(1))
-    seen = Seen(head, target, ids_T)
+    seen = TargetPass(head, target, ids_T)
     with torch.inference_mode():
         anchors_A = torch.arange(1, 119)
         (hidden_ASH,) = head.drafts(seen.features(head.config.aux_layers)[None], ids_T[None], anchors_A[None], 1)

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from specdec.draft.broken import replaced_parts
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import build_head
-from specdec.draft.smoke import DOUBTFUL, MIN_ACCEPTED, MIN_GAIN, MIN_RATIO, Finding, Look, Misreading, Seen
+from specdec.draft.smoke import DOUBTFUL, MIN_ACCEPTED, MIN_GAIN, MIN_RATIO, Finding, Look, Misreading, TargetPass
 
 STORIES = "stories260K"
 
@@ -82,7 +82,7 @@ class Told(Look):
         self.chains, self.others = {"": as_read, **others}, others
         self.passes = dict.fromkeys(self.chains, 0)
 
-    def rights(self, seen: Seen, head: Any, layers: tuple[int, ...]) -> Iterator[Tensor]:
+    def rights(self, seen: TargetPass, head: Any, layers: tuple[int, ...]) -> Iterator[Tensor]:
         name = head if isinstance(head, str) else ""
         for step in range(self.drafts(head)):
             self.passes[name] += 1

@@ -22,7 +22,7 @@ from toolkit.heads.writers import WRITERS, Files, save
 
 from specdec import shipped
 from specdec.draft.formats.open import open_head
-from specdec.draft.formats.reading import Reading
+from specdec.draft.formats.reading import ParsedHead
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.load import build_head
 from specdec.loading.drafters import TEXT
@@ -149,7 +149,7 @@ def test_no_broken_head_loads_quietly(
             os.link(sound / "model.safetensors", broken / "model.safetensors")
         else:
             save_file({key: x.contiguous() for key, x in tensors.items()}, broken / "model.safetensors")
-        end = end_of(broken, opened.reading, weights, target, text)
+        end = end_of(broken, opened.parsed, weights, target, text)
         count[end] += 1
         if end == "quiet":
             quiet.append(what)
@@ -159,7 +159,7 @@ def test_no_broken_head_loads_quietly(
     assert count["error"] > 100 and count["quiet"] <= 8
 
 
-def end_of(folder: Path, sound: Reading, weights: Tensors, target: Target, text: torch.Tensor) -> str:
+def end_of(folder: Path, sound: ParsedHead, weights: Tensors, target: Target, text: torch.Tensor) -> str:
     """How a break ends: in an error, in a warning, in the same head, or quietly."""
     try:
         opened = open_head(folder, target.config)
@@ -167,7 +167,7 @@ def end_of(folder: Path, sound: Reading, weights: Tensors, target: Target, text:
     except ValueError as error:
         assert len(str(error)) > 20
         return "error"
-    is_same = computed(opened.reading.spec) == computed(sound.spec)
+    is_same = computed(opened.parsed.spec) == computed(sound.spec)
     if is_same and all(torch.equal(tensor, weights[name]) for name, tensor in head.state_dict().items()):
         return "no change"
     return "warning" if head.smoke(target, text).complaint else "quiet"

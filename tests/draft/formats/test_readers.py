@@ -61,7 +61,7 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, write: Callable[..., Files], opt
     where = zoo.target("llama")
     target = load_target(where, read_target_config(where), 64, CPU, F64)
     opened = open_head(folder, target.config)
-    spec = opened.reading.spec
+    spec = opened.parsed.spec
     assert spec.format == opened.format.name == getattr(write, "func", write).__name__
     assert (spec.kind, spec.aux_layers) == ("eagle3" if o.aux else "eagle1", o.aux)
     assert (spec.feature_norm, spec.norm_before_residual) == (o.feature_norm, o.before_residual)
@@ -114,13 +114,13 @@ def test_default_layers_and_the_target_s_rope(zoo: Zoo, tmp_path: Path) -> None:
     for name, write in writers.WRITERS.items():
         config, tensors = write(parts)
         config.get("eagle_config", config)["eagle_aux_hidden_state_layer_ids"] = None
-        assert open_head(writers.save(tmp_path / name, (config, tensors)), target).reading.spec.aux_layers == (1, 3, 5)
+        assert open_head(writers.save(tmp_path / name, (config, tensors)), target).parsed.spec.aux_layers == (1, 3, 5)
         inner = config.get("transformer_layer_config", config)
         for key in ("rope_theta", "rope_scaling", "rope_parameters"):
             inner.pop(key, None)
         folder = writers.save(tmp_path / f"{name}-silent", (config, tensors))
         if name == "safeailab":
-            assert open_head(folder, target).reading.spec.model.rope == target.rope != RopeConfig(theta=3000.0)
+            assert open_head(folder, target).parsed.spec.model.rope == target.rope != RopeConfig(theta=3000.0)
         else:
             with pytest.raises(ValueError, match="lacks rope_theta"):
                 open_head(folder, target)
@@ -131,7 +131,7 @@ def test_layer_ids_at_the_top_are_read(tmp_path: Path) -> None:
     config, tensors = writers.safeailab(random_parts(Options(own_embeddings=True)))
     key = "eagle_aux_hidden_state_layer_ids"
     config[key] = config.pop("eagle_config")[key]
-    assert open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec.aux_layers == (0, 1, 2)
+    assert open_head(writers.save(tmp_path, (config, tensors)), None).parsed.spec.aux_layers == (0, 1, 2)
 
 
 @pytest.mark.parametrize(("write", "options", "key"), [
@@ -143,7 +143,7 @@ def test_a_key_that_is_left_out_means_true(
     """Keeps out: logits of an output that no norm has seen, and an fc without its bias: trainers default to true."""
     config, tensors = write(random_parts(Options(**options)))
     config.pop(key, None)
-    spec = open_head(writers.save(tmp_path, (config, tensors)), None).reading.spec
+    spec = open_head(writers.save(tmp_path, (config, tensors)), None).parsed.spec
     assert spec.norms_logits and (spec.fc_bias or spec.kind == "eagle3")
 
 
@@ -167,7 +167,7 @@ def test_without_a_target(tmp_path: Path) -> None:
     """Keeps out: `inspect` that needs a target to say what a folder holds."""
     for name, write in writers.WRITERS.items():
         opened = open_head(writers.save(tmp_path / name, write(random_parts(Options(own_embeddings=True)))), None)
-        assert (opened.format.name, opened.reading.spec.aux_layers) == (name, (0, 1, 2))
+        assert (opened.format.name, opened.parsed.spec.aux_layers) == (name, (0, 1, 2))
     config, tensors = writers.safeailab(random_parts(Options(own_embeddings=True)))
     del config["eagle_config"]  # as most published ones: which layers it reads, the target decides
-    assert open_head(writers.save(tmp_path / "silent", (config, tensors)), None).reading.spec.aux_layers == ()
+    assert open_head(writers.save(tmp_path / "silent", (config, tensors)), None).parsed.spec.aux_layers == ()

@@ -25,7 +25,7 @@ from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.formats.open import open_head
-from specdec.draft.formats.reading import Reading
+from specdec.draft.formats.reading import ParsedHead
 from specdec.draft.load import build_head
 from specdec.models.target import Target
 
@@ -40,12 +40,12 @@ def target(zoo: Zoo) -> Target:
     return load_target(where, read_target_config(where), 64, CPU, F64)
 
 
-def reading(folder: Path, name: str, target: Target | None = None, drop: tuple[str, ...] = (), **changes: Any) -> Reading:
+def parsed(folder: Path, name: str, target: Target | None = None, drop: tuple[str, ...] = (), **changes: Any) -> ParsedHead:
     """What is made of the head of that name with other keys in its config, and without those tensors; "absent" drops a key."""
     config, tensors = written(name)
     config = {key: value for key, value in {**config, **changes}.items() if value != "absent"}
     save(folder, (config, {key: tensor for key, tensor in tensors.items() if key not in drop}))
-    return open_head(folder, target and target.config).reading
+    return open_head(folder, target and target.config).parsed
 
 
 def inner(name: str, **changes: Any) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_heads_compute_what_their_release_meant(target: Target, tmp_path: Path, 
         target.lm_head.rows(torch.arange(40)),
         target.embed_tokens.weight,
     )
-    spec = opened.reading.spec
+    spec = opened.parsed.spec
     assert spec.aux_layers == parts.options.aux and (spec.own_embeddings, spec.draft_vocab_size) == (
         "embed_tokens.weight" in files[1], 40 if parts.draft_ids is None else 26,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_eagle1_computes_what_its_release_meant(zoo: Zoo, target: Target, tmp_pa
     config, tensors = written(name)
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
     opened = open_head(save(tmp_path, (config, tensors)), target.config)
-    assert "another one" in opened.reading.meanings["rope"] and opened.reading.spec.model.rope == target.config.rope
+    assert "another one" in opened.parsed.meanings["rope"] and opened.parsed.spec.model.rope == target.config.rope
     head, parts = build_head(opened, target, 64, CPU, F64), parts_of(name, tensors)
     assert isinstance(parts, Parts)
     parts = parts.changed(rope=rope)
@@ -143,7 +143,7 @@ def test_nobody_has_to_know_how_long_a_block_is(zoo: Zoo, tmp_path: Path, name: 
 def test_other_kinds_are_refused_by_name(tmp_path: Path, name: str) -> None:
     """Keeps out: an error about the first key or tensor that another kind has."""
     with pytest.raises(ValueError, match=REFUSED[name]):
-        reading(tmp_path, name)
+        parsed(tmp_path, name)
 
 
 # (a head, a key, the release that began it, a value that says more than its absence)
@@ -165,35 +165,35 @@ def test_keys_of_another_release_are_named(tmp_path: Path) -> None:
     for name, key, first, value in BEGAN:
         since = rf"{key} is a key of speculators 0.{first} and later, got speculators_version '{name[:3]}.0'"
         with pytest.raises(ValueError, match=since):
-            reading(tmp_path, name, **{key: value})
+            parsed(tmp_path, name, **{key: value})
     for name, key, last, value in ENDED:
         until = rf"{key} is a key of speculators 0.\d( to 0.{last})?, got speculators_version '{name[:3]}.0'"
         with pytest.raises(ValueError, match=until):
-            reading(tmp_path, name, **{key: value})
+            parsed(tmp_path, name, **{key: value})
     for keys in ({"norm_output": False, "fc_norm": True}, {"fc_norm": True, "norm_output": False}):  # in any order
         with pytest.raises(ValueError, match="fc_norm is a key of speculators 0.7 and later"):
-            reading(tmp_path, "0.6 eagle3-llama", **keys)
+            parsed(tmp_path, "0.6 eagle3-llama", **keys)
     with pytest.raises(ValueError, match="unknown config keys block_size"):  # of another kind
-        reading(tmp_path, "0.6 peagle-window", block_size=4)
+        parsed(tmp_path, "0.6 peagle-window", block_size=4)
     for key, value in (("base_model_ep_plan", {"a": "b"}), ("has_no_defaults_at_init", True)):
         with pytest.raises(ValueError, match=f"{key} must be (null|false), got"):
-            reading(tmp_path, "0.3 eagle3-converted", **{key: value})
+            parsed(tmp_path, "0.3 eagle3-converted", **{key: value})
     with pytest.raises(ValueError, match="tie_word_embeddings must be false, got True"):
-        reading(tmp_path, "0.9 eagle3-qwen3", tie_word_embeddings=True)
+        parsed(tmp_path, "0.9 eagle3-qwen3", tie_word_embeddings=True)
 
 
 def test_files_that_a_later_release_saved_again(target: Target, tmp_path: Path) -> None:
     """Keeps out: a head of 0.6 that 0.8 trained on, refused: it has the keys of 0.8 with values that say nothing, no copies of
     what is the target's, and the name of the release that began it."""
-    again = reading(tmp_path, "0.6 dflash-full", target, ("embed_tokens.weight", "lm_head.weight"), sample_from_anchor=False)
+    again = parsed(tmp_path, "0.6 dflash-full", target, ("embed_tokens.weight", "lm_head.weight"), sample_from_anchor=False)
     assert (again.spec.own_embeddings, again.spec.own_lm_head) == (False, False)
     assert again.spec.block is not None and again.spec.block.skips_anchor
     for name, key, _, value in BEGAN:
         if value is True and "window" not in name:  # which would be open, see below
-            assert "0.9" in reading(tmp_path, name, target, **{key: False}).meanings["speculators_version"]
+            assert "0.9" in parsed(tmp_path, name, target, **{key: False}).meanings["speculators_version"]
     for drop in ("embed_tokens.weight", "lm_head.weight"):  # without such a key the file is the first release's, and has both
         with pytest.raises(ValueError, match=f"tensor '{drop}' is missing"):
-            reading(tmp_path, "0.6 dflash-full", target, (drop,))
+            parsed(tmp_path, "0.6 dflash-full", target, (drop,))
 
 
 def test_what_between_two_releases_is_open(target: Target, tmp_path: Path) -> None:
@@ -202,15 +202,15 @@ def test_what_between_two_releases_is_open(target: Target, tmp_path: Path) -> No
     with pytest.raises(
         ValueError, match="what layer_types mean changed with speculators 0.7, .* of speculators_version 0.7.0.dev12"
     ):
-        reading(tmp_path, "0.7 eagle3-window", target, **windows)
+        parsed(tmp_path, "0.7 eagle3-window", target, **windows)
     nameless = inner("0.9 eagle3-qwen3", model_type="absent")
     with pytest.raises(ValueError, match="an absent transformer_layer_config.model_type changed with speculators 0.7"):
-        reading(tmp_path, "0.9 eagle3-qwen3", target, speculators_version="0.7.0rc1", transformer_layer_config=nameless)
-    assert reading(tmp_path, "0.9 eagle3-qwen3", target, transformer_layer_config=nameless).spec.model.qk_norm
+        parsed(tmp_path, "0.9 eagle3-qwen3", target, speculators_version="0.7.0rc1", transformer_layer_config=nameless)
+    assert parsed(tmp_path, "0.9 eagle3-qwen3", target, transformer_layer_config=nameless).spec.model.qk_norm
     old = inner("0.3 eagle3-converted", model_type="absent")
-    assert not reading(tmp_path, "0.3 eagle3-converted", target, transformer_layer_config=old).spec.model.qk_norm
-    assert reading(tmp_path, "0.7 eagle3-window", target).spec.model.layer_kinds == (LayerKind(window=3), LayerKind())
-    early = reading(tmp_path, "0.2 eagle3-converted-no-embeddings", target, speculators_version="0.1.0.dev14")
+    assert not parsed(tmp_path, "0.3 eagle3-converted", target, transformer_layer_config=old).spec.model.qk_norm
+    assert parsed(tmp_path, "0.7 eagle3-window", target).spec.model.layer_kinds == (LayerKind(window=3), LayerKind())
+    early = parsed(tmp_path, "0.2 eagle3-converted-no-embeddings", target, speculators_version="0.1.0.dev14")
     assert early.spec.aux_layers == (1, 3, 4)
 
 
@@ -219,10 +219,10 @@ def test_versions(tmp_path: Path) -> None:
     and kinds of heads before they began or after they ended."""
     for version in ("absent", "1.0.0", "0.0.1", "nine"):
         with pytest.raises(ValueError, match="speculators_version"):
-            reading(tmp_path, "0.9 eagle3-qwen3", speculators_version=version)
+            parsed(tmp_path, "0.9 eagle3-qwen3", speculators_version=version)
     assert (
         "0.11.0: as release 0.9"
-        in reading(tmp_path, "0.9 eagle3-qwen3", speculators_version="0.11.0").meanings["speculators_version"]
+        in parsed(tmp_path, "0.9 eagle3-qwen3", speculators_version="0.11.0").meanings["speculators_version"]
     )
     for version, between in (
         ("0.6.0.dev3", "0.5 to 0.6"),
@@ -230,10 +230,10 @@ def test_versions(tmp_path: Path) -> None:
         ("0.5.1.dev3+g1a2b3c", "0.5 to 0.6"),
         ("0.5.0.post1", "0.5 to 0.6"),
     ):
-        said = reading(tmp_path, "0.5 eagle3-norm-before-fc", speculators_version=version).meanings["speculators_version"]
+        said = parsed(tmp_path, "0.5 eagle3-norm-before-fc", speculators_version=version).meanings["speculators_version"]
         assert f"a head of releases {between}" in said
     for version in ("0.5.0.2", "0.5.3"):
-        said = reading(tmp_path, "0.5 eagle3-norm-before-fc", speculators_version=version).meanings["speculators_version"]
+        said = parsed(tmp_path, "0.5 eagle3-norm-before-fc", speculators_version=version).meanings["speculators_version"]
         assert "as release 0.5" in said
     for name, version, said in (
         ("0.9 dspark-vanilla", "0.6.0", "'dspark' began with speculators 0.7"),
@@ -241,7 +241,7 @@ def test_versions(tmp_path: Path) -> None:
         ("0.5 eagle-plain", "0.7.0", "'eagle' ended with speculators 0.6"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            reading(tmp_path, name, speculators_version=version)
+            parsed(tmp_path, name, speculators_version=version)
 
 
 def test_a_layer_that_a_converter_lost(target: Target, tmp_path: Path) -> None:
@@ -283,16 +283,16 @@ def test_sizes_that_a_release_did_not_read(target: Target, tmp_path: Path) -> No
     """Keeps out: 32 layers for a head of one, because its config is its target's; a head_dim that 0.1 never looked at."""
     for name in ("0.1 eagle-bias", "0.1 eagle3-converted", "0.2 eagle3-converted-no-embeddings"):
         many = inner(name, num_hidden_layers=32)
-        assert reading(tmp_path, name, target, transformer_layer_config=many).spec.model.num_layers == 1
+        assert parsed(tmp_path, name, target, transformer_layer_config=many).spec.model.num_layers == 1
     other = inner("0.1 eagle3-converted", head_dim=16)
-    assert reading(tmp_path, "0.1 eagle3-converted", target, transformer_layer_config=other).spec.model.head_dim == 8
+    assert parsed(tmp_path, "0.1 eagle3-converted", target, transformer_layer_config=other).spec.model.head_dim == 8
     with pytest.raises(ValueError, match="must name 3 layers, as all heads before speculators 0.7 read"):
-        reading(tmp_path, "0.6 eagle3-llama", target, **{AUX: [1, 2]})
+        parsed(tmp_path, "0.6 eagle3-llama", target, **{AUX: [1, 2]})
     with pytest.raises(ValueError, match="norm_before_fc must be false: speculators 0.6 has that norm in a P-EAGLE head"):
         config, tensors = written("0.6 peagle-window")
         save(tmp_path, ({**config, "norm_before_fc": True}, {**tensors, "input_norm.weight": torch.ones(96)}))
         open_head(tmp_path, target.config)
-    block = reading(tmp_path, "0.6 peagle-window", target, num_depths=6).spec.block
+    block = parsed(tmp_path, "0.6 peagle-window", target, num_depths=6).spec.block
     assert block is not None and block.size == 6
 
 

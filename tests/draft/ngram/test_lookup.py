@@ -10,21 +10,21 @@ from torch import Tensor
 
 from specdec.attention.pages import PageTable
 from specdec.draft.ngram.grow import candidates_of
-from specdec.draft.ngram.lookup import SHIFT, Text, continuations, find_matches, match_keys
+from specdec.draft.ngram.lookup import SHIFT, PagedTexts, continuations, find_matches, match_keys
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.tree.build_tree import best_nodes
 
 PAGE, WIDTH = 4, 12
 
 
-def random_texts(lens: list[int], alphabet: int, span: int | None, seed: int) -> tuple[Text, list[list[int]]]:
+def random_texts(lens: list[int], alphabet: int, span: int | None, seed: int) -> tuple[PagedTexts, list[list[int]]]:
     """Texts in pages in random order; slots that hold no text hold junk."""
     rng = random.Random(seed)
     pages = list(range(1, len(lens) * WIDTH + 1))
     rng.shuffle(pages)
     table = torch.tensor(pages, dtype=torch.int32).view(len(lens), WIDTH)
     tokens = torch.randint(alphabet, ((len(pages) + 1) * PAGE,), generator=torch.Generator().manual_seed(seed)).int()
-    text = Text(tokens, PageTable(table, PAGE), torch.tensor(lens, dtype=torch.int32), span)
+    text = PagedTexts(tokens, PageTable(table, PAGE), torch.tensor(lens, dtype=torch.int32), span)
     whole = text.at(torch.arange(WIDTH * PAGE).expand(len(lens), -1)).tolist()
     return text, [entries[:length] for entries, length in zip(whole, lens, strict=True)]
 
@@ -56,7 +56,7 @@ def test_places_and_what_follows(alphabet: int, span: int | None) -> None:
 def test_the_kernel_finds_the_same_places(span: int | None) -> None:
     """Keeps out: a block's border that loses a place or reads past it."""
     text, _ = random_texts(LENS, 2, span, seed=4)
-    there = Text(text.tokens_N.to(DEVICE), text.pages.to(DEVICE), text.lens_B.to(DEVICE), span)
+    there = PagedTexts(text.tokens_N.to(DEVICE), text.pages.to(DEVICE), text.lens_B.to(DEVICE), span)
     got = launch_match_keys(there, 3, block=16).topk(3, dim=1).values.cpu()
     want = match_keys(text).topk(3, dim=1).values
     assert torch.equal(got, want) and int(want.max()) >> SHIFT > 1

@@ -23,7 +23,7 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import CopyPages, Emitted, EnterRows, Entry, LeaveRows, RunChunk, RunRound, Step
+from specdec.steps import CopyPages, Emitted, EnterRows, LeaveRows, RowEntry, RunChunk, RunRound, Step
 
 SPEC = SpecConfig(3, 2, 6)
 CHUNK = 24  # the most tokens of a prompt in one pass
@@ -39,7 +39,7 @@ class Row:
     length: how many tokens are in the cache; -1: none has been computed.  running: whether the row takes part in rounds.
     """
 
-    entry: Entry
+    entry: RowEntry
     text: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     length: int = -1
@@ -220,7 +220,7 @@ def test_random_traffic_reads_its_own_text(
         def admit(self, request: Request, found: Found) -> bool:
             done = super().admit(request, found)
             if done:
-                memory.requests[tuple(self.places[request].table)] = request.prompt_ids
+                memory.requests[tuple(self.allocations[request].table)] = request.prompt_ids
             return done
 
     admission = Noting(PagePool(1500 // page_size, page_size), SPEC.lookahead, caching, local, span)

@@ -44,14 +44,14 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             found = admission.find(request, drafted)
             if found is None or not admission.admit(request, found):
                 continue
-            table, start = admission.places[request].table, found.tokens // page_size
+            table, start = admission.allocations[request].table, found.tokens // page_size
             assert len(table) * page_size >= admission.tokens_needed(request) and len(set(table)) == len(table)
             assert found.tokens < len(prompt)
             for i, page in enumerate(table[:start]):
                 text, has_draft = content[page]
                 assert text == tuple(prompt[: (i + 1) * page_size + 1]) and has_draft >= drafted
             running.append(request)
-            others = {page for other in running[:-1] for page in admission.places[other].table}
+            others = {page for other in running[:-1] for page in admission.allocations[other].table}
             assert not others & set(table[start:]), "two requests write to one page"
             for i, page in enumerate(table[start:], start):  # the prefill writes these
                 content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
@@ -65,7 +65,7 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             output = [rng.randrange(2) for _ in range(rng.randrange(request.sampling.max_tokens) + 1)]
             text = request.prompt_ids + output
             for i in range((len(request.prompt_ids) - 1) // page_size, (len(text) - 1) // page_size):
-                content[admission.places[request].table[i]] = (tuple(text[: (i + 1) * page_size + 1]), drafted)
+                content[admission.allocations[request].table[i]] = (tuple(text[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, text, drafted, len(text))
             admission.leave(request)
         check_books(admission, running)
@@ -83,7 +83,7 @@ def test_least_recently_used_goes_first() -> None:
         request = new_request(prompt, 1)
         found = admission.find(request, False)
         assert found is not None and admission.admit(request, found)
-        table = admission.places[request].table
+        table = admission.allocations[request].table
         admission.keep(request, prompt, False, len(prompt))
         admission.leave(request)
         return table

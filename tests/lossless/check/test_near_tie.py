@@ -8,7 +8,7 @@ from toolkit.bench import StubSession
 from toolkit.models import Zoo
 
 from specdec import EngineOptions, SamplingParams
-from specdec.lossless.choice import Text, least_raise
+from specdec.lossless.choice import GeneratedText, least_raise
 from specdec.lossless.near_tie import difference, explain_divergence, first_divergence
 from specdec.lossless.reference import Judged, passes_of
 from specdec.lossless.verification import Divergence
@@ -90,7 +90,7 @@ def test_the_least_raise_is_the_least_that_changes_the_choice(options):
     """
     generator = torch.Generator().manual_seed(0)
     for seed in range(4):
-        text = Text([1, 2], [0], SamplingParams(temperature=0.8, seed=seed, **options))
+        text = GeneratedText([1, 2], [0], SamplingParams(temperature=0.8, seed=seed, **options))
         logits_V = 2 * torch.randn(6, generator=generator)
         scores_V = text.scores(logits_V[None], [0])[0]
         for token in range(6):
@@ -107,7 +107,10 @@ def test_no_raise_helps_a_token_that_is_banned() -> None:
     """Keeps out: a token that a grammar bans called a near-tie, and a prompt that had to obey the grammar of the output."""
     masks_IX = torch.tensor([[0b0111], [-1]], dtype=torch.int32)
     logits_V = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    text, free = Text([1, 2, 3], [2, 3], SamplingParams(regex="a"), masks_IX=masks_IX), Text([1, 2, 3], [2, 3], GREEDY)
+    text, free = (
+        GeneratedText([1, 2, 3], [2, 3], SamplingParams(regex="a"), masks_IX=masks_IX),
+        GeneratedText([1, 2, 3], [2, 3], GREEDY),
+    )
     assert least_raise(text, 0, logits_V, 3) is None and least_raise(text, 1, logits_V, 3) == 0.0
     assert least_raise(text, 0, logits_V, 1) == pytest.approx(1.0, abs=1e-4)
     assert difference(0, [3], [2], [judged(3, None), judged(2, 0.0)], may_round=True).verdict == "DIVERGED"

@@ -17,7 +17,7 @@ from toolkit.models import Zoo
 from torch import Tensor
 
 from specdec import SamplingParams
-from specdec.lossless.choice import Text
+from specdec.lossless.choice import GeneratedText
 from specdec.lossless.passes import DensePasses
 from specdec.lossless.reference import FACTOR, LEADING, PASSES_STEPS, PROMPT_PLACES, read_text
 
@@ -74,7 +74,7 @@ def test_bounds_are_those_of_the_definition(prompt: int, piece: int) -> None:
     ids = wide_TV[prompt - 1 :].argmax(1).tolist()
     for place, rank in ((2, 1), (9, 2), (20, 5)):
         ids[place] = int(wide_TV[prompt - 1 + place].argsort(descending=True)[rank])
-    text = Text(prompt_ids, ids, SamplingParams())
+    text = GeneratedText(prompt_ids, ids, SamplingParams())
     passes: Any = Scripted(wide_TV, own_TV)
     found = read_text(passes, text, [(4, 3), (9, 1)], piece)
     following = [*prompt_ids, *ids][1:]
@@ -103,7 +103,7 @@ def test_more_passes_run_until_each_token_is_explained() -> None:
         own_TV[list(places), 3] += 0.6  # a bound of 1.2
         return own_TV
 
-    text = Text([3, 3, 3], [5, 3, 5, 3], SamplingParams())
+    text = GeneratedText([3, 3, 3], [5, 3, 5, 3], SamplingParams())
     nearby = [moved(2), moved(3), moved(), moved(4), moved(0, 1, 2, 3, 4, 5)]
     passes: Any = Scripted(wide_TV, wide_TV.clone(), nearby)
     found = read_text(passes, text)

@@ -18,7 +18,7 @@ from toolkit.models import Zoo, ragged_prompts
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.lossless import reference
-from specdec.lossless.choice import Text
+from specdec.lossless.choice import GeneratedText
 from specdec.lossless.reference import passes_of, read_text
 from specdec.lossless.widen import widened
 from specdec.session import Session
@@ -172,8 +172,8 @@ def test_a_long_prompt_and_a_long_output_are_read_in_pieces(zoo: Zoo) -> None:
     decoder, prompt = decoder_of(zoo, "bfloat16"), (PROMPTS[4] * 5)[:90]
     (out,) = decoder.generate(prompt, SamplingParams(max_tokens=30))
     wrong = [*out.token_ids[:20], (out.token_ids[20] + 1) % 40, *out.token_ids[21:]]
-    whole = read_text(passes_of(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
-    pieces = read_text(passes_of(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])], piece=7)
+    whole = read_text(passes_of(Session(decoder)), GeneratedText(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
+    pieces = read_text(passes_of(Session(decoder)), GeneratedText(prompt, wrong, GREEDY), [(7, out.token_ids[7])], piece=7)
     assert [(each.index, each.token, each.best) for each in whole.off] == [
         (each.index, each.token, each.best) for each in pieces.off
     ]

@@ -40,7 +40,7 @@ CASES = [
     ("mistral", "eagle1-window", (3, 3, 10), 5, 3, "int8_keys queries"),
     ("qwen3", "eagle3", (4, 1, 5), 16, 3, "int8 queries"),
 ]
-STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8_keys": torch.uint8}  # the plane of keys and values
+STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8_keys": torch.uint8}  # the buffer of keys and values
 
 
 @pytest.mark.slow_cases
@@ -58,7 +58,7 @@ def test_generate_equals_the_oracle(
     sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 2, 18)]
     hold_stored_text(decoder, prompts, sampling)
     for cache in Driver(decoder).caches:
-        assert cache.planes["kv"].dtype == STORED[kept]
+        assert cache.buffers["kv"].dtype == STORED[kept]
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_sampled_text_does_not_depend_on_speculation(zoo: Zoo) -> None:
 def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
     """Keeps out: a pool sized for 16 bit, which would hold half as many requests as it could."""
     decoder = zoo.decoder("llama", "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype=kind)
-    taken = sum(plane.nbytes for cache in Driver(decoder).caches for plane in cache.planes.values())
+    taken = sum(buffer.nbytes for cache in Driver(decoder).caches for buffer in cache.buffers.values())
     assert decoder.head is not None
     configs = [decoder.model.config, decoder.head.config.model]
     assert taken == Driver(decoder).pages_allocated * kv_page_bytes(configs, decoder.settings, (ALL,))[0]

@@ -89,11 +89,11 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: DeepseekZoo, tmp_path: P
     """Keeps out: a pool sized for 16 bits, and a draft head with ordinary heads that is given latents to keep."""
     decoder = zoo.decoder(TARGET, "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype="fp8_ds_mla")
     caches = Driver(decoder).caches
-    taken = sum(plane.nbytes for cache in caches for plane in cache.planes.values())
+    taken = sum(buffer.nbytes for cache in caches for buffer in cache.buffers.values())
     assert decoder.head is not None
     configs = [decoder.model.config, decoder.head.config.model]
     assert taken == Driver(decoder).pages_allocated * kv_page_bytes(configs, decoder.settings, (ALL,))[0]
-    assert caches[0].layout.layer_bytes(0) == 128 + 4 + 2 * 6 and caches[0].planes["latent"].dtype == torch.uint8
+    assert caches[0].layout.layer_bytes(0) == 128 + 4 + 2 * 6 and caches[0].buffers["latent"].dtype == torch.uint8
 
 
 def test_moves_copy_bytes() -> None:
@@ -102,7 +102,7 @@ def test_moves_copy_bytes() -> None:
     from specdec.attention.kinds import FULL
 
     cache = KVCache(Fp8LatentLayout(128, 16), [FULL] * 2, 20)
-    rows = cache.planes["latent"]
+    rows = cache.buffers["latent"]
     rows.copy_(torch.randint(0, 256, rows.shape, generator=torch.Generator().manual_seed(0)))
     before, slots = rows.clone(), torch.tensor([[5, 2, 7, 0], [9, 13, 11, 19]])
     cache.move(slots, torch.tensor([[0, 2, 3], [0, 1, 3]]))

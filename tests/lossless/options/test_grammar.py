@@ -20,7 +20,7 @@ from toolkit.driver import Driver
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder
-from specdec.grammar.matcher import LimitError, Matcher, Place
+from specdec.grammar.matcher import GrammarState, LimitError, Matcher
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.steps import Grammar
@@ -194,10 +194,10 @@ def test_a_limit_that_drafts_reach_ends_no_text(
     drafts that are accepted without a mask; other rows that stop drafting; a row that stops in the next request too."""
     calls, go = iter(range(10**9)), Matcher.go
 
-    def fails(matcher: Matcher, place: Place) -> None:
-        if place.depth and next(calls) in (15, 40):
+    def fails(matcher: Matcher, state: GrammarState) -> None:
+        if state.depth and next(calls) in (15, 40):
             raise LimitError
-        go(matcher, place)
+        go(matcher, state)
 
     whole = [out.stats.accepted for out in decoder.generate(PROMPTS[:3], PARAMS[:3])]
     with monkeypatch.context() as patch:

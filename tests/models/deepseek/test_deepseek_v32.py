@@ -206,8 +206,8 @@ def test_a_token_takes_its_latent_and_its_indexer_key(zoo: SparseZoo) -> None:
     for context, latents in ((4, 4), (100, TOPK)):
         read = kv_read_bytes(shared.config, "auto", torch.bfloat16, context)
         assert read == (latents * 5 * (16 + 8) + context * 2 * 16) * 2
-    for plane in cache.planes.values():
-        plane.copy_(torch.arange(7)[None, :, None].expand_as(plane))
+    for buffer in cache.buffers.values():
+        buffer.copy_(torch.arange(7)[None, :, None].expand_as(buffer))
     cache.move(torch.tensor([[2, 3, 4, 5]]), torch.tensor([[0, 2, 3]]))
-    for plane in cache.planes.values():
-        assert plane[:, :, 0].int().tolist() == [[0, 1, 2, 4, 5, 5, 6]] * 3
+    for buffer in cache.buffers.values():
+        assert buffer[:, :, 0].int().tolist() == [[0, 1, 2, 4, 5, 5, 6]] * 3

@@ -136,7 +136,7 @@ def test_ranks_share_whole_groups_of_any_size(tmp_path: Path) -> None:
         share_of(config, Shard(0, 2))
     plain = choose_target(target).config
     path = save_eagle3(tmp_path / "head", target, intermediate_size=384)
-    head, other = (open_head(path, plain, HowToRead(quantize=name)).reading.spec.model for name in ("int4", "fp8"))
+    head, other = (open_head(path, plain, HowToRead(quantize=name)).parsed.spec.model for name in ("int4", "fp8"))
     with pytest.raises(ValueError, match="draft head's .* in whole groups of 128 evenly, got 2; .*draft_quantize='fp8'"):
         share_of(head, Shard(0, 2), "draft head")
     for model in (plain, other, replace(config, intermediate_size=192)):  # the last in groups of 32, which 64 would not be

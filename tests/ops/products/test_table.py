@@ -15,7 +15,7 @@ from specdec.ops.products.gpus import H200
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tuned import here
-from specdec.ops.products.tuned.table import FORMAT, Measured, Origin, Product, TunedTable, path_for, read
+from specdec.ops.products.tuned.table import FORMAT, MeasuredProduct, Origin, Product, TunedTable, path_for, read
 
 QKV = Product(6144, 4096, False, torch.bfloat16)
 GATE_UP = Product(28672, 4096, True, torch.bfloat16)
@@ -29,8 +29,8 @@ ORIGIN = Origin.here("NVIDIA H200")
 @pytest.fixture
 def table() -> TunedTable:
     found = {
-        QKV: Measured({1: ONE, 8: EIGHT, 64: None}, "2026-11-22", "llama-3.1-8b"),
-        GATE_UP: Measured({8: EIGHT, 48: FORTY}, "2026-11-20", "mine"),
+        QKV: MeasuredProduct({1: ONE, 8: EIGHT, 64: None}, "2026-11-22", "llama-3.1-8b"),
+        GATE_UP: MeasuredProduct({8: EIGHT, 48: FORTY}, "2026-11-20", "mine"),
     }
     return TunedTable(ORIGIN, found)
 

@@ -13,7 +13,7 @@ from specdec.draft.block.rounds.correct_triton import launch_corrected_logits, l
 from specdec.draft.block.rounds.grow_triton import launch_best_paths
 from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
 from specdec.draft.block.rounds.tables_triton import launch_block_tables
-from specdec.draft.ngram.lookup import Text
+from specdec.draft.ngram.lookup import PagedTexts
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.tree.branches_triton import launch_fork
 from specdec.draft.tree.build_tree_triton import launch_best_nodes
@@ -80,7 +80,7 @@ def drafting() -> None:
             launch_greedy_chain(halves(B, 7, 32000), ids(B), w1, w2, offsets)
     launch_fill_pairs(ids(8, 6), ids(8), halves(8, 6, HIDDEN), 5, halves(1, HIDDEN), 12)
     launch_block_tables(pages, counts(8), counts(8), ids(8, 6), ids(8), 16, 5)
-    launch_match_keys(Text(counts(1 << 16), pages, counts(8), None), 8)
+    launch_match_keys(PagedTexts(counts(1 << 16), pages, counts(8), None), 8)
 
 
 def verifying() -> None:
@@ -98,12 +98,12 @@ def verifying() -> None:
 
 
 def exchanges() -> None:
-    """Sums, gathers and swaps of 2 and of 8 ranks."""
+    """Sums, gathers and all-to-alls of 2 and of 8 ranks."""
     for ranks in (2, 8):
         inbox = inbox_of(ranks)
         for T, few in ((1, True), (60, True), (2048, False)):
             launch_rows(inbox, 1, 10**9, halves(T, HIDDEN), halves(T, HIDDEN), halves(HIDDEN), 1e-5, few)
             launch_rows(inbox, 1, 10**9, None, halves(T, HIDDEN), None, 0.0, few)
-        for kind in ("sum", "gather", "swap"):
+        for kind in ("sum", "gather", "all_to_all"):
             launch_flat(inbox, 1, 10**9, halves(ranks, 4096), kind)  # type: ignore[arg-type]
         launch_scan_ranks(halves(60, VOCABULARY // ranks), 8, True, lambda own: ids(ranks, len(own)), 1)  # noqa: B023

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.layout import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import with_sinks

@@ -48,10 +48,10 @@ class Scattered:
 
     def fill(self, *shape: int, dtype: torch.dtype = torch.float32, elsewhere: float = torch.nan) -> Tensor:
         """[X, *shape]: random where a token has its slot, the extra ones too; `elsewhere` where nobody may read."""
-        plane = torch.full((self.num_slots, *shape), elsewhere, dtype=dtype, device=self.device)
+        buffer = torch.full((self.num_slots, *shape), elsewhere, dtype=dtype, device=self.device)
         for row, n in enumerate(self.lens):
-            plane[self.slots(row, 0, n + self.extra)] = self.randn(n + self.extra, *shape, dtype=dtype)
-        return plane
+            buffer[self.slots(row, 0, n + self.extra)] = self.randn(n + self.extra, *shape, dtype=dtype)
+        return buffer
 
     def _pages(self, length: int) -> int:
         return -(-(length + self.extra) // self.page_size)

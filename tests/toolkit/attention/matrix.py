@@ -16,8 +16,8 @@ from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout, queries_as_read
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
@@ -163,7 +163,7 @@ class World:
     def fill(self) -> None:
         """Committed tokens; everything else is NaN, or has NaN for its scale."""
         for cache in filter(None, (self.cache, self.texts)):
-            for junk in cache.planes.values():
+            for junk in cache.buffers.values():
                 junk.view(torch.uint8).fill_(0xFF) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
         for layer in range(len(LAYERS)):
             slots_T = torch.cat([self.slots(b, L) for b, L in enumerate(LENS)])

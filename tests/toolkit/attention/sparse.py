@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.indexer import select_rows, to_slots
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
@@ -22,7 +22,7 @@ from toolkit.attention.segments import ragged_causal_segment
 
 @dataclass(frozen=True)
 class IndexWorld:
-    """One layer's indexer: queries, weights, the plane of keys, and a plan."""
+    """One layer's indexer: queries, weights, the buffer of keys, and a plan."""
 
     q_THD: Tensor
     w_TH: Tensor
@@ -30,8 +30,8 @@ class IndexWorld:
     plan: AttentionPlan
 
     @property
-    def candidates(self) -> Candidates:
-        return Candidates.of(self.plan, self.q_THD.shape[0])
+    def candidates(self) -> CandidateKeys:
+        return CandidateKeys.of(self.plan, self.q_THD.shape[0])
 
     @classmethod
     def make(

@@ -13,7 +13,7 @@ from specdec.draft.eagle.head import EagleHead
 from specdec.draft.eagle.smoke import EagleLook
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import build_head
-from specdec.draft.smoke import Finding, Seen, layers_of
+from specdec.draft.smoke import Finding, TargetPass, layers_of
 from specdec.loading.drafters import MAX_TOKENS, TEXT
 from specdec.models.target import Target
 from specdec.prompts.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def target_and_text(folder: Path, tokens: int = MAX_TOKENS) -> tuple[Target, tor
 
 def looks(target: Target, head: Path, ids_T: torch.Tensor) -> Iterator[Looked]:
     """One for each damage that the head can have, the first of which is none."""
-    seen: dict[tuple[int, ...], Seen] = {}  # by the layers that are read: the target's part is the same for many heads
+    seen: dict[tuple[int, ...], TargetPass] = {}  # by the layers that are read: the target's part is the same for many heads
     for damage, files in damaged(read_files(head), target.embed_tokens.weight.detach()):
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -55,7 +55,7 @@ def looks(target: Target, head: Path, ids_T: torch.Tensor) -> Iterator[Looked]:
         layers = layers_of(drafter)
         if layers not in seen:
             with torch.inference_mode():
-                seen[layers] = Seen(drafter, target, ids_T)
+                seen[layers] = TargetPass(drafter, target, ids_T)
         found = EagleLook().find(drafter, target, ids_T, seen[layers])
         assert found is not None
         yield Looked(damage, "", drafter, found, EagleLook().describe(drafter, found))

@@ -117,8 +117,8 @@ class Hooks:
         """Rehearses a chunk and a round as if they were the first.  Returns the tensors that a rehearsal changed."""
         workers, runner = self._workers, self._runner
         state, drafter = workers.state, workers.need_drafter()
-        planes = [plane for cache in workers.caches for planes in cache.planes_of.values() for plane in planes.values()]
-        kept = [*state.tensors(), *planes, *drafter.changed(state)]
+        buffers = [buffer for cache in workers.caches for buffers in cache.buffers_of.values() for buffer in buffers.values()]
+        kept = [*state.tensors(), *buffers, *drafter.changed(state)]
         before = [tensor.clone() for tensor in kept]
         first, some = FirstPasses(runner.prompts, runner.rounds, spec), state.narrow(rows)
         with torch.inference_mode():
@@ -199,7 +199,7 @@ class Hooks:
 
         def replay(chunk: RunChunk) -> Tensor:
             seen.append(prompt_runner.bucket_of(ChunkShape.of(chunk.parts)))
-            return runner.replay(chunk, prompt_runner.Work(seen[-1], chunk.needs, chunk.drafted))
+            return runner.replay(chunk, prompt_runner.ChunkKey(seen[-1], chunk.needs, chunk.drafted))
 
         runner.run = replay
         return seen

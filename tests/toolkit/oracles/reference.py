@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.int8_keys import queries_as_read
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.layout import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState

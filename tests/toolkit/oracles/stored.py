@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.generation import Generation
-from specdec.lossless.choice import Text
+from specdec.lossless.choice import GeneratedText
 from specdec.lossless.reference import passes_of, read_text
 from specdec.session import Session
 
@@ -14,9 +14,9 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
 
     Returns whether no other token was as good within rounding at any place.
     """
-    reading = read_text(passes_of(Session(decoder)), Text(out.prompt_token_ids, out.token_ids, SamplingParams()))
-    assert all(each.is_explained for each in reading.off), reading.off
-    return reading.unsure == 0
+    check = read_text(passes_of(Session(decoder)), GeneratedText(out.prompt_token_ids, out.token_ids, SamplingParams()))
+    assert all(each.is_explained for each in check.off), check.off
+    return check.unsure == 0
 
 
 def hold_stored_text(decoder: SpecDecoder, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> None:

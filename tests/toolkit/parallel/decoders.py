@@ -39,16 +39,16 @@ def with_ranks(
         if group.rank:
             runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
             for cache in runner.workers.caches:
-                for plane in cache.planes.values():
-                    plane.fill_(torch.nan)
+                for buffer in cache.buffers.values():
+                    buffer.fill_(torch.nan)
             for step in iter(steps[group.rank].get, None):
                 follow(runner, step)
             return
         with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
             driver, others = Driver(decoder), Queues(steps[1:])
             for cache in driver.caches:
-                for plane in cache.planes.values():
-                    plane.fill_(torch.nan)
+                for buffer in cache.buffers.values():
+                    buffer.fill_(torch.nan)
             driver.lead(others)
             try:
                 results.append(use(decoder))

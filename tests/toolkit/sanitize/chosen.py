@@ -94,10 +94,10 @@ CHOSEN: dict[str, list[str]] = {
     "latent_path_kernel": [
         "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind7-126]"
     ],
-    # keys divided among ranks, of which a test plays one
-    "own_slots_kernel": ["tests/attention/context/test_ownership.py::test_kernels_equal_their_definition[0-2-4-2]"],
-    "counts_kernel": [],
-    "pack_kernel": ["tests/attention/context/test_exchange.py::test_kernels_equal_their_definition[torch.float32]"],
+    # context parallelism, of which a test plays one rank
+    "local_slots_kernel": ["tests/attention/context_parallel/test_sharding.py::test_kernels_equal_their_definition[0-2-4-2]"],
+    "local_lens_kernel": [],
+    "pack_kernel": ["tests/attention/context_parallel/test_all_to_all.py::test_kernels_equal_their_definition[torch.float32]"],
     "merge_ranks_kernel": [],
     "arrange_kernel": ["tests/parallel/test_scan.py::test_ranks_find_what_one_finds[600-2-3-torch.bfloat16]"],
     # latents
@@ -145,7 +145,7 @@ OF_RANKS: dict[str, list[str]] = {
     "few_rows_kernel": ["tests/gpu/test_gpu_symmetric.py::test_every_kernel_exchanges_a_few_numbers"],
     "many_rows_kernel": [],
     "flat_kernel": [],
-    "swap_states_kernel": [],
+    "all_to_all_states_kernel": [],
 }
 
 

@@ -35,7 +35,7 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
 
-class Measured(NamedTuple):
+class MeasuredProduct(NamedTuple):
     """What was found for a product.
 
     tiles: by the number of rows; None: cuBLAS.  A number of rows between two takes those of the larger one.
@@ -80,7 +80,7 @@ class TunedTable:
     """What was measured on GPUs of one kind."""
 
     origin: Origin
-    products: dict[Product, Measured] = field(default_factory=dict)
+    products: dict[Product, MeasuredProduct] = field(default_factory=dict)
 
     def find(self, M: int, product: Product) -> tuple[bool, ProductTiles | None]:
         """Whether M rows of that product were measured, and their tiles; None: cuBLAS."""
@@ -145,12 +145,12 @@ def read(path: Path, origin: Origin) -> tuple[TunedTable | None, str]:
         return None, f"it is damaged ({type(error).__name__}: {error})"
 
 
-def _product_of(data: dict[str, Any]) -> tuple[Product, Measured]:
+def _product_of(data: dict[str, Any]) -> tuple[Product, MeasuredProduct]:
     dtype = getattr(torch, data["dtype"])
     product = Product(int(data["out"]), int(data["in"]), bool(data["gated"]), dtype)
     tiles = {int(rows): None if each is None else _tiles_of(int(rows), each) for rows, each in data["tiles"].items()}
     assert isinstance(dtype, torch.dtype) and tiles, "no tiles"
-    return product, Measured(dict(sorted(tiles.items())), str(data["date"]), str(data["target"]))
+    return product, MeasuredProduct(dict(sorted(tiles.items())), str(data["date"]), str(data["target"]))
 
 
 def _tiles_of(rows: int, data: dict[str, Any]) -> ProductTiles:

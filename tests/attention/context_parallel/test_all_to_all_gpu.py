@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.attention.context.exchange import merged, packed
+from specdec.attention.context_parallel.all_to_all import merge_ranks, pack_states
 from specdec.attention.state import AttentionState
 
 pytestmark = pytest.mark.gpu
@@ -18,8 +18,8 @@ def test_packed_states_are_merged(ranks: int, T: int, H: int, E: int) -> None:
     lse[0, ::2], out[0, ::2] = -torch.inf, torch.nan
     lse[:, -1] = -torch.inf
     with torch.inference_mode():
-        pieces = [packed(AttentionState(*each), ranks) for each in zip(out, lse, strict=True)]
-        got = [merged(torch.stack([piece[rank] for piece in pieces]), E) for rank in range(ranks)]
+        pieces = [pack_states(AttentionState(*each), ranks) for each in zip(out, lse, strict=True)]
+        got = [merge_ranks(torch.stack([piece[rank] for piece in pieces]), E) for rank in range(ranks)]
     top = lse.double().logsumexp(0)
     weights = (lse.double() - top).exp().where(top > -torch.inf, 0.0)[..., None]
     want = (out.double() * weights).where(weights > 0, 0.0).sum(0)

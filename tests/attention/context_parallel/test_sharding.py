@@ -6,8 +6,8 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 
-from specdec.attention.context.ownership import Ownership
-from specdec.attention.context.ownership_triton import launch_counts, launch_own_slots
+from specdec.attention.context_parallel.sharding import KVSharding
+from specdec.attention.context_parallel.sharding_triton import launch_local_lens, launch_local_slots
 from specdec.attention.pages import PageTable
 
 PAGES = torch.tensor([[5, 2, 7, 1, 6, 3], [4, 9, 8, 12, 10, 11]], dtype=torch.int32)
@@ -23,33 +23,35 @@ def rank_by_definition(position: int, ranks: int, run: int) -> int:
 )
 def test_ranks_partition_a_sequence(ranks: int, page_size: int, run: int) -> None:
     """Keeps out: a token that two ranks keep, or none; a slot that two tokens of a rank share; a count that misses one."""
-    owners = [Ownership(rank, ranks, page_size, run) for rank in range(ranks)]
+    owners = [KVSharding(rank, ranks, page_size, run) for rank in range(ranks)]
     length = PAGES.shape[1] * page_size * ranks
     whole = PageTable(PAGES, page_size * ranks)
     slots_BP = whole.slots_at(torch.arange(length).expand(2, length))
     for each in owners:
         mine = torch.tensor([rank_by_definition(p, ranks, run) == each.rank for p in range(length)])
-        own_BP = each.own_slots(slots_BP)
+        own_BP = each.local_slots(slots_BP)
         assert bool((own_BP[:, ~mine] < page_size).all()), "tokens of others go to the dummy page"
-        in_order_BP = each.pages(whole).slots_at(torch.arange(length // ranks).expand(2, -1))
+        in_order_BP = each.local_pages(whole).slots_at(torch.arange(length // ranks).expand(2, -1))
         assert torch.equal(own_BP[:, mine], in_order_BP), "own tokens fill the rank's part of the pages, in order"
         lens = torch.arange(length + 1, dtype=torch.int32)
-        counts = each.counts(lens)
+        counts = each.local_lens(lens)
         assert counts.dtype == torch.int32 and counts.tolist() == [int(mine[:n].sum()) for n in range(length + 1)]
-        assert all(each.most(n) >= int(counts[n]) for n in range(length + 1))
-    assert all(owners[0].most(n) == max(int(each.counts(lens[n])) for each in owners) for n in range(0, length, ranks * run))
+        assert all(each.max_local(n) >= int(counts[n]) for n in range(length + 1))
+    assert all(
+        owners[0].max_local(n) == max(int(each.local_lens(lens[n])) for each in owners) for n in range(0, length, ranks * run)
+    )
 
 
 @pytest.mark.parametrize(("rank", "ranks", "page_size", "run"), [(0, 2, 4, 2), (2, 3, 6, 6), (7, 8, 16, 1)])
 def test_kernels_equal_their_definition(rank: int, ranks: int, page_size: int, run: int) -> None:
     """Keeps out: the end of a sequence, or of a block, that a kernel leaves out."""
-    each = Ownership(rank, ranks, page_size, run)
+    each = KVSharding(rank, ranks, page_size, run)
     lens, slots = torch.arange(301, dtype=torch.int32), torch.arange(900).view(2, 450)
-    assert torch.equal(launch_counts(each, lens.to(DEVICE)).cpu(), each.counts(lens))
-    assert torch.equal(launch_own_slots(each, slots.to(DEVICE), 0).cpu(), each.own_slots(slots))
+    assert torch.equal(launch_local_lens(each, lens.to(DEVICE)).cpu(), each.local_lens(lens))
+    assert torch.equal(launch_local_slots(each, slots.to(DEVICE), 0).cpu(), each.local_slots(slots))
 
 
 def test_slots_of_the_dummy_page_stay_there() -> None:
     """Keeps out: padding that is written to a page of a request."""
-    each = Ownership(1, 4, 4, 2)
-    assert bool((each.own_slots(torch.arange(16)) < 4).all())
+    each = KVSharding(1, 4, 4, 2)
+    assert bool((each.local_slots(torch.arange(16)) < 4).all())

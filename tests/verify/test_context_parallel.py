@@ -19,15 +19,15 @@ from torch import Tensor
 from specdec.attention.attend import make_backend
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.planes import CacheLayout
-from specdec.attention.context.divided import DividedContext
-from specdec.attention.context.ownership import Ownership
+from specdec.attention.context_parallel.sharding import KVSharding
+from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import LayerCall, PreparedPlan
 from specdec.attention.kinds import FULL, Scoring
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.verify.tables import divided_tables
+from specdec.verify.tables import context_parallel_tables
 
 H, N, STEPS, KEY, VALUE = 2, 6, 3, 16, 8
 LATENTS: Callable[[torch.dtype], CacheLayout] = lambda dtype: LatentLayout(VALUE, KEY - VALUE, dtype)  # noqa: E731
@@ -36,7 +36,7 @@ SCORING = Scoring(scale=0.4)
 
 
 class World(NamedTuple):
-    """tokens_BX: the plane's numbers of each position, those of nodes after the committed ones.  q_THD: of all ranks' heads."""
+    """tokens_BX: what the buffer holds of each position, of nodes after the committed ones.  q_THD: of all ranks' heads."""
 
     where: Scattered
     tokens_BX: Tensor
@@ -73,26 +73,26 @@ def check(
     lens: list[int],
 ) -> None:  # fmt: skip
     """Every rank's heads attend as by definition; then the path of every row is committed, and lies where it belongs."""
-    (plane,) = layout(torch.float32).planes
-    world = make_world(lens, page_size, ranks, is_chain, plane.shape)
+    (buffer,) = layout(torch.float32).buffers
+    world = make_world(lens, page_size, ranks, is_chain, buffer.shape)
     B, pages = len(lens), world.where.num_pages
     want_THE = by_position(world, layout is LATENTS)
     path_BE = torch.tensor([max(map(list, world.tree.mask_BNN[row]), key=sum) for row in range(B)])  # a longest path
     path_BE = torch.stack([each.nonzero()[:, 0][: STEPS + 1] for each in path_BE])
 
     def on_rank(group: ThreadGroup) -> Tensor:
-        owned = Ownership(group.rank, ranks, page_size, run)
-        context = DividedContext(group, owned, pages * page_size, B * N + 3)
+        owned = KVSharding(group.rank, ranks, page_size, run)
+        context = ContextParallel(group, owned, pages * page_size, B * N + 3)
         state = BatchState.empty(B, world.where.table_BW.shape[1], page_size=page_size * ranks, device="cpu")
         state.pages.table.copy_(world.where.table_BW)
         state.lens_B.copy_(world.where.lens_B)
         cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)
-        kept = cache.planes[plane.name].fill_(torch.nan)[0]
+        kept = cache.buffers[buffer.name].fill_(torch.nan)[0]
         for row, length in enumerate(lens):
-            own_slots = owned.own_slots(world.where.slots(row, 0, length))
-            kept[own_slots] = world.tokens_BX[row, :length]
+            local_slots = owned.local_slots(world.where.slots(row, 0, length))
+            kept[local_slots] = world.tokens_BX[row, :length]
         kept[:page_size] = torch.nan  # the dummy page, where the others' tokens went
-        tables = divided_tables(state, world.tree, context)
+        tables = context_parallel_tables(state, world.tree, context)
         for row, length in enumerate(lens):
             kept[tables.slots_BN[row]] = world.tokens_BX[row, length : length + N]
         prepared, reader = PreparedPlan(tables.plan), make_backend(backend)
@@ -109,7 +109,7 @@ def check(
     for row, length in enumerate(lens):
         for step, node in enumerate(path_BE[row].tolist()):
             rank = (length + step) // run % ranks
-            slot = Ownership(rank, ranks, page_size, run).own_slots(world.where.slots(row, length + step, length + step + 1))
+            slot = KVSharding(rank, ranks, page_size, run).local_slots(world.where.slots(row, length + step, length + step + 1))
             assert torch.equal(kept[rank][slot][0], world.tokens_BX[row, length + node])
 
 
@@ -120,7 +120,7 @@ def test_ranks_attend_as_one(
     layout: Callable[[torch.dtype], CacheLayout], ranks: int, page_size: int, run: int, is_chain: bool
 ) -> None:
     """Rows of 0 and 1 tokens, of a run less one, and of all ranks' runs.  Keeps out: a branch by what one rank keeps, NaN of
-    ranks without a token, a mask that meets the divided part, a commit to a rank that does not keep the position."""
+    ranks without a token, a mask that meets the sharded part, a commit to a rank that does not keep the position."""
     check(layout, "torch", ranks, page_size, run, is_chain, [0, 1, run - 1, run, run * ranks, 5 * run * ranks + run + 1])
 
 
@@ -129,9 +129,9 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
     """All tokens of a pass, and its last ones alone.  Keeps out: what ranks keep of a prompt that the last token does not read,
     which is all that a prompt's first token is made of."""
     ranks, page_size, run, start, lens = 2, 4, 2, 6, [13, 8]  # each prompt has run up to token 6
-    (plane,) = layout(torch.float32).planes
+    (buffer,) = layout(torch.float32).buffers
     where = Scattered(lens, page_size * ranks)
-    tokens_BX, counts = where.randn(len(lens), max(lens), *plane.shape), [n - start for n in lens]
+    tokens_BX, counts = where.randn(len(lens), max(lens), *buffer.shape), [n - start for n in lens]
     q_THD, pages = where.randn(sum(counts), ranks * H, KEY), where.num_pages
     (whole,) = packed_prompts([[1] * n for n in lens], where.table_BW, page_size * ranks, start).tables
     outs = []
@@ -144,13 +144,13 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
     want_THE, last_B = torch.stack(outs), torch.tensor(counts).cumsum(0) - 1
 
     def on_rank(group: ThreadGroup) -> None:
-        owned = Ownership(group.rank, ranks, page_size, run)
-        context = DividedContext(group, owned, pages * page_size, sum(counts))
+        owned = KVSharding(group.rank, ranks, page_size, run)
+        context = ContextParallel(group, owned, pages * page_size, sum(counts))
         tables = context.of_prompts(whole).tables
         cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)
-        kept = cache.planes[plane.name].fill_(torch.nan)[0]
+        kept = cache.buffers[buffer.name].fill_(torch.nan)[0]
         for row in range(len(lens)):
-            kept[owned.own_slots(where.slots(row, 0, start))] = tokens_BX[row, :start]
+            kept[owned.local_slots(where.slots(row, 0, start))] = tokens_BX[row, :start]
         kept[:page_size] = torch.nan  # the dummy page, where the others' tokens went
         kept[tables.slots_T] = torch.cat([tokens_BX[row, start:length] for row, length in enumerate(lens)])
         own = slice(group.rank * H, (group.rank + 1) * H)
@@ -175,4 +175,4 @@ def test_kernels_attend_as_one(
     """Keeps out: states, suffixes and commits that only the kernels see: no splits before a suffix, targets of their own."""
     launched = use_kernels_everywhere(monkeypatch)
     check(layout, "triton", 2, 4, 2, is_chain, [0, 3, 21])
-    assert {"launch_counts", "launch_own_slots", "launch_pack", "launch_merge", "launch_move"} <= set(launched)
+    assert {"launch_local_lens", "launch_local_slots", "launch_pack", "launch_merge", "launch_move"} <= set(launched)

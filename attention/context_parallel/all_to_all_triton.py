@@ -1,13 +1,14 @@
-"""The kernels of what ranks exchange: they pack states for their owners, and merge the states that came.
+"""The kernels around the all-to-all of partial states: one packs the states to send, the other merges the received ones.
 
-One program handles some rows, each an output of one query and head with its lse beside it.  The lse's bytes lie after the
-output's in a row, where kernels reach them through a float32 view of the same memory.
+A row is the output of one query and head, followed by its lse.  A program handles several rows.  The kernels access the lse
+through a float32 view of the same memory.
 
 Order of chained launches (specdec/ops/launch.py): both kernels trigger early, and read nothing before gdc_wait; exchanges
 between GPUs do the same.  The suffix kernel after the merge reads queries, and the suffix's keys and table, before its wait.
-These are complete: attention in front of the packing triggers late, so all kernels before it have ended when packing starts.
+These are complete: the attention kernel before the packing triggers late, so when packing starts all earlier kernels have
+ended.
 
-Shapes: T queries, H heads of one rank, D ranks, E value dim, X numbers of a row, R rows.
+Shapes: T queries, H heads of one rank, D ranks, E value dim, X elements of a row, R rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
-BLOCK = 1024  # numbers that a program holds
+BLOCK = 1024  # elements that a program holds
 
 
 @triton.jit(do_not_specialize=["queries", "heads"])
@@ -35,8 +36,8 @@ def pack_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
     ROW: tl.constexpr,  # X
-    WORDS: tl.constexpr,  # float32 numbers of a row
-    LSE_AT: tl.constexpr,  # float32 numbers before the lse
+    WORDS: tl.constexpr,  # float32 words of a row
+    LSE_AT: tl.constexpr,  # float32 words before the lse
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -95,7 +96,7 @@ def merge_ranks_kernel(
 
 
 def launch_pack(partial: AttentionState, shape: tuple[int, int, int, int]) -> Tensor:
-    """`packed`: [D, T, H, X], the given shape.  What no kernel writes of a row is never read."""
+    """`pack_states`: [D, T, H, X], the given shape.  The padding after an lse is neither written nor read."""
     out, lse = partial.out_THD.contiguous(), partial.lse_TH.contiguous()
     states = torch.empty(shape, dtype=out.dtype, device=out.device)
     (D, T, H, _), options = shape, _options(states, out.shape[2])
@@ -107,7 +108,7 @@ def launch_pack(partial: AttentionState, shape: tuple[int, int, int, int]) -> Te
 
 
 def launch_merge(states: Tensor, value_dim: int) -> AttentionState:
-    """`merged`.  states: [D, T, H, X]."""
+    """`merge_ranks`.  states: [D, T, H, X]."""
     (D, T, H, _), options = states.shape, _options(states, value_dim)
     assert states.is_contiguous()
     state = AttentionState.empty((T, H, value_dim), states.dtype, states.device)

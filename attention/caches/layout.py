@@ -1,7 +1,7 @@
-"""What one slot of a cache holds: named planes, from which a cache's bytes, moves and views follow.
+"""What one slot of a cache holds: named buffers, from which a cache's bytes, moves and views follow.
 
-A plane is one tensor [layers that hold it, num_slots, *shape].  A layout lists a cache format's planes and makes a layer's view
-of them; it holds no memory itself.  This module knows no format: each format's layout stands beside its view.
+A buffer is one tensor [layers that hold it, num_slots, *shape].  A layout lists a cache format's buffers and makes a layer's
+view of them; it holds no memory itself.  This module knows no format: each format's layout stands beside its view.
 
 Shapes: T tokens, K kv heads, D head dim, E value dim, N slots.
 """
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 
-class Plane(NamedTuple):
-    """One number, vector or matrix that every slot holds.  name: unique within a layout.  shape: of one slot.
+class CacheBuffer(NamedTuple):
+    """What a buffer holds for every slot: one value, a vector or a matrix.  name: unique within a layout.  shape: of one slot.
 
-    layers: the layers that hold the plane, ascending; None: all of them.
+    layers: the layers that hold the buffer, ascending; None: all of them.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Plane(NamedTuple):
     layers: tuple[int, ...] | None = None
 
     def held_by(self, layer: int) -> bool:
-        """Whether that layer holds the plane."""
+        """Whether that layer holds the buffer."""
         return self.layers is None or layer in self.layers
 
     @property
@@ -92,13 +92,13 @@ class CacheLayout(ABC):
 
     @property
     @abstractmethod
-    def planes(self) -> tuple[Plane, ...]:
+    def buffers(self) -> tuple[CacheBuffer, ...]:
         """All that a slot of one layer holds."""
 
     @abstractmethod
-    def view(self, layer: int, planes: Mapping[str, Tensor]) -> KVView:
-        """The view of one layer, for which a cache asks once.  planes: by name, the layer's tensors [num_slots, *shape]."""
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> KVView:
+        """The view of one layer, for which a cache asks once.  buffers: by name, the layer's tensors [num_slots, *shape]."""
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one token in that layer."""
-        return sum(plane.bytes for plane in self.planes if plane.held_by(layer))
+        return sum(buffer.bytes for buffer in self.buffers if buffer.held_by(layer))

@@ -1,9 +1,10 @@
-"""What the ranks that divide a sequence exchange in each layer: queries one way, states of attention the other.
+"""The all-to-all of partial states of attention in context parallelism.
 
-Each rank answers the queries of all ranks' heads over the tokens that it keeps, so every head gets a state from each rank.
-The states are merged by their lse, in the order of ranks, where the head lives.
+Each rank attends with the queries of all ranks' heads to the tokens that it keeps, so every head has a partial state (out, lse)
+on each rank.  The all-to-all brings a head's partial states to the rank that owns the head, which merges them by their lse, in
+the order of ranks.
 
-Shapes: T queries, H heads of one rank, D ranks, E value dim, L key dim, X = E + the numbers that an lse takes.
+Shapes: T queries, H heads of one rank, D ranks, E value dim, L key dim, X = E + the elements that an lse takes.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from specdec.attention.state import AttentionState
 from specdec.ops.launch import use_kernels
 from specdec.parallel.group import Group
 
-LSE_BYTES = 16  # that an lse takes beside its output, so that every row is aligned
+LSE_BYTES = 16  # of an lse after its output, so that every row is aligned
 
 
-def swap_states(partial: AttentionState, group: Group) -> AttentionState:
-    """The state [T, H, E] of this rank's heads over the tokens of all ranks.
+def all_to_all_states(partial: AttentionState, group: Group) -> AttentionState:
+    """The state [T, H, E] of this rank's heads over the tokens of all ranks: an all-to-all, then a merge.
 
     partial: the state [T, D * H, E] of all ranks' heads over the tokens that this rank keeps.
     """
     if use_kernels(partial.out_THD):
-        from specdec.attention.context.swap_triton import launch_swap_states, takes_states
+        from specdec.attention.context_parallel.symmetric_triton import can_exchange, launch_all_to_all_states
         from specdec.parallel.symmetric.group import SymmetricGroup
 
-        if isinstance(group, SymmetricGroup) and takes_states(group.inbox, partial):
-            return launch_swap_states(group.inbox, group.rank, group.nanoseconds, partial)
-    return merged(group.swap(packed(partial, group.size)), partial.out_THD.shape[2])
+        if isinstance(group, SymmetricGroup) and can_exchange(group.inbox, partial):
+            return launch_all_to_all_states(group.inbox, group.rank, group.nanoseconds, partial)
+    return merge_ranks(group.all_to_all(pack_states(partial, group.size)), partial.out_THD.shape[2])
 
 
-def packed(partial: AttentionState, ranks: int) -> Tensor:
+def pack_states(partial: AttentionState, ranks: int) -> Tensor:
     """[D, T, H, X]: for each rank its heads' outputs, each with its lse beside it, whose bytes are kept as they are."""
     (T, heads, E), out = partial.out_THD.shape, partial.out_THD
     shape = ranks, T, heads // ranks, E + LSE_BYTES // out.itemsize
     if use_kernels(out):
-        from specdec.attention.context.exchange_triton import launch_pack
+        from specdec.attention.context_parallel.all_to_all_triton import launch_pack
 
         return launch_pack(partial, shape)
     states_DTHX = out.new_zeros(shape)
@@ -47,10 +48,12 @@ def packed(partial: AttentionState, ranks: int) -> Tensor:
     return states_DTHX
 
 
-def merged(states_DTHX: Tensor, value_dim: int) -> AttentionState:
-    """Attention over the keys of all ranks, from what `packed` made of the states of each.  A query that read none is empty."""
+def merge_ranks(states_DTHX: Tensor, value_dim: int) -> AttentionState:
+    """Attention over the keys of all ranks, from what `pack_states` made of the states of each.  A query that read none is
+    empty.
+    """
     if use_kernels(states_DTHX):
-        from specdec.attention.context.exchange_triton import launch_merge
+        from specdec.attention.context_parallel.all_to_all_triton import launch_merge
 
         return launch_merge(states_DTHX, value_dim)
     out_DTHE, itemsize = states_DTHX[..., :value_dim], states_DTHX.itemsize

@@ -1,12 +1,12 @@
-"""The kernel that swaps states between GPUs that reach each other's memory, and merges them as they come.
+"""The all-to-all of partial states and their merge in one kernel, for GPUs that reach each other's memory (symmetric memory).
 
-It does in one launch what packing, a swap and a merge do (exchange_triton.py), with the same results, bit for bit.  How words
-travel is the business of specdec/parallel/symmetric/messages_triton.py.
+The result equals, bit for bit, that of packing, an all-to-all and a merge in three launches (all_to_all_triton.py).
+specdec/parallel/symmetric/messages_triton.py defines how words are sent.
 
-Order of chained launches (specdec/ops/launch.py): as of the kernels in exchange_triton.py.
+Order of chained launches (specdec/ops/launch.py): as of the kernels in all_to_all_triton.py.
 
 Shapes: T queries, H heads of one rank, N ranks, E value dim; R = T * H rows, each a query and a head.  A row travels as P pairs
-of words, and one pair more, which holds its lse.
+of words, and one more pair, which holds its lse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from specdec.parallel.symmetric.messages_triton import (
     unpack,
 )  # fmt: skip
 
-MAX_TURNS = 2  # that a program swaps in a row.  With six, three launches took less.  (Measured: benchmarks/layers/README.md)
+# The most blocks of rows that a program exchanges one after the other.  With six, three launches took less time.
+# Measured: benchmarks/layers/README.md.
+MAX_BLOCKS = 2
 
 
 @triton.jit
@@ -40,7 +42,7 @@ def lse_of(words):
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
-def swap_states_kernel(
+def all_to_all_states_kernel(
     states,  # [T, N * H, E], in pairs of words
     lses,  # [T, N * H] float32
     out,  # [R, E], in pairs of words
@@ -97,11 +99,11 @@ def swap_states_kernel(
                 words = receive(area + (message + pair) * 2, number, index, fault, patience, sender, False, SYS)
             weight = tl.exp(its_lse - shift)
             total += weight
-            numbers = unpack(words, DTYPE, SYS)
+            values = unpack(words, DTYPE, SYS)
             if DTYPE.primitive_bitwidth == 16:
-                term = tl.where((its_lse == -float("inf"))[:, None, None], 0.0, numbers * weight[:, None, None])
+                term = tl.where((its_lse == -float("inf"))[:, None, None], 0.0, values * weight[:, None, None])
             else:
-                term = tl.where((its_lse == -float("inf"))[:, None], 0.0, numbers * weight[:, None])
+                term = tl.where((its_lse == -float("inf"))[:, None], 0.0, values * weight[:, None])
             if sender == 0:
                 value = term
             else:
@@ -117,8 +119,8 @@ def swap_states_kernel(
     tl.store(counts + channel, next_count(count))
 
 
-def takes_states(inbox: Inbox, partial: AttentionState) -> bool:
-    """Whether `launch_swap_states` can swap these states, [T, N * H, E]."""
+def can_exchange(inbox: Inbox, partial: AttentionState) -> bool:
+    """Whether `launch_all_to_all_states` can exchange these states, [T, N * H, E]."""
     out, pairs = partial.out_THD, partial.out_THD.shape[2] * partial.out_THD.itemsize // 8
     if out.dtype not in KERNEL_DTYPES or not out.numel() or out.device != inbox.counts_C.device:
         return False
@@ -127,17 +129,17 @@ def takes_states(inbox: Inbox, partial: AttentionState) -> bool:
     rows = out.shape[0] * out.shape[1] // inbox.layout.ranks
     block, programs = _blocks(inbox, rows, pairs)
     turns = triton.cdiv(triton.cdiv(rows, block), programs)
-    return turns <= MAX_TURNS and turns * block * (pairs + 1) * 2 <= inbox.layout.capacity
+    return turns <= MAX_BLOCKS and turns * block * (pairs + 1) * 2 <= inbox.layout.capacity
 
 
-def launch_swap_states(inbox: Inbox, rank: int, patience: int, partial: AttentionState) -> AttentionState:
-    """`swap_states`.  patience: in nanoseconds.  partial: see `takes_states`."""
+def launch_all_to_all_states(inbox: Inbox, rank: int, patience: int, partial: AttentionState) -> AttentionState:
+    """`all_to_all_states`.  patience: in nanoseconds.  partial: see `can_exchange`."""
     out, lse = partial.out_THD.contiguous(), partial.lse_TH.contiguous()
     (T, heads, E), N = out.shape, inbox.layout.ranks
     rows, pairs = T * heads // N, E * out.itemsize // 8
     block, programs = _blocks(inbox, rows, pairs)
     merged = AttentionState.empty((T, heads // N, E), out.dtype, out.device)
-    swap_states_kernel[(programs,)](
+    all_to_all_states_kernel[(programs,)](
         out.view(torch.int64), lse, merged.out_THD.view(torch.int64), merged.lse_TH, inbox.table_X, inbox.counts_C, patience,
         rows, heads // N, RANK=rank, RANKS=N, CAPACITY=inbox.layout.capacity, PAIRS=pairs, BLOCK_R=block,
         DTYPE=DTYPES[out.dtype], SYS=out.is_cuda, num_warps=max(1, block * pairs // 128), **chained(out.device),
@@ -146,7 +148,7 @@ def launch_swap_states(inbox: Inbox, rank: int, patience: int, partial: Attentio
 
 
 def _blocks(inbox: Inbox, rows: int, pairs: int) -> tuple[int, int]:
-    """Rows that a program swaps at once, and the number of programs: as many as there are channels, if rows are many."""
+    """Rows that a program exchanges at once, and the number of programs: as many as there are channels, if rows are many."""
     spread = triton.next_power_of_2(triton.cdiv(rows, inbox.layout.channels))
     block = min(max(1, BLOCK // pairs), spread)
     return block, min(inbox.layout.channels, triton.cdiv(rows, block))

@@ -1,9 +1,9 @@
-"""Passes over a cache whose committed tokens several ranks divide: which tables such a pass has.
+"""The tables of a pass over a cache whose committed tokens are sharded over several ranks (context parallelism).
 
-The tokens of the pass itself lie on every rank, in a scratch after the cache's pages: token t of the pass in slot t of it.
-Each rank's own heads read them there; nothing that says which token reads which other one (a tree, a prompt's order) ever meets
-the tokens of other ranks.  The committed tokens before them are read without any mask.  After the pass, tokens that are to stay
-are moved from the scratch to the slots of those ranks that keep them.
+Every rank stores all tokens of the pass itself, in a scratch after the cache's pages: token t of the pass in slot t of the
+scratch.  Each rank's own heads read them there under the pass's mask (a tree's, or causal).  Committed tokens need no mask, so
+no mask ever meets the tokens of other ranks.  After the pass, the tokens that stay are moved from the scratch to the slots of
+the ranks that keep them.
 
 Shapes: B sequences, N tokens of each, T tokens of a pass, W table width.
 """
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PassTables
-from specdec.attention.context.ownership import Ownership
+from specdec.attention.context_parallel.sharding import KVSharding
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import prefix_segment
-from specdec.attention.segment import AttentionPlan, DividedPrefix, Segment, uniform_cu_seqlens
+from specdec.attention.segment import AttentionPlan, ContextParallelPrefix, Segment, uniform_cu_seqlens
 from specdec.ops.index import kept
 from specdec.parallel.group import Group
 
@@ -33,14 +33,14 @@ class PromptTables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DividedContext:
-    """Who keeps which token of one model's cache, and where its scratch is.
+class ContextParallel:
+    """How ranks share one model's cache, and where its scratch is.
 
-    group: the ranks that divide each sequence.  scratch: its first slot.  room: its slots, the most tokens of a pass.
+    group: the ranks that share each sequence.  scratch: its first slot.  room: its slots, the most tokens of a pass.
     """
 
     group: Group
-    ownership: Ownership
+    sharding: KVSharding
     scratch: int
     room: int
 
@@ -49,14 +49,14 @@ class DividedContext:
         assert rows * count <= self.room, (rows, count, self.room)
         return PageTable(_consecutive(self.scratch, rows, count, device))
 
-    def prefix(self, pages: PageTable, lens_B: Tensor, count: int) -> DividedPrefix:
+    def prefix(self, pages: PageTable, lens_B: Tensor, count: int) -> ContextParallelPrefix:
         """The first lens_B tokens of each sequence, which `count` queries of each read."""
-        own = prefix_segment(self.ownership.pages(pages), self.ownership.counts(lens_B), count)
-        return DividedPrefix(own, self.group)
+        own = prefix_segment(self.sharding.local_pages(pages), self.sharding.local_lens(lens_B), count)
+        return ContextParallelPrefix(own, self.group)
 
     def of_prompts(self, whole: PassTables) -> PromptTables:
         """The tables of a pass over parts of prompts.  whole: its tables over a cache that one rank keeps."""
-        (prompt,), T, ownership = whole.plan.segments, whole.slots_T.shape[0], self.ownership
+        (prompt,), T, sharding = whole.plan.segments, whole.slots_T.shape[0], self.sharding
         assert prompt.causal and T <= self.room, (T, self.room)
         device, cu = prompt.cu_seqlens_q.device, prompt.cu_seqlens_q
         counts_B = cu.diff()
@@ -68,18 +68,18 @@ class DividedContext:
         if prompt.max_cached != 0:  # the same on all ranks, which get the same chunks
             cached = replace(
                 prompt,
-                pages=ownership.pages(prompt.pages),
-                cache_seqlens=ownership.counts(prompt.cache_seqlens - counts_B),
+                pages=sharding.local_pages(prompt.pages),
+                cache_seqlens=sharding.local_lens(prompt.cache_seqlens - counts_B),
                 causal=False,
-                max_cached=None if prompt.max_cached is None else ownership.most(prompt.max_cached),
+                max_cached=None if prompt.max_cached is None else sharding.max_local(prompt.max_cached),
             )
-            prefix = DividedPrefix(cached, self.group)
+            prefix = ContextParallelPrefix(cached, self.group)
             one_each = replace(cached, cu_seqlens_q=last.cu_seqlens_q, max_seqlen_q=1, ragged=False)
-            last_prefix = DividedPrefix(one_each, self.group)
-        plan = AttentionPlan((own,), whole.plan.positions_T, divided=prefix)
+            last_prefix = ContextParallelPrefix(one_each, self.group)
+        plan = AttentionPlan((own,), whole.plan.positions_T, context_parallel=prefix)
         slots_T = _consecutive(self.scratch, 1, self.room, device)[0, :T].long()
-        tables = PassTables(plan, slots_T, AttentionPlan((last,), divided=last_prefix))
-        return PromptTables(tables, ownership.own_slots(whole.slots_T))
+        tables = PassTables(plan, slots_T, AttentionPlan((last,), context_parallel=last_prefix))
+        return PromptTables(tables, sharding.local_slots(whole.slots_T))
 
 
 @kept
