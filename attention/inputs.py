@@ -58,7 +58,7 @@ class LayerCall(NamedTuple):
     prepared: the plan of the queries that the layer asks for: all T tokens', or those of rows_R.
     rows_R: int64, the tokens whose attention the layer wants; None stands for all.
     handed_on: what layers of this pass left for later ones, by name.
-    sources: the layer's part of the cache of an encoder's texts; None for a model without an encoder.
+    encoder_cache: the layer's part of the cache of an encoder's texts; None for a model without an encoder.
     """
 
     backend: Backend
@@ -69,7 +69,7 @@ class LayerCall(NamedTuple):
     rows_R: Tensor | None
     scoring: Scoring
     handed_on: dict[str, Any]
-    sources: KVView | None = None
+    encoder_cache: KVView | None = None
 
     @property
     def plan(self) -> AttentionPlan:

@@ -43,7 +43,7 @@ def tree_tables(state: BatchState, tree: DraftTree) -> TreeTables:
     rows share pages, these become one more segment in front.
     """
     N, pages = tree.num_nodes, state.pages
-    cross = state.sources and state.sources.read_by(N)
+    cross = state.encoder_texts and state.encoder_texts.read_by(N)
     if tree.is_chain:
         rows = pages.next_tokens(state.lens_B, N)
         segment = causal_segment(pages, rows.ends_PB[-1], N, "queries")

@@ -120,15 +120,16 @@ def can_rehearse(model: Target, settings: EngineSettings) -> bool:
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend, settings.numerics)
-    context, longest = context_parallel_of(settings, plan.num_pages[0], model.group), settings.longest_source(model.config)
+    context = context_parallel_of(settings, plan.num_pages[0], model.group)
+    longest = settings.longest_encoder_input(model.config)
     cache = _cache(model, model.config, plan, settings, context)
-    sources = _source_cache(model.config, settings) if longest else None
-    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, sources, context)
+    encoder_cache = _encoder_cache(model.config, settings) if longest else None
+    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, encoder_cache, context)
     rows = settings.options.max_batch_size + 1  # the last row is always padding
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
     drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
-    sizes = {"page_size": settings.page_tokens, "groups": len(plan.groups), "source_size": longest}
+    sizes = {"page_size": settings.page_tokens, "groups": len(plan.groups), "encoder_size": longest}
     return Workers(verifier, drafter, BatchState.empty(rows, settings.pages_per_sequence, **sizes, device=settings.device))
 
 
@@ -256,10 +257,10 @@ def _cache(
     return make_cache(model, config, slots, *kept, plan.groups_of_layers(config), options.int8_queries)
 
 
-def _source_cache(config: ModelConfig, settings: EngineSettings) -> KVCache:
+def _encoder_cache(config: ModelConfig, settings: EngineSettings) -> KVCache:
     """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text.  config: the target's."""
     options = settings.options
     kept = options.kv_cache_dtype, settings.dtype, settings.device
     layout = cache_layout(config, *kept, int8_queries=options.int8_queries)
-    slots = options.max_batch_size * settings.longest_source(config)
+    slots = options.max_batch_size * settings.longest_encoder_input(config)
     return KVCache(layout, (FULL,) * config.num_layers, slots, device=settings.device)

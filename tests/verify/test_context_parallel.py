@@ -12,7 +12,7 @@ import torch
 from toolkit.attention.caches import Scattered
 from toolkit.kernels import HAS_GPU, use_kernels_everywhere
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
-from toolkit.prompts import packed_prompts
+from toolkit.prompts import ragged_prompts
 from toolkit.trees import random_shape
 from torch import Tensor
 
@@ -133,7 +133,7 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
     where = Scattered(lens, page_size * ranks)
     tokens_BX, counts = where.randn(len(lens), max(lens), *buffer.shape), [n - start for n in lens]
     q_THD, pages = where.randn(sum(counts), ranks * H, KEY), where.num_pages
-    (whole,) = packed_prompts([[1] * n for n in lens], where.table_BW, page_size * ranks, start).tables
+    (whole,) = ragged_prompts([[1] * n for n in lens], where.table_BW, page_size * ranks, start).tables
     outs = []
     for row, length in enumerate(lens):
         kept = tokens_BX[row].double()

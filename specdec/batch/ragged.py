@@ -1,8 +1,8 @@
-"""Packs parts of prompts one after the other: the tensors that one pass over a chunk of prompts reads.
+"""Ragged prompts, parts of prompts one after the other without padding: what one pass over a chunk of prompts reads.
 
 The host writes all numbers of a chunk into one flat tensor (`flat_chunk`), which travels to the device in one copy.  Everything
-else is computed on the device (`PackedPrompts.unpack`).  That code is the same for a fresh tensor and for the static input of a
-CUDA graph.  This module knows no model and no request.
+else is computed on the device (`RaggedPrompts.from_flat`).  That code is the same for a fresh tensor and for the static input
+of a CUDA graph.  This module knows no model and no request.
 
 Shapes: T tokens of all parts, B parts, W pages per row.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PassTables
-from specdec.attention.encoder.sources import Sources
+from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -77,14 +77,14 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
         positions_T[at:end] = np.arange(part.start, part.end)
         part_T[at:end] = index
         next_T[at : end - 1] = ids_T[at + 1 : end]
-        next_T[end - 1] = part.follower
+        next_T[end - 1] = part.next_token
         rows_B[index], last_B[index], lens_B[index], final_B[index] = part.row, end - 1, part.end, part.is_last
         cu[index + 1] = at = end
     return flat
 
 
 @dataclass(frozen=True)
-class PackedPrompts:
+class RaggedPrompts:
     """A chunk of prompts on the device.
 
     ids_T, positions_T: int64, each token's id and position.
@@ -108,19 +108,21 @@ class PackedPrompts:
     tables: tuple[PassTables, ...]
 
     @classmethod
-    def unpack(cls, flat: Tensor, shape: ChunkShape, *prompt_pages: PageTable, sources: Sources | None = None) -> PackedPrompts:
+    def from_flat(
+        cls, flat: Tensor, shape: ChunkShape, *prompt_pages: PageTable, encoder_texts: EncoderTexts | None = None
+    ) -> RaggedPrompts:
         """Computes everything from the flat tensor, without a host read, so that the code runs inside CUDA graphs.
 
         flat: the result of `flat_chunk` for that shape, on the device.
         prompt_pages: for each group of layers, the pages of every row of the batch.
-        sources: the encoder's text that every row of the batch reads; None: there is no encoder.
+        encoder_texts: the encoder's text that every row of the batch reads; None: there is no encoder.
         """
         T, B = shape.tokens, shape.parts
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
         rows_B, last_B, lens_B, final_B = flat[4 * T : 4 * T + 4 * B].view(4, B)
         lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B :].int()
         ragged = not shape.uniform
-        read = None if sources is None else sources.of_rows(rows_B)
+        read = None if encoder_texts is None else encoder_texts.of_rows(rows_B)
 
         def tables(of_all: PageTable) -> PassTables:
             table_BW, page_size = pages = PageTable(of_all.table.index_select(0, rows_B), of_all.page_size)

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from specdec.engine.loop import Engine
-from specdec.engine.mailbox import Mailbox
+from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
 
 # After an error the engine tells its runner which rows have ended.  If that fails as well, in so many steps in a row, nothing
@@ -28,17 +28,17 @@ from specdec.engine.request import Request
 MAX_UNCLEAN_STEPS = 3
 
 
-_owners: weakref.WeakSet[EngineOwner] = weakref.WeakSet()
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """At the end of the program: a thread that is still in a step when Python goes away would crash."""
-    for owner in list(_owners):
-        owner.close()
+    for thread in list(_threads):
+        thread.close()
 
 
-class EngineOwner:
+class EngineThread:
     """Runs an engine on a thread of its own, which begins with the first request.
 
     begin: called first on that thread.
@@ -52,44 +52,44 @@ class EngineOwner:
         self.turn = threading.Lock()  # held by whoever uses the engine; the benchmark steps it on its own thread, for example
         # SimpleQueue.put may be called from anywhere, also by Python's garbage collector in the middle of another put.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._mailboxes: dict[Request, Mailbox] = {}
+        self._output_queues: dict[Request, OutputQueue] = {}
         self._ended: deque[Request] = deque()
         engine.scheduler.on_end = self._note_end
         self._unclean = 0
         self._thread: threading.Thread | None = None
         self._is_served = threading.Lock()  # held by the thread that serves the engine
-        # No request comes in once the owner is closed.  A signal handler may close it at any point, also while the thread that
+        # No request comes in once this is closed.  A signal handler may close it at any point, also while the thread that
         # it interrupts hands in a request.
         self._door = threading.RLock()
         self.is_closed = False
         self._process = os.getpid()
-        self.at_close: list[Callable[[], object]] = []  # called when the owner closes
-        _owners.add(self)
+        self.at_close: list[Callable[[], object]] = []  # called by `close`
+        _threads.add(self)
 
     # ---- for any thread ----
 
     @property
     def is_fork(self) -> bool:
-        """Whether this process is a fork of the one that made the owner."""
+        """Whether this process is a fork of the one that made this object."""
         return os.getpid() != self._process
 
-    def submit(self, requests: Sequence[Request], wake: Callable[[], None]) -> list[Mailbox]:
-        """Hands requests that have passed `Engine.check` to the engine, and returns a mailbox for each.  wake: see Mailbox.
+    def submit(self, requests: Sequence[Request], wake: Callable[[], None]) -> list[OutputQueue]:
+        """Hands requests that have passed `Engine.check` to the engine.  Returns an output queue for each.  wake: see there.
 
         RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.
         """
         now = time.monotonic()
-        mailboxes = [Mailbox(request, wake, now) for request in requests]
+        queues = [OutputQueue(request, wake, now) for request in requests]
         with self._door:
             self.check_open()
             if any(request.is_submitted for request in requests):
                 raise ValueError("a request runs only once; nearest thing that works: make another one of the same prompt")
             for request in requests:
                 request.is_submitted = True
-            self._commands.put(lambda: self._add(mailboxes))
+            self._commands.put(lambda: self._add(queues))
             self._start()
-            self.check_open()  # again: a signal handler may have closed the owner in the meantime
-        return mailboxes
+            self.check_open()  # again: a signal handler may have closed this in the meantime
+        return queues
 
     def cancel(self, request: Request) -> None:
         """Ends a request as soon as the step under way is over, and frees its place.  A finished request stays as it is.
@@ -171,7 +171,7 @@ class EngineOwner:
         with suppress(RuntimeError):  # Python is about to end, and starts no thread any more
             self._begin()
         while not self.is_closed:
-            command = None if self._mailboxes else self._commands.get()
+            command = None if self._output_queues else self._commands.get()
             with self.turn:
                 try:
                     self._turn(command)
@@ -191,25 +191,25 @@ class EngineOwner:
             command()
         while not self._commands.empty():
             self._commands.get()()
-        if self._mailboxes and not self.is_closed:
+        if self._output_queues and not self.is_closed:
             self._guarded(self.engine.step)
             self._deliver()
 
-    def _add(self, mailboxes: list[Mailbox]) -> None:
-        for mailbox in mailboxes:
-            self._mailboxes[mailbox.request] = mailbox
+    def _add(self, queues: list[OutputQueue]) -> None:
+        for queue in queues:
+            self._output_queues[queue.request] = queue
             try:
                 if self.failure is not None:  # the request came while the engine broke
                     raise self.failure
-                self.engine.submit([mailbox.request])
+                self.engine.submit([queue.request])
             except BaseException as error:  # of any kind: this request gets it, and the thread goes on
-                mailbox.request.error = error
-                self._ended.append(mailbox.request)
+                queue.request.error = error
+                self._ended.append(queue.request)
         if self._ended:
             self._deliver()
 
     def _cancel(self, request: Request) -> None:
-        if request in self._mailboxes:
+        if request in self._output_queues:
             self._guarded(lambda: self.engine.cancel(request))
             self._deliver()
 
@@ -238,30 +238,30 @@ class EngineOwner:
     def _give_up(self, error: BaseException) -> None:
         """Ends everything with that error when the books of this class can't be trusted any more."""
         self.failure = error
-        for mailbox in self._mailboxes.values():
-            mailbox.request.error = mailbox.request.error or error
-            mailbox.is_done = True
+        for queue in self._output_queues.values():
+            queue.request.error = queue.request.error or error
+            queue.is_done = True
             with suppress(BaseException):
-                mailbox.wake()
-        self._mailboxes.clear()
+                queue.wake()
+        self._output_queues.clear()
         self._ended.clear()
 
     def _deliver(self) -> None:
-        """Puts all news into the mailboxes, and forgets the requests that have ended."""
-        ended = [self._mailboxes.pop(self._ended.popleft()) for _ in range(len(self._ended))]
-        running = [self._mailboxes[request] for request in self.engine.running if request in self._mailboxes]
-        for mailbox in ended:
-            without_frames(mailbox.request.error)
+        """Puts all news into the output queues, and forgets the requests that have ended."""
+        ended = [self._output_queues.pop(self._ended.popleft()) for _ in range(len(self._ended))]
+        running = [self._output_queues[request] for request in self.engine.running if request in self._output_queues]
+        for queue in ended:
+            without_frames(queue.request.error)
         now, totals = time.monotonic(), self.engine.scheduler.totals
-        for mailbox in (*ended, *running):
+        for queue in (*ended, *running):
             try:
-                mailbox.collect(now, totals)
+                queue.collect(now, totals)
             except Exception:  # the caller has gone without a word: its event loop is closed, for example
-                self.cancel(mailbox.request)
+                self.cancel(queue.request)
 
     def _note_end(self, request: Request) -> None:
-        """Remembers a request that has ended within the step under way.  Whoever steps the engine itself has no mailbox."""
-        if request in self._mailboxes:
+        """Remembers a request that has ended within the step under way.  Whoever steps the engine alone has no queue."""
+        if request in self._output_queues:
             self._ended.append(request)
 
 

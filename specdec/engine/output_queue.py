@@ -1,7 +1,7 @@
 """What one request has written, on its way from the engine's thread to whoever asked for it.
 
 The engine's thread puts and the caller takes.  Neither waits for the other: what a caller has not taken yet is joined to what
-comes next, so a mailbox never holds more than its request's own output.  This module knows no thread and no event loop.
+comes next, so an output queue never holds more than its request's own output.  This module knows no thread and no event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specdec.engine.totals import Totals
 from specdec.generation import Chunk
 
 
-class Mailbox:
+class OutputQueue:
     """The news of one request.
 
     wake: called by the engine's thread when there is news: each time for a stream, else only at the end.  It must not wait.

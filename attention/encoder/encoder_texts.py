@@ -1,7 +1,7 @@
-"""Sources: the texts that an encoder has read, as rows of a batch read them in cross attention.
+"""Texts of an encoder: what an encoder has read, as rows of a batch read them in cross attention.
 
 An encoder's text is stored once, in one page of a cache of its own, and never changes.  Every query of a row reads all of it,
-so a row's source is one page number and a length.  This module knows no model and no request.
+so what a row reads is one page number and a length.  This module knows no model and no request.
 
 Shapes: B rows of a batch, R rows of a pass.
 """
@@ -16,21 +16,21 @@ from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment, uniform_cu_seqlens
 
 
-class Sources(NamedTuple):
-    """The source of each row.
+class EncoderTexts(NamedTuple):
+    """The encoder's text of each row.
 
     page_B: int32, the page of the encoder's cache that holds it.
-    lens_B: int32, its tokens; 0: the row has no source, and reads nothing.
-    page_size: tokens of the longest source.
+    lens_B: int32, its tokens; 0: the row has none, and reads nothing.
+    page_size: tokens of the longest text.
     """
 
     page_B: Tensor
     lens_B: Tensor
     page_size: int
 
-    def of_rows(self, rows_R: Tensor) -> Sources:
-        """The sources of these rows (int64)."""
-        return Sources(self.page_B.index_select(0, rows_R), self.lens_B.index_select(0, rows_R), self.page_size)
+    def of_rows(self, rows_R: Tensor) -> EncoderTexts:
+        """The texts of these rows (int64)."""
+        return EncoderTexts(self.page_B.index_select(0, rows_R), self.lens_B.index_select(0, rows_R), self.page_size)
 
     def read_by(self, queries_per_row: int) -> Segment:
         """What equally many queries of each row read."""
@@ -38,5 +38,5 @@ class Sources(NamedTuple):
         return self.read_by_rows_of(cu_seqlens_q, queries_per_row, ragged=False)
 
     def read_by_rows_of(self, cu_seqlens_q: Tensor, most: int, *, ragged: bool) -> Segment:
-        """What the queries of packed rows read.  most: the most queries of a row.  ragged: rows may hold different numbers."""
+        """What the queries of ragged rows read.  most: the most queries of a row.  ragged: rows may hold different numbers."""
         return Segment(PageTable(self.page_B[:, None], self.page_size), self.lens_B, cu_seqlens_q, most, ragged=ragged)
