@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+GPUS = int(os.environ.get("SPECDEC_TEST_GPUS", "1"))  # among which processes that share the tests are divided, one GPU each
+if GPUS > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % GPUS)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: transformers does
 
@@ -97,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            elif (ranks := item.get_closest_marker("ranks")) and torch.cuda.device_count() < ranks.args[0]:
+                item.add_marker(pytest.mark.skip(reason=f"needs {ranks.args[0]} GPUs"))
         elif marker := item.get_closest_marker("slow_cases"):
             test = item.nodeid.partition("[")[0]
             seen[test] += 1
@@ -143,7 +148,7 @@ def _a_share_of_the_gpu() -> None:
     if torch.cuda.is_available():
         from specdec.loading import memory
 
-        memory.POOL_SHARE /= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        memory.POOL_SHARE /= -(-int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // GPUS)
 
 
 @pytest.fixture(scope="session", autouse=True)
