@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-GPUS = int(os.environ.get("SPECDEC_TEST_GPUS", "1"))  # among which processes that share the tests are divided, one GPU each
-if GPUS > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % GPUS)
+if "SPECDEC_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # processes are divided among so many GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % int(os.environ["SPECDEC_TEST_GPUS"]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: transformers does
 
@@ -148,7 +147,8 @@ def _a_share_of_the_gpu() -> None:
     if torch.cuda.is_available():
         from specdec.loading import memory
 
-        memory.POOL_SHARE /= -(-int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // GPUS)
+        processes, gpus = (int(os.environ.get(name, "1")) for name in ("PYTEST_XDIST_WORKER_COUNT", "SPECDEC_TEST_GPUS"))
+        memory.POOL_SHARE /= -(-processes // gpus)
 
 
 @pytest.fixture(scope="session", autouse=True)
