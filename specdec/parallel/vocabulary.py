@@ -1,7 +1,8 @@
 """Tokens of a vocabulary whose logits lie on several ranks, each of which has computed a run of them.
 
-No rank ever holds whole logits: ranks exchange their best tokens, and the best of these are the best of all.  Ties go to the
-lower id, as on one rank, whichever ranks they lie on.  The last ranks' runs may be shorter than the others', or empty.
+Ranks exchange their best tokens, and the best of these are the best of all; filters (top-k, top-p) alone need whole logits.
+Ties go to the lower id, as on one rank, whichever ranks they lie on.  The last ranks' runs may be shorter than the others', or
+empty.
 This module knows no model.
 
 Shapes: R rows, W a rank's run of the vocabulary, k best, N ranks.

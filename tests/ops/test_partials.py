@@ -18,7 +18,7 @@ from specdec.ops.norm import add_rms_norm
 from specdec.ops.norm_triton import launch_add_rms_norm
 from specdec.ops.products.dense import DenseWeight, linear
 from specdec.ops.products.gpus import H200, Match
-from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.rope import Rotation
 
@@ -64,12 +64,12 @@ def test_the_norm_adds_partials_up(S: int) -> None:
 def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_partials() -> None:
     """Keeps out: partials whose number follows from tiles, in deterministic mode."""
     x, weight = torch.randn(3, 16), torch.randn(8, 16)
-    assert torch.equal(added_up(DenseWeight(weight).matmul(x, partials=True)), linear(x, weight))
+    assert torch.equal(added_up(DenseWeight(weight).matmul(x, None, FAST, partials=True)), linear(x, weight))
     if IS_HOPPER:
         x, weight = rand(3, 4096), rand(4096, 4096)
         with torch.no_grad():
             stored = DenseWeight(weight)
-            assert isinstance(stored.matmul(x, partials=True), Partials)
+            assert isinstance(stored.matmul(x, None, FAST, partials=True), Partials)
             assert isinstance(stored.matmul(x, None, INVARIANT, partials=True), Tensor)
 
 
@@ -84,7 +84,7 @@ def test_partials_are_the_product(T: int, I: int, H: int) -> None:
     with torch.no_grad():
         poison = [torch.full((splits, T, H), torch.nan, device=DEVICE) for splits in range(2, 9)]
         del poison  # partials may come to lie there
-        partials, with_bias = (DenseWeight(weight).matmul(x, b, partials=True) for b in (None, bias))
+        partials, with_bias = (DenseWeight(weight).matmul(x, b, FAST, partials=True) for b in (None, bias))
         assert isinstance(partials, Partials) and isinstance(with_bias, Partials) and partials.sums_SMN.shape[0] > 1
         assert torch.equal(partials.tensor(), linear(x, weight))
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -104,7 +104,7 @@ def test_partials_of_more_rows(T: int, I: int) -> None:
         poison = [torch.full((splits, T, 4096), torch.nan, device=DEVICE) for splits in (2, 2, 3)]
         del poison
         for b, want in ((None, exact), (bias, exact + bias.double())):
-            partials = DenseWeight(weight).matmul(x, b, partials=True)
+            partials = DenseWeight(weight).matmul(x, b, FAST, partials=True)
             assert isinstance(partials, Partials) and partials.sums_SMN.shape[0] == 2
             assert (partials.tensor().double() - want).norm() < 4e-3 * want.norm()
 
@@ -122,7 +122,7 @@ def test_chained_layers_in_a_graph(T: int) -> None:
         x, normed = x0, F.rms_norm(x0, (H,), None, EPS)
         for up, down, norm in weights:
             h = linear(normed, up)
-            x, normed = add_rms_norm(x, DenseWeight(down).matmul(h, partials=partials), norm, EPS)
+            x, normed = add_rms_norm(x, DenseWeight(down).matmul(h, None, FAST, partials=partials), norm, EPS)
         return normed
 
     with torch.no_grad():

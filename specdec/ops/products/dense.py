@@ -58,10 +58,8 @@ class DenseWeight(NamedTuple):
 
     values_NK: Tensor
 
-    def matmul(
-        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, partials: bool = False
-    ) -> Tensor | Partials:
-        """The first partial holds the bias, which `linear` adds last.  The sum of partials is `linear`, bit for bit, up to FEW
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
+        """The bias is a part of the first term; `linear` adds it last.  The sum of partials is `linear`, bit for bit, up to FEW
         rows; with more, cuBLAS may compute `linear`.
         """
         if partials and not is_traced(x_MK) and not numerics.is_invariant:
@@ -70,7 +68,7 @@ class DenseWeight(NamedTuple):
                 return Partials(_launch(x_MK, self.values_NK, bias_N, False, tiles, partials=True), x_MK.dtype)
         return linear(x_MK, self.values_NK, bias_N, numerics)
 
-    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         return gated_linear(x_MK, self.values_NK, bias_2F, numerics)
 
     def rows(self, ids_R: Tensor) -> Tensor:

@@ -28,9 +28,7 @@ class LosslessWeight(NamedTuple):
     dense: DenseWeight
     packed: Packed
 
-    def matmul(
-        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, partials: bool = False
-    ) -> Tensor | Partials:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
         tiles = self._tiles(x_MK, False, numerics)
         if tiles is None:
             return self.dense.matmul(x_MK, bias_N, numerics, partials=partials)
@@ -38,7 +36,7 @@ class LosslessWeight(NamedTuple):
         y = self._launch(x_MK, bias_N, False, tiles, store_partials)
         return Partials(y, x_MK.dtype) if store_partials else y
 
-    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         if tiles := self._tiles(x_MK, True, numerics):
             return self._launch(x_MK, bias_2F, True, tiles)
         return self.dense.gated(x_MK, bias_2F, numerics)

@@ -19,7 +19,7 @@ from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.quantised import QuantisedMatrix, dequantise
 from specdec.ops.products.gpus import Kind, match_of
-from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 from specdec.ops.rows import take_columns
@@ -35,9 +35,7 @@ class QuantisedWeight(NamedTuple):
     matrix: QuantisedMatrix
     order_K: Tensor | None = None
 
-    def matmul(
-        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, partials: bool = False
-    ) -> Tensor | Partials:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
         """With more than FEW rows tiles may differ where partials are asked for, and so may the last bits of their sum."""
         x_MK = self._ordered(x_MK)
         if partials:
@@ -48,7 +46,7 @@ class QuantisedWeight(NamedTuple):
             return self._launch(x_MK, bias_N, False, tiles)
         return F.linear(x_MK, self._dequantised(x_MK), bias_N)
 
-    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         x_MK = self._ordered(x_MK)
         if tiles := self._tiles(x_MK, True, numerics):
             return self._launch(x_MK, bias_2F, True, tiles)

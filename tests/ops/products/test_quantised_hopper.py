@@ -12,6 +12,7 @@ from toolkit.kernels import DEVICE
 from toolkit.quantised_weights import FORMATS, check_tiles, error, exact, random_weight
 
 from specdec.ops.products.formats.quantised import Kind, pack, pack_factor_of
+from specdec.ops.products.numerics import FAST
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.tiles.quantised import FEW, MANY, MANY_PLAIN, SEEN, QuantisedTiles, hopper_tiles
@@ -123,7 +124,7 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zero_points: b
         assert error(y, exact(x, weight, gated)) < 4e-3, (T, N, K)
         if not gated:
             with torch.no_grad():
-                partials = QuantisedWeight(weight).matmul(x, partials=True)
+                partials = QuantisedWeight(weight).matmul(x, None, FAST, partials=True)
             assert isinstance(partials, Partials) == (of_partials.splits > 1), (T, N, K)
             assert torch.equal(added_up(partials), y) if tiles == of_partials else T > FEW, (T, N, K)
             assert error(added_up(partials), exact(x, weight, gated)) < 4e-3, (T, N, K)
