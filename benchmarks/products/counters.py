@@ -58,6 +58,7 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
     from products.gemm import LAYER, new_weight
     from products.quantised_tiles import random_codes
     from specdec.ops.products.dense import DenseWeight
+    from specdec.ops.products.numerics import FAST
     from specdec.ops.products.quantised import QuantisedWeight
 
     torch.set_grad_enabled(False)
@@ -73,7 +74,7 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
             if profiled:
                 torch.cuda.profiler.start()
             mark.fill_(1.0)
-            weight.gated(x) if name == "gate_up" else weight.matmul(x)
+            weight.gated(x, None, FAST) if name == "gate_up" else weight.matmul(x, None, FAST)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
 

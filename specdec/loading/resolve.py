@@ -13,7 +13,7 @@ import torch
 from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.attention.capability import GRAPHS, Feature
 from specdec.attention.flash.rule import Reads
-from specdec.attention.invariant.plan import PIECE, pieces
+from specdec.attention.invariant.plan import MAX_COLUMNS, column_parts
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
@@ -174,8 +174,11 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
     if target.quantization is not None:
         refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
-    if target.keeps_latents and not pieces(target.latent_rank):
-        refuse(f"reads latents of up to {PIECE} numbers, or of an even number up to {2 * PIECE}, got {target.latent_rank}")
+    if target.keeps_latents and not column_parts(target.latent_rank):
+        refuse(
+            f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
+            f"got {target.latent_rank}"
+        )
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":

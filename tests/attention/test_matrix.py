@@ -232,7 +232,8 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     elsewhere = {key for change in OTHER_MACHINES.values() for key in change}
     assert varied | elsewhere | {"gpu", "most"} == {f.name for f in fields(AttentionNeeds)}, "these two are only for auto"
     asked = set().union(*(needs.asked for needs in others), WANTED.asked, LESSER)
-    # The right bits are no matter of tolerance (invariant/test_leaves.py), and several ranks divide keys (context/).
+    # The right bits are no matter of tolerance (invariant/test_kv_blocks.py), and several ranks divide keys
+    # (context_parallel/).
     assert asked | {Feature.DETERMINISTIC, Feature.CONTEXT_PARALLEL} == set(Feature)
 
 

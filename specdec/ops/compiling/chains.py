@@ -42,7 +42,7 @@ GROUPS = (
         "early",
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
         "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks local_slots "
-        "largest_queries float8_queries latent_path path join next_tokens finish_chain best_paths block_tables fork "
+        "largest_queries float8_queries latent_path path merge_kv_blocks next_tokens finish_chain best_paths block_tables fork "
         "best_nodes first_level expand accept path_tables",
         {
             "add_rms_norm": "weight",
@@ -81,8 +81,8 @@ GROUPS = (
         "The merge behind attention reads queries, and the suffix's keys, table and lengths, before its wait.",
         "",
         {
-            "latent_leaves": "cache_seqlens cu_seqlens_q page_table",
-            "leaves": "cache_seqlens cu_seqlens_q page_table starts",
+            "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
+            "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "latent_hopper": "cache_seqlens cu_seqlens_q",

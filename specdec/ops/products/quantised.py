@@ -19,7 +19,7 @@ from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.quantised import Codes, dequantise
 from specdec.ops.products.gpus import Kind, match_of
-from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.terms import Terms
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 from specdec.ops.rows import take_columns
@@ -34,9 +34,7 @@ class QuantisedWeight(NamedTuple):
     codes: Codes
     order_K: Tensor | None = None
 
-    def matmul(
-        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, terms: bool = False
-    ) -> Tensor | Terms:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
         """With more than FEW rows tiles may differ where terms are asked for, and so may the last bits of their sum."""
         x_MK = self._ordered(x_MK)
         if terms:
@@ -47,7 +45,7 @@ class QuantisedWeight(NamedTuple):
             return self._launch(x_MK, bias_N, False, tiles)
         return F.linear(x_MK, self._dequantised(x_MK), bias_N)
 
-    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         x_MK = self._ordered(x_MK)
         if tiles := self._tiles(x_MK, True, numerics):
             return self._launch(x_MK, bias_2F, True, tiles)

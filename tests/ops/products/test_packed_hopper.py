@@ -102,10 +102,10 @@ def test_chosen_tiles_compute_the_product(width: float) -> None:
             stored = LosslessWeight(DenseWeight(weight), packed)
             with torch.no_grad():
                 if gated:
-                    y = stored.gated(x)
+                    y = stored.gated(x, None, FAST)
                     assert error(y, exact(x, weight, True)) < 6e-3
                     continue
-                y, terms = added_up(stored.matmul(x)), stored.matmul(x, terms=True)
+                y, terms = added_up(stored.matmul(x, None, FAST)), stored.matmul(x, None, FAST, terms=True)
                 assert tiles is None or (isinstance(terms, Terms) == (tiles.splits > 1) and torch.equal(added_up(terms), y))
                 assert error(y, exact(x, weight, False)) < 4e-3
 

@@ -11,6 +11,7 @@ from toolkit.codes import FORMATS, check_tiles, error, exact, random_weight
 from toolkit.kernels import DEVICE
 
 from specdec.ops.products.formats.quantised import Kind, codes_a_word, pack
+from specdec.ops.products.numerics import FAST
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.products.tiles.quantised import FEW, MANY, MANY_PLAIN, SEEN, QuantisedTiles, hopper_tiles
@@ -120,7 +121,7 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -
         assert error(y, exact(x, weight, gated)) < 4e-3, (T, O, I)
         if not gated:
             with torch.no_grad():
-                terms = QuantisedWeight(weight).matmul(x, terms=True)
+                terms = QuantisedWeight(weight).matmul(x, None, FAST, terms=True)
             assert isinstance(terms, Terms) == (of_terms.splits > 1), (T, O, I)
             assert torch.equal(added_up(terms), y) if tiles == of_terms else T > FEW, (T, O, I)
             assert error(added_up(terms), exact(x, weight, gated)) < 4e-3, (T, O, I)

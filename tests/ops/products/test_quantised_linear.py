@@ -15,6 +15,7 @@ from specdec.ops.products.formats.quantised import Kind, dequantise, pack, quant
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
+from specdec.ops.products.numerics import FAST
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.tiles.quantised import QuantisedTiles, quantised_tiles
 
@@ -67,8 +68,8 @@ def test_a_product_is_that_of_the_numbers() -> None:
     """The definition, which a CPU runs."""
     x, bias = rand(3, 64, seed=1), torch.arange(48.0, device=DEVICE)
     weight = random_weight("int4", 32, True, 48, 64)
-    assert error(QuantisedWeight(weight).matmul(x, bias), exact(x, weight, False, bias)) < 1e-6
-    assert error(QuantisedWeight(weight).gated(x, bias), exact(x, weight, True, bias)) < 1e-6
+    assert error(QuantisedWeight(weight).matmul(x, bias, FAST), exact(x, weight, False, bias)) < 1e-6
+    assert error(QuantisedWeight(weight).gated(x, bias, FAST), exact(x, weight, True, bias)) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
@@ -135,7 +136,7 @@ def test_products_on_a_gpu(kind: Kind, group: int, zeros: bool, dtype: torch.dty
             weight = random_weight(kind, group, zeros, O, I)
             x = torch.randn(T, I, device=DEVICE, dtype=dtype)
             stored = QuantisedWeight(weight)
-            y = stored.gated(x) if gated else stored.matmul(x)
+            y = stored.gated(x, None, FAST) if gated else stored.matmul(x, None, FAST)
             assert error(y, exact(x, weight, gated)) < (4e-3 if T <= 64 else 8e-3), (T, O, I, gated)
 
 

@@ -14,7 +14,7 @@ from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps
 from specdec.ops.products.formats.lossless import Packed
 from specdec.ops.products.formats.quantised import Codes, row_bytes
 from specdec.ops.products.lossless import LosslessWeight
-from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
@@ -27,8 +27,8 @@ def products() -> None:
         for H, F in ((4096, 14336), (8192, 28672)):
             x, wide = halves(rows, H), halves(rows, F)
             linear(x, halves(H + H // 2, H))
-            DenseWeight(halves(H, H)).matmul(x, terms=True)
-            DenseWeight(halves(H, F)).matmul(wide, terms=True)
+            DenseWeight(halves(H, H)).matmul(x, None, FAST, terms=True)
+            DenseWeight(halves(H, F)).matmul(wide, None, FAST, terms=True)
             gated_linear(x, halves(2 * F, H))
             if may_be_deterministic():
                 linear(x, halves(H, H), halves(H), INVARIANT)
@@ -63,10 +63,10 @@ def quantised_products() -> None:
                     )  # fmt: skip
                     x, weight = halves(rows, I, dtype=dtype), QuantisedWeight(codes)
                     if gated:
-                        weight.gated(x)
+                        weight.gated(x, None, FAST)
                     else:
-                        weight.matmul(x)
-                        weight.matmul(x, terms=True)
+                        weight.matmul(x, None, FAST)
+                        weight.matmul(x, None, FAST, terms=True)
 
 
 def lossless_products() -> None:
@@ -78,8 +78,8 @@ def lossless_products() -> None:
         )  # fmt: skip
         weight = LosslessWeight(DenseWeight(halves(N, K)), packed)
         for rows in (1, 6, 32, 60):
-            weight.matmul(halves(rows, K), terms=True)
-            weight.gated(halves(rows, K))
+            weight.matmul(halves(rows, K), None, FAST, terms=True)
+            weight.gated(halves(rows, K), None, FAST)
 
 
 def coded_mixtures() -> None:

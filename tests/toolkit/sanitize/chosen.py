@@ -83,18 +83,18 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/flash/test_queries.py::test_kernels_equal_their_definition[lens2-3-1-16-16-dtype2]"
     ],
     "float8_queries_kernel": [],
-    "leaves_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[World-kind1]"
+    "kv_blocks_kernel": [
+        "tests/attention/invariant/test_kv_blocks.py::test_a_token_s_attention_does_not_depend_on_its_chunk[World-kind1]"
     ],
-    "join_kernel": [],
+    "merge_kv_blocks_kernel": [],
     "path_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[World-kind3-62]"
+        "tests/attention/invariant/test_kv_blocks.py::test_a_node_s_attention_is_that_of_a_plain_step[World-kind3-62]"
     ],
-    "latent_leaves_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[Latents-kind4]"
+    "latent_kv_blocks_kernel": [
+        "tests/attention/invariant/test_kv_blocks.py::test_a_token_s_attention_does_not_depend_on_its_chunk[Latents-kind4]"
     ],
     "latent_path_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind7-126]"
+        "tests/attention/invariant/test_kv_blocks.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind7-126]"
     ],
     # context parallelism, of which a test plays one rank
     "local_slots_kernel": ["tests/attention/context_parallel/test_sharding.py::test_kernels_equal_their_definition[0-2-4-2]"],
