@@ -56,7 +56,7 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
     import torch
 
     from products.gemm import LAYER, new_weight
-    from products.quantised_tiles import random_codes
+    from products.quantised_tiles import random_quantised
     from specdec.ops.products.dense import DenseWeight
     from specdec.ops.products.numerics import FAST
     from specdec.ops.products.quantised import QuantisedWeight
@@ -68,8 +68,8 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
             O, I = LAYER[name]
             x = torch.randn(T, I, device="cuda", dtype=torch.bfloat16)
             plain = kind == "bf16"
-            codes: Any = None if plain else random_codes(kind, O, I, 128 if kind == "int4" else 0)
-            weight = DenseWeight(new_weight(O, I)) if plain else QuantisedWeight(codes)
+            group = 128 if kind == "int4" else 0
+            weight: Any = DenseWeight(new_weight(O, I)) if plain else QuantisedWeight(random_quantised(kind, O, I, group))
             torch.cuda.synchronize()
             if profiled:
                 torch.cuda.profiler.start()

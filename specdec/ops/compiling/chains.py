@@ -68,7 +68,7 @@ GROUPS = (
         "product of experts of codes reads their choices, which the first one has waited for.",
         "tiled_linear experts_linear weighted_sum each_linear quantised_sliced quantised_hopper",
         {
-            "coded_experts": "chosen codes counts",
+            "quantised_experts": "chosen codes counts",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "wide_linear": "weight",

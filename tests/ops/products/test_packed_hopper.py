@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from toolkit.codes import error
 from toolkit.kernels import DEVICE
+from toolkit.quantised_weights import error
 
 from specdec.ops.products.dense import DenseWeight
 from specdec.ops.products.formats.lossless import Packed, pack_weight
@@ -63,8 +63,8 @@ def exact(x: torch.Tensor, weight: torch.Tensor, gated: bool, bias: torch.Tensor
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_kernels_compute_the_product(wide: bool) -> None:
     """Keeps out: a far number that is added for another row of x or of the weight, twice, or by no program that shares a tile;
-    columns beyond the last one, where codes are zeros and stand for a number; and what test_quantised_hopper.py keeps out of
-    these kernels.
+    columns beyond the last one, where quantised values are zeros and mean another value; and what test_quantised_hopper.py
+    keeps out of these kernels.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 

@@ -32,13 +32,13 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-128-True]",
         "tests/ops/products/test_packed_hopper.py::test_the_kernels_compute_the_product[True]",
     ],
-    "dequantise_kernel": ["tests/ops/products/test_quantised_linear.py::test_the_kernel_computes_the_numbers[int4-32-True]"],
+    "dequantise_kernel": ["tests/ops/products/test_quantised_linear.py::test_the_kernel_dequantises[int4-32-True]"],
     "tiled_linear_kernel": [
         "tests/ops/products/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
     ],
-    "coded_experts_kernel": [
-        "tests/ops/products/test_coded_experts.py::test_a_mixture_equals_its_definition[mxfp4-read]",
-        "tests/ops/products/test_coded_experts.py::test_a_mixture_equals_its_definition[int4 zeros-sorted]",
+    "quantised_experts_kernel": [
+        "tests/ops/products/test_quantised_mixture.py::test_a_mixture_equals_its_definition[mxfp4-read]",
+        "tests/ops/products/test_quantised_mixture.py::test_a_mixture_equals_its_definition[int4 zero points-sorted]",
     ],
     "experts_linear_kernel": ["tests/ops/products/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
