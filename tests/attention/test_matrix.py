@@ -177,7 +177,7 @@ def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: p
         return
     others = {each: found for each, found in fake_flash.VERSIONS.items() if each != package}
     fake_flash.install(monkeypatch, others | ({package: version} if version else {}))
-    if version is None or TABLE[name].machine.least_version > (0, 0):
+    if version is None or TABLE[name].machine.min_version > (0, 0):
         hold_refusal(name, WANTED)
         assert (version or "not installed") in why_not(name, WANTED)
 
