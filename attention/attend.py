@@ -37,11 +37,11 @@ class PagedAttention:
     """One forward pass's attention (an AttentionFn).
 
     cache: where the pass's tokens are stored.  tables: one for each of cache.group_numbers, in that order.
-    sources: an encoder's texts, which all groups' plans name alike; None for a model without one.
+    encoder_cache: an encoder's texts, which all groups' plans name alike; None for a model without one.
     """
 
-    def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables, sources: KVCache | None = None) -> None:
-        self.backend, self.cache, self.sources = backend, cache, sources
+    def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables, encoder_cache: KVCache | None = None) -> None:
+        self.backend, self.cache, self.encoder_cache = backend, cache, encoder_cache
         self._handed_on: dict[str, Any] = {}
         self._groups = {  # by group: slots, and the plans of all tokens and of some
             group: (each.slots_T, PreparedPlan(each.plan), None if each.rows_plan is None else PreparedPlan(each.rows_plan))
@@ -53,8 +53,8 @@ class PagedAttention:
         prepared = of_all if rows_R is None else of_rows
         assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
-        sources = None if self.sources is None else self.sources.view(layer)
-        call = LayerCall(self.backend, view, kind, slots_T, prepared, rows_R, scoring, self._handed_on, sources)
+        encoder_cache = None if self.encoder_cache is None else self.encoder_cache.view(layer)
+        call = LayerCall(self.backend, view, kind, slots_T, prepared, rows_R, scoring, self._handed_on, encoder_cache)
         return inputs.paged(call)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
-from specdec.attention.context.exchange import swap_states
+from specdec.attention.context_parallel.all_to_all import all_to_all_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import AttentionState, with_sinks
@@ -58,7 +58,7 @@ class LayerCall(NamedTuple):
     prepared: the plan of the queries that the layer asks for: all T tokens', or those of rows_R.
     rows_R: int64, the tokens whose attention the layer wants; None stands for all.
     handed_on: what layers of this pass left for later ones, by name.
-    sources: the layer's part of the cache of an encoder's texts; None for a model without an encoder.
+    encoder_cache: the layer's part of the cache of an encoder's texts; None for a model without an encoder.
     """
 
     backend: Backend
@@ -69,7 +69,7 @@ class LayerCall(NamedTuple):
     rows_R: Tensor | None
     scoring: Scoring
     handed_on: dict[str, Any]
-    sources: KVView | None = None
+    encoder_cache: KVView | None = None
 
     @property
     def plan(self) -> AttentionPlan:
@@ -83,11 +83,11 @@ class LayerCall(NamedTuple):
     def attend(self, q_THD: Tensor, view: KVView | None = None) -> Tensor:
         """[T, H, E]: the asked-for queries' attention by the layer's plan.  view: read in place of the layer's own."""
         prepared, backend, view = self.prepared.of(self.kind, self.backend), self.backend, self.view if view is None else view
-        if self.plan.divided is None:
+        if self.plan.context_parallel is None:
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
-        own, group = self.plan.divided
-        of_all = self.once("divided", lambda _: backend.prepare(AttentionPlan((own,))))
-        prefix = swap_states(backend.attend(group.gather_heads(q_THD), view, of_all, self.scoring), group)
+        own, group = self.plan.context_parallel
+        of_all = self.once("context_parallel", lambda _: backend.prepare(AttentionPlan((own,))))
+        prefix = all_to_all_states(backend.attend(group.gather_heads(q_THD), view, of_all, self.scoring), group)
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
 
     def finish(self, state: AttentionState) -> AttentionState:

@@ -30,7 +30,7 @@ class Segment:
     cu_seqlens_q: [R + 1] int32, cumulative query counts as in FlashAttention.
     max_seqlen_q: the most queries that any row holds.  The host knows this number, so no one has to read it from the device.
     causal: query i of n reads keys up to cache_seqlens - n + i (bottom-right aligned, as in FlashAttention).
-    ragged: the rows hold different numbers of queries (packed prompts).
+    ragged: the rows hold different numbers of queries, as prompts do (varlen).
     base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
         reads).  None: key 0.
@@ -76,8 +76,8 @@ class Segment:
         holds the queries of several sequences, whose windows may lie far apart and cover more keys than this: there the number
         only decides how many splits there are, and every key is still read.
         """
-        most = self.pages.capacity
-        return most if self.span is None else min(most, self.span + self.max_seqlen_q - 1)
+        max_keys = self.pages.capacity
+        return max_keys if self.span is None else min(max_keys, self.span + self.max_seqlen_q - 1)
 
     @classmethod
     def empty(cls, rows: int, width: int, queries_per_row: int, *, device: torch.device | str = "cpu") -> Segment:
@@ -108,8 +108,8 @@ class Segment:
         return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
 
 
-class DividedPrefix(NamedTuple):
-    """Committed tokens that several ranks divide among them (attention/context/).
+class ContextParallelPrefix(NamedTuple):
+    """Committed tokens that are sharded over several ranks (attention/context_parallel/).
 
     own: the tokens that this rank keeps; every query of a row reads all of them.  group: the ranks that keep the others.
     """
@@ -127,8 +127,8 @@ class AttentionPlan:
         are the row's last tokens, as in a causal segment.
     suffix: the draft tree's own keys: row t lists the few slots (page size 1) that query t reads.  None: there is no tree.
         The builder of a plan says which part is the suffix; no backend guesses it from a segment's shape.
-    divided: a prefix of which this rank keeps a part.  It is not one of `parts`: the queries of all ranks' heads read it, and
-        the ranks exchange their states (LayerCall.attend).  None: this rank keeps all that its queries read.
+    context_parallel: a prefix of which this rank keeps a part.  It is not one of `parts`: the queries of all ranks' heads read
+        it, and the ranks exchange partial states (LayerCall.attend).  None: this rank keeps all that its queries read.
     cross: the texts of an encoder, which layers of cross attention read.  Such a layer reads nothing else, and no other layer
         reads it: it is not one of the parts that are merged.  None: the model has no encoder.
     """
@@ -137,10 +137,10 @@ class AttentionPlan:
     positions_T: Tensor | None = None
     suffix: Segment | None = None
     cross: Segment | None = None
-    divided: DividedPrefix | None = None
+    context_parallel: ContextParallelPrefix | None = None
 
     def __post_init__(self) -> None:
-        assert self.segments or (self.suffix and self.divided), "a plan needs a paged segment"
+        assert self.segments or (self.suffix and self.context_parallel), "a plan needs a paged segment"
         assert self.suffix is None or self.suffix.pages.page_size == self.suffix.max_seqlen_q == 1, (
             "a suffix lists one query's slots"
         )
@@ -154,7 +154,7 @@ class AttentionPlan:
         """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
         if kind.reads_all and not kind.alibi:
             return self
-        assert self.divided is None, "windows and slopes are refused where ranks divide sequences"
+        assert self.context_parallel is None, "windows and slopes are refused with context parallelism"
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
         segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
         suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)
@@ -173,22 +173,22 @@ def last_positions(segment: Segment) -> Tensor:
     return (segment.cache_seqlens.long()[:, None] + offsets_n).flatten()
 
 
-def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
+def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, lower_T: Tensor | None) -> Tensor:
     """[T] int32: the first key of its row that each query may read under a kind that does not read all keys.
 
     positions_T: int64, each query's position.
     base_B: int32, the position of key 0 of each sequence's rows; None: 0.
-    least_T: int32 lower bounds for the result; None: 0.
+    lower_T: int32, lower bounds for the result; None: 0.
     """
     if use_index_kernels(positions_T):
         from specdec.attention.kernels.tables_triton import launch_first_keys
 
-        return launch_first_keys(kind, positions_T, base_B, least_T)
+        return launch_first_keys(kind, positions_T, base_B, lower_T)
     first_T = kind.first_keys(positions_T)
     if base_B is not None:
         first_T = (first_T.view(base_B.shape[0], -1) - base_B[:, None]).clamp_(min=0).flatten()
     first_T = first_T.int()
-    return first_T if least_T is None else torch.maximum(first_T, least_T)
+    return first_T if lower_T is None else torch.maximum(first_T, lower_T)
 
 
 def places(positions_T: Tensor, base_B: Tensor | None) -> Tensor:

@@ -3,7 +3,8 @@
 A `DraftModel` is what loading makes: weights, if the kind has any, without a batch.  It says what it needs of the target and of
 the pool, and makes the `Drafter` that works on a batch.  This module knows no kind.
 
-Shapes: B rows of a state, R some of the rows, E emitted tokens of a row with padding, T packed tokens, F features of one token.
+Shapes: B rows of a state, R some of the rows, E emitted tokens of a row with padding, T tokens of
+ragged prompts, F features of one token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.emitted import NewTokens
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
@@ -206,7 +207,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Learns parts of prompts.  state: all rows; a part's is prompts.rows_B.
 
         first_B: int64, the first output token of each prompt that ends here.  What is left for a draft counts if it ends.

@@ -17,8 +17,8 @@ from typing import Any, NoReturn, TypeVar
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder, check_one_prompt
-from specdec.engine.mailbox import Mailbox
-from specdec.engine.owner import EngineOwner
+from specdec.engine.engine_thread import EngineThread
+from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
 from specdec.engine.totals import Totals
 from specdec.generation import Chunk, Generation
@@ -45,7 +45,7 @@ class AsyncSpecDecoder:
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
         end_threads = weakref.WeakMethod(self._end_threads)
         decoder.owner.at_close.append(lambda: (end := end_threads()) and end())
-        self._bell: Bell | None = None
+        self._notifier: LoopNotifier | None = None
 
     @classmethod
     @shows_options
@@ -139,9 +139,9 @@ class AsyncSpecDecoder:
     async def run(self, request: Request) -> Generation:
         """Runs a request to its end.  ValueError if it has run before, RuntimeError if it fails."""
         news = asyncio.Event()
-        mailbox = self.submit(request, news)  # if it is refused, it may be somebody else's, and is not cancelled
+        queue = self.submit(request, news)  # if it is refused, it may be somebody else's, and is not cancelled
         try:
-            while not mailbox.is_done:  # news of a request that streams are chunks, too, which nobody takes here
+            while not queue.is_done:  # news of a request that streams are chunks, too, which nobody takes here
                 await news.wait()
                 news.clear()
         finally:
@@ -158,16 +158,16 @@ class AsyncSpecDecoder:
 
         return AsyncStream(self, made)
 
-    def submit(self, request: Request, news: asyncio.Event) -> Mailbox:
-        """Hands a request to the engine.  news: is set in the running event loop when the mailbox has something."""
+    def submit(self, request: Request, news: asyncio.Event) -> OutputQueue:
+        """Hands a request to the engine.  news: is set in the running event loop when the queue has something."""
         if not isinstance(request, Request):
             raise TypeError(f"request must come from new_request, got {request!r} of type {type(request).__name__}"[:400])
         loop = asyncio.get_running_loop()
-        if self._bell is None or self._bell.loop is not loop:
-            self._bell = Bell(loop)
-        bell = self._bell
-        (mailbox,) = self.decoder.owner.submit([request], lambda: bell.ring(news))
-        return mailbox
+        if self._notifier is None or self._notifier.loop is not loop:
+            self._notifier = LoopNotifier(loop)
+        notifier = self._notifier
+        (queue,) = self.decoder.owner.submit([request], lambda: notifier.notify(news))
+        return queue
 
 
 class AsyncStream:
@@ -178,9 +178,9 @@ class AsyncStream:
 
     def __init__(self, decoder: AsyncSpecDecoder, make: Callable[[], Awaitable[Request]]) -> None:
         self._decoder, self._make = decoder, make
-        self._owner: EngineOwner = decoder.decoder.owner
+        self._engine_thread: EngineThread = decoder.decoder.owner
         self._news = asyncio.Event()
-        self._mailbox: Mailbox | None = None
+        self._queue: OutputQueue | None = None
         self._is_closed = self._is_read = False
 
     def __aiter__(self) -> AsyncStream:
@@ -202,17 +202,17 @@ class AsyncStream:
 
     async def _next(self) -> Chunk | None:
         """The next chunk; None at the end, and as soon as the stream is closed, which another task may do meanwhile."""
-        if self._mailbox is None and not self._is_closed:
+        if self._queue is None and not self._is_closed:
             request = await self._make()
             if not self._is_closed:
-                self._mailbox = self._decoder.submit(request, self._news)
-        while self._mailbox is not None and not self._is_closed:
+                self._queue = self._decoder.submit(request, self._news)
+        while self._queue is not None and not self._is_closed:
             self._news.clear()
-            is_done = self._mailbox.is_done  # asked before taking: whatever came before the end is taken now
-            if chunk := self._mailbox.take():
+            is_done = self._queue.is_done  # asked before taking: whatever came before the end is taken now
+            if chunk := self._queue.take():
                 return chunk
             if is_done:
-                self._mailbox.request.result()
+                self._queue.request.result()
                 break
             await self._news.wait()
         return None
@@ -223,39 +223,39 @@ class AsyncStream:
 
     def result(self) -> Generation:
         """The finished generation, after the last chunk.  RuntimeError if the request failed or has not ended."""
-        if self._mailbox is None or not self._mailbox.is_done or self._mailbox.request.cancelled:
+        if self._queue is None or not self._queue.is_done or self._queue.request.cancelled:
             raise RuntimeError("the stream has not come to its end; nearest thing that works: read it to the end first")
-        return self._mailbox.request.result()
+        return self._queue.request.result()
 
     def __del__(self) -> None:
         self._close()
 
     def _close(self) -> None:
         self._is_closed = True
-        if self._mailbox is not None:
-            self._owner.cancel(self._mailbox.request)
+        if self._queue is not None:
+            self._engine_thread.cancel(self._queue.request)
 
 
-class Bell:
+class LoopNotifier:
     """Sets events of an event loop from another thread, as many as come up in one go with a single call into the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._events: deque[asyncio.Event] = deque()
-        self._is_ringing = False
+        self._is_scheduled = False
 
-    def ring(self, event: asyncio.Event) -> None:
+    def notify(self, event: asyncio.Event) -> None:
         """For the engine's thread.  RuntimeError if the event loop is closed."""
         self._events.append(event)
-        if not self._is_ringing:
-            self._is_ringing = True  # before the call, since the loop may answer at once
+        if not self._is_scheduled:
+            self._is_scheduled = True  # before the call, since the loop may run it at once
             try:
-                self.loop.call_soon_threadsafe(self._answer)
+                self.loop.call_soon_threadsafe(self._set_events)
             except RuntimeError:
-                self._is_ringing = False
+                self._is_scheduled = False
                 raise
 
-    def _answer(self) -> None:
-        self._is_ringing = False  # before the events are taken: one that comes now rings again
+    def _set_events(self) -> None:
+        self._is_scheduled = False  # before the events are taken: one that comes now schedules another call
         while self._events:
             self._events.popleft().set()

@@ -120,10 +120,10 @@ class SpecDecoder(LoadedDecoder):
         """The chunks of one request.  It is submitted with the first `next`, so an unused iterator has nothing to free."""
         news: SimpleQueue[None] = SimpleQueue()  # see `generate`; it never holds more than one
         try:
-            (mailbox,) = self.owner.submit([request], lambda: news.put(None) if news.empty() else None)
+            (queue,) = self.owner.submit([request], lambda: news.put(None) if news.empty() else None)
             while True:
-                is_done = mailbox.is_done  # asked before taking: whatever came before the end is taken now
-                if chunk := mailbox.take():
+                is_done = queue.is_done  # asked before taking: whatever came before the end is taken now
+                if chunk := queue.take():
                     yield chunk
                 elif is_done:
                     return request.result()

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, NoReturn, Self
 from specdec.checks import require_bool
 from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
+from specdec.engine.engine_thread import EngineThread
 from specdec.engine.loop import Engine
-from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
@@ -28,7 +28,7 @@ from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
-from specdec.prompts.encode import as_prompt_list, check_length, check_source, check_tokens, encode_prompt, is_one_prompt
+from specdec.prompts.encode import as_prompt_list, check_encoder_input, check_length, check_tokens, encode_prompt, is_one_prompt
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner
 from specdec.screen.progress import Progress, show_progress
@@ -64,7 +64,7 @@ class LoadedDecoder:
         self.tokenizer, self._ranks, self._owns_ranks = tokenizer, ranks, owns_ranks
         build = build_engine if ranks is None else ranks.build_engine
         self._parts: LoadedParts | None = LoadedParts(model, head, build(model, head, settings))
-        self.owner = EngineOwner(self._parts.engine, partial(use_threads, settings.threads))
+        self.owner = EngineThread(self._parts.engine, partial(use_threads, settings.threads))
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
         self.eos_ids = frozenset(ends_of(tokenizer, model.config))
@@ -207,10 +207,10 @@ class LoadedDecoder:
                 f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
                 "SpecDecoder.generate, or several calls with different seeds"
             )
-        config, prompt_ids, source_ids = self.model.config, list(ids), None
+        config, prompt_ids, encoder_ids = self.model.config, list(ids), None
         if config.encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
-            check_source(prompt_ids, name, self.settings.longest_source(config))
-            prompt_ids, source_ids = list(config.encoder.start_ids), prompt_ids
+            check_encoder_input(prompt_ids, name, self.settings.longest_encoder_input(config))
+            prompt_ids, encoder_ids = list(config.encoder.start_ids), prompt_ids
         check_length(prompt_ids, sampling, name, self.settings.max_seq_len, config.max_position)
         bad_words = check_tokens(sampling, self.tokenizer, config.vocab_size)
         if (rule := sampling.grammar_rule) is not None:
@@ -218,7 +218,7 @@ class LoadedDecoder:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         drafts, decode, left_after = speculate and self.head is not None, self.tokenizer.decode, self.grammars.left_after
         request = Request.new(
-            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, source_ids, bad_words, left_after
+            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after
         )
         self.engine.check(request)
         return request

@@ -27,7 +27,7 @@ class Needs(NamedTuple):
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
 
     steps: names of steps of one pass over the logits, those that options are declared with (see SamplingOption).
-        sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose border is searched.  min_p: min-p.
+        sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose cutoff is searched.  min_p: min-p.
         bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
         grammar: RowEntry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
             round runs phase by phase.
@@ -130,8 +130,8 @@ class RowEntry:
     """A request that takes a row of the batch.
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
-    speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.  source: None
-    for a target without an encoder.
+    speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.
+    encoder_input: None for a target without an encoder.
     """
 
     row: int
@@ -139,7 +139,7 @@ class RowEntry:
     options: RowOptions
     speculates: bool
     rules: TokenRules | None = None
-    source: EncoderInput | None = None
+    encoder_input: EncoderInput | None = None
     grammar: Grammar | None = None
 
 
@@ -154,21 +154,21 @@ class EnterRows:
 class PromptPart:
     """Consecutive tokens of one prompt.
 
-    start: the position of the first token; the keys and values of all tokens before it are in the cache.  follower: the
-    prompt's token after the last one here, or -1 if the prompt ends here.  source: a text that the target's encoder has to
-    read before this part, the first of its prompt.
+    start: the position of the first token; the keys and values of all tokens before it are in the cache.  next_token: the
+    prompt's token after the last one here, or -1 if the prompt ends here.
+    encoder_input: a text that the target's encoder has to read before this part, the first of its prompt.
     """
 
     row: int
     token_ids: Sequence[int]
     start: int
-    follower: int
-    source: EncoderInput | None = None
+    next_token: int
+    encoder_input: EncoderInput | None = None
 
     @property
     def is_last(self) -> bool:
         """Whether the prompt ends with this part."""
-        return self.follower < 0
+        return self.next_token < 0
 
     @property
     def end(self) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+if "SPECDEC_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # processes are divided among so many GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % int(os.environ["SPECDEC_TEST_GPUS"]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: transformers does
 
@@ -35,8 +37,8 @@ torch.set_num_threads(1)  # tiny models: a second thread costs more than it brin
 
 # The first tier, `-m quick`: the files that find most faults a second, but for their slow tests.
 QUICK = """
-attention/caches/test_quant_cache attention/context/test_exchange attention/context/test_ownership attention/test_backends
-attention/test_cross attention/test_dense attention/test_matrix attention/test_plan
+attention/caches/test_quant_cache attention/context_parallel/test_all_to_all attention/context_parallel/test_sharding
+attention/test_backends attention/test_cross attention/test_dense attention/test_matrix attention/test_plan
 batch/test_draws batch/test_logprobs batch/test_masks batch/test_rules batch/test_sampling batch/test_state
 door/test_cli_flags door/test_door_errors door/test_options door/test_prompts door/test_settings
 draft/ngram/test_lookup draft/test_ancestry draft/test_kernels draft/test_load draft/test_rows draft/test_tree
@@ -50,12 +52,12 @@ grammar/test_completion grammar/test_grammar_rows grammar/test_keywords
 lossless/check/test_reference lossless/test_alibi_target lossless/test_lossless lossless/test_lossless_families
 lossless/test_random_traffic
 models/test_config_values models/test_forward models/test_linear models/test_strict
-ops/noise/test_floor ops/noise/test_gumbel ops/noise/test_gumbel_triton ops/noise/test_sample
+ops/noise/test_approximate_cutoff ops/noise/test_gumbel ops/noise/test_gumbel_triton ops/noise/test_sample
 runner/test_rehearsal
 serve/test_metrics_and_log serve/test_refused serve/test_http_options::test_every_option_is_a_field
 serve/test_http_options::test_a_wrong_option_is_named serve/test_http_options::test_every_field_has_a_reader
 serve/wire/test_answers
-verify/test_accept verify/test_commit verify/test_divided verify/test_kernels
+verify/test_accept verify/test_commit verify/test_context_parallel verify/test_kernels
 """.split()
 
 
@@ -97,6 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            elif (ranks := item.get_closest_marker("ranks")) and torch.cuda.device_count() < ranks.args[0]:
+                item.add_marker(pytest.mark.skip(reason=f"needs {ranks.args[0]} GPUs"))
         elif marker := item.get_closest_marker("slow_cases"):
             test = item.nodeid.partition("[")[0]
             seen[test] += 1
@@ -143,7 +147,8 @@ def _a_share_of_the_gpu() -> None:
     if torch.cuda.is_available():
         from specdec.loading import memory
 
-        memory.POOL_SHARE /= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        processes, gpus = (int(os.environ.get(name, "1")) for name in ("PYTEST_XDIST_WORKER_COUNT", "SPECDEC_TEST_GPUS"))
+        memory.POOL_SHARE /= -(-processes // gpus)
 
 
 @pytest.fixture(scope="session", autouse=True)

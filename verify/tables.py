@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.context.divided import DividedContext
+from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -26,8 +26,8 @@ from specdec.ops.index import kept, use_index_kernels
 class TreeTables(NamedTuple):
     """positions_T: int64.  slots_BN: int64.  plan: the attention plan of the target's pass.
 
-    targets_BN: int64, where this rank keeps the first N tokens after those that are committed, if ranks divide sequences among
-        them.  None: they lie where the nodes do.
+    targets_BN: int64, where this rank keeps the first N tokens after those that are committed, in context
+        parallelism.  None: they lie where the nodes do.
     """
 
     positions_T: Tensor
@@ -43,7 +43,7 @@ def tree_tables(state: BatchState, tree: DraftTree) -> TreeTables:
     rows share pages, these become one more segment in front.
     """
     N, pages = tree.num_nodes, state.pages
-    cross = state.sources and state.sources.read_by(N)
+    cross = state.encoder_texts and state.encoder_texts.read_by(N)
     if tree.is_chain:
         rows = pages.next_tokens(state.lens_B, N)
         segment = causal_segment(pages, rows.ends_PB[-1], N, "queries")
@@ -56,12 +56,12 @@ def tree_tables(state: BatchState, tree: DraftTree) -> TreeTables:
     return TreeTables(positions_T, slots_BN, plan)
 
 
-def divided_tables(state: BatchState, tree: DraftTree, context: DividedContext) -> TreeTables:
-    """The tables of a pass over these trees where ranks divide each sequence: the nodes lie in the scratch of every rank."""
+def context_parallel_tables(state: BatchState, tree: DraftTree, context: ContextParallel) -> TreeTables:
+    """The tables of a pass over these trees in context parallelism: the nodes lie in the scratch of every rank."""
     N, pages, lens_B = tree.num_nodes, state.pages, state.lens_B
     rows = pages.next_tokens(lens_B, N)
     scratch, prefix = context.scratch_pages(state.rows, N, lens_B.device), context.prefix(pages, lens_B, N)
-    targets_BN = context.ownership.own_slots(rows.slots)
+    targets_BN = context.sharding.local_slots(rows.slots)
     if tree.is_chain:
         positions_T, slots_BN = rows.positions.flatten(), scratch.table.long()
         ends_T = _ends(state.rows, N, lens_B.device)
@@ -69,7 +69,7 @@ def divided_tables(state: BatchState, tree: DraftTree, context: DividedContext) 
     else:
         depths_T, slots_BN, suffix = path_tables(scratch, torch.zeros_like(lens_B), tree)
         positions_T = (depths_T.view(-1, N) + lens_B[:, None]).flatten()
-    return TreeTables(positions_T, slots_BN, AttentionPlan((), positions_T, suffix, divided=prefix), targets_BN)
+    return TreeTables(positions_T, slots_BN, AttentionPlan((), positions_T, suffix, context_parallel=prefix), targets_BN)
 
 
 @kept

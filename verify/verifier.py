@@ -2,8 +2,8 @@
 
 This module knows the target, trees and attention; it knows neither requests nor the drafter.
 
-Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logits, T packed tokens, V vocabulary, W a
-rank's run of it, F features, Y numbers of a token's log-probabilities, S tokens of an encoder's text.
+Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logits, T tokens of ragged prompts, V vocabulary,
+W a rank's run of it, F features, Y numbers of a token's log-probabilities, S tokens of an encoder's text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.layout import HeadsView
-from specdec.attention.context.divided import DividedContext
+from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.batch.choose import choose_tokens
 from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs
 from specdec.batch.masks import BitMasks
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -29,7 +29,7 @@ from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import accept
 from specdec.verify.synthetic import SyntheticAcceptance
-from specdec.verify.tables import TreeTables, divided_tables, tree_tables
+from specdec.verify.tables import TreeTables, context_parallel_tables, tree_tables
 
 
 class TreePass(NamedTuple):
@@ -48,10 +48,10 @@ class TreePass(NamedTuple):
 class TargetVerifier:
     """Runs the target over prompts and trees.
 
-    sources: the cache of the encoder's texts; None for a target without an encoder.
+    encoder_cache: the cache of the encoder's texts; None for a target without an encoder.
     aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
         state; None: nobody wants features.
-    context: how ranks divide each sequence's keys and values among them; None: this rank keeps whole sequences.
+    context: how ranks share each sequence's keys and values (context parallelism); None: this rank keeps whole sequences.
     """
 
     def __init__(
@@ -60,37 +60,37 @@ class TargetVerifier:
         cache: KVCache,
         backend: Backend,
         aux_layers: tuple[int, ...] | None = None,
-        sources: KVCache | None = None,
-        context: DividedContext | None = None,
+        encoder_cache: KVCache | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
-        self.sources, self.context = sources, context
+        self.encoder_cache, self.context = encoder_cache, context
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
 
-    def read_source(self, slots_S: Tensor, ids_S: Tensor) -> None:
+    def read_encoder_input(self, slots_S: Tensor, ids_S: Tensor) -> None:
         """Runs the encoder over a text, and keeps each decoder layer's keys and values of it.
 
-        slots_S: int64, where `sources` keeps them.  ids_S: int64.
+        slots_S: int64, where `encoder_cache` keeps them.  ids_S: int64.
         """
-        assert isinstance(self.model, EncoderDecoder) and self.sources is not None
+        assert isinstance(self.model, EncoderDecoder) and self.encoder_cache is not None
         for layer, kv_S2KD in enumerate(self.model.read_text(ids_S, self.backend)):
-            view = cast(HeadsView, self.sources.view(layer))
+            view = cast(HeadsView, self.encoder_cache.view(layer))
             assert hasattr(view, "write"), f"an encoder's texts need a cache of ordinary heads, got {view}"
             view.write(slots_S, kv_S2KD)
 
     def prefill(
-        self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True
+        self, prompts: RaggedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True
     ) -> tuple[FirstTokens, Tensor]:
         """Runs the target over parts of prompts: their first tokens, and the target's features [T, F] of all tokens.
 
         sampling: the options of each prompt, with tables that hold it and masks where `needs` asks for them.
         with_features: if False, the features are not meant for a drafter.
         """
-        tables, divided = prompts.tables_of(self.cache.group_numbers), []
+        tables, sharded = prompts.tables_of(self.cache.group_numbers), []
         if self.context is not None:
-            divided = [self.context.of_prompts(each) for each in tables]
-            tables = [each.tables for each in divided]
-        attn = PagedAttention(self.backend, self.cache, *tables, sources=self.sources)
+            sharded = [self.context.of_prompts(each) for each in tables]
+            tables = [each.tables for each in sharded]
+        attn = PagedAttention(self.backend, self.cache, *tables, encoder_cache=self.encoder_cache)
         aux_layers = self.aux_layers if with_features else None
         if aux_layers == ():  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
@@ -98,7 +98,7 @@ class TargetVerifier:
         else:
             out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or (), prompts.last_B)
             hidden_BH = out.hidden_TH
-        for group, each in zip(self.cache.group_numbers, divided):
+        for group, each in zip(self.cache.group_numbers, sharded):
             self.cache.keep(each.tables.slots_T, each.slots_T, group)
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
@@ -115,7 +115,7 @@ class TargetVerifier:
         tables = {group: self._tables(state.of_group(group), tree) for group in self.cache.group_numbers}
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
-        attn = PagedAttention(self.backend, self.cache, *passes, sources=self.sources)
+        attn = PagedAttention(self.backend, self.cache, *passes, encoder_cache=self.encoder_cache)
         aux_layers = self.aux_layers if with_features else None
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers or ())
         return TreePass(self.model.logits(out.hidden_TH), out, positions_T, tables)
@@ -162,7 +162,7 @@ class TargetVerifier:
                 self.cache.move(each.slots_BN, path_BE, group)
 
     def _tables(self, state: BatchState, tree: DraftTree) -> TreeTables:
-        return tree_tables(state, tree) if self.context is None else divided_tables(state, tree, self.context)
+        return tree_tables(state, tree) if self.context is None else context_parallel_tables(state, tree, self.context)
 
     def _features(self, out: TargetOutput) -> Tensor:
         return out.hidden_TH if out.aux_TA is None else out.aux_TA

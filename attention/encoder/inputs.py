@@ -26,11 +26,11 @@ class CrossInputs(LayerInputs):
     q_TQD: Tensor
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert call.sources is not None, "cross attention needs the cache of an encoder's texts"
+        assert call.encoder_cache is not None, "cross attention needs the cache of an encoder's texts"
         text = call.plan.cross
         assert text is not None, "the plan does not say what the encoder read"
         prepared = call.once("cross", lambda plan: call.backend.prepare(AttentionPlan((text,), plan.positions_T)))
-        state = call.backend.attend(call.asked(self.q_TQD), call.sources, prepared, call.scoring)
+        state = call.backend.attend(call.asked(self.q_TQD), call.encoder_cache, prepared, call.scoring)
         return call.finish(state).out_THD
 
     def dense(self) -> DenseHeads:

@@ -78,7 +78,7 @@ class LatentInputs(LayerInputs):
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
             return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
         q_RHL, workspace = self.absorbed(call, view), None
-        if whole and call.plan.divided is None:
+        if whole and call.plan.context_parallel is None:
             workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype, self.limits))
         if workspace is None:
             return absorbed_values(call.attend(q_RHL), up_HXC[:, N:], self.numerics)
@@ -88,7 +88,7 @@ class LatentInputs(LayerInputs):
     def absorbed(self, call: LayerCall, view: LatentView) -> Tensor:
         """Stores the latents, and returns the asked-for queries [R, H, L], which can be multiplied with latents."""
         q_THQ, up_HXC, N, L = self.q_THQ, self.up_HXC, self.nope_dim, self.latent_TL.shape[1]
-        by_head = call.plan.divided is not None  # as they travel between ranks
+        by_head = call.plan.context_parallel is not None  # as they travel between ranks
         if call.rows_R is None:
             q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L, by_head, self.numerics)
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep, out_THR=q_THL[..., view.rank :])
@@ -184,36 +184,36 @@ def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:
 class ExpandedPrompt:
     """The plan of a long prompt, for expanded heads.
 
-    own: each row's queries over the row's own new keys only, which are packed one row after the other like the queries.
+    own: each row's queries over the row's own new keys only, which lie one row after the other like the queries.
     cached: the segment of the keys before them, over the cache: those that this rank keeps.
     lens_DB: int32, how many of these keys each rank keeps.  group: the ranks.
-    most: cached latents that are expanded at once, over all rows.
+    max_expanded: cached latents that are expanded at once, over all rows.
     """
 
     own: Segment
     cached: Segment
     lens_DB: Tensor
     group: Group
-    most: int
+    max_expanded: int
 
     @classmethod
     def of(cls, plan: AttentionPlan, limits: Limits) -> ExpandedPrompt | None:
         """The expanded form of a plan; None if the pass is absorbed.
 
-        Only prompts have so many queries a row that they are expanded, and a prompt's plan is one causal segment.  Where ranks
-        divide what is cached, absorbed queries of all heads would travel between them: there the queries of all rows count.
+        Only prompts have so many queries a row that they are expanded, and a prompt's plan is one causal segment.  With
+        context parallelism, absorbed queries of all heads would travel between ranks: there the queries of all rows count.
         """
-        prompt, divided = plan.parts[0], plan.divided
+        prompt, sharded = plan.parts[0], plan.context_parallel
         queries = prompt.max_seqlen_q
-        if divided is not None and plan.positions_T is not None:
+        if sharded is not None and plan.positions_T is not None:
             queries = plan.positions_T.shape[0]
         if len(plan.parts) > 1 or not prompt.causal or queries <= limits.expand_above or prompt.starts_T is not None:
             return None
         lens_B = prompt.cu_seqlens_q.diff()
         slots_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
         own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
-        cached, group = (prompt, ALONE) if divided is None else divided
-        kept_B = prompt.cache_seqlens - lens_B if divided is None else cached.cache_seqlens
+        cached, group = (prompt, ALONE) if sharded is None else sharded
+        kept_B = prompt.cache_seqlens - lens_B if sharded is None else cached.cache_seqlens
         return cls(own, cached, group.gather(kept_B), group, limits.expanded_tokens)
 
     def state(
@@ -237,11 +237,11 @@ class ExpandedPrompt:
         All ranks have equally many chunks of one size.
         """
         cached, (pages_BW, P), (D, B) = self.cached, self.cached.pages, self.lens_DB.shape
-        most = cached.max_cached
-        assert most is not None, "a long prompt's plan must say how much of it is cached"
-        size = max(1, self.most // (B * D))
-        for start in range(0, most, size):
-            W = min(size, most - start)
+        max_cached = cached.max_cached
+        assert max_cached is not None, "a long prompt's plan must say how much of it is cached"
+        size = max(1, self.max_expanded // (B * D))
+        for start in range(0, max_cached, size):
+            W = min(size, max_cached - start)
             lens_DB = (self.lens_DB - start).clamp(min=0, max=W)
             place_W = _count(W, lens_DB)
             slots_BW = pages_BW[:, (start + place_W) // P].long() * P + (start + place_W) % P

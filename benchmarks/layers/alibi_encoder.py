@@ -26,7 +26,7 @@ from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.encoder.sources import Sources
+from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.encoder.texts import attend_texts, encoder_segment
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
@@ -91,8 +91,8 @@ def alibi(kind: str, B: int, L: int, N: int, replays: int) -> dict[str, Any]:
 def cross(B: int, N: int, replays: int) -> dict[str, Any]:
     K, D, S = 16, 64, 1024
     views, q = layers_of(B * S, K, D), torch.randn(B * N, K, D, device=DEVICE, dtype=BF16)
-    sources = Sources(torch.randperm(B, device=DEVICE).int(), torch.full((B,), S, dtype=torch.int32, device=DEVICE), S)
-    us = timed(steps_over(views, AttentionPlan((sources.read_by(N),)), q, PLAIN), replays)
+    texts = EncoderTexts(torch.randperm(B, device=DEVICE).int(), torch.full((B,), S, dtype=torch.int32, device=DEVICE), S)
+    us = timed(steps_over(views, AttentionPlan((texts.read_by(N),)), q, PLAIN), replays)
     return {"what": "cross", "B": B, "L": S, "N": N, "us": us, "limit": B * S * 2 * K * D * 2 / BANDWIDTH * 1e6}
 
 

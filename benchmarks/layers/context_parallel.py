@@ -3,7 +3,7 @@
     python benchmarks layers.context_parallel --ranks 2 --out benchmarks/layers/results/context_parallel_2xh200.json
 
 `whole`: a rank's own heads over all tokens.  `divided`: the same heads' result from half the tokens (of two ranks): queries
-gathered, attention of all ranks' heads over the rank's own tokens, states packed, swapped and merged, and the round's nodes
+gathered, attention of all ranks' heads over the rank's own tokens, states packed, exchanged and merged, and the round's nodes
 added.  `gather` and `swap`: the two exchanges of that alone, with the copies that they need.  `differ`: the largest difference
 between the results.  Times are medians of
 CUDA-graph replays, in microseconds a layer; a graph holds several layers.  bf16, scattered pages of 64 slots, random data.
@@ -30,9 +30,9 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.context.divided import DividedContext
-from specdec.attention.context.exchange import swap_states
-from specdec.attention.context.ownership import Ownership
+from specdec.attention.context_parallel.all_to_all import all_to_all_states
+from specdec.attention.context_parallel.sharding import KVSharding
+from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import LayerCall, PreparedPlan
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, Scoring
@@ -41,7 +41,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.parallel.group import Group
 from specdec.parallel.processes import Line, Rendezvous, start
-from specdec.verify.tables import divided_tables, tree_tables
+from specdec.verify.tables import context_parallel_tables, tree_tables
 
 PAGE = 64
 LAYERS = 4  # calls in a graph
@@ -98,15 +98,15 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
     state.pages.table.copy_(torch.randperm(rows * pages, device=device, generator=dice).add_(1).view(rows, pages))
     state.lens_B.fill_(context)
     count, T = rows * pages + 1, rows * nodes
-    ownership = Ownership(group.rank, group.size, PAGE, PAGE)
-    divided_context = DividedContext(group, ownership, count * PAGE, T)
+    sharding = KVSharding(group.rank, group.size, PAGE, PAGE)
+    context_parallel = ContextParallel(group, sharding, count * PAGE, T)
     tree = DraftTree.chain(torch.zeros(rows, nodes, dtype=torch.int64, device=device))
-    of_whole, of_divided = tree_tables(state, tree), divided_tables(state, tree, divided_context)
+    of_whole, of_divided = tree_tables(state, tree), context_parallel_tables(state, tree, context_parallel)
     whole, divided = (shape.cache(slots, dtype, device) for slots in (count * whole_page, count * PAGE + T))
     for name, buffer in whole.buffers.items():
         buffer.normal_(generator=dice)
-        own_slots = ownership.own_slots(torch.arange(count * whole_page, device=device))
-        divided.buffers[name][0].index_copy_(0, own_slots, buffer[0])
+        local_slots = sharding.local_slots(torch.arange(count * whole_page, device=device))
+        divided.buffers[name][0].index_copy_(0, local_slots, buffer[0])
         divided.buffers[name][0][of_divided.slots_BN.flatten()] = buffer[0][of_whole.slots_BN.flatten()]
     q_THL = torch.randn(T, shape.heads, shape.key, device=device, dtype=dtype)
     scoring = Scoring(scale=shape.key**-0.5)
@@ -125,7 +125,7 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
         (whole, count * whole_page), (divided, count * PAGE),
     ))  # fmt: skip
     both = of(whole, of_whole), of(divided, of_divided)
-    return Ways(*both, lambda: group.gather_heads(q_THL), lambda: swap_states(state_of_all, group), (sizes[0], sizes[1]))
+    return Ways(*both, lambda: group.gather_heads(q_THL), lambda: all_to_all_states(state_of_all, group), (sizes[0], sizes[1]))
 
 
 def microseconds(call: Callable[[], Any]) -> float:

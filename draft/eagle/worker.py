@@ -6,7 +6,7 @@ each branch has a suffix of its own (branches.py).
 
 This module knows heads, trees and attention; it knows neither requests nor the verifier.
 
-Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T packed tokens, H hidden, F features.
+Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T tokens of ragged prompts, H hidden, F features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, last_positions
 from specdec.attention.shared import split_shared
 from specdec.batch.emitted import NewTokens
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -131,7 +131,7 @@ class DraftWorker(PausingDrafter[EagleRows]):
         self._read_round(rows, tables, new.tokens_BE, self.head.fuse(new.features_BEF.flatten(0, 1)), new.last_B)
         self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
 
-    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
         hidden_BH = self._read_prompts(prompts, prompts.next_ids(first_B), self.head.fuse(features_TF))
         noise = self._noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
@@ -152,7 +152,7 @@ class DraftWorker(PausingDrafter[EagleRows]):
         else:
             rows.level1_hidden_BH.copy_(self.head(*inputs, last_B + arange(B, last_B.device, E)))
 
-    def _read_prompts(self, prompts: PackedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
+    def _read_prompts(self, prompts: RaggedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
         """Runs the head over parts of prompts: the hidden state [B, H] of each part's last token.  features_TH: fused."""
         attn = self.attention_of(prompts.tables_of(self.cache.group_numbers))
         return self.head.begin(next_ids_T, features_TH, prompts.positions_T, attn, prompts.last_B)

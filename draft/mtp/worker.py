@@ -3,7 +3,7 @@
 Within a pass that is the row before; at its beginning it is the row's own state, which the last pass left, or, where a prompt
 goes on after pages of the prefix cache, what was kept of those pages' last tokens.  This module knows heads and slots.
 
-Shapes: B sequences or parts of prompts, E extend rows, T packed tokens, X width of a state.
+Shapes: B sequences or parts of prompts, E extend rows, T tokens of ragged prompts, X width of a state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PassTables
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.draft.drafter import DrafterContext
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.eagle.worker import DraftWorker
@@ -73,7 +73,7 @@ class MtpWorker(DraftWorker):
         self.ends.write(own.slots_T, states_TX)
         take_rows(states_TX.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
 
-    def _read_prompts(self, prompts: PackedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
+    def _read_prompts(self, prompts: RaggedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
         tables = prompts.tables_of(self.cache.group_numbers)
         (own,), part_T, B = tables, prompts.part_T, prompts.rows_B.shape[0]
         index_T = B + arange(part_T.shape[0], part_T.device) - 1
@@ -84,7 +84,7 @@ class MtpWorker(DraftWorker):
         self.ends.write(own.slots_T, states_TX)
         return states_TX.index_select(0, prompts.last_B)
 
-    def _before(self, prompts: PackedPrompts) -> Tensor:
+    def _before(self, prompts: RaggedPrompts) -> Tensor:
         """[B, X]: the state of the token before each part; anything before a text's first token."""
         (whole,) = prompts.tables_of(self.cache.group_numbers)[0].plan.segments
         start_B = (prompts.lens_B - whole.cu_seqlens_q.diff()).long()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
@@ -70,7 +70,7 @@ class NgramDrafter(Drafter):
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self._learn(state, new)  # padding comes after the text's end, where nobody reads
 
-    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         (tables,) = prompts.tables_of([0])
         self.store.write(tables.slots_T, prompts.next_ids(first_B))
 

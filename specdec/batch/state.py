@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from specdec.attention.encoder.sources import Sources
+from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import RowSampling
@@ -45,11 +45,11 @@ class BatchState:
     speculates_B: int32, 1 where draft tokens may be accepted, else 0.  The drafter computes the other rows too, where it may
         read keys and values that nobody wrote; so their drafts are any token ids, with any scores.
     option_floats_BF, option_ints_BI: how the row samples; see RowSampling.
-    source_page_B, source_lens_B: int32, the text of an encoder that the row reads; see Sources.  0 without an encoder.
+    encoder_page_B, encoder_lens_B: int32, the text of an encoder that the row reads; see EncoderTexts.  0 without an encoder.
     shared: the pages of group 0 that rows read together; None: each row reads all its own pages.
     page_size: tokens per page of both tables.
     group: the group of layers whose pages `pages` and `prompt_pages` are.
-    source_size: tokens of the longest text of an encoder; 0: there is none.
+    encoder_size: tokens of the longest text of an encoder; 0: there is none.
     tables: the rows' rules for single tokens; None as long as no row has had any.
     """
 
@@ -61,19 +61,19 @@ class BatchState:
     speculates_B: Tensor
     option_floats_BF: Tensor
     option_ints_BI: Tensor
-    source_page_B: Tensor
-    source_lens_B: Tensor
+    encoder_page_B: Tensor
+    encoder_lens_B: Tensor
     shared: SharedPrefix | None = field(default=None, kw_only=True)
     page_size: int = field(kw_only=True)
     group: int = field(default=0, kw_only=True)
-    source_size: int = field(default=0, kw_only=True)
+    encoder_size: int = field(default=0, kw_only=True)
     tables: TokenTables | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(
-        cls, rows: int, pages: int, *, page_size: int, groups: int = 1, source_size: int = 0, device: torch.device | str
+        cls, rows: int, pages: int, *, page_size: int, groups: int = 1, encoder_size: int = 0, device: torch.device | str
     ) -> BatchState:
-        """A batch of `rows` rows, all of them padding.  pages: W.  groups: G.  page_size, source_size: see the class."""
+        """A batch of `rows` rows, all of them padding.  pages: W.  groups: G.  page_size, encoder_size: see the class."""
 
         def zeros(dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(rows, dtype=dtype, device=device)
@@ -87,7 +87,7 @@ class BatchState:
             *(zeros(), zeros(torch.int64), zeros(), tables(), tables(), zeros()),
             *(neutral.floats_RF, neutral.ints_RI, zeros(), zeros()),
             page_size=page_size,
-            source_size=source_size,
+            encoder_size=encoder_size,
         )
 
     @property
@@ -105,9 +105,9 @@ class BatchState:
         return PageTable(self.prompt_table_BGW[:, self.group], self.page_size)
 
     @property
-    def sources(self) -> Sources | None:
+    def encoder_texts(self) -> EncoderTexts | None:
         """The encoder's texts that the rows read; None: there is no encoder."""
-        return Sources(self.source_page_B, self.source_lens_B, self.source_size) if self.source_size else None
+        return EncoderTexts(self.encoder_page_B, self.encoder_lens_B, self.encoder_size) if self.encoder_size else None
 
     @property
     def sampling(self) -> RowSampling:
@@ -140,7 +140,7 @@ class BatchState:
         """Views of the first `rows` rows, without `shared`: each row reads all its own pages."""
         tensors = (tensor[:rows] for tensor in self.tensors())
         tables = None if self.tables is None else self.tables.narrow(rows)
-        return BatchState(*tensors, page_size=self.page_size, source_size=self.source_size, tables=tables)
+        return BatchState(*tensors, page_size=self.page_size, encoder_size=self.encoder_size, tables=tables)
 
     def of_group(self, group: int) -> BatchState:
         """The same rows as the layers of that group see them.  Only group 0 reads common pages together."""
@@ -199,6 +199,6 @@ class BatchState:
 
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
-        for tensor in (self.active_B, self.lens_B, self.speculates_B, self.sampling.temperature_R, self.source_lens_B):
+        for tensor in (self.active_B, self.lens_B, self.speculates_B, self.sampling.temperature_R, self.encoder_lens_B):
             tensor.index_fill_(0, rows_R, 0)
         self.page_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

@@ -14,7 +14,7 @@ import torch
 from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, KINDS, NORM, OTHER, TRACED_PHASES, TREE, KernelSplit
 
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
-    (EXCHANGE, r"nccl|^(flat|few_rows|many_rows|swap_states)_kernel"),
+    (EXCHANGE, r"nccl|^(flat|few_rows|many_rows|all_to_all_states)_kernel"),
     (COPY, r"memcpy|memset"),
     (NORM, r"norm|rope|rotate|silu"),
     (
@@ -23,7 +23,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
         r"|^(filter|select|rows_hopper|merge_rows)_kernel",
     ),
     (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear"),
-    (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|border|tables|tokens|accept|move|rows"),
+    (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),
     (TREE, r"gather|scatter|index|search|softmax|reduce"),
     (NORM, r"elementwise|copy|cat|fill|arange|roll"),
 )

@@ -1,7 +1,7 @@
 """The engine: gives the scheduler's steps to a runner, and hands the tokens that come back to the scheduler.
 
 Launches go to the device back to back, and the engine reads a launch's tokens after it has made `depth` more launches, so that
-the device never waits for the host.  One thread at a time may use an engine; `owner.py` has the thread that serves all callers.
+the device never waits for the host.  One thread at a time may use an engine; `engine_thread.py` has that of all callers.
 
 The engine knows steps and requests.  The scheduler decides what runs next, and the runner knows how a step is run.
 """

@@ -35,8 +35,8 @@ class Request:
     stats: Stats = field(default_factory=Stats)
     error: BaseException | None = None  # what made this request fail; others go on
     cancelled: bool = False
-    is_submitted: bool = False  # whether an engine's owner has taken it; that can happen once only
-    source_ids: list[int] | None = None  # what the target's encoder reads; None for a target without one
+    is_submitted: bool = False  # whether an engine's thread has taken it; that can happen once only
+    encoder_ids: list[int] | None = None  # what the target's encoder reads; None for a target without one
     drafted_until: int | None = None  # how many tokens the drafter knows, since it stopped there; None: it goes on
     origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Request:
         decode: Callable[[Sequence[int]], str],
         streaming: bool,
         speculate: bool = True,
-        source_ids: list[int] | None = None,
+        encoder_ids: list[int] | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         left_after: LeftAfter | None = None,
     ) -> Request:
@@ -63,12 +63,12 @@ class Request:
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
-        return cls(prompt_ids, sampling, choice, output, speculate, streaming, source_ids=source_ids, left_after=left_after)
+        return cls(prompt_ids, sampling, choice, output, speculate, streaming, encoder_ids=encoder_ids, left_after=left_after)
 
     @property
     def given_ids(self) -> list[int]:
         """The prompt that the caller gave: what the encoder reads, for a target that has one."""
-        return self.prompt_ids if self.source_ids is None else self.source_ids
+        return self.prompt_ids if self.encoder_ids is None else self.encoder_ids
 
     @property
     def num_tokens(self) -> int:

@@ -177,8 +177,10 @@ class Scheduler:
             self.totals.entered(request)
             allocation = self.admission.allocations[request]
             options, rules, _, grammar = request.choice
-            source = self._source(request)
-            entries.append(steps.RowEntry(len(self.seats), allocation.tables, options, speculates, rules, source, grammar))
+            encoder_input = self._encoder_input(request)
+            entries.append(
+                steps.RowEntry(len(self.seats), allocation.tables, options, speculates, rules, encoder_input, grammar)
+            )
             self.seats.append(Seat(request, allocation.start, next(self._arrivals)))
             self._rows_changed()
         return steps.EnterRows(tuple(entries)) if entries else None
@@ -245,17 +247,17 @@ class Scheduler:
             if not tokens:
                 continue
             prompt, end = seat.request.prompt_ids, seat.done + tokens
-            follower = prompt[end] if end < len(prompt) else -1
-            source = None if seat.done else self._source(seat.request)
-            parts.append(steps.PromptPart(row, prompt[seat.done : end], seat.done, follower, source))
+            next_token = prompt[end] if end < len(prompt) else -1
+            encoder_input = None if seat.done else self._encoder_input(seat.request)
+            parts.append(steps.PromptPart(row, prompt[seat.done : end], seat.done, next_token, encoder_input))
             seats.append(seat)
             seat.done = end
-            if follower < 0:
+            if next_token < 0:
                 seat.runs, seat.unread = True, 1
                 self._rows_changed()
         ending = [seat.request for seat in seats if seat is not None and seat.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
-        cost += sum(self.budget.cost(0, len(part.source.token_ids)) for part in parts if part.source)
+        cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         drafted = any(self._speculates(seat.request) for seat in seats if seat is not None)
         return Launch([], steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), seats)
@@ -313,13 +315,13 @@ class Scheduler:
         """What a batch of these requests needs to choose its tokens."""
         return self._batch_needs.of(request.choice.needs for request in requests)
 
-    def _source(self, request: Request) -> steps.EncoderInput | None:
+    def _encoder_input(self, request: Request) -> steps.EncoderInput | None:
         """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
-        if request.source_ids is None:
+        if request.encoder_ids is None:
             return None
-        page = self.admission.allocations[request].source
+        page = self.admission.allocations[request].encoder_page
         assert page is not None
-        return steps.EncoderInput(page, request.source_ids)
+        return steps.EncoderInput(page, request.encoder_ids)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

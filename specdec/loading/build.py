@@ -13,8 +13,8 @@ from torch import nn
 from specdec.attention.attend import make_backend
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.context.divided import DividedContext
-from specdec.attention.context.ownership import Ownership
+from specdec.attention.context_parallel.sharding import KVSharding
+from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.kinds import FULL
 from specdec.attention.latent.limits import LIMITS
 from specdec.attention.shared import SharedPrefix
@@ -92,12 +92,12 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     model.group.use_one_order(settings.numerics.is_invariant)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
-    # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  Where
-    # ranks divide sequences, each row reads its own.
-    divided = settings.options.decode_context_parallel_size > 1
-    may_share = model.config.most_read is None and not settings.numerics.is_invariant and not divided
+    # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  With
+    # context parallelism, each row reads its own.
+    is_sharded = settings.options.decode_context_parallel_size > 1
+    may_share = model.config.most_read is None and not settings.numerics.is_invariant and not is_sharded
     reads_together = settings.options.prefix_caching and may_share
-    queries = devices.MAX_PACKED // model.config.heads_a_key
+    queries = devices.MAX_QUERIES_A_KEY // model.config.heads_a_key
     shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
@@ -120,15 +120,16 @@ def can_rehearse(model: Target, settings: EngineSettings) -> bool:
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend, settings.numerics)
-    context, longest = divided_context(settings, plan.num_pages[0], model.group), settings.longest_source(model.config)
+    context = context_parallel_of(settings, plan.num_pages[0], model.group)
+    longest = settings.longest_encoder_input(model.config)
     cache = _cache(model, model.config, plan, settings, context)
-    sources = _source_cache(model.config, settings) if longest else None
-    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, sources, context)
+    encoder_cache = _encoder_cache(model.config, settings) if longest else None
+    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, encoder_cache, context)
     rows = settings.options.max_batch_size + 1  # the last row is always padding
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
     drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
-    sizes = {"page_size": settings.page_tokens, "groups": len(plan.groups), "source_size": longest}
+    sizes = {"page_size": settings.page_tokens, "groups": len(plan.groups), "encoder_size": longest}
     return Workers(verifier, drafter, BatchState.empty(rows, settings.pages_per_sequence, **sizes, device=settings.device))
 
 
@@ -152,15 +153,15 @@ def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSetting
     )
 
 
-def divided_context(settings: EngineSettings, pages: int, group: Group) -> DividedContext | None:
-    """How the ranks of a group divide sequences among them; None if each keeps whole ones.  pages: of the pool."""
+def context_parallel_of(settings: EngineSettings, pages: int, group: Group) -> ContextParallel | None:
+    """How the ranks of a group share each sequence; None if each keeps whole ones.  pages: of the pool."""
     options = settings.options
     if options.decode_context_parallel_size == 1:
         return None
     holders = group.neighbours(options.decode_context_parallel_size)
-    run = options.context_interleave or options.page_size
-    ownership = Ownership(holders.rank, holders.size, options.page_size, run)
-    return DividedContext(holders, ownership, pages * options.page_size, settings.scratch_room)
+    interleave = options.context_interleave or options.page_size
+    sharding = KVSharding(holders.rank, holders.size, options.page_size, interleave)
+    return ContextParallel(holders, sharding, pages * options.page_size, settings.scratch_room)
 
 
 def doubling_context(config: ModelConfig) -> float:
@@ -246,9 +247,9 @@ def most_captured_cost(model: Target, head: DraftModel | None) -> int:
 
 
 def _cache(
-    model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings, context: DividedContext | None = None
+    model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings, context: ContextParallel | None = None
 ) -> KVCache:
-    """The KV cache of one of both models.  config: that model's.  context: of a cache that ranks divide among them."""
+    """The KV cache of one of both models.  config: that model's.  context: of a sharded cache."""
     options, slots = settings.options, [pages * settings.page_tokens for pages in plan.num_pages]
     if context is not None:
         slots = [context.scratch + context.room]
@@ -256,10 +257,10 @@ def _cache(
     return make_cache(model, config, slots, *kept, plan.groups_of_layers(config), options.int8_queries)
 
 
-def _source_cache(config: ModelConfig, settings: EngineSettings) -> KVCache:
+def _encoder_cache(config: ModelConfig, settings: EngineSettings) -> KVCache:
     """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text.  config: the target's."""
     options = settings.options
     kept = options.kv_cache_dtype, settings.dtype, settings.device
     layout = cache_layout(config, *kept, int8_queries=options.int8_queries)
-    slots = options.max_batch_size * settings.longest_source(config)
+    slots = options.max_batch_size * settings.longest_encoder_input(config)
     return KVCache(layout, (FULL,) * config.num_layers, slots, device=settings.device)

@@ -36,17 +36,17 @@ class PoolPlan(NamedTuple):
         """The group of each layer of a model."""
         return tuple(group_of(kind.span, self.groups) for kind in config.layer_kinds)
 
-    def admission(self, settings: EngineSettings, sources: int = 0) -> Admission:
-        """An admission over these pages, all of them free.  sources: see Admission."""
+    def admission(self, settings: EngineSettings, encoder_pages: int = 0) -> Admission:
+        """An admission over these pages, all of them free.  encoder_pages: see Admission."""
         pools = [
             PagePool(pages, settings.page_tokens, group.ring) for group, pages in zip(self.groups, self.num_pages, strict=True)
         ]
         caching = settings.options.prefix_caching
         if len(pools) == 1:
-            return Admission(pools[0], settings.lookahead, caching, sources=sources)
+            return Admission(pools[0], settings.lookahead, caching, encoder_pages=encoder_pages)
         span = self.groups[1].span
         assert span is not None
-        return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
+        return Admission(pools[0], settings.lookahead, caching, pools[1], span, encoder_pages)
 
 
 def pool_plan(
@@ -106,7 +106,7 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
 def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
     layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
-    slots = settings.options.max_batch_size * settings.longest_source(target)
+    slots = settings.options.max_batch_size * settings.longest_encoder_input(target)
     return slots * sum(map(layout.layer_bytes, range(target.num_layers)))
 
 

@@ -35,7 +35,7 @@ class Group(ABC):
         """What the first rank has, of the shape and dtype of x."""
         return self.gather(x)[0]
 
-    def swap(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
         return self.gather(x)[:, self.rank].contiguous()
 
@@ -129,10 +129,10 @@ class GlooGroup(Group):
         self._backend.allgather([list(all_N.unbind())], [x.contiguous()]).wait()
         return all_N
 
-    def swap(self, x: Tensor) -> Tensor:
-        swapped = x.new_empty(x.shape)
-        self._backend.alltoall_base(swapped, x.contiguous(), [], []).wait()
-        return swapped
+    def all_to_all(self, x: Tensor) -> Tensor:
+        received = x.new_empty(x.shape)
+        self._backend.alltoall_base(received, x.contiguous(), [], []).wait()
+        return received
 
 
 class Neighbours(Group):

@@ -53,17 +53,17 @@ class NcclGroup(Group):
             _check(self._nccl.ncclAllGather(x.data_ptr(), all_N.data_ptr(), count, _BYTES, self._comm, self._stream))
         return all_N
 
-    def swap(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        swapped = torch.empty_like(x)
+        received = torch.empty_like(x)
         if x.numel():
             _check(self._nccl.ncclGroupStart())
-            for rank, (mine, theirs) in enumerate(zip(x, swapped, strict=True)):
+            for rank, (mine, theirs) in enumerate(zip(x, received, strict=True)):
                 where = mine.numel() * mine.element_size(), _BYTES, rank, self._comm, self._stream
                 _check(self._nccl.ncclSend(mine.data_ptr(), *where))
                 _check(self._nccl.ncclRecv(theirs.data_ptr(), *where))
             _check(self._nccl.ncclGroupEnd())
-        return swapped
+        return received
 
     def neighbours(self, size: int) -> Group:
         if size == self.size:

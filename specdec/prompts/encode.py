@@ -82,7 +82,7 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
     return ids
 
 
-def check_source(ids: list[int], name: str, longest: int) -> None:
+def check_encoder_input(ids: list[int], name: str, longest: int) -> None:
     """PromptTooLong if the prompt is longer than the encoder's texts may be.  name: what errors call it."""
     if len(ids) > longest:
         raise PromptTooLong(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.batch.emitted import FirstTokens
 from specdec.batch.masks import BitMasks
-from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
+from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers
@@ -98,7 +98,7 @@ class PromptRunner:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
         pages = [state.of_group(group).prompt_pages for group in range(state.page_table_BGW.shape[1])]
-        prompts = PackedPrompts.unpack(flat, key.shape, *pages, sources=state.sources)
+        prompts = RaggedPrompts.from_flat(flat, key.shape, *pages, encoder_texts=state.encoder_texts)
         sampling = state.sampling_of(prompts.rows_B, key.needs)._replace(masks=masks)
         first, features_TF = verifier.prefill(prompts, sampling, key.needs, key.drafted)
         bonus_B = first.tokens_B.clamp(min=0)

@@ -164,8 +164,8 @@ class DeviceRunner:
             self._need_tables()
         with self.clock.phase("prefill"):
             for part in step.parts:
-                if part.source is not None:
-                    self._read_source(part.source)
+                if part.encoder_input is not None:
+                    self._read_encoder_input(part.encoder_input)
             if self._first is not None:
                 self._first.before_chunk(self.workers.state.narrow(self._rows_after(len(step.parts))), step)
             first, parts = self.prompts.run(step), len(step.parts)
@@ -220,10 +220,10 @@ class DeviceRunner:
         rows_R, speculates_R = sent([(entry.row, int(entry.speculates)) for entry in entries], device).unbind(1)
         sampling = RowSampling.of([entry.options for entry in entries], device)
         state.enter_rows(rows_R, sent(padded, device, torch.int32), sampling, speculates_R)
-        if state.source_size:
-            sources = [(entry.source.page, len(entry.source.token_ids)) if entry.source else (0, 0) for entry in entries]
+        if state.encoder_size:
+            texts = [(given.page, len(given.token_ids)) if (given := entry.encoder_input) else (0, 0) for entry in entries]
             for tensor, values_R in zip(
-                (state.source_page_B, state.source_lens_B), sent(sources, device, torch.int32).unbind(1)
+                (state.encoder_page_B, state.encoder_lens_B), sent(texts, device, torch.int32).unbind(1)
             ):
                 tensor.index_copy_(0, rows_R, values_R)
         for entry in step.entries:
@@ -237,12 +237,12 @@ class DeviceRunner:
         if self.workers.state.tables is None:
             self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
 
-    def _read_source(self, source: steps.EncoderInput) -> None:
+    def _read_encoder_input(self, given: steps.EncoderInput) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
-        ids_S = sent(source.token_ids, self.device)
-        first = source.page * self.workers.state.source_size
-        slots_S = torch.arange(first, first + len(source.token_ids), dtype=torch.int64, device=self.device)
-        self.workers.verifier.read_source(slots_S, ids_S)
+        ids_S = sent(given.token_ids, self.device)
+        first = given.page * self.workers.state.encoder_size
+        slots_S = torch.arange(first, first + len(given.token_ids), dtype=torch.int64, device=self.device)
+        self.workers.verifier.read_encoder_input(slots_S, ids_S)
 
     def _catch_up(self, step: steps.CatchUp) -> None:
         self.rounds.catch_up(self._rows_of(step), step)

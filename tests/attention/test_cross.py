@@ -19,8 +19,8 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.layout import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.encoder.inputs import CrossInputs
-from specdec.attention.encoder.sources import Sources
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, Scoring
 from specdec.attention.pages import PageTable
@@ -44,7 +44,7 @@ class World:
         for buffer in self.cache.buffers.values():
             buffer.view(torch.uint8).fill_(0xFF) if buffer.dtype.itemsize == 1 else buffer.fill_(torch.nan)
         self.page_B = torch.randperm(len(LENS), generator=self.generator).int()
-        self.sources = Sources(self.page_B.to(DEVICE), torch.tensor(LENS, dtype=torch.int32, device=DEVICE), LONGEST)
+        self.encoder_texts = EncoderTexts(self.page_B.to(DEVICE), torch.tensor(LENS, dtype=torch.int32, device=DEVICE), LONGEST)
 
     def randn(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(DEVICE, dtype)
@@ -54,13 +54,13 @@ class World:
 
     def attention(self, backend: TorchBackend | TritonBackend, ragged: bool) -> tuple[PagedAttention, list[int]]:
         """The attention of a pass, and how many queries each row has."""
-        own = causal_segment(PageTable(torch.arange(len(LENS), device=DEVICE).int()[:, None], N), self.sources.lens_B, N)
+        own = causal_segment(PageTable(torch.arange(len(LENS), device=DEVICE).int()[:, None], N), self.encoder_texts.lens_B, N)
         counts = [2, 0, 3, 1] if ragged else [N] * len(LENS)
         cu = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32).to(DEVICE)
-        cross = self.sources.read_by_rows_of(cu, N, ragged=True) if ragged else self.sources.read_by(N)
-        rows = AttentionPlan((own,), cross=self.sources.read_by(1))
+        cross = self.encoder_texts.read_by_rows_of(cu, N, ragged=True) if ragged else self.encoder_texts.read_by(N)
+        rows = AttentionPlan((own,), cross=self.encoder_texts.read_by(1))
         tables = PassTables(AttentionPlan((own,), cross=cross), torch.arange(sum(counts), device=DEVICE), rows)
-        return PagedAttention(backend, self.own, tables, sources=self.cache), counts
+        return PagedAttention(backend, self.own, tables, encoder_cache=self.cache), counts
 
 
 @pytest.mark.parametrize("kept", ["auto", "int8", INT8_KEYS])

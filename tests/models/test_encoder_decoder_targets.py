@@ -13,7 +13,7 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.eager.torch_backend import TorchBackend
-from specdec.attention.encoder.sources import Sources
+from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan
@@ -45,10 +45,10 @@ def test_every_layer_equals_transformers(bart: Path) -> None:
     for page, text in enumerate(texts):
         for layer, kv_S2KD in enumerate(target.read_text(text, TorchBackend())):
             read.view(layer).write(page * LONGEST + torch.arange(len(text)), kv_S2KD)
-    sources = Sources(torch.arange(B).int(), torch.tensor([len(text) for text in texts]).int(), LONGEST)
+    read_texts = EncoderTexts(torch.arange(B).int(), torch.tensor([len(text) for text in texts]).int(), LONGEST)
     pages = PageTable(torch.arange(B, dtype=torch.int32)[:, None], N)
-    plan = AttentionPlan((causal_segment(pages, torch.full((B,), N, dtype=torch.int32), N),), cross=sources.read_by(N))
-    attn = PagedAttention(TorchBackend(), own, PassTables(plan, torch.arange(B * N)), sources=read)
+    plan = AttentionPlan((causal_segment(pages, torch.full((B,), N, dtype=torch.int32), N),), cross=read_texts.read_by(N))
+    attn = PagedAttention(TorchBackend(), own, PassTables(plan, torch.arange(B * N)), encoder_cache=read)
     positions_T, layers = torch.arange(N).repeat(B), tuple(range(config.num_layers))
     out = target(ids_BN.flatten(), positions_T, attn, layers)
     theirs = [

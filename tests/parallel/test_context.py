@@ -80,7 +80,7 @@ def test_long_prompts_gather_latents(zoos: dict[type[Zoo], Zoo]) -> None:
 
 @pytest.mark.slow
 def test_processes_write_what_one_writes(zoos: dict[type[Zoo], Zoo]) -> None:
-    """Over gloo.  Keeps out: a swap of tensors that only threads can do."""
+    """Over gloo.  Keeps out: an all-to-all that only threads can do."""
     pair = zoos[DeepseekZoo].target("v3"), zoos[DeepseekZoo].head("v3", "eagle3")
     settings: dict[str, Any] = {"device": "cpu", "max_seq_len": 80, "threads": 1}
     with SpecDecoder.from_pretrained(*pair, TREE, **settings) as decoder:
@@ -159,6 +159,6 @@ def test_backends_that_read_whole_sequences_are_refused(zoos: dict[type[Zoo], Zo
     from specdec.attention.capability import Feature
     from specdec.attention.needs import AttentionNeeds
 
-    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), features=frozenset({Feature.DIVIDED}))
+    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), features=frozenset({Feature.CONTEXT_PARALLEL}))
     refusing = {name for name, c in TABLE.items() if any("whole sequences" in fault.problem for fault in faults(c, needs))}
     assert refusing == set(TABLE) - {"torch", "triton"}

@@ -32,10 +32,10 @@ def test_tensors_of_any_layout_are_exchanged(layout: str) -> None:
 
     def exchange(rank: int) -> tuple[Tensor, Tensor]:
         group = GlooGroup(dist.ProcessGroupGloo(store, rank, SIZE, timedelta(seconds=60)), rank, SIZE)
-        return group.gather(of_rank(rank, layout)), group.swap(of_rank(rank, layout))
+        return group.gather(of_rank(rank, layout)), group.all_to_all(of_rank(rank, layout))
 
     with ThreadPoolExecutor(SIZE) as pool:
         found = list(pool.map(exchange, range(SIZE)))
     all_N = torch.stack([of_rank(rank, layout).clone() for rank in range(SIZE)])
-    for rank, (gathered, swapped) in enumerate(found):
-        assert torch.equal(gathered, all_N) and torch.equal(swapped, all_N[:, rank])
+    for rank, (gathered, received) in enumerate(found):
+        assert torch.equal(gathered, all_N) and torch.equal(received, all_N[:, rank])

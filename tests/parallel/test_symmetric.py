@@ -12,9 +12,9 @@ from toolkit.parallel.inboxes import inboxes, on_processes
 from toolkit.parallel.interleavings import Protocol, fault
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 
-from specdec.attention.context import swap_triton
-from specdec.attention.context.exchange import packed
-from specdec.attention.context.exchange_triton import launch_merge
+from specdec.attention.context_parallel import symmetric_triton
+from specdec.attention.context_parallel.all_to_all import pack_states
+from specdec.attention.context_parallel.all_to_all_triton import launch_merge
 from specdec.attention.state import AttentionState
 from specdec.ops.norm import rms_norm
 from specdec.parallel.group import Group
@@ -75,13 +75,13 @@ def many_calls(group: SymmetricGroup) -> list[str]:
         groups.MAX_AS_MESSAGES = alike.choice([0, 1 << 20])
         terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
         x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)
-        kind = alike.choice(["norm", "add", "sum", "gather", "swap"])
+        kind = alike.choice(["norm", "add", "sum", "gather", "all_to_all"])
         if kind == "gather":
             ids = [(each * 1e9).long() << 20 for each in terms]
             good = torch.equal(group.gather(ids[group.rank]), torch.stack(ids))
-        elif kind == "swap":
+        elif kind == "all_to_all":
             pieces = [torch.stack([each * rank for rank in range(1, group.size + 1)]) for each in terms]
-            good = torch.equal(group.swap(pieces[group.rank]), torch.stack([piece[group.rank] for piece in pieces]))
+            good = torch.equal(group.all_to_all(pieces[group.rank]), torch.stack([piece[group.rank] for piece in pieces]))
         elif kind == "sum":
             good = torch.equal(group.sum(terms[group.rank]), added(terms))
         else:
@@ -150,13 +150,13 @@ def test_rows_beyond_the_inbox_go_in_several_exchanges() -> None:
 
 
 def several_blocks(group: SymmetricGroup) -> list[bool]:
-    """Of gathers and swaps whose channels have one block, some of two, and all of two."""
+    """Of gathers and all-to-alls whose channels have one block, some of two, and all of two."""
     right = []
     for turn, count in enumerate((1023, 2 * 1024 + 3, 4 * 1024)):
         words = [torch.arange(count, dtype=torch.int32) * (10 + rank + turn) for rank in range(group.size)]
         right.append(torch.equal(group.gather(words[group.rank]), torch.stack(words)))
         pieces = [torch.stack([own + to for to in range(group.size)]) for own in words]
-        right.append(torch.equal(group.swap(pieces[group.rank]), torch.stack([each[group.rank] for each in pieces])))
+        right.append(torch.equal(group.all_to_all(pieces[group.rank]), torch.stack([each[group.rank] for each in pieces])))
     return right
 
 
@@ -166,22 +166,25 @@ def test_channels_that_send_several_blocks() -> None:
 
 
 def states_of_all(group: SymmetricGroup, T: int, H: int, E: int, dtype: torch.dtype) -> list[bool]:
-    """Whether heads are gathered, and states swapped by one kernel, as the other ways do it, bit for bit."""
+    """Whether heads are gathered, and states exchanged by one kernel, as the other ways do it, bit for bit."""
     q = [term(rank, 1, T, H, E).to(dtype) for rank in range(group.size)]
     heads = torch.equal(group.gather_heads(q[group.rank]), torch.cat(q, dim=1))
     outs = [term(rank, 2, T, group.size * H, E).to(dtype) for rank in range(group.size)]
     lses = [term(rank, 3, T, group.size * H) * 9 for rank in range(group.size)]
     outs[1][0], lses[1][0], lses[0][1], lses[1][1] = torch.nan, -torch.inf, -torch.inf, -torch.inf
     states = [AttentionState(out, lse) for out, lse in zip(outs, lses)]
-    want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), E)
-    swap_triton.BLOCK, swap_triton.MAX_TURNS = E * dtype.itemsize // 4, 9  # two rows at once: a channel has several turns
-    assert swap_triton.takes_states(group.inbox, states[0])
-    got = swap_triton.launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
+    want = launch_merge(torch.stack([pack_states(each, group.size)[group.rank] for each in states]), E)
+    symmetric_triton.BLOCK, symmetric_triton.MAX_BLOCKS = (
+        E * dtype.itemsize // 4,
+        9,
+    )  # two rows at once: a channel has several turns
+    assert symmetric_triton.can_exchange(group.inbox, states[0])
+    got = symmetric_triton.launch_all_to_all_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
     return [heads, torch.equal(got.out_THD, want.out_THD), torch.equal(got.lse_TH, want.lse_TH)]
 
 
 @pytest.mark.parametrize(("ranks", "T", "H", "E", "dtype"), [(2, 5, 3, 16, torch.float16), (3, 2, 3, 4, torch.float32)])
-def test_states_are_swapped_and_merged_in_one_launch(ranks: int, T: int, H: int, E: int, dtype: torch.dtype) -> None:
+def test_states_are_exchanged_and_merged_in_one_launch(ranks: int, T: int, H: int, E: int, dtype: torch.dtype) -> None:
     """Keeps out: a row in another's place, an lse of another row, NaN of a rank without a key, another order of ranks."""
     found = on_processes(ranks, lambda group: states_of_all(group, T, H, E, dtype), row_bytes=1024, channels=2)
     assert found == [[True] * 3] * ranks

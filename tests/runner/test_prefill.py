@@ -12,7 +12,7 @@ from toolkit.oracles.reference import ReferenceBackend
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.pages import PageTable
-from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
+from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
 from specdec.runner.prompts import bucket_of
 from specdec.steps import PromptPart
 
@@ -47,7 +47,7 @@ def test_padding_touches_nothing_of_a_prompt() -> None:
         bucket = bucket_of(exact)
         assert bucket.tokens >= used and bucket.parts >= len(lens) and bucket.most >= max(lens)
         pages = PageTable(table_BW, P), PageTable(table_BW.flip(1) * (table_BW > 0), P)  # of two groups of layers
-        bare, padded = (PackedPrompts.unpack(flat_chunk(parts, shape, spare), shape, *pages) for shape in (exact, bucket))
+        bare, padded = (RaggedPrompts.from_flat(flat_chunk(parts, shape, spare), shape, *pages) for shape in (exact, bucket))
         for name in ("ids_T", "positions_T", "part_T", "next_T", "rows_B", "last_B", "lens_B", "final_B"):
             want, got = getattr(bare, name), getattr(padded, name)
             assert torch.equal(got[: len(want)], want), name

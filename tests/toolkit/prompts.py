@@ -1,4 +1,4 @@
-"""A prompt that many others begin with, what it means that two runs agree, and prompts packed for a model, or read by one."""
+"""A prompt that many others begin with, what it means that two runs agree, and prompts ragged for a model, or read by one."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.pages import PageTable
-from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
+from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
 from specdec.models.causal_lm import CausalLM
 from specdec.models.kv import make_cache
 from specdec.steps import PromptPart
@@ -28,16 +28,16 @@ def assert_same(got: list[Generation], want: list[Generation]) -> None:
     assert [out.stats.accepted_per_round for out in got] == [out.stats.accepted_per_round for out in want]
 
 
-def packed_prompts(
+def ragged_prompts(
     prompts: list[list[int]], table_BW: Tensor, page_size: int, start: int = 0, size: int = 10**9
-) -> PackedPrompts:
+) -> RaggedPrompts:
     """`size` tokens of each prompt from `start` on; prompt b lives on the pages of row b."""
     parts = [
         PromptPart(row, prompt[start : start + size], start, prompt[start + size] if start + size < len(prompt) else -1)
         for row, prompt in enumerate(prompts)
     ]
     shape = ChunkShape.of(parts)
-    return PackedPrompts.unpack(flat_chunk(parts, shape, 0).to(table_BW.device), shape, PageTable(table_BW, page_size))
+    return RaggedPrompts.from_flat(flat_chunk(parts, shape, 0).to(table_BW.device), shape, PageTable(table_BW, page_size))
 
 
 def paged_logits(
@@ -60,9 +60,9 @@ def paged_logits(
     parts: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
-        packed = packed_prompts([prompts[i] for i in live], table[live], page_size, start, chunk)
-        attn, rows_R = PagedAttention(backend or TorchBackend(), cache, *packed.tables), packed.last_B if last else None
-        logits = model.logits(model(packed.ids_T, packed.positions_T, attn, rows_R=rows_R).hidden_TH)
+        ragged = ragged_prompts([prompts[i] for i in live], table[live], page_size, start, chunk)
+        attn, rows_R = PagedAttention(backend or TorchBackend(), cache, *ragged.tables), ragged.last_B if last else None
+        logits = model.logits(model(ragged.ids_T, ragged.positions_T, attn, rows_R=rows_R).hidden_TH)
         counts = [1 if last else len(prompts[i][start : start + chunk]) for i in live]
         for index, part in zip(live, logits.split(counts), strict=True):
             parts[index].append(part)

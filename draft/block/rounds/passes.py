@@ -4,8 +4,8 @@ A pass takes what each row has emitted since the last one, with the target's fea
 the block's unknown rows lie after the committed tokens, and the next pass writes over them.  This module knows heads, pages and
 attention; it knows neither trees nor rounds.
 
-Shapes: B rows, E emitted tokens of a row with padding, S tokens drafted, N rows of a block, W = E + S - 1 pairs, T packed
-tokens, C context rows, H hidden, F features.
+Shapes: B rows, E emitted tokens of a row with padding, S tokens drafted, N rows of a block, W = E + S - 1 pairs, T
+tokens of ragged prompts, C context rows, H hidden, F features.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
 from specdec.batch.emitted import NewTokens
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.draft.block.rounds.pairs import fill_pairs
 from specdec.draft.block.rounds.tables import BlockTables, block_tables
@@ -73,7 +73,7 @@ class BlockPass(ABC):
         """
 
     @abstractmethod
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
+    def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         """[B, S, H]: the pass over parts of prompts; what it drafts after a part counts if the prompt ends there."""
 
 
@@ -102,7 +102,7 @@ class PairPass(BlockPass):
         hidden_TH = self.head(ids_BW.flatten(), fused_BWH.flatten(0, 1), positions_T, attn)
         return take_run(hidden_TH.view(B, W, -1), new.last_B, S, out)
 
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
+    def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         """Two passes: over the prompts' pairs, and over the last of each with unknown ones after it."""
         groups = self.cache.group_numbers
         attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(groups))
@@ -136,7 +136,7 @@ class ContextPass(BlockPass):
         B, S = hidden_BSH.shape[:2]
         return take_rows(hidden_BSH, arange(S, hidden_BSH.device).expand(B, S), out)
 
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
+    def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         groups, block = self.cache.group_numbers, self.head.block
         pages = Pages.of_prompts(state, groups, prompts.rows_B)
         anchors_B = prompts.next_ids(first_B).index_select(0, prompts.last_B)

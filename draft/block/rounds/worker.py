@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens
-from specdec.batch.packed import PackedPrompts
+from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
@@ -42,7 +42,7 @@ class BlockWorker(PausingDrafter[BlockRows]):
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.run.after(new, state.lens_B, Pages.of_rows(state, self.groups), self.rows_of(state).hidden_BSH)
 
-    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.rows.hidden_BSH.index_copy_(0, prompts.rows_B, self.run.prefill(state, prompts, first_B, features_TF))
 
     def _noise(self, state: BatchState, needs: Needs) -> Noise | None:

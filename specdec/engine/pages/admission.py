@@ -31,7 +31,7 @@ class PageAllocation:
     start: int = 0  # how many leading tokens of the prompt have their keys and values in the pages already
     node: Node | None = None  # the last page that it shares through the prefix cache; None without a prefix cache
     local: list[int] | None = None  # by position, for layers with a span, where there are two groups of layers
-    source: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
+    encoder_page: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -55,7 +55,7 @@ class Admission:
         the decoder's keys and values depend on the encoder's text.
     local: the pages of the layers with a span, which have a ring; None where there is one group of layers.
     span: the most keys that one query reads in these layers.
-    sources: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
+    encoder_pages: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     least_shared_to_wait: see `should_wait`.
     """
@@ -67,11 +67,11 @@ class Admission:
         prefix_caching: bool,
         local: PagePool | None = None,
         span: int = 1,
-        sources: int = 0,
+        encoder_pages: int = 0,
     ) -> None:
         assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
-        assert not (prefix_caching and sources), "keys and values depend on the encoder's text, so they can't be kept"
-        self._free_sources = list(range(sources))
+        assert not (prefix_caching and encoder_pages), "keys and values depend on the encoder's text, so they can't be kept"
+        self._free_encoder_pages = list(range(encoder_pages))
         assert local is None or (local.ring is not None and local.ring <= local.capacity), "one ring at least"
         self.pool, self.local, self.lookahead = pool, local, lookahead
         self.copies = RingCopies(local, span, group=1) if local is not None and prefix_caching else None
@@ -164,8 +164,10 @@ class Admission:
         needed = self.tokens_needed(request)
         if self.cache is None:
             table = _around(self.pool.admit(request, needed), self.pool.table_pages(needed))
-            source = None if request.source_ids is None else self._free_sources.pop()
-            self.allocations[request] = PageAllocation(table, local=self._local_table(request, found), source=source)
+            encoder_page = None if request.encoder_ids is None else self._free_encoder_pages.pop()
+            self.allocations[request] = PageAllocation(
+                table, local=self._local_table(request, found), encoder_page=encoder_page
+            )
             return True
         node = found.path[-1] if found.path else self.cache.root
         self.cache.use(node)
@@ -232,8 +234,8 @@ class Admission:
         writes or reads there is launched after that round.
         """
         allocation = self.allocations.pop(request)
-        if allocation.source is not None:
-            self._free_sources.append(allocation.source)
+        if allocation.encoder_page is not None:
+            self._free_encoder_pages.append(allocation.encoder_page)
         if self.cache is not None and allocation.node is not None:
             self.cache.leave(allocation.node)
         self.pool.release(request)

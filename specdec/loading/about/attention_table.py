@@ -31,7 +31,7 @@ def table_rows() -> list[list[str]]:
         **_yes(Feature.TREES),
         "CUDA graphs": _graphs,
         Feature.SHARED_PREFIXES.shown: _shared,
-        **_yes(Feature.DIVIDED),
+        **_yes(Feature.CONTEXT_PARALLEL),
         "tests passed on": lambda c: c.machine.tested,
     }
     return [[name, *map(cell, TABLE.values())] for name, cell in cells.items()]
@@ -55,7 +55,7 @@ def _machine(c: Capability) -> str:
 
 
 def _package(c: Capability) -> str:
-    least = c.machine.least_version
+    least = c.machine.min_version
     return (c.machine.package or "nothing") + (f" {'.'.join(map(str, least))}+" if any(least) else "")
 
 

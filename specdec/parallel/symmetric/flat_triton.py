@@ -1,4 +1,4 @@
-"""The kernel that sums, gathers or swaps small tensors of any shape: best tokens, totals, the sums of a few rows.
+"""The kernel for sums, all-gathers and all-to-alls of small tensors of any shape: best tokens, totals, the sums of a few rows.
 
 A program takes blocks of BLOCK pairs of words of the tensor, wherever rows begin and end.  It sends all of them before it waits
 for the first.
@@ -44,7 +44,7 @@ def flat_kernel(
         tl.extra.cuda.gdc_wait()
     count = tl.load(counts + channel)
     number = call_number(count)
-    piece = word_count.to(tl.int64) if KIND == "swap" else 0  # what lies between the words for two ranks
+    piece = word_count.to(tl.int64) if KIND == "all_to_all" else 0  # what lies between the words for two ranks
     for turn in range(TURNS):
         first = (channel + turn * programs) * BLOCK  # in pairs
         if first * 2 < word_count:
@@ -69,7 +69,7 @@ def flat_kernel(
                 if KIND == "gather":  # each row of all ranks, one after the other
                     beyond = (low // row_words).to(tl.int64) * (RANKS - 1) + sender
                     store_pairs(out + beyond * row_words, words, low, word_count)
-                elif KIND == "swap":
+                elif KIND == "all_to_all":
                     store_pairs(out + sender * word_count.to(tl.int64), words, low, word_count)
                 elif sender == 0:
                     value = unpack(words, DTYPE, SYS)
@@ -94,18 +94,18 @@ def store_pairs(out, words, low, word_count):
 
 
 def launch_flat(
-    inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal["sum", "gather", "swap"], rows: int = 1
+    inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal["sum", "gather", "all_to_all"], rows: int = 1
 ) -> Tensor:
     """The sum of all ranks' x; or x of all ranks, [N, *x.shape]; or what each rank has for this one, where x is [N, ...].
 
     rows: into how many x is cut for a gather, which then has the first row of every rank, the second of every rank, and so on.
     A row has an even number of words, or is all.
-    patience: in nanoseconds.  x: whole words, at most as many as the channels' messages; with "swap" for each rank.
+    patience: in nanoseconds.  x: whole words, at most as many as the channels' messages; with "all_to_all" for each rank.
     """
     x, layout = x.contiguous(), inbox.layout
     words = x.flatten().view(torch.int32)
     out = torch.empty((layout.ranks, *x.shape) if kind == "gather" else x.shape, dtype=x.dtype, device=x.device)
-    count = len(words) // layout.ranks if kind == "swap" else len(words)
+    count = len(words) // layout.ranks if kind == "all_to_all" else len(words)
     pairs = triton.cdiv(count, 2)
     block = max(32, min(BLOCK, triton.next_power_of_2(pairs)))
     blocks = triton.cdiv(pairs, block)

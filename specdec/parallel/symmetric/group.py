@@ -54,12 +54,12 @@ class SymmetricGroup(Group):
         gathered = launch_flat(self.inbox, self.rank, self.nanoseconds, x_THL, "gather", rows=T)
         return gathered.view(T, self.size * H, L)
 
-    def swap(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         if not self._has_words(x[0], self.inbox.layout.words):
-            return self.base.swap(x)
+            return self.base.all_to_all(x)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
-        return launch_flat(self.inbox, self.rank, self.nanoseconds, x, "swap")
+        return launch_flat(self.inbox, self.rank, self.nanoseconds, x, "all_to_all")
 
     def neighbours(self, size: int) -> Group:
         return self if size == self.size else self.base.neighbours(size)

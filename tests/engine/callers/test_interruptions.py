@@ -19,7 +19,7 @@ from toolkit.driver import Driver, new_request
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.owner import EngineOwner
+from specdec.engine.engine_thread import EngineThread
 from specdec.steps import LeaveRows, RunChunk, RunRound
 
 PROMPTS = [[3, 4], [5, 6, 7], [8] * 9]
@@ -184,7 +184,7 @@ def test_a_signal_handler_may_close_the_decoder(decoder: SpecDecoder, moment: st
     try:
         if moment == "waiting":
             signal.setitimer(signal.ITIMER_REAL, 0.02)
-        sent = patch.object(EngineOwner, "_start", lambda owner: signal.raise_signal(signal.SIGALRM))
+        sent = patch.object(EngineThread, "_start", lambda owner: signal.raise_signal(signal.SIGALRM))
         with sent if moment == "handing in" else nullcontext(), pytest.raises(RuntimeError, match="closed"):
             while True:
                 decoder.generate(PROMPTS, SamplingParams(max_tokens=60))

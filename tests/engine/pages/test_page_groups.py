@@ -142,9 +142,9 @@ class Memory:
             assert part.start == row.length and len(part.token_ids) <= CHUNK
             row.add(list(part.token_ids))
             emitted.append([self.rng.randrange(self.vocab)] if part.is_last else [])
-            after = [*part.token_ids[1:], emitted[-1][0] if part.is_last else part.follower]
-            for i, follower in enumerate(after):  # all are stored before the first is read
-                self.write(row, part.start + i, (row.hashes[part.start + i], follower, step.drafted))
+            after = [*part.token_ids[1:], emitted[-1][0] if part.is_last else part.next_token]
+            for i, next_token in enumerate(after):  # all are stored before the first is read
+                self.write(row, part.start + i, (row.hashes[part.start + i], next_token, step.drafted))
             self.check(row, range(part.start, part.end))
             row.length, row.running = part.end, part.is_last
             row.add(emitted[-1])

@@ -23,9 +23,9 @@ from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout, QuantView
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout
-from specdec.attention.context.exchange import merged, packed
-from specdec.attention.context.ownership import Ownership
-from specdec.attention.context.swap_triton import launch_swap_states
+from specdec.attention.context_parallel.all_to_all import merge_ranks, pack_states
+from specdec.attention.context_parallel.sharding import KVSharding
+from specdec.attention.context_parallel.symmetric_triton import launch_all_to_all_states
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, SplitInputs
@@ -156,17 +156,17 @@ def sparse_attention() -> None:
             backend.run(halves(T, 128, 576), view.latents, rows, Scoring(0.1))  # type: ignore[attr-defined]
 
 
-def divided_attention() -> None:
-    """Context parallelism: who keeps what, and how states travel."""
-    own = Ownership(1, 4, 64, 16)
-    own.counts(counts(8))
-    own.own_slots(ids(60))
+def context_parallel_attention() -> None:
+    """Context parallelism: the sharding of a cache, and the all-to-all of partial states."""
+    own = KVSharding(1, 4, 64, 16)
+    own.local_lens(counts(8))
+    own.local_slots(ids(60))
     inbox = inbox_of(4)
     for heads, E in ((32, 128), (128, 512)):
         state = AttentionState.empty((60, heads, E), torch.bfloat16, here())
-        merged(packed(state, 4), E)
+        merge_ranks(pack_states(state, 4), E)
     small = AttentionState.empty((1, 32, 128), torch.bfloat16, here())
-    launch_swap_states(inbox, 1, 10**9, small)
+    launch_all_to_all_states(inbox, 1, 10**9, small)
 
 
 def caches_that_move() -> None:

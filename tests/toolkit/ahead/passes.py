@@ -19,7 +19,7 @@ PASSES: tuple[Callable[[], None], ...] = (
     attention.heads_attention,
     attention.latent_attention,
     attention.sparse_attention,
-    attention.divided_attention,
+    attention.context_parallel_attention,
     attention.caches_that_move,
     attention.flash_queries,
     rounds.sampling,

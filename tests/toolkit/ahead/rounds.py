@@ -19,8 +19,8 @@ from specdec.draft.tree.branches_triton import launch_fork
 from specdec.draft.tree.build_tree_triton import launch_best_nodes
 from specdec.draft.tree.expand import Beam, Candidates
 from specdec.draft.tree.expand_triton import launch_expand, launch_first_level
-from specdec.ops.noise.border import borders
-from specdec.ops.noise.floor import Filters
+from specdec.ops.noise.cutoff import cutoffs
+from specdec.ops.noise.filters import Filters
 from specdec.ops.noise.gumbel import Noise, gumbel_noise, perturb
 from specdec.ops.noise.sample import sampled_tokens
 from specdec.ops.topk import greedy_tokens, top_tokens
@@ -44,7 +44,7 @@ def sampling() -> None:
             R = B * N
             logits, options = torch.empty(R, V, dtype=dtype), filters_of(B)
             noise = Noise(options.temperature_B, ids(B), counts(B), 1, 1.0, 1.0)
-            filtered = noise._replace(floor_weight=4.0, filters=options)
+            filtered = noise._replace(cutoff_weight=4.0, filters=options)
             top_tokens(logits, 8)
             top_tokens(logits, 8, noise=filtered)
             top_tokens(logits, 8, ids(V))
@@ -52,8 +52,8 @@ def sampling() -> None:
             greedy_tokens(logits, noise=noise)
             perturb(logits, noise)
             perturb(logits, filtered, ids(V))
-            border = borders(logits, options)
-            for cut in (None, border):
+            cutoff = cutoffs(logits, options)
+            for cut in (None, cutoff):
                 sampled_tokens(logits, options.temperature_B, ids(B), ids(R), cut)
             masked_logits(logits, BitMasks(counts(2, N, -(-V // 32)), counts(B)))
     gumbel_noise(ids(4), ids(4), 32000)
@@ -98,12 +98,12 @@ def verifying() -> None:
 
 
 def exchanges() -> None:
-    """Sums, gathers and swaps of 2 and of 8 ranks."""
+    """Sums, gathers and all-to-alls of 2 and of 8 ranks."""
     for ranks in (2, 8):
         inbox = inbox_of(ranks)
         for T, few in ((1, True), (60, True), (2048, False)):
             launch_rows(inbox, 1, 10**9, halves(T, HIDDEN), halves(T, HIDDEN), halves(HIDDEN), 1e-5, few)
             launch_rows(inbox, 1, 10**9, None, halves(T, HIDDEN), None, 0.0, few)
-        for kind in ("sum", "gather", "swap"):
+        for kind in ("sum", "gather", "all_to_all"):
             launch_flat(inbox, 1, 10**9, halves(ranks, 4096), kind)  # type: ignore[arg-type]
         launch_scan_ranks(halves(60, VOCABULARY // ranks), 8, True, lambda own: ids(ranks, len(own)), 1)  # noqa: B023

@@ -23,8 +23,8 @@ from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLate
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference, subtract_halves
+from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.encoder.inputs import CrossInputs
-from specdec.attention.encoder.sources import Sources
 from specdec.attention.encoder.texts import attend_texts, encoder_segment
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import FULL, PLAIN, Scoring
@@ -111,7 +111,7 @@ class World:
         self.cache = self.new_cache(pages.num_slots)
         self.texts = self.new_cache(len(TEXTS) * LONGEST) if cell.extra == "cross" else None
         text_pages = torch.arange(len(TEXTS), dtype=torch.int32, device=DEVICE).flip(0)
-        self.sources = Sources(text_pages, torch.tensor(TEXTS, dtype=torch.int32, device=DEVICE), LONGEST)
+        self.encoder_texts = EncoderTexts(text_pages, torch.tensor(TEXTS, dtype=torch.int32, device=DEVICE), LONGEST)
         self.mask_NN = mask_of(list(PARENTS) if cell.tree else chain_shape(N)[0]).to(DEVICE)
         self.depth_N = self.mask_NN.sum(-1) - 1
         self.deepest = int(self.depth_N.max()) + 1
@@ -173,7 +173,7 @@ class World:
             self.write(0, slots_S, self.fresh(len(slots_S)), self.texts)
 
     def text_slots(self, b: int) -> Tensor:
-        return int(self.sources.page_B[b]) * LONGEST + torch.arange(TEXTS[b], device=DEVICE)
+        return int(self.encoder_texts.page_B[b]) * LONGEST + torch.arange(TEXTS[b], device=DEVICE)
 
     def fresh(self, tokens: int) -> Tensor:
         shapes = {"split": (K * (D + E),)} | dict.fromkeys(RANKS, (1, self.head_dim))
@@ -188,14 +188,16 @@ class World:
         P, at_N = self.cell.page_size, torch.arange(N, device=DEVICE)
         slots_BN = PageTable(self.table, P).slots_at(self.lens_B.long()[:, None] + at_N)
         if not self.cell.tree:
-            plan = AttentionPlan((causal_segment(PageTable(self.table, P), self.lens_B + N, N),), cross=self.sources.read_by(N))
-            return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), sources=self.texts)
+            plan = AttentionPlan(
+                (causal_segment(PageTable(self.table, P), self.lens_B + N, N),), cross=self.encoder_texts.read_by(N)
+            )
+            return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), encoder_cache=self.texts)
         suffix = replace(Segment.empty(len(LENS) * N, self.deepest, 1, device=DEVICE), base_B=self.lens_B)
         fill_tree_suffix(suffix, slots_BN, self.mask_NN.expand(len(LENS), N, N))
         positions_T = (self.lens_B.long()[:, None] + self.depth_N).flatten()
         prefix = prefix_segment(PageTable(self.table, P), self.lens_B, N)
-        plan = AttentionPlan((prefix,), positions_T, suffix, self.sources.read_by(N))
-        return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), sources=self.texts)
+        plan = AttentionPlan((prefix,), positions_T, suffix, self.encoder_texts.read_by(N))
+        return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), encoder_cache=self.texts)
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:
         """One pass: every layer stores its tokens, and attends; the layer that shares attends with other queries."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpecDecoder
-from specdec.batch.packed import ChunkShape
+from specdec.batch.ragged import ChunkShape
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.engine.pages.admission import Admission

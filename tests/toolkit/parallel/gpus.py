@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specdec.attention.context.exchange import packed
+from specdec.attention.context_parallel.all_to_all import pack_states
 from specdec.attention.state import AttentionState
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as groups
@@ -135,8 +135,8 @@ def _fingerprint(x: Tensor) -> Tensor:
 
 def every_exchange(group: SymmetricGroup) -> list[str]:
     """What is wrong after each kernel has exchanged a few numbers."""
-    from specdec.attention.context.exchange_triton import launch_merge
-    from specdec.attention.context.swap_triton import launch_swap_states
+    from specdec.attention.context_parallel.all_to_all_triton import launch_merge
+    from specdec.attention.context_parallel.symmetric_triton import launch_all_to_all_states
 
     with written_down(f"rank {group.rank}"):
         wrong = []
@@ -145,13 +145,15 @@ def every_exchange(group: SymmetricGroup) -> list[str]:
         own = torch.arange(50, device="cuda") + 100 * group.rank
         all_ranks = torch.stack([own - 100 * group.rank + 100 * rank for rank in range(group.size)])
         wrong += [] if torch.equal(group.gather(own), all_ranks) else ["gather"]
-        wrong += [] if torch.equal(group.swap(all_ranks + own[0]), all_ranks + all_ranks[group.rank, 0]) else ["swap"]
+        wrong += (
+            [] if torch.equal(group.all_to_all(all_ranks + own[0]), all_ranks + all_ranks[group.rank, 0]) else ["all_to_all"]
+        )
         states = [
             AttentionState(random_rows(5, 2 * group.size, 64, seed=rank), random_rows(5, 2 * group.size, seed=9 + rank).float())
             for rank in range(group.size)
         ]
-        want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), 64)
-        got = launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
+        want = launch_merge(torch.stack([pack_states(each, group.size)[group.rank] for each in states]), 64)
+        got = launch_all_to_all_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
         return wrong + ([] if all(map(torch.equal, got, want)) else ["states"])
 
 
@@ -182,7 +184,7 @@ class Exchanges:
         self.wrong += (self.group.gather(ids + self.group.rank) != ids + ranks).sum()
         words = torch.arange(150_001, dtype=torch.int32, device="cuda") * self.step.int()  # more than a block for each channel
         self.wrong += (self.group.gather(words + self.group.rank) != words + ranks[:, 0]).sum()
-        self.wrong += (self.group.swap(ids + 10 * self.group.rank + ranks) != ids + 10 * ranks + self.group.rank).sum()
+        self.wrong += (self.group.all_to_all(ids + 10 * self.group.rank + ranks) != ids + 10 * ranks + self.group.rank).sum()
 
 
 def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], seed: int) -> tuple[int, int, float]:

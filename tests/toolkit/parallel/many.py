@@ -110,13 +110,13 @@ def _block(name: str) -> Pair:
     return Pair(name, QWEN3.target, partial(save_block_head, name=name, heads=8))
 
 
-DIVIDED = {"decode_context_parallel_size": 2, "context_interleave": 2}
+CONTEXT_PARALLEL = {"decode_context_parallel_size": 2, "context_interleave": 2}
 BYTES = Pair("bytes", _plain("bytes", eos_token_id=383))
 NGRAM = Pair("ngram", _plain("bytes", eos_token_id=383), "ngram")
 WORDS: list[Any] = ["one", "two", "three", "four"]
 FEATURES = (
     Feature("every option", QWEN3, samplings=ALL_OPTIONS),
-    Feature("every option, sequences divided", QWEN3, samplings=ALL_OPTIONS, options=DIVIDED),
+    Feature("every option, context parallelism", QWEN3, samplings=ALL_OPTIONS, options=CONTEXT_PARALLEL),
     Feature("grammars", BYTES, samplings=GRAMMARS, prompts=WORDS),
     Feature("grammars", BYTES, CHAIN, GRAMMARS, prompts=WORDS),
     Feature("grammars, n-grams", NGRAM, samplings=GRAMMARS, prompts=WORDS),
@@ -127,13 +127,13 @@ FEATURES = (
     Feature("weights in fp8", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "fp8"}),
     Feature("weights in int4", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "int4"}),
     Feature("experts in fp8", V3, options={"quantize": "fp8"}),
-    Feature("experts in fp8, sequences divided", V3, options={"quantize": "fp8", **DIVIDED}),
+    Feature("experts in fp8, context parallelism", V3, options={"quantize": "fp8", **CONTEXT_PARALLEL}),
     Feature("keys and values in int8", Pair("mistral-int8", _plain("mistral")), options={"kv_cache_dtype": "int8"}),
     Feature("the drafter's window", QWEN3, options={"beyond_trained": "window"}),
     Feature("the drafter stops", QWEN3, options={"beyond_trained": "stop"}),
     Feature("MTP", _mtp("mimo", num_attention_heads=8)),
     Feature("MTP, two layers", _mtp("v3-two", **LATENT)),
-    Feature("MTP, sequences divided", _mtp("v3", **LATENT), options={**DIVIDED, "prefix_caching": True}),
+    Feature("MTP, context parallelism", _mtp("v3", **LATENT), options={**CONTEXT_PARALLEL, "prefix_caching": True}),
     Feature("MTP", _mtp("glm-dsa", **LATENT), CHAIN),
     *(Feature("one pass", _block(name)) for name in ("p-eagle", "dflash", "dflash-pruned", "dspark", "dspark-rnn")),
 )

@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Literal, NamedTuple
 
-from specdec.ops.products.formats.quantised import Kind, codes_a_word
+from specdec.ops.products.formats.quantised import Kind, pack_factor_of
 from specdec.ops.products.tiles.dense import SMS
 
 MAX_TILES = 1024  # of a split product: as many as there are counters of arrivals
@@ -123,19 +123,19 @@ WAVES: dict[tuple[int, bool], dict[tuple[int, int], float]] = {
                 (192, 128): 40.7},
 }  # fmt: skip
 # Microseconds for a million sums of splits: where a norm adds them up, and where the last program of a tile does.
-US_OF_TERMS, US_OF_SUMS = 2.0, 6.0
+US_OF_PARTIALS, US_OF_SUMS = 2.0, 6.0
 
 
 @cache
 def hopper_tiles(
-    M: int, N: int, K: int, kind: Kind, group: int, zeros: bool, gated: bool, terms: bool = False
+    M: int, N: int, K: int, kind: Kind, group: int, zeros: bool, gated: bool, partials: bool = False
 ) -> QuantisedTiles | None:
     """Tiles of hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns; None: another one.
 
-    group: columns of a scale, 0: all.  zeros: whether there are zeros.  terms: whether splits are added up by a norm.  Products
+    group: columns of a scale, 0: all.  zeros: whether there are zeros.  partials: whether a norm adds up splits.  Products
     of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
     """
-    a_word = codes_a_word(kind)
+    a_word = pack_factor_of(kind)
     if (
         not 0 < M <= (MANY if group else MANY_PLAIN)
         or (kind, group, zeros) not in SEEN
@@ -144,7 +144,7 @@ def hopper_tiles(
     ):
         return None
     if M > FEW:
-        return by_waves(M, N, K, a_word, group > 0, terms)
+        return by_waves(M, N, K, a_word, group > 0, partials)
     block_m, shape = tile_rows(M), shape_of(N, K)
     numbers = MEASURED[a_word][block_m][shape]
     if group and a_word == 2 and block_m == 64 and shape == "wide":
@@ -152,20 +152,22 @@ def hopper_tiles(
     return fitted(M, N, K, numbers, a_word, 16 // a_word)
 
 
-def by_waves(M: int, N: int, K: int, a_word: int, grouped: bool, terms: bool) -> QuantisedTiles:
+def by_waves(M: int, N: int, K: int, a_word: int, grouped: bool, partials: bool) -> QuantisedTiles:
     """The tiles with the shortest waves: each starts when all programs of the one before have ended."""
     waves = WAVES[a_word, grouped]
 
     def us(size: tuple[int, int], splits: int) -> float:
         tiles_m, tiles = _parts(M, size[0]), _parts(M, size[0]) * _parts(N, size[1])
         sums = tiles_m * size[0] * N * splits / 1e6 if splits > 1 else 0
-        return _parts(tiles * splits, SMS) * waves[size] * K / PASS / splits + (US_OF_TERMS if terms else US_OF_SUMS) * sums
+        return (
+            _parts(tiles * splits, SMS) * waves[size] * K / PASS / splits + (US_OF_PARTIALS if partials else US_OF_SUMS) * sums
+        )
 
     def may(size: tuple[int, int], splits: int) -> bool:
         if splits == 1:
             return True
         halves = 2 * _parts(M, size[0]) * _parts(N, size[1])  # of tiles: two groups of warps count apart
-        is_counted = terms or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
+        is_counted = partials or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
         return is_counted and halves <= MAX_TILES and K >= 2 * splits * SIZES[size][1]
 
     size, splits = min((each for each in product(waves, (1, 2, 3, 4)) if may(*each)), key=lambda each: us(*each))
@@ -212,7 +214,7 @@ def quantised_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None
     if not 0 < M <= FEW:
         return None
     block_m = max(8, 1 << (M - 1).bit_length())
-    few = _of_4_bits if codes_a_word(kind) == 4 else _of_8_bits
+    few = _of_4_bits if pack_factor_of(kind) == 4 else _of_8_bits
     tiles = few(block_m, N, K) if block_m <= 16 else _of_more_rows(block_m, N, K, kind)
     count = -(-N // tiles.block_n)
     splits = tiles.splits if count <= MAX_TILES else 1
@@ -238,6 +240,6 @@ def _of_4_bits(block_m: int, N: int, K: int) -> QuantisedTiles:
 
 def _of_more_rows(block_m: int, N: int, K: int, kind: Kind) -> QuantisedTiles:
     """17 to 64 rows.  Splits give every SM a program or two."""
-    if N >= WIDE and codes_a_word(kind) == 2 and block_m <= 32:
+    if N >= WIDE and pack_factor_of(kind) == 2 and block_m <= 32:
         return _stream(block_m, 128, 256, 1, 8, 3)
     return _stream(block_m, 64, 128, min(4, max(1, 2 * SMS // -(-N // 64))), 4, 4)

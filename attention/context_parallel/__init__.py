@@ -1,0 +1,1 @@
+"""Decode context parallelism: several ranks share the keys and values of each sequence, token by token."""
