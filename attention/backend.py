@@ -25,7 +25,9 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    reads_no_lengths: ClassVar[bool] = False  # True: lengths stay on the device, so packed prompts can be graph-captured too
+    reads_no_lengths: ClassVar[bool] = (
+        False  # True: lengths stay on the device, so ragged batches of prompts can be graph-captured too
+    )
 
     @abstractmethod
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:

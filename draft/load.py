@@ -18,7 +18,7 @@ from specdec.draft.formats.parts import fill
 from specdec.draft.head import DraftHead
 from specdec.draft.kind import OpenDrafter
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, copy_, fill_linear, fill_numbers
+from specdec.models.checkpoints.loader import build, copy_, fill_dense, fill_linear
 from specdec.models.config import ModelConfig
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
@@ -70,7 +70,7 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     else:
         head.embed_tokens = target.embed_tokens
     if spec.own_lm_head and parsed.copies:  # what is shared with the target is not rounded for the head alone
-        fill_numbers(head.lm_head, checkpoint, "lm_head")
+        fill_dense(head.lm_head, checkpoint, "lm_head")
     elif spec.own_lm_head:
         fill_linear(head.lm_head, checkpoint, "lm_head")
     else:

@@ -9,8 +9,8 @@ large than one that the target will choose, so the noise counts less than the dr
 sum estimates the log-probability that the target will choose the token, given q and the noise: a score for trees.
 
 Where the target's filters keep few tokens, large noise on one of the others means nothing.  Which tokens the target keeps is
-not known; those that the same filters would drop of q are made less likely, the more so the further they lie below the least
-kept.
+not known; those that the same filters would drop of q are made less likely, the more so the further they lie below q's
+approximate cutoff.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from specdec.steps import Needs
 
 # Fitted, as a multinomial logit, to what three heads of two targets drafted at temperatures 0.3 to 1.
 LOGIT_WEIGHT, NOISE_WEIGHT = 1.5, 1.2
-FLOOR_WEIGHT = 2.0  # chosen for accept length with top-k 20 and top-p of 0.7 to 0.95
+CUTOFF_WEIGHT = 2.0  # chosen for accept length with top-k 20 and top-p of 0.7 to 0.95
 
 
 def noise_of(lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise:
     """The noise of the tokens one position after the bonus tokens, which stand at positions lens_B (int32)."""
     filters = None if needs.steps.isdisjoint(("filtered", "min_p")) else sampling.filters
-    return Noise(sampling.temperature_R, sampling.seed_R, lens_B, 1, LOGIT_WEIGHT, NOISE_WEIGHT, FLOOR_WEIGHT, filters)
+    return Noise(sampling.temperature_R, sampling.seed_R, lens_B, 1, LOGIT_WEIGHT, NOISE_WEIGHT, CUTOFF_WEIGHT, filters)
 
 
 def noise_of_levels(noise: Noise, levels: int) -> Noise:

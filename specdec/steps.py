@@ -27,7 +27,7 @@ class Needs(NamedTuple):
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
 
     steps: names of steps of one pass over the logits, those that options are declared with (see SamplingOption).
-        sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose border is searched.  min_p: min-p.
+        sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, whose cutoff is searched.  min_p: min-p.
         bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
         grammar: RowEntry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
             round runs phase by phase.

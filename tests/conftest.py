@@ -50,7 +50,7 @@ grammar/test_completion grammar/test_grammar_rows grammar/test_keywords
 lossless/check/test_reference lossless/test_alibi_target lossless/test_lossless lossless/test_lossless_families
 lossless/test_random_traffic
 models/test_config_values models/test_forward models/test_linear models/test_strict
-ops/noise/test_floor ops/noise/test_gumbel ops/noise/test_gumbel_triton ops/noise/test_sample
+ops/noise/test_approximate_cutoff ops/noise/test_gumbel ops/noise/test_gumbel_triton ops/noise/test_sample
 runner/test_rehearsal
 serve/test_metrics_and_log serve/test_refused serve/test_http_options::test_every_option_is_a_field
 serve/test_http_options::test_a_wrong_option_is_named serve/test_http_options::test_every_field_has_a_reader

@@ -23,7 +23,7 @@ from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayou
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
-FP8_LEAST_ARCHITECTURE = (8, 9)  # the first compute capability with instructions that convert float8
+FP8_MIN_ARCHITECTURE = (8, 9)  # the first compute capability with instructions that convert float8
 # Later passes may hold larger values than the first pass, so its largest value takes a quarter of float8's range.  That costs
 # two of the eighteen powers of two that e4m3 spans.
 HEADROOM = 4.0

@@ -19,7 +19,7 @@ from specdec.attention.caches.layout import CachedHeads
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
 from specdec.attention.flash.capability import LIBRARIES
-from specdec.attention.flash.rule import Reads
+from specdec.attention.flash.rule import AttentionShape
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.needs import gpu_kind
@@ -38,7 +38,7 @@ class FlashBackend(TritonBackend):
     name = "flash"
 
     def __init__(
-        self, library: str, rule: Callable[[str, str, Reads], bool] | None = None, programs: int | None = None
+        self, library: str, rule: Callable[[str, str, AttentionShape], bool] | None = None, programs: int | None = None
     ) -> None:
         super().__init__(programs)
         assert library in ADAPTERS, f"no flash-attn library {library!r}"
@@ -68,10 +68,12 @@ class FlashBackend(TritonBackend):
             return True
         assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
-        packed, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
+        seqlen_q_packgqa, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
         if segment.causal:  # a captured chunk does not say how many tokens are cached: then its own count alone
             keys = min(keys, segment.max_seqlen_q + (segment.max_cached or 0))
-        return self.rule(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, segment.causal))
+        return self.rule(
+            self.library, gpu_kind(q_THD.device), AttentionShape(segment.rows, kv_heads, seqlen_q_packgqa, keys, segment.causal)
+        )
 
     def _knows(self, view: CachedHeads) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""

@@ -1,7 +1,7 @@
 """The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of chosen slots, our kernels the rest.
 
 The rest is: ordinary heads (a draft head's), a tree's suffix and the merge of its state, segments with first keys, shared
-prefixes, packed prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
+prefixes, ragged batches of prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
 
 Shapes: T queries, H heads, C latent rank, L latent width.
 """
@@ -29,16 +29,16 @@ KEPT_ROWS = 256  # schedules of calls with more rows are made anew: prompts make
 
 
 class FlashMLABackend(TritonBackend):
-    """programs: as in TritonBackend.  least_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them.
+    """programs: as in TritonBackend.  min_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them.
 
     checked: the kinds of calls for which the library was asked, after its conventions were checked.
     """
 
     name = "flashmla"
 
-    def __init__(self, programs: int | None = None, least_rows: int = adapters.MIN_ROWS) -> None:
+    def __init__(self, programs: int | None = None, min_rows: int = adapters.MIN_ROWS) -> None:
         super().__init__(programs)
-        self._least_rows = least_rows
+        self._least_rows = min_rows
         self.checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 

@@ -1,15 +1,16 @@
-"""The kernels of leaves_triton.py for latents: attention of absorbed queries in which positions fix the order of sums.
+"""The kernels of kv_blocks_triton.py for latents: attention of absorbed queries in which positions fix the order of sums.
 
-states_triton.py says how a sequence is cut into leaves, and what a state is.  What differs is a key: the latent, whose numbers
-are the value too, and a rotated part.  All heads read the same key, so a tile holds all heads of some queries.
+states_triton.py defines KV blocks and states.  What differs is a key: the latent, which is the value too, and a rotated part.
+All heads read the same key, so a tile holds all heads of some queries.
 
-A tile of 64 queries has no room for the weighted sums of long latents twice, as a program needs that joins leaves.  So the
-values are cut into PARTS pieces of DIM columns, a program for each.  It multiplies queries with whole keys, and with its own
-piece first.  To all else a head is then PARTS heads, which lie one after the other: `join_kernel` serves latents as it is.
+A tile of 64 queries has no room for two weighted sums of long latents, which a program needs to merge KV blocks.  So the
+values are cut into PARTS pieces of DIM columns, a program for each.  It multiplies queries with whole keys, and with its
+own piece first.  To all else a head is then PARTS heads, which lie one after the other: `merge_kv_blocks_kernel` serves latents
+as it is.
 
-Order of chained launches (specdec/ops/launch.py): as in leaves_triton.py.
+Order of chained launches (specdec/ops/launch.py): as in kv_blocks_triton.py.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, D columns of a piece, C = PARTS * D latent rank, R rotated dim, B
+Shapes: M rows of a tile (queries x heads), N keys of a step, D columns of a piece, C = PARTS * D latent rank, R rotated dim, B
 rows, T queries, H heads, S states.
 """
 
@@ -17,15 +18,15 @@ import triton
 import triton.language as tl
 
 from specdec.attention.invariant.states_triton import (
-    add_block,
-    complete_leaves,
+    add_keys,
+    complete_kv_blocks,
     empty_state,
-    first_key,
-    joined_sums,
-    leaf_of,
+    kv_block_of,
+    kv_block_start,
     load_sums,
-    next_leaf,
-    store_answer,
+    merged_sums,
+    next_kv_block,
+    store_output,
     store_sums,
 )
 from specdec.attention.kernels.paged_triton import LOG2E
@@ -53,7 +54,7 @@ def read_latents(
     q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, visible_MN, part, state, scale,
     LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """`add_block` for the latents of these slots.  Slots that are not ok give zeros: they may hold NaN, and 0 * NaN is NaN."""
+    """`add_keys` for the latents of these slots.  Slots that are not ok give zeros: they may hold NaN, and 0 * NaN is NaN."""
     d, r = tl.arange(0, q_MD.shape[1]), tl.arange(0, q_MR.shape[1])
     ok_ND = ok_N[:, None] & (d < DIM)[None, :]
     at_ND = latent + (slot_N * LATENT_STRIDE)[:, None] + d[None, :]
@@ -64,21 +65,21 @@ def read_latents(
     if PARTS == 2:
         other_ND = tl.load(at_ND + (1 - part) * DIM, mask=ok_ND, other=0.0)
         s_MN = tl.dot(other_MD, tl.trans(other_ND), s_MN, input_precision="ieee")
-    return add_block(s_MN, v_ND, visible_MN, state, scale * LOG2E)
+    return add_keys(s_MN, v_ND, visible_MN, state, scale * LOG2E)
 
 
 @triton.jit(
     do_not_specialize=["stride_row", "states", "tiles"],
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q"],
 )
-def latent_leaves_kernel(
+def latent_kv_blocks_kernel(
     q,  # [T, H, C + R]
     latent,  # [slots, C]
     rope,  # [slots, R]
     page_table,  # [B, W] int32
     cache_seqlens,  # [B] int32
     cu_seqlens_q,  # [B + 1] int32
-    out,  # [T, H, PARTS, D], any float type; written if ONE and not TREE
+    out,  # [T, H, PARTS, D], any float type; written if UNSPLIT and not TREE
     lse,  # [T, H, PARTS] float32, likewise
     accs,  # [T, H, PARTS, S, D] float32: written otherwise
     sums,  # [T, H, PARTS, S, 2] float32, likewise
@@ -98,12 +99,12 @@ def latent_leaves_kernel(
     PADDED_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    TREE: tl.constexpr,  # stop before the block that the tree's first key lies in
-    ONE: tl.constexpr,  # a program computes all leaves of its queries
+    TREE: tl.constexpr,  # stop before the step that the tree's first key lies in
+    UNSPLIT: tl.constexpr,  # a program computes all KV blocks of its queries
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    OCTAVES: tl.constexpr,
+    MIN_KV_BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -114,8 +115,8 @@ def latent_leaves_kernel(
     first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = tl.load(cache_seqlens + row, cache_modifier=".cg")
-    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query_M, head_M = packed_M // HEADS, packed_M % HEADS
+    gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M, head_M = gqa_M // HEADS, gqa_M % HEADS
     ok_M = query_M < queries
     end = length
     if CAUSAL:  # keys up to the tile's last query
@@ -123,14 +124,14 @@ def latent_leaves_kernel(
     if TREE:
         end = length // BLOCK_N * BLOCK_N
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * HEADS, end, 0), 0)
-    leaf = end * 0
-    if not ONE:  # the last leaves are the longest, so they start first
-        leaf += tl.num_programs(1) - 1 - tl.program_id(1)
-    low, border = first_key(leaf, LEAST, OCTAVES), first_key(leaf + 1, LEAST, OCTAVES)
-    high = end if ONE else tl.minimum(border, end)
+    block = end * 0
+    if not UNSPLIT:  # the last KV blocks are the largest, so they start first
+        block += tl.num_programs(1) - 1 - tl.program_id(1)
+    low, block_end = kv_block_start(block, MIN_KV_BLOCK, DOUBLINGS), kv_block_start(block + 1, MIN_KV_BLOCK, DOUBLINGS)
+    high = end if UNSPLIT else tl.minimum(block_end, end)
     pages = page_table + row.to(tl.int64) * stride_row
     n = tl.arange(0, BLOCK_N)
-    # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
+    # Page numbers are read one step ahead, so that the loads of a step's keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
 
     if PDL:
@@ -143,7 +144,7 @@ def latent_leaves_kernel(
     q_MD, other_MD, q_MR = load_queries(q_M, part, ok_M, DIM, PADDED_DIM, PARTS, ROPE, PADDED_ROPE)
     last_M = length - (queries - query_M) if CAUSAL else query_M * 0 + (length - 1)  # the last key that each query reads
     state = empty_state(BLOCK_M, PADDED_DIM)
-    if ONE:  # the state over the leaves before this one
+    if UNSPLIT:  # the state over the KV blocks before this one
         before = state
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
@@ -151,25 +152,25 @@ def latent_leaves_kernel(
         slot_N = slots_on(page_N, key_N, PAGE_SIZE)
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         visible_MN = ok_N[None, :] & (key_N[None, :] <= last_M[:, None])
-        if ONE:
-            if start == border:
-                before, state, leaf, border = next_leaf(before, state, leaf, LEAST, OCTAVES)
+        if UNSPLIT:
+            if start == block_end:
+                before, state, block, block_end = next_kv_block(before, state, block, MIN_KV_BLOCK, DOUBLINGS)
         state = read_latents(
             q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, visible_MN, part, state, scale,
             LATENT_STRIDE, ROPE_STRIDE, DIM, PARTS, ROPE,
         )  # fmt: skip
 
     at_M = (token_M * HEADS + head_M) * PARTS + part
-    if not ONE:
-        store_sums(sums, accs, at_M * states + leaf, state, ok_M, ok_D, DIM)
-    elif TREE:  # two states: all leaves that are complete, and the one in which the tree begins
-        if end == border:
-            before = joined_sums(before, state)
+    if not UNSPLIT:
+        store_sums(sums, accs, at_M * states + block, state, ok_M, ok_D, DIM)
+    elif TREE:  # two states: all KV blocks that are complete, and the one in which the tree begins
+        if end == block_end:
+            before = merged_sums(before, state)
             state = tl.full([BLOCK_M], -float("inf"), tl.float32), state[1], state[2]
         store_sums(sums, accs, at_M * 2, before, ok_M, ok_D, DIM)
         store_sums(sums, accs, at_M * 2 + 1, state, ok_M, ok_D, DIM)
     else:
-        store_answer(out, lse, at_M, joined_sums(before, state), ok_M, ok_D, DIM)
+        store_output(out, lse, at_M, merged_sums(before, state), ok_M, ok_D, DIM)
 
 
 @triton.jit(
@@ -177,14 +178,14 @@ def latent_leaves_kernel(
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "paths", "path_lens"],
 )
 def latent_path_kernel(
-    q,  # as in latent_leaves_kernel
+    q,  # as in latent_kv_blocks_kernel
     latent,
     rope,
     page_table,  # [B, W] int32
     cache_seqlens,  # [B] int32: the position of each tree's root
     paths,  # [T, X] int32: the slots of each node's path, from the root to itself
     path_lens,  # [T] int32
-    accs,  # [T, H, PARTS, S, D] float32: what latent_leaves_kernel and join_kernel left
+    accs,  # [T, H, PARTS, S, D] float32: what latent_kv_blocks_kernel and merge_kv_blocks_kernel left
     sums,  # [T, H, PARTS, S, 2] float32
     out,  # [T, H, PARTS, D], any float type
     lse,  # [T, H, PARTS] float32
@@ -204,11 +205,11 @@ def latent_path_kernel(
     ROPE: tl.constexpr,
     PADDED_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ONE: tl.constexpr,
+    UNSPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    OCTAVES: tl.constexpr,
+    MIN_KV_BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -221,21 +222,23 @@ def latent_path_kernel(
     length = tl.load(cache_seqlens + token // nodes)
     end = length + tl.load(path_lens + token)
     base = length // BLOCK_N * BLOCK_N
-    leaf = leaf_of(base, LEAST, OCTAVES)
-    border = first_key(leaf + 1, LEAST, OCTAVES)
-    complete = complete_leaves(tl.program_id(0), cache_seqlens, cache_seqlens, nodes, False, BLOCK_N, LEAST, OCTAVES)
+    block = kv_block_of(base, MIN_KV_BLOCK, DOUBLINGS)
+    block_end = kv_block_start(block + 1, MIN_KV_BLOCK, DOUBLINGS)
+    complete = complete_kv_blocks(
+        tl.program_id(0), cache_seqlens, cache_seqlens, nodes, False, BLOCK_N, MIN_KV_BLOCK, DOUBLINGS
+    )
     q_M = q + token * stride_qt + head_M * stride_qh
     q_MD, other_MD, q_MR = load_queries(q_M, part, ok_M, DIM, PADDED_DIM, PARTS, ROPE, PADDED_ROPE)
     at_M = (token * HEADS + head_M) * PARTS + part
-    begun = 1 if ONE else complete
+    begun = 1 if UNSPLIT else complete
     is_there_M = ok_M & (begun < states)
-    before = load_sums(sums, accs, at_M * states, ok_M & ((complete > 0) | ONE), ok_D, PADDED_DIM, DIM)
+    before = load_sums(sums, accs, at_M * states, ok_M & ((complete > 0) | UNSPLIT), ok_D, PADDED_DIM, DIM)
     state = load_sums(sums, accs, at_M * states + begun, is_there_M, ok_D, PADDED_DIM, DIM)
 
     pages, path = page_table + token // nodes * stride_row, paths + token * stride_path
     for start in range(base, end, BLOCK_N):
-        if start == border:
-            before, state, leaf, border = next_leaf(before, state, leaf, LEAST, OCTAVES)
+        if start == block_end:
+            before, state, block, block_end = next_kv_block(before, state, block, MIN_KV_BLOCK, DOUBLINGS)
         key_N = start + n
         ok_N, is_own_N = key_N < end, key_N >= length
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N & (is_own_N == 0), other=0)
@@ -245,4 +248,4 @@ def latent_path_kernel(
             q_MD, other_MD, q_MR, latent, rope, slot_N, ok_N, ok_N[None, :] & ok_M[:, None], part, state,
             scale, LATENT_STRIDE, ROPE_STRIDE, DIM, PARTS, ROPE,
         )  # fmt: skip
-    store_answer(out, lse, at_M, joined_sums(before, state), ok_M, ok_D, DIM)
+    store_output(out, lse, at_M, merged_sums(before, state), ok_M, ok_D, DIM)

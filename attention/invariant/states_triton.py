@@ -1,15 +1,16 @@
-"""Leaves of a sequence's keys, and the states of softmaxes over them: what all kernels of invariant attention share.
+"""KV blocks, and the softmax states over them: what all kernels of invariant attention share.
 
-A sequence's keys are cut into leaves, whose borders are absolute positions (`first_key`).  Leaves grow with the position, so
-that a short prefix is spread over the whole GPU and a long one makes few states: 16 leaves of LEAST keys, 16 of twice as many,
-and so on, OCTAVES times.  A state is (base-2 maximum, sum of weights, sum of weighted values), so that nothing is rounded on
-the way.
+A sequence's keys are cut into KV blocks, which begin at fixed absolute positions (`kv_block_start`).  Their size grows with the
+position, so that a short prefix is spread over the whole GPU and a long one makes few states: 16 KV blocks of MIN_KV_BLOCK
+keys, 16 of twice as many, and so on, DOUBLINGS times.  Kernels walk through a KV block in steps of BLOCK_N keys.  A state is
+(base-2 maximum, sum of weights, sum of weighted values), unnormalised, so that nothing is rounded in between.
 
-To give the same bits, two kernels must compile to the same instructions: all arithmetic on states stands in the functions
-`add_block` and `joined_sums`, products have the same shape and number of warps, and what a compiler might fuse or not is
-written as one fused multiply-add.
+Two kernels give the same bits only if they compile to the same instructions.  So all arithmetic on states stands in the
+functions `add_keys` and `merged_sums`, products have the same shape and number of warps, and wherever a compiler could choose
+to fuse, a fused multiply-add is written out.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, D width of a value, R rows, T queries, H heads, S states.
+Shapes: M rows of a tile (queries x heads of a group), N keys of a step, D width of a value, R rows, T queries, H heads, S
+    states.
 """
 
 import triton
@@ -18,38 +19,38 @@ import triton.language as tl
 from specdec.attention.invariant import plan
 from specdec.attention.kernels.paged_triton import store_lse
 
-IN_OCTAVE = tl.constexpr(plan.IN_OCTAVE)
+BLOCKS_PER_SIZE = tl.constexpr(plan.BLOCKS_PER_SIZE)
 
 
 @triton.jit
-def first_key(leaf, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
-    """The position at which a leaf begins."""
-    octave = tl.minimum(leaf // IN_OCTAVE, OCTAVES)
-    times = (leaf * 0 + 1) << octave
-    return (times - 1) * (IN_OCTAVE * LEAST) + (leaf - octave * IN_OCTAVE) * (times * LEAST)
+def kv_block_start(block, MIN_KV_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """The position at which a KV block begins."""
+    doubling = tl.minimum(block // BLOCKS_PER_SIZE, DOUBLINGS)
+    times = (block * 0 + 1) << doubling
+    return (times - 1) * (BLOCKS_PER_SIZE * MIN_KV_BLOCK) + (block - doubling * BLOCKS_PER_SIZE) * (times * MIN_KV_BLOCK)
 
 
 @triton.jit
-def leaf_of(key, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
-    """The leaf in which a position lies."""
-    octave = key * 0
-    for i in tl.static_range(1, OCTAVES + 1):
-        octave += (key >= (IN_OCTAVE * LEAST) * ((1 << i) - 1)).to(tl.int32)
-    times = (key * 0 + 1) << octave
-    return octave * IN_OCTAVE + (key - (times - 1) * (IN_OCTAVE * LEAST)) // (times * LEAST)
+def kv_block_of(key, MIN_KV_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """The KV block in which a position lies."""
+    doubling = key * 0
+    for i in tl.static_range(1, DOUBLINGS + 1):
+        doubling += (key >= (BLOCKS_PER_SIZE * MIN_KV_BLOCK) * ((1 << i) - 1)).to(tl.int32)
+    times = (key * 0 + 1) << doubling
+    return doubling * BLOCKS_PER_SIZE + (key - (times - 1) * (BLOCKS_PER_SIZE * MIN_KV_BLOCK)) // (times * MIN_KV_BLOCK)
 
 
 @triton.jit
-def complete_leaves(
-    token, cache_seqlens, starts, nodes, HAS_STARTS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
-    OCTAVES: tl.constexpr,
+def complete_kv_blocks(
+    token, cache_seqlens, starts, nodes, HAS_STARTS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_KV_BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
 ):  # fmt: skip
-    """How many leaves of a tree's node are complete at the last border of a block before the tree; may be negative."""
+    """How many KV blocks of a tree's node are complete at the last multiple of BLOCK_N before the tree; may be negative."""
     length = tl.load(cache_seqlens + token // nodes)
     first = length * 0
     if HAS_STARTS:
-        first = leaf_of(tl.maximum(tl.load(starts + token), 0), LEAST, OCTAVES)
-    return leaf_of(length // BLOCK_N * BLOCK_N, LEAST, OCTAVES) - first
+        first = kv_block_of(tl.maximum(tl.load(starts + token), 0), MIN_KV_BLOCK, DOUBLINGS)
+    return kv_block_of(length // BLOCK_N * BLOCK_N, MIN_KV_BLOCK, DOUBLINGS) - first
 
 
 @triton.jit
@@ -60,11 +61,11 @@ def empty_state(BLOCK_M: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 
 @triton.jit
-def add_block(s_MN, v_ND, visible_MN, state, factor):
-    """A state with one more block of keys.
+def add_keys(s_MN, v_ND, visible_MN, state, factor):
+    """A state with one more step of keys.
 
     s_MN: products of queries and keys, which times `factor` are logarithms of weights in base 2.
-    A block of which a query may read nothing leaves the query's state as it is, bit for bit.
+    If a query may read none of these keys, its state stays as it is, bit for bit.
     """
     top_M, total_M, acc_MD = state
     s_MN = tl.where(visible_MN, s_MN, -float("inf"))
@@ -78,7 +79,7 @@ def add_block(s_MN, v_ND, visible_MN, state, factor):
 
 
 @triton.jit
-def joined_sums(state, following):
+def merged_sums(state, following):
     """The state over two sets of keys.  An empty state, of maximum -inf and sums 0, changes nothing, bit for bit."""
     top_M, total_M, acc_MD = state
     next_top_M, next_total_M, next_acc_MD = following
@@ -91,14 +92,14 @@ def joined_sums(state, following):
 
 
 @triton.jit
-def next_leaf(before, state, leaf, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
-    """At the end of a leaf: (the state over all leaves so far, that over the next one, which leaf it is, where it ends)."""
-    before, leaf = joined_sums(before, state), leaf + 1
-    return before, empty_state(state[2].shape[0], state[2].shape[1]), leaf, first_key(leaf + 1, LEAST, OCTAVES)
+def next_kv_block(before, state, block, MIN_KV_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """At a KV block's end: (the state over all KV blocks so far, the empty one of the next, its number, its end)."""
+    before, block = merged_sums(before, state), block + 1
+    return before, empty_state(state[2].shape[0], state[2].shape[1]), block, kv_block_start(block + 1, MIN_KV_BLOCK, DOUBLINGS)
 
 
 @triton.jit
-def store_answer(out, lse, at_M, state, ok_M, ok_D, HEAD_DIM: tl.constexpr):
+def store_output(out, lse, at_M, state, ok_M, ok_D, HEAD_DIM: tl.constexpr):
     """The average of values and the natural log of the sum of weights; 0 and -inf where no key was read."""
     top_M, total_M, acc_MD = state
     safe_M = store_lse(lse, at_M, top_M, total_M, ok_M, 0.0)
@@ -127,7 +128,7 @@ def load_sums(sums, accs, state_M, ok_M, ok_D, PADDED_DIM: tl.constexpr, HEAD_DI
 
 
 @triton.jit(do_not_specialize=["states", "nodes"], do_not_specialize_on_alignment=["cache_seqlens", "starts"])
-def join_kernel(
+def merge_kv_blocks_kernel(
     accs,  # [T, H, S, D] float32
     sums,  # [T, H, S, 2] float32
     cache_seqlens,  # [R] int32, if TREE
@@ -140,10 +141,10 @@ def join_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    TREE: tl.constexpr,  # join the leaves that are complete before a node's tree, into the first state
+    TREE: tl.constexpr,  # merge the KV blocks that are complete before a node's tree, into the first state
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    OCTAVES: tl.constexpr,
+    MIN_KV_BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     CHUNK: tl.constexpr,  # states whose loads are in flight together
     PDL: tl.constexpr,
 ):
@@ -152,20 +153,23 @@ def join_kernel(
         tl.extra.cuda.gdc_wait()
     at_M = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     ok_D = tl.arange(0, PADDED_DIM) < HEAD_DIM
-    many = states
+    count = states
     if TREE:
-        many = complete_leaves(tl.program_id(0) // HEADS, cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
-    joined = empty_state(1, PADDED_DIM)
-    at = many * 0
-    while at < many:
-        following = joined
+        count = complete_kv_blocks(
+            tl.program_id(0) // HEADS, cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, MIN_KV_BLOCK, DOUBLINGS
+        )
+    merged = empty_state(1, PADDED_DIM)
+    at = count * 0
+    while at < count:
+        following = merged
         for i in tl.static_range(CHUNK):
-            ok_M = at + i + at_M * 0 < many
+            ok_M = at + i + at_M * 0 < count
             following = load_sums(sums, accs, at_M * states + at + i, ok_M, ok_D, PADDED_DIM, HEAD_DIM)
-            joined = joined_sums(joined, following)
-        # A query reads every leaf from its first key's to its last key's, so after an empty state there are only empty ones.
-        at = tl.where(tl.max(following[0]) == -float("inf"), many, at + CHUNK)
+            merged = merged_sums(merged, following)
+        # A query reads every KV block from its first key's to its last key's, so after an empty state there are only empty
+        # ones.
+        at = tl.where(tl.max(following[0]) == -float("inf"), count, at + CHUNK)
     if TREE:
-        store_sums(sums, accs, at_M * states, joined, at_M * 0 + many > 0, ok_D, HEAD_DIM)
+        store_sums(sums, accs, at_M * states, merged, at_M * 0 + count > 0, ok_D, HEAD_DIM)
     else:
-        store_answer(out, lse, at_M, joined, at_M >= 0, ok_D, HEAD_DIM)
+        store_output(out, lse, at_M, merged, at_M >= 0, ok_D, HEAD_DIM)

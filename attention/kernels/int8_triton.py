@@ -21,9 +21,11 @@ def nearest_step(x, inverse):
 
 
 @triton.jit
-def scale_and_inverse(most):
-    """The scale of heads whose largest sizes these are, and 1 / scale; 0 where the scale is too small to be divided by."""
-    scale = most * (1 / MAX_INT8)
+def scale_and_inverse(amax):
+    """The scale of heads whose largest absolute values these are, and 1 / scale; 0 where the scale is too small to be divided
+    by.
+    """
+    scale = amax * (1 / MAX_INT8)
     is_some = scale > SMALLEST_STEP
     return scale, tl.where(is_some, tl.div_rn(1.0, tl.where(is_some, scale, 1.0)), 0.0)
 

@@ -4,7 +4,7 @@ One warp of a program only loads.  Most keys of a row were stored in earlier pas
 its split before it waits for the kernel in front (specdec/ops/launch.py), and after the wait for those with keys that this
 layer may have just stored, together with the queries.  The builder of a segment says which keys those are (`Segment.fresh`).
 
-A tile of packed queries and heads is the first operand of the tensor cores, 64 rows for each group of four warps: a row's
+A tile of queries x heads (packed GQA) is the first operand of the tensor cores, 64 rows for each group of four warps: a row's
 softmax needs no other warp.  The engine brings panels of 64 columns, as the tensor cores read them.  Either one request brings
 all panels of a page's keys and values of a head, and pages are multiplied one by one; or each panel has a request of its own,
 and a block's pages lie side by side (JOINED), so that fewer and larger products take them all.
@@ -106,7 +106,7 @@ def paged_hopper_kernel(
     scale, softcap, stride_row, states, tiles,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_STARTS: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, LEAST: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr, LOADER: gl.constexpr,
+    BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr, LOADER: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all".
@@ -142,7 +142,7 @@ def paged_hopper_kernel(
         begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
         from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
     of_page = begin // ROWS * ROWS  # pages are read from their first key on
-    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - of_page, splits), LEAST), BLOCK_N) * BLOCK_N
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - of_page, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
     low = of_page + split * per_split
     high = gl.minimum(low + per_split, end)
     whole = gl.minimum(whole, high)
@@ -236,8 +236,8 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    packed_M = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, S))
-    query_M = packed_M // GROUP
+    gqa_M = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, S))
+    query_M = gqa_M // GROUP
     ok_M = query_M < queries
     start_M = query_M
     if HAS_STARTS:
@@ -245,7 +245,7 @@ def attend(
     last_M = high + query_M * 0
     if CAUSAL:
         last_M = gl.minimum(last_M, length - (queries - 1 - AHEAD - query_M))
-    state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + packed_M % GROUP) * states + split
+    state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + gqa_M % GROUP) * states + split
     e = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     at_ME = out + gl.convert_layout(state_M, gl.SliceLayout(1, A))[:, None] * DIM + e[None, :]
     ok_ME = gl.convert_layout(ok_M, gl.SliceLayout(1, A))[:, None] & (e < DIM)[None, :]
@@ -354,6 +354,6 @@ def launch_paged_hopper(
         segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=G, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
         AHEAD=segment.ahead, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, JOINED=tiles.joined, LOADER=LOADER,
+        BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, JOINED=tiles.joined, LOADER=LOADER,
         num_warps=tiles.warps, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip

@@ -112,8 +112,8 @@ def rope_store_kernel(
                 low_XE = tl.clamp(low_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
                 high_XE = tl.clamp(high_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
             else:
-                most_X = tl.maximum(tl.max(size_of(low_XE), 1), tl.max(size_of(high_XE), 1))
-                scale_X, inverse_X = scale_and_inverse(most_X)
+                amax_X = tl.maximum(tl.max(size_of(low_XE), 1), tl.max(size_of(high_XE), 1))
+                scale_X, inverse_X = scale_and_inverse(amax_X)
                 of_slot = scales + slot * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS)
                 tl.store(of_slot + row_X, scale_X, mask=is_narrow_X)
                 low_XE = nearest_step(low_XE, inverse_X[:, None])

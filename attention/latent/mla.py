@@ -184,17 +184,17 @@ def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:
 class ExpandedPrompt:
     """The plan of a long prompt, for expanded heads.
 
-    own: each row's queries over the row's own new keys only, which are packed one row after the other like the queries.
+    own: each row's queries over the row's own new keys only, which lie one row after the other like the queries.
     cached: the segment of the keys before them, over the cache: those that this rank keeps.
     lens_DB: int32, how many of these keys each rank keeps.  group: the ranks.
-    most: cached latents that are expanded at once, over all rows.
+    max_expanded: cached latents that are expanded at once, over all rows.
     """
 
     own: Segment
     cached: Segment
     lens_DB: Tensor
     group: Group
-    most: int
+    max_expanded: int
 
     @classmethod
     def of(cls, plan: AttentionPlan, limits: Limits) -> ExpandedPrompt | None:
@@ -237,11 +237,11 @@ class ExpandedPrompt:
         All ranks have equally many chunks of one size.
         """
         cached, (pages_BW, P), (D, B) = self.cached, self.cached.pages, self.lens_DB.shape
-        most = cached.max_cached
-        assert most is not None, "a long prompt's plan must say how much of it is cached"
-        size = max(1, self.most // (B * D))
-        for start in range(0, most, size):
-            W = min(size, most - start)
+        max_cached = cached.max_cached
+        assert max_cached is not None, "a long prompt's plan must say how much of it is cached"
+        size = max(1, self.max_expanded // (B * D))
+        for start in range(0, max_cached, size):
+            W = min(size, max_cached - start)
             lens_DB = (self.lens_DB - start).clamp(min=0, max=W)
             place_W = _count(W, lens_DB)
             slots_BW = pages_BW[:, (start + place_W) // P].long() * P + (start + place_W) % P

@@ -9,7 +9,7 @@ Latents in 8 bits (caches/fp8_latent.py) are loaded as codes into registers, two
 keys runs over one group of 128 numbers of a block, the next block's codes of that group are multiplied with their scales and
 written to shared memory in 16 bits.
 
-Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
+Shapes: M = 64 rows of a tile (queries x heads), N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
 of a latent.
 """
 
@@ -59,10 +59,10 @@ TILE = gl.NVMMASharedLayout(
 def _copy_queries(
     to, q, tile, first, queries, stride_qt, stride_qh, HEADS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
 ):
-    """Copies a tile's 64 packed queries."""
-    packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
-    copy_rows(to, base, packed // HEADS < queries, COLUMNS, layout)
+    """Copies a tile's 64 rows (queries x heads)."""
+    gqa = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    base = q + (first + gqa // HEADS).to(gl.int64) * stride_qt + (gqa % HEADS) * stride_qh
+    copy_rows(to, base, gqa // HEADS < queries, COLUMNS, layout)
 
 
 @gluon.jit
@@ -189,7 +189,7 @@ def latent_hopper_kernel(
     q, latent, rope, scales, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
     stride_qt, stride_qh, stride_row, tiles, first_state, states,
     LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, SCALED: gl.constexpr,
-    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
+    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr,
     TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The arguments are those of latent_attention_kernel, without first keys.  TMA: only without scales."""
@@ -209,12 +209,12 @@ def latent_hopper_kernel(
     first = gl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = gl.load(cache_seqlens + row, cache_modifier=".cg")
-    packed_M = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    query_M, end = packed_M // HEADS, length
+    gqa_M = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    query_M, end = gqa_M // HEADS, length
     if CAUSAL:
         end = length - gl.maximum(queries - 1 - (tile * 64 + 63) // HEADS, 0)
     end = gl.where(tile * 64 < queries * HEADS, end, 0)
-    per_split = gl.cdiv(gl.maximum(gl.cdiv(gl.maximum(end, 0), splits), LEAST), 64) * 64
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(gl.maximum(end, 0), splits), MIN_SPLIT_KEYS), 64) * 64
     low = split * per_split
     high = gl.minimum(low + per_split, end)
     whole = high  # every query of the tile reads all keys before this one, so blocks up to here need no mask
@@ -237,7 +237,7 @@ def latent_hopper_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    state_M = ((first + query_M).to(gl.int64) * HEADS + packed_M % HEADS) * states + first_state + split
+    state_M = ((first + query_M).to(gl.int64) * HEADS + gqa_M % HEADS) * states + first_state + split
     ok_M = query_M < queries
     if (low >= high) & (states > 1):  # an idle split: the merge does not read its output
         gl.store(lse + state_M, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)

@@ -127,7 +127,7 @@ def chosen_keys(q_SJI: Tensor, weights_SJ: Tensor, key_SI: Tensor, topk: int) ->
 def reads_all(plan: AttentionPlan, topk: int) -> bool:
     """Whether no query of a plan has more than topk keys, as far as the host knows.  A tree's nodes lie in the pages too."""
     first = plan.segments[0]
-    most = first.pages.capacity
+    max_keys = first.pages.capacity
     if first.max_cached is not None:
-        most = min(most, first.max_cached + first.max_seqlen_q)
-    return most <= topk
+        max_keys = min(max_keys, first.max_cached + first.max_seqlen_q)
+    return max_keys <= topk

@@ -58,7 +58,7 @@ def rows_hopper_kernel(
     stride_slot,
     stride_row,
     HEADS: gl.constexpr,
-    LEAST: gl.constexpr,
+    MIN_SPLIT_KEYS: gl.constexpr,
     SPLIT: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -74,7 +74,7 @@ def rows_hopper_kernel(
     split = gl.program_id(1)
     splits = gl.num_programs(1)
     length = gl.load(counts + token, cache_modifier=".cg")
-    per_split = gl.cdiv(gl.maximum(gl.cdiv(length, splits), LEAST), LEAST) * LEAST
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(length, splits), MIN_SPLIT_KEYS), MIN_SPLIT_KEYS) * MIN_SPLIT_KEYS
     low = split * per_split
     high = gl.minimum(low + per_split, length)
     table = slots + token * stride_row

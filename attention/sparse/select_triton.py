@@ -192,8 +192,8 @@ def last_of_all(scores, visible, topk, BLOCK_N: tl.constexpr):
     for start in tl.range(0, visible, BLOCK_N, num_stages=1):
         ok_N = start + n < visible
         score_N = tl.where(ok_N, ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0)), MIN_32)
-        least, most = extremes(score_N, ok_N)
-        low, high = tl.minimum(low, least), tl.maximum(high, most)
+        smallest, largest = extremes(score_N, ok_N)
+        low, high = tl.minimum(low, smallest), tl.maximum(high, largest)
     while low < high:
         middle = low + (high - low + 1) // 2
         count = 0

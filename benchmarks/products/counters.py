@@ -56,8 +56,9 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
     import torch
 
     from products.gemm import LAYER, new_weight
-    from products.quantised_tiles import random_codes
+    from products.quantised_tiles import random_quantised
     from specdec.ops.products.dense import DenseWeight
+    from specdec.ops.products.numerics import FAST
     from specdec.ops.products.quantised import QuantisedWeight
 
     torch.set_grad_enabled(False)
@@ -67,13 +68,13 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
             O, I = LAYER[name]
             x = torch.randn(T, I, device="cuda", dtype=torch.bfloat16)
             plain = kind == "bf16"
-            codes: Any = None if plain else random_codes(kind, O, I, 128 if kind == "int4" else 0)
-            weight = DenseWeight(new_weight(O, I)) if plain else QuantisedWeight(codes)
+            group = 128 if kind == "int4" else 0
+            weight: Any = DenseWeight(new_weight(O, I)) if plain else QuantisedWeight(random_quantised(kind, O, I, group))
             torch.cuda.synchronize()
             if profiled:
                 torch.cuda.profiler.start()
             mark.fill_(1.0)
-            weight.gated(x) if name == "gate_up" else weight.matmul(x)
+            weight.gated(x, None, FAST) if name == "gate_up" else weight.matmul(x, None, FAST)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
 

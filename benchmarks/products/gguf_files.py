@@ -24,7 +24,7 @@ import torch
 from gguf.quants import dequantize
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.models.gguf.blocks import BLOCKS, CODED, dequantised
+from specdec.models.gguf.blocks import BLOCKS, KEPT, dequantised
 from specdec.models.gguf.file import open_gguf
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB, MERGES = 4096, 14336, 32, 8, 128, 128256, 280147
@@ -36,7 +36,7 @@ HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K"
 
 
 def random_rows(type: str, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
-    """Any codes, with scales that make numbers of about 0.02, as weights are."""
+    """Any quantised values, with scales that make numbers of about 0.02, as weights are."""
     if type not in BLOCKS:
         numbers = (0.02 * random.standard_normal(shape)).astype(np.float32)
         return numbers.astype(np.float16) if type == "F16" else numbers
@@ -148,7 +148,7 @@ def main() -> None:
         for type in args.types:
             path = Path(folder) / f"{type}.gguf"
             size = write(path, type, args.layers)
-            for quantize in ("none", "blocks") if type in CODED else ("none",):
+            for quantize in ("none", "blocks") if type in KEPT else ("none",):
                 row = {"type": type, "GB": size, "quantize": quantize, **model(path, args.device, quantize)}
                 record["models"].append(row)
                 print(row, flush=True)

@@ -4,7 +4,7 @@
 
 It needs a GPU of compute capability 9.0.  Times are medians of replays of CUDA graphs, which run through copies of a weight
 that spill over L2, so that each product reads its weight from memory, as in a model.  Kernels are compiled by several processes
-first.  With codes more than 64 rows are compared with cuBLAS, for which numbers are computed first.
+first.  Of quantised weights more than 64 rows are compared with cuBLAS, for which the weight is dequantised first.
 
 Shapes: T rows, I in, O weight rows.
 """
@@ -33,7 +33,7 @@ from products.tile_candidates import CANDIDATES, Stored
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.products.dense import silu_mul
 from specdec.ops.products.formats.lossless import Packed, pack_weight, unpack_weight
-from specdec.ops.products.formats.quantised import Codes, Kind, codes_a_word, dequantise, row_bytes
+from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack_factor_of, row_bytes
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
@@ -77,7 +77,7 @@ def trials() -> list[Trial]:
     for block_m, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128, 96, 192), FORMATS, SHAPES):
         for block_n, block_k, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_m, {}).get(shape, ()):
             alone = block_m <= ALONE
-            a_word = 2 if kind == "packed" else codes_a_word(kind)
+            a_word = 2 if kind == "packed" else pack_factor_of(kind)
             width = slices * 64 * a_word if alone else block_k
             kernel: Kernel = "warp_hopper" if alone else "warpgroup_hopper"
             tiles = QuantisedTiles(kernel, block_m, block_n, width, splits, warps, stages, slices, registers)
@@ -85,21 +85,21 @@ def trials() -> list[Trial]:
     return found
 
 
-def random_weight(kind: Stored, O: int, I: int, group: int) -> Codes | Packed:
+def random_weight(kind: Stored, O: int, I: int, group: int) -> QuantisedMatrix | Packed:
     if kind != "packed":
-        return random_codes(kind, O, I, group)
+        return random_quantised(kind, O, I, group)
     packed = pack_weight((torch.randn(O, I, device="cuda") * 0.02).bfloat16())
     assert packed is not None
     return packed
 
 
-def random_codes(kind: Kind, O: int, I: int, group: int, zeros: bool = False) -> Codes:
-    codes = torch.randint(0, 256, (O, row_bytes(kind, I)), dtype=torch.uint8, device="cuda")
+def random_quantised(kind: Kind, O: int, I: int, group: int, zero_points: bool = False) -> QuantisedMatrix:
+    qvalues = torch.randint(0, 256, (O, row_bytes(kind, I)), dtype=torch.uint8, device="cuda")
     if kind == "e4m3":
-        codes[(codes & 127) == 127] = 1
+        qvalues[(qvalues & 127) == 127] = 1
     scales = torch.rand(O, I // (group or I), device="cuda") + 0.5
-    below = torch.randint(-8, 8, scales.shape, dtype=torch.int8, device="cuda") if zeros else None
-    return Codes(kind, codes, scales, below, I, group)
+    below = torch.randint(-8, 8, scales.shape, dtype=torch.int8, device="cuda") if zero_points else None
+    return QuantisedMatrix(kind, qvalues, scales, below, I, group)
 
 
 def compile_one(trial: Trial) -> tuple[str, Trial]:
@@ -119,7 +119,7 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
         return f"{trial}: {type(error).__name__} {str(error)[-200:]}", trial
 
 
-def difference(y: Tensor, x: Tensor, weight: Codes | Packed, gated: bool) -> float:
+def difference(y: Tensor, x: Tensor, weight: QuantisedMatrix | Packed, gated: bool) -> float:
     numbers = unpack_weight(weight).double() if isinstance(weight, Packed) else dequantise(weight, torch.float64)
     want = x.double() @ numbers.T
     if gated:
@@ -188,7 +188,7 @@ def compiled(todo: list[Trial], seconds: float, processes: int) -> set[Any]:
     return done
 
 
-def copies(kind: Stored, O: int, I: int, group: int) -> list[Codes | Packed]:
+def copies(kind: Stored, O: int, I: int, group: int) -> list[QuantisedMatrix | Packed]:
     """As many weights as spill over L2, and as layers have."""
     return [random_weight(kind, O, I, group) for _ in range(max(LAYERS, math.ceil(COLD_BYTES / (bytes_of_row(kind, I) * O))))]
 
@@ -198,7 +198,12 @@ def bytes_of_row(kind: Stored, I: int) -> int:
 
 
 def timed(
-    todo: list[Trial], T: int, kind: Stored, group: int, weights: dict[str, list[Codes | Packed]], x: dict[int, Tensor]
+    todo: list[Trial],
+    T: int,
+    kind: Stored,
+    group: int,
+    weights: dict[str, list[QuantisedMatrix | Packed]],
+    x: dict[int, Tensor],
 ) -> tuple[list[dict[str, Any]], dict[str, list[Choice]]]:
     """A row for each tiling, and each shape's tilings, the policy's first, then from the fastest on."""
     rows: list[dict[str, Any]] = []
@@ -236,7 +241,7 @@ def layers(
     T: int,
     kind: Stored,
     best: dict[str, list[Choice]],
-    weights: dict[str, list[Codes | Packed]],
+    weights: dict[str, list[QuantisedMatrix | Packed]],
     x: dict[int, Tensor],
     until: float,
 ) -> list[dict[str, Any]]:
@@ -273,7 +278,7 @@ def lists(choice: dict[str, Choice]) -> dict[str, list[Any] | None]:
     return {name: tiles and list(tiles) for name, tiles in choice.items()}
 
 
-def layer(choice: dict[str, Choice], weights: dict[str, list[Codes | Packed]], x: dict[int, Tensor]) -> float:
+def layer(choice: dict[str, Choice], weights: dict[str, list[QuantisedMatrix | Packed]], x: dict[int, Tensor]) -> float:
     norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     for capture in (False, True):
@@ -286,10 +291,10 @@ def layer(choice: dict[str, Choice], weights: dict[str, list[Codes | Packed]], x
     return replay_us(graph, 9) / LAYERS
 
 
-def product_of(x: Tensor, name: str, tiles: Choice, weight: Codes | Packed) -> Tensor | Terms:
+def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | Packed) -> Tensor | Terms:
     """As a layer computes it: a norm adds up the terms of o and down."""
     if tiles is None:
-        assert isinstance(weight, Codes)
+        assert isinstance(weight, QuantisedMatrix)
         y = F.linear(x, launch_dequantise(weight, x.dtype))
         return silu_mul(y) if name == "gate_up" else y
     leaves = name in ("o", "down") and tiles.splits > 1
@@ -297,7 +302,7 @@ def product_of(x: Tensor, name: str, tiles: Choice, weight: Codes | Packed) -> T
     return Terms(y, x.dtype) if leaves else y
 
 
-def measure(weights: list[Codes | Packed], product: Callable[[Codes | Packed], Tensor | Terms]) -> float:
+def measure(weights: list[QuantisedMatrix | Packed], product: Callable[[QuantisedMatrix | Packed], Tensor | Terms]) -> float:
     """Microseconds of a product."""
     todo = weights * (1 if len(weights) > 5 else 2)
     product(weights[0])

@@ -25,8 +25,8 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.bench.prompt_file import read_prompts
 from specdec.models.linear import Linear
 from specdec.models.schemes.formats import RoundToNearest, rounded
-from specdec.models.schemes.rows import CodedRows
-from specdec.ops.products.formats.quantised import Kind, values
+from specdec.models.schemes.rows import QuantisedRows
+from specdec.ops.products.formats.quantised import Kind, unscaled
 
 SHAPES = ((5, 1, 6), (5, 4, 16))
 MX_LARGEST, NV_LARGEST = 6.0, 6.0 * 448.0  # of e2m1; of e2m1 with a scale in e4m3
@@ -52,23 +52,23 @@ SCHEMES = {
 }  # fmt: skip
 
 
-def rounded_floats(weight_OI: Tensor, group: int) -> CodedRows:
+def rounded_floats(weight_OI: Tensor, group: int) -> QuantisedRows:
     """e2m1: mxfp4's scales are powers of two, nvfp4's (groups of 16) e4m3 numbers times one scale of the matrix."""
     group = group if weight_OI.shape[1] % group == 0 else 0
     runs_OGg = weight_OI.float().unflatten(1, (-1, group or weight_OI.shape[1]))
     largest_OG = runs_OGg.abs().amax(dim=2)
     if group == 16:
         whole = largest_OG.max() / NV_LARGEST
-        scales_OG = (largest_OG / MX_LARGEST / whole).to(torch.float8_e4m3fn).float() * whole
+        scales_NG = (largest_OG / MX_LARGEST / whole).to(torch.float8_e4m3fn).float() * whole
     else:
-        scales_OG = 2.0 ** (largest_OG.log2().floor() - 2)  # OCP's rule: what is above 6 becomes 6
-    scales_OG = torch.where(scales_OG == 0, 1.0, scales_OG)
-    scaled_OI = (runs_OGg / scales_OG[..., None]).flatten(1)
-    table = values("e2m1", torch.arange(8, dtype=torch.uint8))
+        scales_NG = 2.0 ** (largest_OG.log2().floor() - 2)  # OCP's rule: what is above 6 becomes 6
+    scales_NG = torch.where(scales_NG == 0, 1.0, scales_NG)
+    scaled_OI = (runs_OGg / scales_NG[..., None]).flatten(1)
+    table = unscaled("e2m1", torch.arange(8, dtype=torch.uint8))
     middles = (table[1:] + table[:-1]) / 2
     magnitudes = torch.bucketize(scaled_OI.abs().clamp(max=MX_LARGEST), middles)
-    codes_OI = (magnitudes + 8 * (scaled_OI < 0)).to(torch.uint8)
-    return CodedRows("e2m1", codes_OI, scales_OG, None, group)
+    qvalues_NK = (magnitudes + 8 * (scaled_OI < 0)).to(torch.uint8)
+    return QuantisedRows("e2m1", qvalues_NK, scales_NG, None, group)
 
 
 def round_target(decoder: SpecDecoder, scheme: Scheme) -> None:

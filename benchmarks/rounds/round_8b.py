@@ -147,9 +147,9 @@ def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, ac
         if isinstance(matrix, Linear) and matrix is not but:
             numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
             columns, device = next((each.shape[1], each.device) for each in numbers.values())
-            order_I = torch.randperm(columns, device=device).int() if act_order else None
+            order_K = torch.randperm(columns, device=device).int() if act_order else None
             for part, weight in numbers.items():
-                matrix.fill(part, rounded(weight, form.kind, form.group_of(columns))._replace(order_I=order_I))
+                matrix.fill(part, rounded(weight, form.kind, form.group_of(columns))._replace(order_K=order_K))
 
 
 def store_weights(

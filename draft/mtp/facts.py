@@ -20,7 +20,7 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         "hidden_size": model.hidden_size,
         "attention": f"latent, rank {model.latent_rank}" if model.keeps_latents else "heads",
         "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
-        "mlp": "dense" if experts is None else f"{experts.count} experts, {experts.chosen} a token, {experts.shared} shared",
+        "mlp": "dense" if experts is None else f"{experts.count} experts, {experts.top_k} a token, {experts.shared} shared",
         "features": "final hidden state, after the target's final norm",
         "join": "hidden state, embedding" if rules.hidden_first else "embedding, hidden state",
         "first embedding": "zero" if rules.zeroes_first else "kept",

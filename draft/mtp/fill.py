@@ -7,7 +7,7 @@ import torch
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, fill_layer, fill_norm, fill_numbers
+from specdec.models.checkpoints.loader import build, fill_dense, fill_layer, fill_norm
 
 
 def empty_mtp(spec: MtpSpec) -> MtpHead:
@@ -24,5 +24,5 @@ def fill(head: MtpHead, checkpoint: Checkpoint) -> None:
         norms = {names.embed_norm: layer.embed_norm, names.hidden_norm: layer.hidden_norm, names.norm: layer.norm}
         for name, norm in norms.items():
             fill_norm(norm, checkpoint, f"{prefix}.{name}")
-        fill_numbers(layer.join, checkpoint, f"{prefix}.{names.join}", halves)
+        fill_dense(layer.join, checkpoint, f"{prefix}.{names.join}", halves)
         fill_layer(layer.block, checkpoint, prefix, spec.block.parts)

@@ -65,9 +65,9 @@ class OpenMtp(OpenDrafter):
 
 
 def own_scheme(of_target: Quantization | None, spec: MtpSpec) -> Quantization | None:
-    """How the layers' matrices are stored: in the checkpoint's codes where tensors say so, else as ordinary numbers.
+    """How the layers' matrices are stored: quantised as the target's where tensors say so, else unquantised.
 
-    Published checkpoints differ: DeepSeek's have the layers in the target's codes but for the join; tools that quantise a
+    Published checkpoints differ: DeepSeek's have the layers quantised as the target is, but for the join; tools that quantise a
     target may pass its MTP layers over, and name them nowhere.  What is rounded as the target is loaded, the layers are not.
     """
     if of_target is None or any(isinstance(format, RoundToNearest) for _, format in of_target.formats):

@@ -25,7 +25,7 @@ def copies(spec: MtpSpec) -> dict[str, str]:
 def stored_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> Shapes:
     """All that the layers need, as the checkpoint stores it: a matrix in 8 or 4 bits is several tensors.
 
-    The shape of a tensor of codes or scales is its own, by the header; nobody has compared it with the matrix's.
+    The shape of a tensor of quantised values or scales is its own, by the header; nobody has compared it with the matrix's.
     """
     stored: Shapes = {}
     for name, shape in wanted_tensors(spec).items():
@@ -38,9 +38,9 @@ def stored_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> Shapes:
 def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
     """ValueError for a tensor of the layers that is missing, unknown, of another shape, or of the wrong kind of numbers.
 
-    Reads headers alone: nothing was allocated yet.  Shapes of codes and of scales are checked as they are read.
+    Reads headers alone: nothing was allocated yet.  Shapes of quantised values and of scales are checked as they are read.
     """
-    wanted, may = stored_tensors(checkpoint, spec), {*copies(spec), *_beside_codes(checkpoint, spec)}
+    wanted, may = stored_tensors(checkpoint, spec), {*copies(spec), *_beside_quantised(checkpoint, spec)}
     own = tuple(f"{prefix}." for prefix in spec.prefixes)
     held = [name for name in checkpoint.names() if name.startswith(own)]
     spare = [name for name in held if name not in wanted and name not in may and not may_be_read(name)]
@@ -78,8 +78,8 @@ def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Weight
     return checkpoint.format_of(name.removesuffix(".weight")) if is_matrix else None
 
 
-def _beside_codes(checkpoint: Checkpoint, spec: MtpSpec) -> set[str]:
-    """Tensors that may lie beside the codes of a matrix."""
+def _beside_quantised(checkpoint: Checkpoint, spec: MtpSpec) -> set[str]:
+    """Tensors that may lie beside the quantised values of a matrix."""
     matrices = {name: _format(checkpoint, name, shape) for name, shape in wanted_tensors(spec).items()}
     return {
         f"{name.removesuffix('.weight')}.{ending}" for name, format in matrices.items() if format for ending in format.may_end

@@ -22,7 +22,7 @@ from specdec.batch.sending import sent
 from specdec.batch.sigma import near_the_best
 from specdec.batch.tables import TokenTables
 from specdec.batch.tree import DraftTree
-from specdec.ops.noise.border import Border, borders, lowest_alone
+from specdec.ops.noise.cutoff import Cutoff, cutoffs, min_p_cutoffs
 from specdec.ops.noise.sample import gumbel_scores, sampled_tokens
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
@@ -79,11 +79,11 @@ def choose_tokens(
     """
     raw_RW = logits_RW
     logits_RW = edited_logits(logits_RW, LogitRows(sampling, positions_R, vocabulary, tree), needs)
-    border = border_of(logits_RW, sampling, needs, vocabulary)
+    cutoff = cutoff_of(logits_RW, sampling, needs, vocabulary)
     if needs.sampled and vocabulary.group.size == 1:
-        tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1, border)
+        tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1, cutoff)
     elif needs.sampled:
-        tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, border, vocabulary.first))
+        tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, cutoff, vocabulary.first))
         tokens_R = tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
     else:
         tokens_R = vocabulary.greedy(logits_RW, finite=True)
@@ -94,20 +94,20 @@ def choose_tokens(
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
     if needs.sampled:
         is_greedy_R1 = (rows.temperature_R == 0)[:, None]
-        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW, rows, border, vocabulary.first))
+        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW, rows, cutoff, vocabulary.first))
     return Chosen(tokens_R, torch.where(rows.column("processed")[:, None] > 0, logits_RW, raw_RW))
 
 
 def token_scores(
-    logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, border: Border | None, first: int = 0
+    logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, cutoff: Cutoff | None, first: int = 0
 ) -> Tensor:
     """[R, W] float32: the scores of which the chosen token has the highest, where rows may be sampled.
 
-    logits_RW: after the rules for single tokens, of the ids from `first` on.  border: what filters keep; None: all.  The other
+    logits_RW: after the rules for single tokens, of the ids from `first` on.  cutoff: what filters keep; None: all.  The other
     arguments: see `choose_tokens`.
     """
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
-    return gumbel_scores(logits_RW.float(), rows.temperature_R, rows.seed_R, positions_R + 1, border, first)
+    return gumbel_scores(logits_RW.float(), rows.temperature_R, rows.seed_R, positions_R + 1, cutoff, first)
 
 
 def scores_at(
@@ -137,7 +137,7 @@ def scores_at(
         logits_RV = torch.cat(edited)
     if not needs.sampled:
         return logits_RV.float()
-    return token_scores(logits_RV, sampling, before_R, border_of(logits_RV, sampling, needs, vocabulary))
+    return token_scores(logits_RV, sampling, before_R, cutoff_of(logits_RV, sampling, needs, vocabulary))
 
 
 def _tables_after(rules: TokenRules, output_ids: Sequence[int], logits_RV: Tensor) -> TokenTables:
@@ -150,22 +150,22 @@ def _tables_after(rules: TokenRules, output_ids: Sequence[int], logits_RV: Tenso
     return tables
 
 
-def kept_logits(logits_RW: Tensor, rows: RowSampling, border: Border | None, first: int = 0) -> Tensor:
+def kept_logits(logits_RW: Tensor, rows: RowSampling, cutoff: Cutoff | None, first: int = 0) -> Tensor:
     """[R, W] float32: the logits divided by the temperature, -inf where a filter drops the token.
 
     rows: one for each row of logits; a greedy row is divided by 1, and its filters are not meant.  first: the first id.
     """
-    logits_RW = logits_RW.float()  # as the border has them: 64 bits of a token at it would lie on either side
-    scaled_RW = logits_RW / rows.filters.heat_B[:, None]
-    if border is None:
+    logits_RW = logits_RW.float()  # as the cutoff has them: 64 bits of a token at it would lie on either side
+    scaled_RW = logits_RW / rows.filters.safe_temperature_B[:, None]
+    if cutoff is None:
         return scaled_RW
-    return scaled_RW.where(border.keeps(logits_RW, scaled_RW, first), -torch.inf)
+    return scaled_RW.where(cutoff.keeps(logits_RW, scaled_RW, first), -torch.inf)
 
 
-def border_of(logits_RW: Tensor, sampling: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Border | None:
+def cutoff_of(logits_RW: Tensor, sampling: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Cutoff | None:
     """What the filters keep of each row of whole logits; None: all.  sampling: of each sequence, or of each row."""
     if "filtered" in needs.steps:
-        return borders(vocabulary.whole(logits_RW), sampling.filters)
+        return cutoffs(vocabulary.whole(logits_RW), sampling.filters)
     if "min_p" in needs.steps:
-        return lowest_alone(vocabulary.largest(logits_RW), sampling.filters, vocabulary.size)
+        return min_p_cutoffs(vocabulary.largest(logits_RW), sampling.filters, vocabulary.size)
     return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.batch.masks import BitMasks
 from specdec.batch.sending import sent
 from specdec.batch.tables import TokenTables
-from specdec.ops.noise.floor import Filters
+from specdec.ops.noise.filters import Filters
 from specdec.steps import FLOATS, INTS, RowOptions
 
 

@@ -20,8 +20,8 @@ ONE = 2.0**44  # what a whole span counts: so sums of squares of 2**18 tokens fi
 def near_the_best(logits_RW: Tensor, rows: LogitRows) -> Tensor:
     """Bans tokens that lie more than top_n_sigma deviations below the row's largest logit, in rows that are sampled."""
     each = logits_RW.shape[0] // rows.sampling.rows
-    sigmas_B, heat_B = rows.sampling.column("top_n_sigma"), rows.sampling.temperature_R
-    sigmas_R = sigmas_B.where(heat_B > 0, 0.0).repeat_interleave(each)
+    sigmas_B, temperature_B = rows.sampling.column("top_n_sigma"), rows.sampling.temperature_R
+    sigmas_R = sigmas_B.where(temperature_B > 0, 0.0).repeat_interleave(each)
     logits_RW = logits_RW.float()
     largest_R = rows.vocabulary.largest(logits_RW)
     least_R = largest_R - sigmas_R * deviation(logits_RW, largest_R, rows.vocabulary)

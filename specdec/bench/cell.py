@@ -18,7 +18,7 @@ from specdec.bench.warm_up import Laps, warm_up
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.lossless.near_tie import explain_divergence, first_divergence
-from specdec.models.schemes.planes import PackedPlanes
+from specdec.models.schemes.parameters import LosslessParameters
 from specdec.session import Session
 
 MAX_COLD = 5  # passes of a side that are repeated because they prepared something; a short run captures late what a long run
@@ -224,7 +224,7 @@ def _is_empty(output: Generation, has_text: bool) -> bool:
 def _memory(session: Session) -> MemoryUse:
     modules = [session.model] + ([session.head] if session.head is not None else [])
     tensors = {t.data_ptr(): t for module in modules for t in module.parameters()}  # shared ones once
-    planes = {id(part): part for module in modules for part in module.modules() if isinstance(part, PackedPlanes)}
+    planes = {id(part): part for module in modules for part in module.modules() if isinstance(part, LosslessParameters)}
     weights = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(p.weight.num_bytes for p in planes.values())
     pool, device = session.kv_pool_bytes, session.settings.device
     if device.type == "cuda":

@@ -23,7 +23,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
         r"|^(filter|select|rows_hopper|merge_rows)_kernel",
     ),
     (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear"),
-    (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|border|tables|tokens|accept|move|rows"),
+    (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),
     (TREE, r"gather|scatter|index|search|softmax|reduce"),
     (NORM, r"elementwise|copy|cat|fill|arange|roll"),
 )

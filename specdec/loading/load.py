@@ -26,9 +26,9 @@ from specdec.loading.resolve import EngineSettings, choose_attention, resolve_se
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
-from specdec.models.linear import pack_matrices
+from specdec.models.linear import keep_lossless_copies
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
-from specdec.models.schemes.size import EXPERTS, coded_matrices, group_of
+from specdec.models.schemes.size import EXPERTS, group_of, quantised_matrices
 from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
@@ -93,10 +93,10 @@ def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Call
     for whose, checkpoint in (("target", pair.checkpoint), ("draft head", head)):
         if checkpoint is None or checkpoint.quantization is None:
             continue
-        coded = coded_matrices(checkpoint, tuple(checkpoint.names()))
-        groups = {group_of(checkpoint, name, format) for name, format in coded.items() if EXPERTS not in name}
+        quantised = quantised_matrices(checkpoint, tuple(checkpoint.names()))
+        groups = {group_of(checkpoint, name, format) for name, format in quantised.items() if EXPERTS not in name}
         why, helps = slowness(groups, capability(), dtype)
-        if coded and why:
+        if quantised and why:
             warnings.warn(f"the {whose}'s {slow_warning(why, helps, checkpoint.quantization)}", stacklevel=2)
 
 
@@ -147,7 +147,7 @@ def load_pair(
 
 def pack_pair(model: Target, head: DraftModel | None) -> None:
     """Packs both models' matrices.  ValueError if there are none that can be."""
-    require_packed(pack_matrices(*([model] if head is None else [model, head])))
+    require_packed(keep_lossless_copies(*([model] if head is None else [model, head])))
 
 
 def require_packed(found: int) -> None:

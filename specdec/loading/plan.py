@@ -27,7 +27,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.schemes.size import coded_and_others, coded_matrices, matrix_size
+from specdec.models.schemes.size import matrix_size, quantised_and_dense, quantised_matrices
 from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import WeightFormat
 from specdec.ops.products.formats.lossless import EIGHT, WIDTH, packed_size
@@ -53,7 +53,7 @@ class CountedModels(NamedTuple):
     weights: tuple[int, ...]  # the bytes of each
     features: int = 0  # how many numbers of each token the drafter reads of the target
     page_bytes: int = 0  # what the drafter keeps of each page besides keys and values
-    scratch: int = 0  # numbers of the target's largest matrix that is stored as codes, which prompts compute; 0: none is
+    scratch: int = 0  # values of the target's largest quantised matrix, which is dequantised for prompts; 0: there is none
     packed: int = 0  # the bytes of matrices that are kept once more, of both
 
 
@@ -172,7 +172,7 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     own, config, drafter = pair.checkpoint, pair.chosen.config, pair.drafter
     mtp = mtp_prefixes(config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
-    weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_numbers(own, without)
+    weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_values(own, without)
     packs = settings.options.pack_weights
     packed = packed_bytes(own, without, config.tie_embeddings) if packs else 0
     if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
@@ -191,14 +191,14 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     a copy for each head (HeadsRMSNorm).
     """
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    formats, others = coded_and_others(checkpoint, names)
+    formats, others = quantised_and_dense(checkpoint, names)
     own = [name for name in others if not _is_spare_bias(name, formats, config)]
-    coded = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
+    quantised = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
     heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
     numbers = sum(
         math.prod(checkpoint.shape(name)) * heads.get(name.removesuffix(".weight").rpartition(".")[2], 1) for name in own
     )
-    return coded + numbers * dtype.itemsize
+    return quantised + numbers * dtype.itemsize
 
 
 def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) -> int:
@@ -207,7 +207,7 @@ def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) 
     tied: whether the embedding table is the output layer's matrix too.
     """
     names = [name for name in checkpoint.names() if name not in without and name.endswith(".weight")]
-    formats = coded_matrices(checkpoint, names)
+    formats = quantised_matrices(checkpoint, names)
     total = 0
     for name in names:
         matrix, shape = name.removesuffix(".weight"), checkpoint.shape(name)
@@ -229,13 +229,13 @@ def _is_spare_bias(name: str, formats: dict[str, WeightFormat], config: ModelCon
     return not (config.mlp_bias if part in ("gate_proj", "up_proj", "down_proj") else config.qkv_bias)
 
 
-def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
-    """How many numbers the largest matrix has whose numbers are computed for many rows, all its parts together; 0: none."""
+def scratch_values(checkpoint: Checkpoint, without: set[str]) -> int:
+    """How many values the largest matrix has that is dequantised for many rows, all its parts together; 0: there is none."""
     sizes: defaultdict[str, int] = defaultdict(int)
-    for name, format in coded_matrices(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
+    for name, format in quantised_matrices(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
         whole = name
         for part, together in TOGETHER:
             whole = part.sub(together, whole)
         size = matrix_size(format, checkpoint, name)
-        sizes[whole] += size.numbers if size.is_computed else 0
+        sizes[whole] += size.values if size.is_dequantised else 0
     return max(sizes.values(), default=0)

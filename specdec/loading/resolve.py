@@ -12,8 +12,8 @@ import torch
 
 from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.attention.capability import GRAPHS, Feature
-from specdec.attention.flash.rule import Reads
-from specdec.attention.invariant.plan import PIECE, pieces
+from specdec.attention.flash.rule import AttentionShape
+from specdec.attention.invariant.plan import MAX_COLUMNS, column_parts
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
@@ -174,8 +174,11 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
     if target.quantization is not None:
         refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
-    if target.keeps_latents and not pieces(target.latent_rank):
-        refuse(f"reads latents of up to {PIECE} numbers, or of an even number up to {2 * PIECE}, got {target.latent_rank}")
+    if target.keeps_latents and not column_parts(target.latent_rank):
+        refuse(
+            f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
+            f"got {target.latent_rank}"
+        )
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":
@@ -277,7 +280,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         Feature.CONTEXT_PARALLEL: options.decode_context_parallel_size > 1,
         Feature.SHARED_PREFIXES: options.prefix_caching,
     }
-    packed = (spec.num_draft_tokens if spec else 1) * target.heads_a_key
+    seqlen_q_packgqa = (spec.num_draft_tokens if spec else 1) * target.heads_a_key
     return AttentionNeeds(
         settings.device,
         settings.dtype,
@@ -290,5 +293,5 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         kv_cache_dtype=options.kv_cache_dtype,
         page_size=options.page_size,
         features=GRAPHS[settings.cuda_graphs].union(feature for feature, is_asked in asked.items() if is_asked),
-        most=Reads(options.max_batch_size, target.num_kv_heads, packed, settings.max_seq_len),
+        largest=AttentionShape(options.max_batch_size, target.num_kv_heads, seqlen_q_packgqa, settings.max_seq_len),
     )

@@ -53,18 +53,18 @@ class EncoderConfig:
 class ExpertsConfig:
     """The mixture of experts of DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
 
-    count: experts that the router chooses from.  chosen: experts that it chooses for each token.
+    count: experts that the router chooses from.  top_k: how many it chooses for each token.
     intermediate_size: of one expert's MLP.
-    shared: number of experts that every token passes besides the chosen ones; they are computed as one wide MLP.
+    shared: number of experts that every token passes besides its top-k ones; they are computed as one MLP of their sizes' sum.
     gate: how the router scores experts.  "softmax" (V2) takes a softmax over all experts.  "sigmoid" (V3) takes a sigmoid of
-    each expert's logit; a learnt bias is added to the scores for choosing experts, but not to the weights of the chosen ones.
+    each expert's logit; a learnt bias is added to the scores for choosing experts, but not to their weights.
     groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
     Both are None where the router may choose any experts.
-    normed: whether the weights of the chosen experts are divided by their sum.  scaling: factor on the weights after that.
+    normed: whether topk_weights are divided by their sum.  scaling: factor on the weights after that.
     """
 
     count: int
-    chosen: int
+    top_k: int
     intermediate_size: int
     shared: int
     gate: Literal["softmax", "sigmoid"]

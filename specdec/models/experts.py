@@ -1,8 +1,8 @@
-"""Mixture-of-experts layers: a router that chooses and weighs experts, and the chosen experts' MLPs.
+"""Mixture-of-experts layers: a router that chooses and weighs each token's top-k experts, and these experts' MLPs.
 
 No shape in this file depends on the values of a tensor, so all of it can run inside CUDA graphs.  This file knows no attention.
 
-Shapes: T tokens, H hidden size, E experts, K experts chosen for a token, G groups of experts, F intermediate size of an expert,
+Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), G groups of experts, F intermediate size of an expert,
 P = T * K pairs of a token and an expert.
 """
 
@@ -19,7 +19,7 @@ from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack, Multiplying
 from specdec.models.making import made_now, new_weight
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
+from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, by_expert, has_experts_kernel, quantised_experts
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
@@ -42,7 +42,7 @@ class Router(Multiplying):
             self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32, device=made_now().device))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair (weights [T, K] in float32 or wider, numbers of the chosen experts [T, K] int64)."""
+        """The pair (topk_weights [T, K] in float32 or a wider type, topk_ids [T, K] int64)."""
         if self.numerics.is_invariant:
             logits_TE = each_linear(x_TH[:, None], self.weight[None], torch.float32)[:, 0]
         else:
@@ -50,15 +50,15 @@ class Router(Multiplying):
             logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
         if self.config.gate == "softmax":
             scores_TE = logits_TE.softmax(-1)
-            weights_TK, chosen_TK = self._of_best_groups(scores_TE, scores_TE, 1, 0.0).topk(self.config.chosen, dim=-1)
+            topk_weights_TK, topk_ids_TK = self._of_best_groups(scores_TE, scores_TE, 1, 0.0).topk(self.config.top_k, dim=-1)
         else:
             scores_TE = logits_TE.sigmoid()
             ranked_TE = scores_TE + self.correction_E
-            chosen_TK = self._of_best_groups(ranked_TE, ranked_TE, 2, -torch.inf).topk(self.config.chosen, dim=-1).indices
-            weights_TK = scores_TE.gather(1, chosen_TK)
+            topk_ids_TK = self._of_best_groups(ranked_TE, ranked_TE, 2, -torch.inf).topk(self.config.top_k, dim=-1).indices
+            topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
         if self.config.normed:
-            weights_TK = weights_TK / (self._added_up(weights_TK)[:, None] + 1e-20)
-        return weights_TK * self.config.scaling, chosen_TK
+            topk_weights_TK = topk_weights_TK / (self._added_up(topk_weights_TK)[:, None] + 1e-20)
+        return topk_weights_TK * self.config.scaling, topk_ids_TK
 
     def _of_best_groups(self, scores_TE: Tensor, ranks_TE: Tensor, best: int, other: float) -> Tensor:
         """The scores [T, E], with `other` in place of the scores of all but the token's best groups.
@@ -79,7 +79,7 @@ class Router(Multiplying):
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer's mixture: the weighted sum of the chosen experts' outputs, plus the output of the shared experts.
+    """A layer's mixture: the weighted sum of the outputs of each token's top-k experts, plus the output of the shared experts.
 
     The router's policy chooses the experts' products too.
     """
@@ -94,79 +94,79 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = MLP(replace(config, intermediate_size=I * experts.shared))
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        weights_TK, chosen_TK = self.gate(x_TH)
+        topk_weights_TK, topk_ids_TK = self.gate(x_TH)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.gate.numerics
-        return self.shared_experts(x_TH) + mixture(x_TH, weights_TK, chosen_TK, *stacks, numerics=numerics)
+        return self.shared_experts(x_TH) + mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, numerics=numerics)
 
 
 def mixture(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
     numerics: Numerics = FAST,
 ) -> Tensor:  # fmt: skip
-    """[T, H]: the weighted sum of each token's chosen experts, by the kernel that reads codes, or by numbers."""
-    if gate_up.codes is not None and down.codes is not None:
-        experts = CodedExperts(gate_up.codes, down.codes, form)
-        if runs_on_codes(x_TH, experts):
-            return coded_experts(x_TH, weights_TK, chosen_TK, experts, numerics)
-        if 3 * chosen_TK.numel() <= gate_up.count and not is_traced(x_TH):  # numbers of few codes alone
-            gate_up_TKGH, down_TKHF = (codes.chosen(chosen_TK, x_TH.dtype) for codes in (experts.gate_up, experts.down))
-            return paired_experts(x_TH, weights_TK, chosen_TK, gate_up_TKGH, down_TKHF, form)
-    gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in (gate_up, down))
+    """[T, H]: the weighted sum of each token's top-k experts, by the kernel for quantised experts or by dense products."""
+    if gate_up.qweight is not None and down.qweight is not None:
+        experts = QuantisedExperts(gate_up.qweight, down.qweight, form)
+        if has_experts_kernel(x_TH, experts):
+            return quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, numerics)
+        if 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
+            gate_up_TKGH, down_TKHF = (stack.dense_of(topk_ids_TK, x_TH.dtype) for stack in experts[:2])
+            return paired_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_TKGH, down_TKHF, form)
+    gate_up_EGH, down_EHF = (stack.dense(x_TH.dtype) for stack in (gate_up, down))
     if numerics.is_invariant:
         assert form is PLAIN
-        return ordered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
-    return run_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
+        return ordered_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF)
+    return run_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
 
 
 def run_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
 ) -> Tensor:
-    """[T, H]: the weighted sum of each token's chosen experts, added up in float32 or wider.
+    """[T, H]: the weighted sum of each token's top-k experts, added up in float32 or wider.
 
     gate_up_EGH: gate and up projections of each expert, G = 2F rows; the first F rows are the gate's.  form: gate and biases.
 
     There are three ways to compute the sum.  Where torch has a grouped product for these weights, the function takes that: it
-    reads each chosen expert once.  Otherwise, with few pairs, it copies each pair's weights: three times the bytes (read,
-    written, read again), but of chosen experts only.  Otherwise every expert computes every token and the weights, most of them
-    0, decide what counts: E / K times the arithmetic.
+    reads each expert in use once.  Otherwise, with few pairs, it copies each pair's weights: three times the bytes (read,
+    written, read again), but only of the experts in use.  Otherwise every expert computes every token and the weights, most of
+    them 0, decide what counts: E / K times the arithmetic.
 
     A traced pass (torch.export, torch.compile) takes the first way in bf16, the only type for which torch can trace it, and the
     last way otherwise: the number of its tokens may vary.
     """
     if is_traced(x_TH):
         traced = grouped_experts if x_TH.dtype == torch.bfloat16 else masked_experts
-        return traced(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
+        return traced(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
     if has_grouped_product((gate_up_EGH, down_EHF)):
-        return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
-    E, pairs = gate_up_EGH.shape[0], chosen_TK.numel()
+        return grouped_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
+    E, pairs = gate_up_EGH.shape[0], topk_ids_TK.numel()
     copied = pairs * (gate_up_EGH[0].numel() + down_EHF[0].numel()) * x_TH.element_size()
     if 3 * pairs <= E and copied <= MAX_COPIED:
-        return gathered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
-    return masked_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
+        return gathered_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
+    return masked_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
 
 
 def grouped_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
 ) -> Tensor:
     """The sum by torch's grouped product.  Pairs are sorted by expert, so the rows of each expert are one block.
 
-    The borders of the blocks stay on the device: the host never reads them.
+    Where the blocks begin and end stays on the device: the host never reads it.
     """
-    T, K = chosen_TK.shape
-    order_P, counts_E = by_expert(chosen_TK, gate_up_EGH.shape[0])
+    T, K = topk_ids_TK.shape
+    order_P, counts_E = by_expert(topk_ids_TK, gate_up_EGH.shape[0])
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     rows_PH = x_TH.index_select(0, order_P // K)
-    of_P = None if form.gate_up_bias is None else chosen_TK.flatten().index_select(0, order_P)
+    of_P = None if form.gate_up_bias is None else topk_ids_TK.flatten().index_select(0, order_P)
     mid_PF = form.gate(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
     out_PH = _biased(F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E), form.down_bias, of_P)
     in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
-    return _weighted(in_order_PH.view(T, K, -1), weights_TK, x_TH.dtype)
+    return _weighted(in_order_PH.view(T, K, -1), topk_weights_TK, x_TH.dtype)
 
 
 def ordered_experts(
     x_TH: Tensor,
-    weights_TK: Tensor,
-    chosen_TK: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
     gate_up_EGH: Tensor,
     down_EHF: Tensor,
     tiles: StackedTiles | None = None,
@@ -175,38 +175,38 @@ def ordered_experts(
 
     tiles: other ones than the policy's.
     """
-    (T, K), E = chosen_TK.shape, gate_up_EGH.shape[0]
-    order_P, counts_E = by_expert(chosen_TK, E)
+    (T, K), E = topk_ids_TK.shape, gate_up_EGH.shape[0]
+    order_P, counts_E = by_expert(topk_ids_TK, E)
     mid_PF = experts_linear(x_TH, gate_up_EGH, order_P, counts_E, K, gated=True, tiles=tiles)
     out_PH = experts_linear(mid_PF, down_EHF, order_P, counts_E, K, gated=False, tiles=tiles)
-    return weighted_sum(out_PH.view(T, K, -1), weights_TK)
+    return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK)
 
 
 def gathered_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
 ) -> Tensor:
     """The sum by batched products, in which each pair has its own copy of its expert's weights."""
-    return paired_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH[chosen_TK], down_EHF[chosen_TK], form)
+    return paired_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH[topk_ids_TK], down_EHF[topk_ids_TK], form)
 
 
 def paired_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_TKGH: Tensor, down_TKHF: Tensor, form: Form = PLAIN
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_TKGH: Tensor, down_TKHF: Tensor, form: Form = PLAIN
 ) -> Tensor:
     """The sum by batched products, given each pair's own matrices."""
-    mid_TKF = form.gate(_biased((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0], form.gate_up_bias, chosen_TK))
-    out_TKH = _biased((down_TKHF @ mid_TKF[..., None])[..., 0], form.down_bias, chosen_TK)
-    return _weighted(out_TKH, weights_TK, x_TH.dtype)
+    mid_TKF = form.gate(_biased((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0], form.gate_up_bias, topk_ids_TK))
+    out_TKH = _biased((down_TKHF @ mid_TKF[..., None])[..., 0], form.down_bias, topk_ids_TK)
+    return _weighted(out_TKH, topk_weights_TK, x_TH.dtype)
 
 
 def masked_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
 ) -> Tensor:
     """The sum by a loop in which each expert computes all tokens.
 
     An expert may yield inf or NaN for a token that did not choose it, so such outputs are replaced by 0, not multiplied by 0.
     """
-    dtype = torch.promote_types(x_TH.dtype, weights_TK.dtype)
-    weight_TE = weights_TK.new_zeros(x_TH.shape[0], gate_up_EGH.shape[0]).scatter_(1, chosen_TK, weights_TK)
+    dtype = torch.promote_types(x_TH.dtype, topk_weights_TK.dtype)
+    weight_TE = topk_weights_TK.new_zeros(x_TH.shape[0], gate_up_EGH.shape[0]).scatter_(1, topk_ids_TK, topk_weights_TK)
     total_TH = torch.zeros_like(x_TH, dtype=dtype)
     gate_up_biases, down_biases = (
         [None] * len(down_EHF) if bias is None else bias for bias in (form.gate_up_bias, form.down_bias)
@@ -224,5 +224,5 @@ def _biased(out: Tensor, bias_EO: Tensor | None, experts: Tensor | None) -> Tens
     return out if bias_EO is None else out + bias_EO[experts]
 
 
-def _weighted(out_TKH: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    return (out_TKH * weights_TK[..., None]).sum(1).to(dtype)
+def _weighted(out_TKH: Tensor, topk_weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    return (out_TKH * topk_weights_TK[..., None]).sum(1).to(dtype)

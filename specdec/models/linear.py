@@ -1,11 +1,11 @@
 """Matrices of weights, each of named parts: queries, keys and values of a projection, or a gate and what it opens.
 
 A layer multiplies through `Linear` and reads none of its bytes.  A loader asks for the tensors of one part, by their names in a
-checkpoint, and fills them; or it hands over a part as codes (schemes/rows.py), and the matrix is stored in 8 or 4 bits
-(schemes/planes.py).  A matrix that was filled can be kept once more, packed.  So this file alone knows how a matrix is stored.
-It knows no checkpoint and no model.
+checkpoint, and fills them; or it hands over a quantised part (schemes/rows.py), and the matrix is stored in 8 or 4 bits
+(schemes/parameters.py).  A dense matrix that was filled can be kept once more, in 12 bits without loss.  So this file alone
+knows how a matrix is stored.  It knows no checkpoint and no model.
 
-Shapes: T tokens, I columns, O rows, F rows of a gate, N matrices of a stack, R rows asked for.
+Shapes: T tokens, K columns, N rows, F rows of a gate, E matrices of a stack, R rows asked for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.making import made_now, making, new_weight
-from specdec.models.schemes.planes import PackedPlanes, Planes
-from specdec.models.schemes.rows import CodedRows
-from specdec.models.schemes.stacks import StackPlanes
+from specdec.models.schemes.parameters import LosslessParameters, QuantisedParameters
+from specdec.models.schemes.rows import QuantisedRows
+from specdec.models.schemes.stacks import StackParameters
 from specdec.ops.products.dense import DenseWeight
-from specdec.ops.products.formats.experts import StackedCodes
+from specdec.ops.products.formats.experts import QuantisedStack
 from specdec.ops.products.formats.lossless import EIGHT, pack_weight
 from specdec.ops.products.gpus import Kind
 from specdec.ops.products.lossless import LosslessWeight
@@ -90,18 +90,18 @@ class Multiplying(nn.Module):
 
 
 class Linear(Multiplying):
-    """x W^T + bias, from [..., I] to [..., O].
+    """x W^T + bias, from [..., K] to [..., N].
 
     The weights stay uninitialised until a loader fills them: random initial values would never be read, and computing them
     would be the slowest part of a start.
-    in_features: I.  parts: rows of the parts, as of `PartRows`; O is their sum.
+    in_features: K.  parts: rows of the parts, as of `PartRows`; N is their sum.
 
     Ranks that share a model hold a cut of a matrix each.  `column`: some rows of each part, so that a rank has some of the
     outputs.  `row`: some columns, so that each rank's product is one of the terms of the output.  All sizes are the rank's own.
     unread: endings of tensors of the checkpoint of which this rank holds nothing.
-    weight, planes: the numbers, or the codes that stand for them; the other one is None.
-    packed: the numbers once more, for products of few rows; None unless `pack` was called.
-    packs: whether it may be packed: not if the numbers are read by head alone (`by_head`).
+    weight, quantised: the matrix if it is dense, or if it is quantised; the other one is None.
+    lossless: the dense matrix once more in 12 bits, for products of few rows; None unless `keep_lossless` was called.
+    may_be_lossless: whether it may be kept so: not if the weight is read by head alone (`by_head`).
     """
 
     def __init__(self, in_features: int, parts: int | Mapping[str, int], bias: bool = False) -> None:
@@ -110,9 +110,9 @@ class Linear(Multiplying):
         self.in_features, self.out_features = in_features, self.parts.total
         self._late = _late_device()
         self.weight: nn.Parameter | None = new_weight(self.out_features, in_features, late=self._late is not None)
-        self.planes: Planes | None = None
-        self.packed: PackedPlanes | None = None
-        self.packs = True
+        self.quantised: QuantisedParameters | None = None
+        self.lossless: LosslessParameters | None = None
+        self.may_be_lossless = True
         self.bias = new_weight(self.out_features) if bias else None
         self._cuts = {part: _Cut(0, 0, size) for part, size in self.parts.sizes.items()}
         self.unread: tuple[str, ...] = ()
@@ -150,12 +150,12 @@ class Linear(Multiplying):
         return matrix
 
     @classmethod
-    def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+    def of(cls, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         """A matrix without parts over weights that another module owns too."""
-        with making(torch.device("meta"), weight_OI.dtype):
-            shared = cls(weight_OI.shape[1], weight_OI.shape[0])
-        assert isinstance(weight_OI, nn.Parameter) and (bias_O is None or isinstance(bias_O, nn.Parameter))
-        shared.weight, shared.bias = weight_OI, bias_O
+        with making(torch.device("meta"), weight_NK.dtype):
+            shared = cls(weight_NK.shape[1], weight_NK.shape[0])
+        assert isinstance(weight_NK, nn.Parameter) and (bias_N is None or isinstance(bias_N, nn.Parameter))
+        shared.weight, shared.bias = weight_NK, bias_N
         return shared
 
     def forward(self, x: Tensor, terms: bool = False) -> Tensor | Terms:
@@ -169,27 +169,27 @@ class Linear(Multiplying):
     @property
     def stored(self) -> Weight:
         """The weight as it multiplies."""
-        if self.planes is not None:
-            return QuantisedWeight(self.planes.weight, self.planes.order_I)
-        dense = DenseWeight(self._numbers)
-        return dense if self.packed is None else LosslessWeight(dense, self.packed.weight)
+        if self.quantised is not None:
+            return QuantisedWeight(self.quantised.weight, self.quantised.order_K)
+        dense = DenseWeight(self._dense)
+        return dense if self.lossless is None else LosslessWeight(dense, self.lossless.weight)
 
     @property
     def is_quantised(self) -> bool:
-        """Whether codes stand for the weight's numbers."""
-        return self.planes is not None
+        """Whether the weight is stored in 8 or 4 bits."""
+        return self.quantised is not None
 
     @property
-    def _numbers(self) -> nn.Parameter:
-        assert self.weight is not None, "stored as codes"
+    def _dense(self) -> nn.Parameter:
+        assert self.weight is not None, "quantised"
         return self.weight
 
     def by_head(self, heads: int) -> Tensor:
-        """The weight [heads, O / heads, I], for products with each head's rows.  Codes are no use here: see `fill`."""
-        return self._numbers.unflatten(0, (heads, -1))
+        """The weight [heads, N / heads, K], for products with each head's rows.  A quantised weight can't be read so."""
+        return self._dense.unflatten(0, (heads, -1))
 
     def rows(self, ids_R: Tensor) -> Tensor:
-        """The rows [R, I] of these numbers, counted over all parts."""
+        """The dense rows [R, K] of these indices, counted over all parts."""
         return self.stored.rows(ids_R)
 
     @property
@@ -198,11 +198,11 @@ class Linear(Multiplying):
         return self._late or next(self.parameters()).device
 
     def tensors(self, part: str = ONLY) -> dict[str, Stored]:
-        """What is stored of a part, by the ending of its name in checkpoints.  Filling it fills the matrix, with numbers."""
+        """What is stored of a part, by the ending of its name in checkpoints.  Filling it fills a dense matrix."""
         if self._late is not None:
-            self.weight = nn.Parameter(torch.empty_like(self._numbers, device=self._late), requires_grad=False)
+            self.weight = nn.Parameter(torch.empty_like(self._dense, device=self._late), requires_grad=False)
             self._late = None
-        return {"weight": self._cuts[part].stored(self._numbers.detach()[self.parts.rows[part]])} | self.bias_tensors(part)
+        return {"weight": self._cuts[part].stored(self._dense.detach()[self.parts.rows[part]])} | self.bias_tensors(part)
 
     def bias_tensors(self, part: str = ONLY) -> dict[str, Stored]:
         """Of `tensors`, those beside the weight."""
@@ -221,25 +221,25 @@ class Linear(Multiplying):
         cut = self._cuts[part]
         return (cut.start, cut.whole) if cut.dim == 0 else (0, self.parts.sizes[part])
 
-    def fill(self, part: str, whole: CodedRows) -> None:
-        """Stores a part as codes, given those of the checkpoint's whole matrix.
+    def fill(self, part: str, whole: QuantisedRows) -> None:
+        """Stores a quantised part, given the checkpoint's whole matrix.
 
-        ValueError if the part's codes are not like those of the parts before it, or ranks can't share them.
+        ValueError if the part is not quantised like the parts before it, or ranks can't share it.
         """
         rows, cut = self.parts.rows[part], self._cuts[part]
         own = whole.run(cut.dim, cut.start, self.in_features if cut.dim else rows.stop - rows.start)
-        if self.planes is None:
-            self.planes = Planes(self.out_features, self.in_features, own)
+        if self.quantised is None:
+            self.quantised = QuantisedParameters(self.out_features, self.in_features, own)
             self.weight, self._late = None, None
-        elif why := self.planes.unlike(own):
+        elif why := self.quantised.unlike(own):
             raise ValueError(f"parts of one matrix ({', '.join(self.parts.sizes)}) must be stored alike, got {why}")
-        self.planes.put(rows, own)
+        self.quantised.put(rows, own)
 
-    def pack(self) -> None:
-        """Keeps numbers that can be packed (`pack_weight`) once more, for products of few rows.  They must not change then."""
-        if self.weight is not None and self.packs and self.out_features % EIGHT == 0:
+    def keep_lossless(self) -> None:
+        """Keeps the dense weight once more in 12 bits, if it can be (`pack_weight`).  It must not change then."""
+        if self.weight is not None and self.may_be_lossless and self.out_features % EIGHT == 0:
             packed = pack_weight(self.weight)
-            self.packed = None if packed is None else PackedPlanes(packed)
+            self.lossless = None if packed is None else LosslessParameters(packed)
 
     def holds(self, table: Tensor) -> bool:
         """Whether the weight is this very tensor, as the language-model head of a model with tied embeddings is."""
@@ -258,20 +258,21 @@ def use_numerics(model: nn.Module, numerics: Numerics) -> None:
             module.numerics = numerics
 
 
-def pack_matrices(*models: nn.Module) -> int:
-    """Packs all matrices of these models that can be packed, shared ones once, and says how many these are."""
+def keep_lossless_copies(*models: nn.Module) -> int:
+    """Keeps all matrices of these models in 12 bits too that can be, shared ones once, and says how many these are."""
     matrices = {id(part): part for model in models for part in model.modules() if isinstance(part, Linear)}
     for matrix in matrices.values():
-        matrix.pack()
-    return sum(matrix.packed is not None for matrix in matrices.values())
+        matrix.keep_lossless()
+    return sum(matrix.lossless is not None for matrix in matrices.values())
 
 
 class LinearStack(nn.Module):
-    """N matrices of one shape and with the same parts, such as one projection of all experts of a layer.  No bias.
+    """E matrices of one shape and with the same parts, such as one projection of all experts of a layer.  No bias.
 
-    numbers, codes: who multiplies with them chooses the product by their number and dtype (models/experts.py).
+    dense, qweight: who multiplies with them chooses the product by their number and dtype (models/experts.py).
     shard, role: of all matrices, as `Linear.column` and `Linear.row` cut one.
-    weight_NOI, planes: the numbers, or the codes of all matrices one above the other; the other one is None.
+    weight_ENK, quantised: the matrices if they are dense, or, one above the other, if they are quantised; the other one is
+    None.
     """
 
     def __init__(self, count: int, in_features: int, parts: Mapping[str, int], shard: Shard, role: Role) -> None:
@@ -279,8 +280,8 @@ class LinearStack(nn.Module):
         self.parts, self._shard, self._role = PartRows(parts), shard, role
         self.count, self.in_features = count, in_features
         self._late = _late_device()
-        self.weight_NOI: nn.Parameter | None = new_weight(count, self.parts.total, in_features, late=self._late is not None)
-        self.planes: StackPlanes | None = None
+        self.weight_ENK: nn.Parameter | None = new_weight(count, self.parts.total, in_features, late=self._late is not None)
+        self.quantised: StackParameters | None = None
 
     @property
     def device(self) -> torch.device:
@@ -289,17 +290,17 @@ class LinearStack(nn.Module):
 
     @property
     def _own(self) -> nn.Parameter:
-        assert self.weight_NOI is not None, "stored as codes"
-        return self.weight_NOI
+        assert self.weight_ENK is not None, "quantised"
+        return self.weight_ENK
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """All matrices [N, O, I]: the weight itself, or numbers computed of the codes."""
-        return self._own if self.codes is None else self.codes.numbers(dtype)
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """All matrices [E, N, K]: the weight itself, or the matrices dequantised to that dtype."""
+        return self._own if self.qweight is None else self.qweight.dense(dtype)
 
     @property
-    def codes(self) -> StackedCodes | None:
-        """The codes of all matrices; None: they are stored as numbers."""
-        return None if self.planes is None else self.planes.weight
+    def qweight(self) -> QuantisedStack | None:
+        """The quantised matrices; None: they are dense."""
+        return None if self.quantised is None else self.quantised.weight
 
     def shape(self, part: str) -> tuple[int, int]:
         """Rows and columns of the checkpoint's matrices of a part, of which this rank's are a part."""
@@ -309,23 +310,23 @@ class LinearStack(nn.Module):
     def tensors(self, index: int, part: str) -> dict[str, Stored]:
         """What is stored of a part of matrix number `index`.  See `Linear.tensors`."""
         if self._late is not None:
-            self.weight_NOI = nn.Parameter(torch.empty_like(self._own, device=self._late), requires_grad=False)
+            self.weight_ENK = nn.Parameter(torch.empty_like(self._own, device=self._late), requires_grad=False)
             self._late = None
-        weight_PI = self._own.detach()[index, self.parts.rows[part]]
+        weight_PK = self._own.detach()[index, self.parts.rows[part]]
         dim = 0 if self._role == "column" else 1
-        size = weight_PI.shape[dim]
-        return {"weight": _Cut(dim, self._shard.rank * size, self._shard.size * size).stored(weight_PI)}
+        size = weight_PK.shape[dim]
+        return {"weight": _Cut(dim, self._shard.rank * size, self._shard.size * size).stored(weight_PK)}
 
-    def fill(self, index: int, part: str, whole: CodedRows) -> None:
-        """Stores a part of matrix number `index` as codes.  See `Linear.fill`."""
+    def fill(self, index: int, part: str, whole: QuantisedRows) -> None:
+        """Stores a quantised part of matrix number `index`.  See `Linear.fill`."""
         rows, dim = self.parts.rows[part], 0 if self._role == "column" else 1
         size = self.in_features if dim else self.parts.sizes[part]
         own = whole.run(dim, self._shard.rank * size, size)
-        assert own.order_I is None, "experts in act order are refused by their format (checkpoints/loader.py)"
-        if self.planes is None:
-            self.planes = StackPlanes(self.count, self.parts.total, self.in_features, own)
-            self.weight_NOI, self._late = None, None
-        elif why := self.planes.unlike(own):
+        assert own.order_K is None, "experts in act order are refused by their format (checkpoints/loader.py)"
+        if self.quantised is None:
+            self.quantised = StackParameters(self.count, self.parts.total, self.in_features, own)
+            self.weight_ENK, self._late = None, None
+        elif why := self.quantised.unlike(own):
             raise ValueError(f"all matrices of experts are stored alike, got {why}")
         first = index * self.parts.total
-        self.planes.put(slice(first + rows.start, first + rows.stop), own)
+        self.quantised.put(slice(first + rows.start, first + rows.stop), own)

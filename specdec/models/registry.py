@@ -20,10 +20,10 @@ from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
 from specdec.models.checkpoints.mistaken import refuse_head_config
 from specdec.models.config import ModelConfig, read_json
-from specdec.models.gguf.blocks import CODED
-from specdec.models.gguf.coded import BLOCKS, blocks_of
+from specdec.models.gguf.blocks import KEPT
 from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
+from specdec.models.gguf.kept_blocks import BLOCKS, blocks_of
 from specdec.models.keys.ends import with_ends
 from specdec.models.llama.config import FAMILIES as LLAMA
 from specdec.models.schemes.config import SIDECAR, read_sidecar, round_to_nearest
@@ -63,7 +63,7 @@ class TargetChoice(NamedTuple):
 def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -> TargetChoice:
     """As `read_target`, and with what is to become of the weights.  quantize: see EngineOptions.
 
-    ValueError if the weights can't be rounded: they are codes already, or transformers' code computes the target.
+    ValueError if the weights can't be rounded: they are quantised already, or transformers' code computes the target.
     """
     chosen = read_target(folder, backend)
     if quantize == "none":
@@ -84,13 +84,13 @@ def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -
 
 
 def _with_blocks(chosen: TargetChoice, folder: Path) -> TargetChoice:
-    """The choice, whose matrices stay in a GGUF file's blocks where these are codes of ours.  ValueError if none are."""
+    """The choice, whose matrices stay in a GGUF file's blocks where a kernel of ours reads these.  ValueError if none are."""
     kept = blocks_of(open_gguf(folder), chosen.config) if is_gguf(folder) else None
     if kept is None:
         held = sorted({each.type for each in open_gguf(folder).tensors.values()}) if is_gguf(folder) else []
         what = f"has none beside the embeddings ({', '.join(held)})" if held else "is no such file"
         raise ValueError(
-            f"quantize={BLOCKS!r} keeps matrices of a GGUF file in {', '.join(CODED)}, but {folder} {what}; nearest setting "
+            f"quantize={BLOCKS!r} keeps matrices of a GGUF file in {', '.join(KEPT)}, but {folder} {what}; nearest setting "
             "that works: quantize='none'"
         )
     return chosen._replace(config=replace(chosen.config, quantization=kept))

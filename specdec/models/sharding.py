@@ -47,7 +47,7 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
 
 
 def _without_groups(config: ModelConfig, size: int) -> str:
-    """Which other setting lets so many ranks share the model, where codes made at load have groups in their way."""
+    """Which other setting lets so many ranks share the model, where quantising at load leaves groups in their way."""
     made = config.quantization
     if made is None or not made.setting or misfit(replace(config, quantization=None), size):
         return ""

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.noise.floor import least_logits
+from specdec.ops.noise.approximate_cutoff import approximate_cutoffs
 from specdec.ops.noise.gumbel import Noise
 from specdec.ops.noise.gumbel_triton import noise_arguments, perturbation, steepened
 
@@ -69,11 +69,11 @@ def scan_kernel(
     logits,  # [R, V], any float type
     keys,  # [R, S, k] int64
     sums,  # [R, S] float32: sum of exp(logit - the slice's largest)
-    temperature,  # [B] float32
+    temperatures,  # [B] float32
     seeds,  # [B] int64
     lens,  # [B] int32
     offsets,  # [V] int64
-    floor,  # [R] float32
+    cutoff,  # [R] float32
     vocab,
     stride_row,
     stride_temperature,
@@ -86,7 +86,7 @@ def scan_kernel(
     SOFTMAX: tl.constexpr,
     LOGIT_WEIGHT: tl.constexpr,
     NOISE_WEIGHT: tl.constexpr,  # 0: no noise
-    FLOOR_WEIGHT: tl.constexpr,  # 0: no floor
+    CUTOFF_WEIGHT: tl.constexpr,  # 0: no cutoff
     HAS_OFFSETS: tl.constexpr,
     ASM: tl.constexpr,  # see gumbel_triton.py
     PDL: tl.constexpr,
@@ -100,7 +100,7 @@ def scan_kernel(
     logits += row * stride_row
     if NOISE_WEIGHT > 0:
         weight, noise_N = perturbation(
-            temperature, seeds, lens, offsets, row // each, stride_temperature, stride_seed, ahead, 0, first + i_N, ok_N,
+            temperatures, seeds, lens, offsets, row // each, stride_temperature, stride_seed, ahead, 0, first + i_N, ok_N,
             LOGIT_WEIGHT, NOISE_WEIGHT, HAS_OFFSETS, ASM,
         )  # fmt: skip
     if PDL:
@@ -109,8 +109,8 @@ def scan_kernel(
     x_N = tl.load(logits + first + i_N, mask=ok_N, other=-float("inf"))
     wide_N = x_N.to(tl.float32)
     if NOISE_WEIGHT > 0:
-        if FLOOR_WEIGHT > 0:
-            wide_N = steepened(wide_N, tl.load(floor + row), FLOOR_WEIGHT)
+        if CUTOFF_WEIGHT > 0:
+            wide_N = steepened(wide_N, tl.load(cutoff + row), CUTOFF_WEIGHT)
         wide_N = wide_N * weight + noise_N
     top = tl.max(wide_N, 0)
     if SOFTMAX:
@@ -260,12 +260,12 @@ def launch_scan(
     if R:
         tensors, strides = ((keys, keys, keys), (0, 0)) if noise is None else noise_arguments(noise)
         ahead, each = (0, 1) if noise is None else (noise.ahead, R // noise.seed_B.shape[0])
-        floor = None if noise is None or noise.filters is None else least_logits(logits_RV, noise.filters)
+        cutoff = None if noise is None or noise.filters is None else approximate_cutoffs(logits_RV, noise.filters)
         scan_kernel[(R, slices)](
-            logits_RV, keys, sums, *tensors, keys if offsets_V is None else offsets_V, sums if floor is None else floor, V,
+            logits_RV, keys, sums, *tensors, keys if offsets_V is None else offsets_V, sums if cutoff is None else cutoff, V,
             logits_RV.stride(0), *strides, ahead, each, K=k, PADDED_K=triton.next_power_of_2(k), SLICE=size, SOFTMAX=softmax,
             LOGIT_WEIGHT=noise.logit_weight if noise else 1.0, NOISE_WEIGHT=noise.noise_weight if noise else 0.0,
-            FLOOR_WEIGHT=noise.floor_weight if noise and floor is not None else 0.0,
+            CUTOFF_WEIGHT=noise.cutoff_weight if noise and cutoff is not None else 0.0,
             HAS_OFFSETS=noise is not None and offsets_V is not None, ASM=logits_RV.is_cuda,
             num_warps=16 if size > 4096 else max(1, size // 1024), **chained(logits_RV.device),
         )  # fmt: skip

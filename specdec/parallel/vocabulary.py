@@ -1,7 +1,8 @@
 """Tokens of a vocabulary whose logits lie on several ranks, each of which has computed a run of them.
 
-No rank ever holds whole logits: ranks exchange their best tokens, and the best of these are the best of all.  Ties go to the
-lower id, as on one rank, whichever ranks they lie on.  The last ranks' runs may be shorter than the others', or empty.
+Ranks exchange their best tokens, and the best of these are the best of all; filters (top-k, top-p) alone need whole logits.
+Ties go to the lower id, as on one rank, whichever ranks they lie on.  The last ranks' runs may be shorter than the others', or
+empty.
 This module knows no model.
 
 Shapes: R rows, W a rank's run of the vocabulary, k best, N ranks.
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
-from specdec.ops.noise.floor import bins_of, floor_of
+from specdec.ops.noise.approximate_cutoff import bins_of, cutoffs_of_bins
 from specdec.ops.noise.gumbel import Noise, perturb
 from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
@@ -115,11 +116,11 @@ class Vocabulary(NamedTuple):
         """This rank's logits, in float32 with the noise of its own ids if there is any."""
         if noise is None:
             return logits_RW
-        floor_R = None
+        cutoff_R = None
         if noise.filters is not None:
             largest_R = self.largest(logits_RW).float()
-            floor_R = floor_of(self.group.sum(bins_of(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
-        return perturb(logits_RW, noise, offsets_V, self.first, floor_R)
+            cutoff_R = cutoffs_of_bins(self.group.sum(bins_of(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
+        return perturb(logits_RW, noise, offsets_V, self.first, cutoff_R)
 
     def _best(self, logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row over all ranks: the k largest values [R, k] float32, best first, their ids [R, k] int64, and [R, 1] the

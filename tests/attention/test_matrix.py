@@ -177,7 +177,7 @@ def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: p
         return
     others = {each: found for each, found in fake_flash.VERSIONS.items() if each != package}
     fake_flash.install(monkeypatch, others | ({package: version} if version else {}))
-    if version is None or TABLE[name].machine.least_version > (0, 0):
+    if version is None or TABLE[name].machine.min_version > (0, 0):
         hold_refusal(name, WANTED)
         assert (version or "not installed") in why_not(name, WANTED)
 
@@ -232,7 +232,8 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     elsewhere = {key for change in OTHER_MACHINES.values() for key in change}
     assert varied | elsewhere | {"gpu", "most"} == {f.name for f in fields(AttentionNeeds)}, "these two are only for auto"
     asked = set().union(*(needs.asked for needs in others), WANTED.asked, LESSER)
-    # The right bits are no matter of tolerance (invariant/test_leaves.py), and several ranks divide keys (context/).
+    # The right bits are no matter of tolerance (invariant/test_kv_blocks.py), and several ranks divide keys
+    # (context_parallel/).
     assert asked | {Feature.DETERMINISTIC, Feature.CONTEXT_PARALLEL} == set(Feature)
 
 

@@ -8,7 +8,7 @@ import torch
 from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.batch.choose import border_of, choose_tokens, kept_logits, token_scores
+from specdec.batch.choose import choose_tokens, cutoff_of, kept_logits, token_scores
 from specdec.batch.sampling import RowSampling
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
@@ -25,7 +25,7 @@ def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSamp
 
 def kept(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     vocabulary = Vocabulary.of(logits.shape[1], ALONE)
-    return kept_logits(logits, rows, border_of(logits, rows, Needs.of("sampled", "filtered"), vocabulary))
+    return kept_logits(logits, rows, cutoff_of(logits, rows, Needs.of("sampled", "filtered"), vocabulary))
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
@@ -57,7 +57,7 @@ def test_min_p_equals_transformers(temperature: float, top_k: int, top_p: float,
     def on_rank(group: ThreadGroup) -> torch.Tensor:
         vocabulary = Vocabulary.of(40, group)
         own, needs = run_of(vocabulary, logits), Needs.of("sampled", "min_p", *["filtered"] * (top_k > 0))
-        return kept_logits(own, rows, border_of(own, rows, needs, vocabulary), vocabulary.first)
+        return kept_logits(own, rows, cutoff_of(own, rows, needs, vocabulary), vocabulary.first)
 
     torch.testing.assert_close(torch.cat(on_ranks(size, on_rank), dim=1), want)
 
@@ -75,7 +75,7 @@ def test_top_p_stops_where_it_is_reached() -> None:
 
 
 def test_top_p_adds_up_exactly() -> None:
-    """Keeps out: the rounding of a long running sum, which depends on how a library cuts it and moves top-p's border."""
+    """Keeps out: the rounding of a long running sum, which depends on how a library cuts it and moves top-p's cutoff."""
     for count, top_p in ((3000, 0.5), (10000, 0.75)):
         stays = kept(torch.zeros(1, count), rows_of(1, 1.0, 0, top_p)).isfinite()
         assert int(stays.sum()) == count * top_p
@@ -98,5 +98,5 @@ def test_filters_of_one_row_leave_a_greedy_one_alone(filtered: bool, size: int, 
 
     found = on_ranks(size, on_rank)
     assert all(torch.equal(each, found[0]) for each in found) and torch.equal(found[0][:20], logits[:20].argmax(-1))
-    scores = token_scores(logits, rows, at, border_of(logits, rows, needs, Vocabulary.of(40, ALONE)))
+    scores = token_scores(logits, rows, at, cutoff_of(logits, rows, needs, Vocabulary.of(40, ALONE)))
     assert torch.equal(found[0], scores.argmax(-1)) and not torch.equal(found[0][20:], logits[20:].argmax(-1))

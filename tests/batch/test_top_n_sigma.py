@@ -32,7 +32,7 @@ def kept(x_V: np.ndarray, sigmas: float) -> np.ndarray:
     """Which tokens stay, by the definition."""
     finite = x_V[np.isfinite(x_V)].astype(np.float64)
     least = finite.max() - sigmas * finite.std()
-    assert np.abs(finite - least).min() > 1e-5, "a token lies at the border: choose another seed"
+    assert np.abs(finite - least).min() > 1e-5, "a token lies at the cutoff: choose another seed"
     return np.asarray(x_V >= least)
 
 

@@ -270,7 +270,7 @@ REFUSED = [  # target's changes, kv_cache_dtype, what is said after the backend'
 ]
 
 
-def without_numbers(folder: Path, tmp_path: Path) -> Path:
+def on_meta(folder: Path, tmp_path: Path) -> Path:
     """A copy of a model of which only names and sizes can be read."""
     return cut_numbers(Path(shutil.copytree(folder, tmp_path / "without numbers")))
 
@@ -284,7 +284,7 @@ def test_latents_in_8_bits_are_refused_at_the_door(
     settings: dict[str, Any] = dict(device="cpu", max_seq_len=64)
     said = re.escape(f"attention='torch' {problem}, got kv_cache_dtype='{kept}'; nearest setting that works: ")
     with pytest.raises(ValueError, match=f"^{said}kv_cache_dtype='{nearest}'$"):
-        SpecDecoder.from_pretrained(without_numbers(folder, tmp_path), kv_cache_dtype=kept, **settings)
+        SpecDecoder.from_pretrained(on_meta(folder, tmp_path), kv_cache_dtype=kept, **settings)
     decoder = SpecDecoder.from_pretrained(folder, kv_cache_dtype=nearest, **settings)
     assert decoder.settings.options.kv_cache_dtype == nearest
 
@@ -295,7 +295,7 @@ def test_8_bit_latents_are_refused_where_a_model_keeps_none(zoo: Zoo, tmp_path: 
         "keeps latents .* as fp8_ds_mla, which these models have none of, got kv_cache_dtype='fp8_ds_mla'; nearest setting that"
     )
     with pytest.raises(ValueError, match=f"{said} works: kv_cache_dtype='fp8'$"):
-        target = without_numbers(zoo.target("llama"), tmp_path)
+        target = on_meta(zoo.target("llama"), tmp_path)
         SpecDecoder.from_pretrained(target, kv_cache_dtype="fp8_ds_mla", device="cpu", max_seq_len=64)
 
 
@@ -304,7 +304,7 @@ def test_int8_queries_without_int8_keys_are_refused(kept: str, zoo: Zoo, tmp_pat
     """Keeps out: queries that stay as they are although int8 was asked for, or that meet float8 keys."""
     said = f"rounds queries to int8 where keys are in int8, got int8_queries=True with kv_cache_dtype='{kept}'; nearest setting"
     with pytest.raises(ValueError, match=f"{said} that works: kv_cache_dtype='int8_keys'$"):
-        target = without_numbers(zoo.target("llama"), tmp_path)
+        target = on_meta(zoo.target("llama"), tmp_path)
         SpecDecoder.from_pretrained(target, kv_cache_dtype=kept, int8_queries=True, device="cpu", max_seq_len=64)
 
 
@@ -316,7 +316,7 @@ def test_8_bit_kv_on_flash_attn_is_refused_at_the_door(
     fake_flash.install(monkeypatch)
     monkeypatch.setattr("specdec.loading.resolve.resolve_device", torch.device)
     monkeypatch.setattr("specdec.loading.resolve.architecture_of", lambda device: (9, 0))
-    target = without_numbers(zoo.target("llama"), tmp_path)
+    target = on_meta(zoo.target("llama"), tmp_path)
     settings: dict[str, Any] = dict(device="cuda:0", dtype="bfloat16", page_size=256, max_seq_len=64)
     own = "own dtype or as fp8" if name == "fa3" else "own dtype"
     said = f"attention='{name}' reads KV in the models' {own}, got kv_cache_dtype='int8'; nearest setting that works: "

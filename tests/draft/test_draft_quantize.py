@@ -27,9 +27,9 @@ def test_a_rounded_head_changes_no_text(zoo: Zoo, kind: str, to: str) -> None:
         made = decoder.generate(PROMPTS, SamplingParams(max_tokens=24))
         head = decoder.head
         assert isinstance(head, torch.nn.Module) and sum(one.stats.drafted for one in made)
-        assert not any(module.planes for module in decoder.model.modules() if isinstance(module, Linear))
+        assert not any(module.quantised for module in decoder.model.modules() if isinstance(module, Linear))
         matrices = {name: module for name, module in head.named_modules() if isinstance(module, Linear)}
-        plain = {name for name, module in matrices.items() if module.planes is None and "markov" not in name}
+        plain = {name for name, module in matrices.items() if module.quantised is None and "markov" not in name}
         shared = {"lm_head"} if matrices["lm_head"] is decoder.model.lm_head else set()
         assert plain - {"confidence"} == shared and len(matrices) > 4
         own = sum(weight.nbytes for weight in set(head.parameters()) - set(decoder.model.parameters()))

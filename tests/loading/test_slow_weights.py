@@ -44,7 +44,7 @@ def load(target: Path = TARGET, draft: Path | None = DRAFT, **options: Any) -> N
         ({"draft_quantize": "int4"}, "the draft head's weights in int4", "draft_quantize='none'"),
     ],
 )
-def test_a_cpu_says_that_codes_are_slow(options: dict[str, Any], whose: str, nearest: str) -> None:
+def test_a_cpu_says_that_quantised_weights_are_slow(options: dict[str, Any], whose: str, nearest: str) -> None:
     """Keeps out: `quantize` that makes decoding on a CPU 15 times as slow without a word."""
     (warning,) = said(lambda: load(**options))
     assert warning.startswith(whose) and "on a CPU" in warning and warning.endswith(f"nearest that is faster: {nearest}")
@@ -56,7 +56,7 @@ def test_ordinary_numbers_are_not_warned_of() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "awq"])
-def test_a_checkpoint_of_codes_is_warned_of(name: str, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_warned_of(name: str, tmp_path: Path) -> None:
     """Keeps out: a checkpoint in 8 or 4 bits, for which nobody gave a setting, that is slow without a word."""
     quantised, _ = save_quantised(tmp_path, SCHEMES[name])
     (warning,) = said(lambda: load(quantised, None))
@@ -78,7 +78,7 @@ def test_a_plan_is_for_a_gpu() -> None:
 def test_the_rule_is_that_of_the_products(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, kind: Kind, group: int
 ) -> None:
-    """Keeps out: a warning where a kernel reads the codes, and none where no kernel does: the rule is asked of the products."""
+    """Keeps out: a warning where a kernel reads quantised values, and none where no kernel does: products say which."""
     monkeypatch.setattr(linear, "use_kernels", lambda _: True)
     monkeypatch.setattr(linear, "has_pdl", lambda _: capability >= (9, 0))
     monkeypatch.setattr(linear, "match_of", lambda _: Match(H200, "", capability == (9, 0)))

@@ -18,7 +18,7 @@ from specdec.ops.norm import add_rms_norm
 from specdec.ops.norm_triton import launch_add_rms_norm
 from specdec.ops.products.dense import DenseWeight, linear
 from specdec.ops.products.gpus import H200, Match
-from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.rope import Rotation
 
@@ -64,12 +64,12 @@ def test_the_norm_adds_terms_up(S: int) -> None:
 def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_terms() -> None:
     """Keeps out: terms whose number follows from tiles, in deterministic mode."""
     x, weight = torch.randn(3, 16), torch.randn(8, 16)
-    assert torch.equal(added_up(DenseWeight(weight).matmul(x, terms=True)), linear(x, weight))
+    assert torch.equal(added_up(DenseWeight(weight).matmul(x, None, FAST, terms=True)), linear(x, weight))
     if IS_HOPPER:
         x, weight = rand(3, 4096), rand(4096, 4096)
         with torch.no_grad():
             stored = DenseWeight(weight)
-            assert isinstance(stored.matmul(x, terms=True), Terms)
+            assert isinstance(stored.matmul(x, None, FAST, terms=True), Terms)
             assert isinstance(stored.matmul(x, None, INVARIANT, terms=True), Tensor)
 
 
@@ -84,7 +84,7 @@ def test_terms_are_the_product(T: int, I: int, H: int) -> None:
     with torch.no_grad():
         poison = [torch.full((splits, T, H), torch.nan, device=DEVICE) for splits in range(2, 9)]
         del poison  # terms may come to lie there
-        terms, with_bias = (DenseWeight(weight).matmul(x, b, terms=True) for b in (None, bias))
+        terms, with_bias = (DenseWeight(weight).matmul(x, b, FAST, terms=True) for b in (None, bias))
         assert isinstance(terms, Terms) and isinstance(with_bias, Terms) and terms.terms_STH.shape[0] > 1
         assert torch.equal(terms.tensor(), linear(x, weight))
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -104,7 +104,7 @@ def test_terms_of_more_rows(T: int, I: int) -> None:
         poison = [torch.full((splits, T, 4096), torch.nan, device=DEVICE) for splits in (2, 2, 3)]
         del poison
         for b, want in ((None, exact), (bias, exact + bias.double())):
-            terms = DenseWeight(weight).matmul(x, b, terms=True)
+            terms = DenseWeight(weight).matmul(x, b, FAST, terms=True)
             assert isinstance(terms, Terms) and terms.terms_STH.shape[0] == 2
             assert (terms.tensor().double() - want).norm() < 4e-3 * want.norm()
 
@@ -122,7 +122,7 @@ def test_chained_layers_in_a_graph(T: int) -> None:
         x, normed = x0, F.rms_norm(x0, (H,), None, EPS)
         for up, down, norm in weights:
             h = linear(normed, up)
-            x, normed = add_rms_norm(x, DenseWeight(down).matmul(h, terms=leaves), norm, EPS)
+            x, normed = add_rms_norm(x, DenseWeight(down).matmul(h, None, FAST, terms=leaves), norm, EPS)
         return normed
 
     with torch.no_grad():

@@ -1,5 +1,5 @@
 """Products may leave their terms to whoever reads them (ops/products/terms.py), which only Hopper GPUs do.  Here every product
-that may does, on a CPU: targets of all families, heads of all kinds, ordinary weights and codes.
+that may does, on a CPU: targets of all families, heads of all kinds, dense weights and quantised ones.
 """
 
 from pathlib import Path

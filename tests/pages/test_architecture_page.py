@@ -14,6 +14,10 @@ from toolkit.paths import ROOT
 from toolkit.rules.guides import ARCHITECTURE, GUIDES, long_cells, long_sentences
 from toolkit.rules.imports import MAY_IMPORT
 
+from specdec import SpecConfig
+from specdec.engine.pages.pool import PagePool
+from specdec.ops.products.tiles.quantised import ALONE, hopper_tiles
+
 MAX_WORDS, MAX_SENTENCE, MAX_CELL = 3500, 40, 200  # words of the page, words of a sentence, characters of a table's cell
 
 
@@ -89,3 +93,21 @@ def test_what_to_look_for_is_there():
     for path, hint in rows:
         missing = [name for name in re.findall(r"`(\w+)`", hint) if name not in (ROOT / path).read_text()]
         assert missing == [], path
+
+
+def test_the_example_of_pages_is_right():
+    """Keeps out: an account of what a request costs that the pool does not keep."""
+    lookahead = SpecConfig(5, 8, 32).lookahead
+    pages = PagePool(100, 16).pages_for(100 + 64 + lookahead)
+    page = " ".join(ARCHITECTURE.read_text().split())
+    assert f"trees of shape 5, 8, 32 the look-ahead is {lookahead} slots: 100 prompt tokens" in page
+    assert f"`max_tokens=64` take {pages} pages of 16" in page
+
+
+def test_the_example_of_a_product_is_right():
+    """Keeps out: a guide to kernels that names another one than the tables do."""
+    page = (ROOT / "specdec" / "ops" / "README.md").read_text()
+    assert "12 rows of bfloat16 and an int4 weight on an H200" in page
+    tiles = {M: hopper_tiles(M, 4096, 4096, "int4", 128, False, False) for M in (ALONE, 12)}
+    assert (ALONE, tiles[ALONE].kernel) == (8, "warp_hopper")
+    assert (tiles[12].kernel, tiles[12].block_m) == ("warpgroup_hopper", 16)

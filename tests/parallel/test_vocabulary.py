@@ -5,7 +5,7 @@ import torch
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from torch import Tensor
 
-from specdec.ops.noise.floor import Filters
+from specdec.ops.noise.filters import Filters
 from specdec.ops.noise.gumbel import Noise
 from specdec.ops.topk import greedy_tokens, top_tokens
 from specdec.parallel.group import Alone
@@ -58,9 +58,10 @@ def test_tokens_of_perturbed_logits(has_filters: bool) -> None:
     """Keeps out: noise by place in a rank's run; filters of one rank's tokens alone; ranks that choose different tokens."""
     V, size, k = 90, 4, 5
     logits_RV, offsets_V = torch.randn(6, V, generator=torch.Generator().manual_seed(1)) * 3, torch.arange(V) * 2
-    heat, seeds, lens = torch.tensor([0.9, 0.0, 1.2]), torch.tensor([3, 4, 5]), torch.tensor([8, 9, 2], dtype=torch.int32)
-    filters = Filters(heat, torch.tensor([0, 3, 7]), torch.tensor([0.6, 0.5, 1.0]), torch.zeros(3)) if has_filters else None
-    noise = Noise(heat, seeds, lens, 2, 1.5, 1.2, 2.0, filters)
+    temperature, seeds = torch.tensor([0.9, 0.0, 1.2]), torch.tensor([3, 4, 5])
+    lens = torch.tensor([8, 9, 2], dtype=torch.int32)
+    filters = Filters(temperature, torch.tensor([0, 3, 7]), torch.tensor([0.6, 0.5, 1.0]), torch.zeros(3))
+    noise = Noise(temperature, seeds, lens, 2, 1.5, 1.2, 2.0, filters if has_filters else None)
 
     def choose(group: ThreadGroup) -> tuple[Tensor, Tensor, Tensor]:
         own = Vocabulary.of(V, group)

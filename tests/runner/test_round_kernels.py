@@ -46,7 +46,7 @@ def test_sampled_rounds_through_the_kernels(zoo: Zoo, spec: SpecConfig, top_p: f
     assert [(out.token_ids, out.stats.accepted_per_round) for out in outputs] == want
     wanted = ALWAYS if spec.topk == 1 else ALWAYS | TREES_ONLY
     if top_p < 1:
-        wanted = wanted | {"launch_borders", "launch_least_logits", "launch_sampled_tokens"}
+        wanted = wanted | {"launch_cutoffs", "launch_approximate_cutoffs", "launch_sampled_tokens"}
     else:
         wanted = wanted - {"launch_greedy_tokens"} | {"launch_sampled_tokens"}
     assert set(launched) == wanted

@@ -38,8 +38,8 @@ def drafted() -> Tensor:
 
 def by_the_drafters_rule(logits_BV: Tensor, seed_B: Tensor, at_B: Tensor, count: int) -> Tensor:
     """What a head proposes where rows are sampled."""
-    heat_B = torch.ones(len(seed_B), device=seed_B.device)
-    noise = Noise(heat_B, seed_B, at_B.int() - 1, 1, LOGIT_WEIGHT, NOISE_WEIGHT)
+    temperature_B = torch.ones(len(seed_B), device=seed_B.device)
+    noise = Noise(temperature_B, seed_B, at_B.int() - 1, 1, LOGIT_WEIGHT, NOISE_WEIGHT)
     return top_tokens(logits_BV, count, noise=noise)[1]
 
 

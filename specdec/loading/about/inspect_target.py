@@ -23,7 +23,7 @@ from specdec.models.config import ModelConfig, RopeConfig, read_json
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
-from specdec.models.schemes.size import coded_and_others, matrix_size
+from specdec.models.schemes.size import matrix_size, quantised_and_dense
 from specdec.prompts.tokenizer import Tokenizer
 
 # Keys of configs that say how experts are chosen, by what they say.
@@ -120,19 +120,19 @@ def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[s
         how = stored_as(config)
     facts = {
         "stored as": how,
-        "parameters": count_numbers(checkpoint, own),
+        "parameters": count_parameters(checkpoint, own),
         "bytes of the files": _file_bytes(checkpoint, place),
         "tensors": len(checkpoint.names()),
     }
-    return facts | ({"parameters of MTP layers": count_numbers(checkpoint, layers)} if layers else {})
+    return facts | ({"parameters of MTP layers": count_parameters(checkpoint, layers)} if layers else {})
 
 
-def count_numbers(checkpoint: Checkpoint, names: list[str]) -> int:
-    """How many numbers these tensors stand for: of a matrix in codes its own, and not its scales and zeros."""
+def count_parameters(checkpoint: Checkpoint, names: list[str]) -> int:
+    """How many parameters these tensors stand for: of a quantised matrix rows times columns, without scales and zero points."""
     kept = [name for name in names if not name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))]
-    formats, plain = coded_and_others(checkpoint, kept)
-    coded = sum(matrix_size(format, checkpoint, name).numbers for name, format in formats.items())
-    return coded + sum(math.prod(checkpoint.shape(name)) for name in plain)
+    formats, plain = quantised_and_dense(checkpoint, kept)
+    quantised = sum(matrix_size(format, checkpoint, name).values for name, format in formats.items())
+    return quantised + sum(math.prod(checkpoint.shape(name)) for name in plain)
 
 
 def _file_bytes(checkpoint: Checkpoint, place: Path) -> int:

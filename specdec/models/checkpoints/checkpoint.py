@@ -18,9 +18,9 @@ from specdec.models.checkpoints.files import stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
 from specdec.models.checkpoints.mistaken import name_hint
 from specdec.models.checkpoints.stored import SAFE_DTYPES, StoredTensor
-from specdec.models.gguf.coded import GgmlBlocks
 from specdec.models.gguf.container import MAGIC
 from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
+from specdec.models.gguf.kept_blocks import GgmlBlocks
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import WeightFormat
 from specdec.startup import STARTUP
@@ -98,10 +98,10 @@ class Checkpoint:
 
     pickles: whether the weights may come from a pickle where there is no safetensors file.
     quantization: how its matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
-    has_numbers: whether tensors that are taken have numbers.  Those of `headers` have none, and lie on torch's meta device.
+    has_data: whether tensors that are taken have their values.  Those of `headers` have none, and lie on torch's meta device.
     """
 
-    has_numbers = True
+    has_data = True
 
     def __init__(self, folder: Path, pickles: bool = True, quantization: Quantization | None = None) -> None:
         self.folder, self.quantization = folder, quantization
@@ -110,12 +110,12 @@ class Checkpoint:
         self._finite = FiniteCheck()
 
     def headers(self) -> Checkpoint:
-        """The same tensors, none of them taken, without their numbers: only headers are read.
+        """The same tensors, none of them taken, on the meta device: only headers are read.
 
         What is filled from it shows all that names, shapes and dtypes show, and takes neither memory nor the time to read.
         """
         same = copy.copy(self)
-        same.has_numbers, same._untaken = False, set(self._stored)
+        same.has_data, same._untaken = False, set(self._stored)
         return same
 
     def __contains__(self, name: str) -> bool:
@@ -188,7 +188,7 @@ class Checkpoint:
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """The tensor of that name (and shape), of floating-point numbers; it counts as used.
 
-        ValueError if the numbers have 8 bits in a quantised checkpoint: there they stand for others, by scales.
+        ValueError if the tensor has 8 bits in a quantised checkpoint: there its values are quantised, with scales.
         """
         if self.quantization is not None and (stored := self._find(name)).dtype().upper().startswith(("F8", "FLOAT8")):
             expected = "expected ordinary numbers of what config.json leaves unquantised"
@@ -199,8 +199,8 @@ class Checkpoint:
         """Like `take`, of integers or booleans."""
         return self._take(name, shape, "integers")
 
-    def take_codes(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
-        """Like `take`, of numbers that stand for others: in any other dtype their bits would mean something else.
+    def take_quantised(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
+        """Like `take`, of quantised values: in any other dtype their bits would mean something else.
 
         dtypes: the only ones that the tensor may have, as safetensors calls them.
         """
@@ -210,7 +210,7 @@ class Checkpoint:
 
     def landed(self, name: str, kept: Tensor) -> None:
         """Says where the tensor's values are now: `finish` refuses them if they are not finite there."""
-        if self.has_numbers:
+        if self.has_data:
             self._finite.see(name, kept)
 
     def ignore(self, name: str) -> None:
@@ -234,7 +234,7 @@ class Checkpoint:
         if self._untaken:
             names = sorted(self._untaken)
             raise ValueError(f"{self.folder}: {len(names)} tensors are not part of this architecture: {', '.join(names[:8])}")
-        if self.has_numbers:
+        if self.has_data:
             self.refuse_not_finite()
 
     def refuse_not_finite(self) -> None:
@@ -270,8 +270,8 @@ class Checkpoint:
             self.expect(name, shape)
         self._untaken.discard(name)
         stored = self._stored[name]
-        if not self.has_numbers:
-            return stored.without_numbers()
+        if not self.has_data:
+            return stored.on_meta()
         STARTUP.part_done()
         return stored.read()
 
@@ -282,7 +282,7 @@ class AssumedCheckpoint(Checkpoint):
     shapes: of the tensors that were taken, by name: what fills a module so says which tensors the module needs.
     """
 
-    has_numbers = False
+    has_data = False
 
     def __init__(self) -> None:
         self.folder, self.quantization, self.shapes = Path(), None, dict[str, tuple[int, ...]]()

@@ -17,7 +17,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import Parts, build, copy_, fill_layer, fill_linear, fill_norm
 from specdec.models.checkpoints.mistaken import refuse_head_tensors
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
-from specdec.models.checkpoints.unsaid_codes import refuse_unsaid_codes
+from specdec.models.checkpoints.unsaid_quantisation import refuse_unsaid_quantisation
 from specdec.models.config import ModelConfig
 from specdec.models.schemes.config import AT_LOAD
 from specdec.models.sharding import share_of
@@ -67,11 +67,11 @@ def load_family(
 
 
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
-    """The folder's tensors, stored as the config says.  ValueError if it passes codes over, or they are a head's."""
+    """The folder's tensors, stored as the config says.  ValueError if it ignores quantised weights, or they are a head's."""
     checkpoint = Checkpoint(folder, quantization=config.quantization)
     refuse_head_tensors(checkpoint.names(), folder)
     if config.quantization is None or config.quantization.method == AT_LOAD:
-        refuse_unsaid_codes(checkpoint)
+        refuse_unsaid_quantisation(checkpoint)
     return checkpoint
 
 
@@ -104,7 +104,7 @@ def fill_target(model: CausalLM, checkpoint: Checkpoint, parts: Parts) -> None:
         fill_linear(model.lm_head, checkpoint, "lm_head")
     elif "lm_head.weight" in checkpoint:
         head = checkpoint.take("lm_head.weight", tuple(model.embed_tokens.weight.shape))
-        if checkpoint.has_numbers and not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
+        if checkpoint.has_data and not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
             raise ValueError(
                 f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them; "
                 "expected tie_word_embeddings false"

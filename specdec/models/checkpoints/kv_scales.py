@@ -49,6 +49,6 @@ def _scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> Tensor:
     wanted = f"{checkpoint.folder}: {name} must be one positive number, or one for each of {num_kv_heads} kv heads"
     if scale.numel() not in (1, num_kv_heads):
         raise ValueError(f"{wanted}; got {scale.numel()} numbers")
-    if checkpoint.has_numbers and not bool((scale.isfinite() & (scale > 0)).all()):
+    if checkpoint.has_data and not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError(f"{wanted}; got {scale.numel()} numbers, the least of which is {scale.min()}")
     return scale.expand(num_kv_heads)

@@ -18,7 +18,7 @@ from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored
 from specdec.models.making import making
 from specdec.models.schemes.formats import RoundToNearest
-from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.schemes.source import WeightFormat
 from specdec.ops.rope import by_halves
 
@@ -61,7 +61,7 @@ def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange
     Tensors of safetensors are maps of the file: of rows that other ranks hold, nothing is read.
     """
     whole = checkpoint.take(name, stored.shape)
-    if checkpoint.has_numbers:
+    if checkpoint.has_data:
         with torch.no_grad():
             stored.tensor.copy_(stored.run(whole if arrange is None else arrange(whole)))
         checkpoint.landed(name, stored.tensor)
@@ -90,7 +90,7 @@ def fill_linear(
         else:
             has_bias = bool(linear.unread) or (linear.bias is not None and part not in without_bias)
             put = partial(_put, linear, part, own)
-            _fill_codes(put, checkpoint, name, format, linear.shape(part), linear.device, has_bias=has_bias)
+            _fill_quantised(put, checkpoint, name, format, linear.shape(part), linear.device, has_bias=has_bias)
         for ending, stored in linear.bias_tensors(part).items():
             if part in without_bias:
                 stored.tensor.zero_()
@@ -100,7 +100,7 @@ def fill_linear(
             checkpoint.ignore(f"{name}.{ending}")
 
 
-def _put(linear: Linear, part: str, arrange: Arrange | None, rows: CodedRows) -> None:
+def _put(linear: Linear, part: str, arrange: Arrange | None, rows: QuantisedRows) -> None:
     linear.fill(part, rows if arrange is None else rows.arranged(arrange))
 
 
@@ -112,8 +112,8 @@ def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Weigh
         raise ValueError(f"{checkpoint.folder}: {what} must be stored alike, but {found}")
 
 
-def _fill_codes(
-    put: Callable[[CodedRows], None],
+def _fill_quantised(
+    put: Callable[[QuantisedRows], None],
     checkpoint: Checkpoint,
     name: str,
     format: WeightFormat,
@@ -122,12 +122,12 @@ def _fill_codes(
     *,
     has_bias: bool = False,
 ) -> None:
-    """Hands the rows of a matrix in codes to `put`, if the checkpoint has numbers.
+    """Hands the rows of a quantised matrix to `put`, if the checkpoint has data.
 
     has_bias: whether the model has a bias that the checkpoint may have too, which is not looked at here.
-    ValueError if the tensors are not such codes, or if `put` can't take them.
+    ValueError if the tensors are not in its format, or if `put` can't take them.
     """
-    _expect_codes(checkpoint, name, format)
+    _expect_quantised(checkpoint, name, format)
     if not has_bias:
         _expect_no_bias(checkpoint, name, format, shape[0])
     if (rows := format.read(checkpoint, name, shape, device)) is None:
@@ -138,8 +138,8 @@ def _fill_codes(
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
-def _expect_codes(checkpoint: Checkpoint, name: str, format: WeightFormat) -> None:
-    """ValueError if a matrix is ordinary numbers where the config says that it is in codes."""
+def _expect_quantised(checkpoint: Checkpoint, name: str, format: WeightFormat) -> None:
+    """ValueError if a matrix is not quantised where the config says that it is."""
     own = f"{name}.weight"
     if own not in checkpoint or format.has(checkpoint, name):
         return
@@ -157,26 +157,26 @@ def _expect_no_bias(checkpoint: Checkpoint, name: str, format: WeightFormat, row
     if own not in checkpoint or "bias" not in format.may_end:
         return
     bias = checkpoint.take(own, (rows,))
-    if checkpoint.has_numbers and bool(bias.any()):
+    if checkpoint.has_data and bool(bias.any()):
         raise checkpoint.refuse(
             own, "must hold zeros alone, or be left out: by config.json (attention_bias, mlp_bias) this matrix has no bias, "
             f"got numbers up to {bias.abs().max():g}"
         )  # fmt: skip
 
 
-def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
+def fill_dense(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
     """Fills a matrix without parts and bias with ordinary numbers, however the checkpoint stores them.  See `copy_`."""
     stored, format = linear.tensors()["weight"], checkpoint.format_of(name)
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
 
-    def put(rows: CodedRows) -> None:
-        numbers = rows.numbers(stored.tensor.dtype)
+    def put(rows: QuantisedRows) -> None:
+        dense = rows.dense(stored.tensor.dtype)
         with torch.no_grad():
-            stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
+            stored.tensor.copy_(stored.run(dense if arrange is None else arrange(dense)))
 
-    _fill_codes(put, checkpoint, name, format, linear.shape(), stored.tensor.device)
+    _fill_quantised(put, checkpoint, name, format, linear.shape(), stored.tensor.device)
 
 
 def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
@@ -194,7 +194,7 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
             for ending, stored in stack.tensors(index, part).items():
                 copy_run(stored, checkpoint, f"{name}.{ending}")
         else:
-            _fill_codes(partial(stack.fill, index, part), checkpoint, name, format, stack.shape(part), stack.device)
+            _fill_quantised(partial(stack.fill, index, part), checkpoint, name, format, stack.shape(part), stack.device)
 
 
 def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arrange | None = None) -> None:

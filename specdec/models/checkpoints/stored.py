@@ -31,7 +31,7 @@ class StoredTensor(NamedTuple):
             return "floating-point numbers"
         return "complex numbers" if name.startswith("c") else "integers"  # I64, U8, BOOL, int64, uint8, bool
 
-    def without_numbers(self) -> Tensor:
+    def on_meta(self) -> Tensor:
         """What `read` returns, but on torch's meta device, by the header alone; of dtypes that are rare it is read."""
         name = self.dtype()
         dtype = SAFE_DTYPES.get(name) or getattr(torch, name, None)

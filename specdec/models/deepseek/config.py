@@ -118,20 +118,20 @@ def parse_experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
     grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]
     require(raw, needed, where)
-    count, chosen, intermediate, shared = (whole(raw, key, where) for key in _EXPERTS)
+    count, top_k, intermediate, shared = (whole(raw, key, where) for key in _EXPERTS)
     groups, top_groups = (whole(raw, key, where) if grouped else None for key in ("n_group", "topk_group"))
-    if chosen > count:
-        raise ValueError(f"{where}: num_experts_per_tok must be at most n_routed_experts {count}, got {chosen}")
-    if groups and top_groups and (count % groups or top_groups > groups or top_groups * (count // groups) < chosen):
+    if top_k > count:
+        raise ValueError(f"{where}: num_experts_per_tok must be at most n_routed_experts {count}, got {top_k}")
+    if groups and top_groups and (count % groups or top_groups > groups or top_groups * (count // groups) < top_k):
         raise ValueError(
             f"{where}: n_routed_experts must be a multiple of n_group, and topk_group groups must hold num_experts_per_tok "
-            f"experts; got {count} experts in {groups} groups, {chosen} of {top_groups}"
+            f"experts; got {count} experts in {groups} groups, {top_k} of {top_groups}"
         )
     if is_v3 and count == groups:
         raise ValueError(f"{where}: n_group must leave two experts a group, whose best two rank it, got {groups} of {count}")
     return ExpertsConfig(
         count=count,
-        chosen=chosen,
+        top_k=top_k,
         intermediate_size=intermediate,
         shared=shared,
         gate="sigmoid" if is_v3 else "softmax",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
-from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_linear, fill_mlp, fill_norm, fill_numbers, fill_stack
+from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_dense, fill_linear, fill_mlp, fill_norm, fill_stack
 from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLayer, LatentAttention
 from specdec.models.experts import MixtureOfExperts
@@ -79,7 +79,7 @@ def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: 
     if attention.q_b_proj is not None:
         fill_linear(attention.q_b_proj, checkpoint, q_b_names, q_b_arrange)
     fill_norm(attention.kv_a_layernorm, checkpoint, f"{prefix}.kv_a_layernorm")
-    fill_numbers(attention.kv_b_proj, checkpoint, f"{prefix}.kv_b_proj")
+    fill_dense(attention.kv_b_proj, checkpoint, f"{prefix}.kv_b_proj")
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
 
 

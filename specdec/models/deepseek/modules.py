@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
         self.k_norm = IndexNorm(I) if own else None
         self.kv_a_layernorm = RMSNorm(C, LATENT_EPS)
         self.kv_b_proj = Linear.column(C, {ONLY: H * (N + V)}, shard)
-        self.kv_b_proj.packs = False  # read by head
+        self.kv_b_proj.may_be_lossless = False  # read by head
         self.num_heads = H
         self.o_proj = Linear.row(H * V, config.hidden_size, shard, config.o_bias)
 

@@ -39,7 +39,7 @@ def _factor(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: st
     for name in ("q1", "k1", "q2", "k2"):
         vectors[name] = checkpoint.take(f"{prefix}.lambda_{name}", (attention.head_dim,)).float()
         checkpoint.landed(f"{prefix}.lambda_{name}", vectors[name].to(device))
-    if not checkpoint.has_numbers:
+    if not checkpoint.has_data:
         return attention.factor
     first, second = ((vectors[f"q{half}"] * vectors[f"k{half}"]).sum().exp() for half in (1, 2))
     factor = first - second + attention.lambda_init

@@ -1,12 +1,13 @@
-"""The numbers that GGML's blocks stand for, type by type: 32 or 256 neighbouring columns of a row lie in one block of bytes.
+"""The dense values that GGML's blocks stand for, type by type: 32 or 256 neighbouring columns of a row lie in one block of
+bytes.
 
 A block has a scale in float16, and where a type has sub-blocks, each of these has a whole number that multiplies it; some types
-have minima besides, which are taken off.  Three types hold just what our own kinds of codes hold (`CODED`), so that their
-codes may stay in memory; the others become ordinary numbers when they are loaded.  Knows no file and no model.
+have minima besides, which are taken off.  Three types hold just what our own quantised values hold (`KEPT`), so that
+these may stay in memory; the others are dequantised when they are loaded.  This module knows no file and no model.
 
 Here and not by `gguf`'s own functions, because these take 2.3 to 3.3 times as long (benchmarks/products/README.md).  The
-layouts are those of ggml-common.h (llama.cpp).  Products are taken in float32 in the order of ggml's own code, so that numbers
-are equal to it bit for bit.
+layouts are those of ggml-common.h (llama.cpp).  Products are taken in float32 in the order of ggml's own code, so that values
+are equal to its own bit for bit.
 
 Shapes: N blocks, b columns of a block, S sub-blocks of a block, s columns of a sub-block.
 """
@@ -20,40 +21,40 @@ import torch
 from torch import Tensor
 
 from specdec.ops.products.formats.experts import power_of_two
-from specdec.ops.products.formats.quantised import OFFSETS, Kind, values
+from specdec.ops.products.formats.quantised import OFFSETS, Kind, unscaled
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # the types without blocks
-PIECE = 1 << 19  # numbers that are computed at once: their intermediate values stay in a processor's cache
+PIECE = 1 << 19  # values that are computed at once: their intermediate values stay in a processor's cache
 
 
 class BlockType(NamedTuple):
-    """columns: of a block.  bytes: of a block.  numbers: float32 [N, b] from bytes [N, bytes]."""
+    """columns: of a block.  bytes: of a block.  dense: from bytes [N, bytes] to float32 [N, b]."""
 
     columns: int
     bytes: int
-    numbers: Callable[[Tensor], Tensor]
+    dense: Callable[[Tensor], Tensor]
 
 
-class CodedType(NamedTuple):
-    """A type whose blocks of 32 columns are codes of ours and one scale.  parts: codes uint8 [N, 32] and scales [N, 1]."""
+class KeptType(NamedTuple):
+    """A type whose blocks are 32 quantised values of our kinds and a scale.  parts: values uint8 [N, 32], scales [N, 1]."""
 
     kind: Kind
     bytes: int
     parts: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def numbers_of(rows: Tensor, type: str) -> Tensor:
-    """The numbers of rows of bytes, uint8 [rows, bytes of a row], in the dtype of their type, float32 of blocks."""
+def dense_values(rows: Tensor, type: str) -> Tensor:
+    """The dense values of rows of bytes, uint8 [rows, bytes of a row], in the dtype of their type, float32 of blocks."""
     return rows.view(FLOATS[type]) if type in FLOATS else dequantised(type, rows.view(-1, BLOCKS[type].bytes))
 
 
 def dequantised(type: str, blocks_NB: Tensor) -> Tensor:
-    """The numbers of blocks of a type, float32 [N, b].  blocks_NB: uint8."""
+    """The dense values of blocks of a type, float32 [N, b].  blocks_NB: uint8."""
     known = BLOCKS[type]
     out_Nb = torch.empty(len(blocks_NB), known.columns, dtype=torch.float32, device=blocks_NB.device)
     count = PIECE // known.columns
     for piece, out in zip(blocks_NB.split(count), out_Nb.split(count)):
-        out.copy_(known.numbers(piece))
+        out.copy_(known.dense(piece))
     return out_Nb
 
 
@@ -88,12 +89,12 @@ def _mxfp4_parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _nibbles(blocks[:, 1:]), power_of_two(blocks[:, :1])
 
 
-def _of_codes(coded: CodedType) -> Callable[[Tensor], Tensor]:
-    def numbers(blocks: Tensor) -> Tensor:
-        codes, scales = coded.parts(blocks)
-        return values(coded.kind, codes) * scales.float()
+def _dequantise(kept: KeptType) -> Callable[[Tensor], Tensor]:
+    def dense(blocks: Tensor) -> Tensor:
+        qvalues, scales = kept.parts(blocks)
+        return unscaled(kept.kind, qvalues) * scales.float()
 
-    return numbers
+    return dense
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
@@ -153,13 +154,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (q_NSs * scales[..., None]).flatten(1)
 
 
-CODED = {
-    "Q8_0": CodedType("int8", 34, _q8_0_parts),
-    "Q4_0": CodedType("int4", 18, _q4_0_parts),
-    "MXFP4": CodedType("e2m1", 17, _mxfp4_parts),
+KEPT = {
+    "Q8_0": KeptType("int8", 34, _q8_0_parts),
+    "Q4_0": KeptType("int4", 18, _q4_0_parts),
+    "MXFP4": KeptType("e2m1", 17, _mxfp4_parts),
 }
 BLOCKS = {
-    **{name: BlockType(32, coded.bytes, _of_codes(coded)) for name, coded in CODED.items()},
+    **{name: BlockType(32, kept.bytes, _dequantise(kept)) for name, kept in KEPT.items()},
     "Q4_1": BlockType(32, 20, _q4_1),
     "Q5_0": BlockType(32, 22, _q5_0),
     "Q5_1": BlockType(32, 24, _q5_1),

@@ -1,9 +1,9 @@
-"""gpt-oss's experts in a GGUF file, in the layout of openai's own checkpoints: codes and exponents of mxfp4 in tensors apart.
+"""gpt-oss's experts in a GGUF file, in the layout of openai's own checkpoints: mxfp4's blocks and exponents in tensors apart.
 
 The file has gate and up projections apart, and the first half of a block's columns in the low halves of its bytes; the
-checkpoints alternate rows of gate and up, and two neighbouring columns in a byte.  No number changes.
+checkpoints alternate rows of gate and up, and two neighbouring columns in a byte.  No value changes.
 
-Shapes: E experts, O rows of an expert's matrix, G blocks of 32 columns of a row.
+Shapes: E experts, N rows of an expert's matrix, G blocks of 32 columns of a row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.checkpoints.stored import StoredTensor
-from specdec.models.gguf.blocks import BLOCKS, FLOATS, numbers_of
+from specdec.models.gguf.blocks import BLOCKS, FLOATS, dense_values
 from specdec.models.gguf.file import GgufFile
 
 EXPERTS = ".mlp.experts."  # in the names of experts' tensors
@@ -54,27 +54,27 @@ def _projection(file: GgufFile, name: str, weights: list[str], biases: list[str]
         if file.tensors[own].type not in FLOATS or file.tensors[own].shape != stored[0].shape[:2]:
             found = file.tensors[own]
             raise ValueError(f"{file.path}: tensor {own!r} must hold a number for each row, got {found.type} of {found.shape}")
-    E, O = stored[0].shape[0], stored[0].shape[1] * len(weights)
+    E, N = stored[0].shape[0], stored[0].shape[1] * len(weights)
     G = stored[0].row_bytes // _BLOCK
 
-    def blocks_EOGB() -> Tensor:
+    def blocks_ENGB() -> Tensor:
         apart = [torch.from_numpy(file.read(own)).view(E, -1, G, _BLOCK) for own in weights]
         return torch.stack(apart, dim=2).flatten(1, 2)
 
-    def codes() -> Tensor:
-        halves = blocks_EOGB()[..., 1:]
+    def qvalues() -> Tensor:
+        halves = blocks_ENGB()[..., 1:]
         columns = torch.cat((halves & 15, halves >> 4), dim=-1)
         return columns[..., ::2] | columns[..., 1::2] << 4
 
     def bias() -> Tensor:
-        apart = [numbers_of(torch.from_numpy(file.read(own)), file.tensors[own].type).view(E, -1) for own in biases]
+        apart = [dense_values(torch.from_numpy(file.read(own)), file.tensors[own].type).view(E, -1) for own in biases]
         return torch.stack(apart, dim=2).flatten(1)
 
     def stored_as(shape: tuple[int, ...], dtype: str, read: Callable[[], Tensor]) -> StoredTensor:
         return StoredTensor(file.path, lambda: shape, lambda: dtype, read)
 
     return {
-        f"{name}_blocks": stored_as((E, O, G, _BLOCK - 1), "U8", codes),
-        f"{name}_scales": stored_as((E, O, G), "U8", lambda: blocks_EOGB()[..., 0].contiguous()),
-        f"{name}_bias": stored_as((E, O), file.tensors[biases[0]].type, bias),
+        f"{name}_blocks": stored_as((E, N, G, _BLOCK - 1), "U8", qvalues),
+        f"{name}_scales": stored_as((E, N, G), "U8", lambda: blocks_ENGB()[..., 0].contiguous()),
+        f"{name}_bias": stored_as((E, N), file.tensors[biases[0]].type, bias),
     }

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under Hugging Face's names and in its order of rows, each read when it is asked for.
 
-Every tensor of the file has a name here, or is an error.  Blocks become ordinary numbers, unless a matrix is asked for as its
-blocks, whose codes then stay (coded.py).
+Every tensor of the file has a name here, or is an error.  Blocks are dequantised, unless a matrix is asked for as its blocks,
+whose quantised values then stay (kept_blocks.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.models.checkpoints.stored import StoredTensor
 from specdec.models.gguf.architectures import ROPE_FACTORS, find_architecture, other_name
-from specdec.models.gguf.blocks import FLOATS, numbers_of
+from specdec.models.gguf.blocks import FLOATS, dense_values
 from specdec.models.gguf.experts import EXPERTS, expert_tensors
 from specdec.models.gguf.file import GgufFile, open_gguf
 
@@ -57,7 +57,7 @@ def _stored(file: GgufFile, name: str, other: str, as_blocks: bool) -> StoredTen
         if len(tensor.shape) == 1 and tensor.type in FLOATS:  # a bias or a norm: each number is a row
             rows = rows.view(-1, FLOATS[tensor.type].itemsize)
         rows = rows if order is None else order(rows)
-        return (rows if as_blocks else numbers_of(rows, tensor.type)).view(shape)
+        return (rows if as_blocks else dense_values(rows, tensor.type)).view(shape)
 
     return StoredTensor(file.path, lambda: shape, lambda: dtype, read)
 

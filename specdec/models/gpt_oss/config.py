@@ -31,14 +31,14 @@ METHOD = "mxfp4"  # the quant_method of its own checkpoints
 
 @dataclass(frozen=True)
 class GptOssConfig(ModelConfig):
-    """intermediate_size is that of one expert.  count: experts.  chosen: experts of a token."""
+    """intermediate_size is that of one expert.  count: experts.  top_k: experts of a token."""
 
     count: int = 0
-    chosen: int = 0
+    top_k: int = 0
     gate: SwiGlu = SwiGlu()
 
 
-def is_coded(raw: dict[str, Any]) -> bool:
+def is_quantised(raw: dict[str, Any]) -> bool:
     """Whether a config.json says that weights are in few bits: other gpt-oss models are transformers' code's."""
     return any(raw.get(key) is not None for key in KEYS)
 
@@ -50,7 +50,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
     require(raw, _REQUIRED, where)
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
-    hidden, width, heads, kv_heads, head_dim, vocab_size, count, chosen = (whole(raw, key, where) for key in _SIZES)
+    hidden, width, heads, kv_heads, head_dim, vocab_size, count, top_k = (whole(raw, key, where) for key in _SIZES)
     layers = whole(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     check_heads(heads, kv_heads, where)
     if head_dim % 2:
@@ -58,9 +58,9 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
     for key, size in (("hidden_size", hidden), ("intermediate_size", width)):
         if size % MX_BLOCK:
             raise ValueError(f"{where}: {key} must be a multiple of {MX_BLOCK}, the columns of a scale in mxfp4, got {size}")
-    if chosen > count:
-        raise ValueError(f"{where}: num_experts_per_tok must be at most num_local_experts {count}, got {chosen}")
-    expect_repeated(raw, "experts_per_token", chosen, "num_experts_per_tok", where)
+    if top_k > count:
+        raise ValueError(f"{where}: num_experts_per_tok must be at most num_local_experts {count}, got {top_k}")
+    expect_repeated(raw, "experts_per_token", top_k, "num_experts_per_tok", where)
     rope = rope_keys(raw, where)
     if not rope or (rope.get("rope_theta") is None and raw.get("rope_theta") is None):
         raise ValueError(f"{where} lacks rope_theta, or rope_parameters (rope_scaling), without which positions mean nothing")
@@ -81,7 +81,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
         has_experts=True,
         quantization=_quantization(raw, count, where),
         count=count,
-        chosen=chosen,
+        top_k=top_k,
         gate=SwiGlu(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
     )
 

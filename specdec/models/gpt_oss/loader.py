@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention
-from specdec.models.gpt_oss.config import GptOssConfig, is_coded, parse_gpt_oss
+from specdec.models.gpt_oss.config import GptOssConfig, is_quantised, parse_gpt_oss
 from specdec.models.gpt_oss.modules import BiasedExperts, SinkAttention, gpt_oss_layer
 from specdec.models.linear import LinearStack
 from specdec.models.schemes.formats import ExpertBlocks
@@ -29,10 +29,10 @@ def _fill_attention(attention: SinkAttention, checkpoint: Checkpoint, prefix: st
     fill_attention(attention, checkpoint, prefix)
     first, whole = (rows // attention.head_dim for rows in attention.qkv_proj.rows_of("q_proj"))
     own = slice(first, first + attention.num_heads)
-    attention.sinks_Q = _kept_wide(attention.sinks_Q, checkpoint, f"{prefix}.sinks", own, whole)
+    attention.sinks_Q = _kept_in_float32(attention.sinks_Q, checkpoint, f"{prefix}.sinks", own, whole)
 
 
-def _kept_wide(
+def _kept_in_float32(
     empty: Tensor, checkpoint: Checkpoint, name: str, own: slice = slice(None), whole: int | None = None
 ) -> nn.Buffer:  # fmt: skip
     """A tensor in float32 on the device of the empty one.  own: the rows that this rank has, of `whole`."""
@@ -45,8 +45,8 @@ def _kept_wide(
 def _fill_experts(experts: BiasedExperts, checkpoint: Checkpoint, prefix: str) -> None:
     """Gate rows, which alternate with up rows in the checkpoint, above these."""
     router, shard = experts.router, experts.shard
-    router.weight_EH = _kept_wide(router.weight_EH, checkpoint, f"{prefix}.router.weight")
-    router.bias_E = _kept_wide(router.bias_E, checkpoint, f"{prefix}.router.bias")
+    router.weight_EH = _kept_in_float32(router.weight_EH, checkpoint, f"{prefix}.router.weight")
+    router.bias_E = _kept_in_float32(router.bias_E, checkpoint, f"{prefix}.router.bias")
     _fill_stack(experts.gate_up_proj, checkpoint, f"{prefix}.experts.gate_up_proj")
     _fill_stack(experts.down_proj, checkpoint, f"{prefix}.experts.down_proj")
     name, bias_EG = f"{prefix}.experts.gate_up_proj_bias", experts.gate_up_bias_EG
@@ -71,8 +71,8 @@ def _fill_stack(stack: LinearStack, checkpoint: Checkpoint, name: str) -> None:
     for index, matrix in enumerate(format.matrices(checkpoint, name, shape, stack.device)):
         for place, part in enumerate(parts):
 
-            def every(plane: Tensor, first: int = place) -> Tensor:
-                return plane[first :: len(parts)]
+            def every(tensor: Tensor, first: int = place) -> Tensor:
+                return tensor[first :: len(parts)]
 
             try:
                 stack.fill(index, part, matrix.arranged(every))
@@ -80,8 +80,8 @@ def _fill_stack(stack: LinearStack, checkpoint: Checkpoint, name: str) -> None:
                 raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
-def _refuse_unsaid_codes(checkpoint: Checkpoint) -> None:
-    """ValueError for codes of experts where config.json says nothing of them."""
+def _refuse_unsaid_quantisation(checkpoint: Checkpoint) -> None:
+    """ValueError for quantised experts of which config.json says nothing."""
     if blocks := [name for name in checkpoint.names() if name.endswith("_proj_blocks")]:
         raise ValueError(
             f"{checkpoint.folder}: {len(blocks)} tensors hold experts in mxfp4 ({blocks[0]}, ...), but config.json does not "
@@ -96,4 +96,4 @@ UNSAID = {
     "max_position_embeddings": "131072",
     "rms_norm_eps": "1e-5",
 }
-FAMILY = Family(parse_gpt_oss, gpt_oss_layer, _expect, PARTS, UNSAID, is_coded, "in mxfp4", _refuse_unsaid_codes)
+FAMILY = Family(parse_gpt_oss, gpt_oss_layer, _expect, PARTS, UNSAID, is_quantised, "in mxfp4", _refuse_unsaid_quantisation)

@@ -1,8 +1,8 @@
 """Layers of gpt-oss: those of a Llama with sinks and windows in its attention, and experts with biases in place of an MLP.
 
-The model around them is CausalLM.  The experts' matrices are stored as codes.
+The model around them is CausalLM.  The experts' matrices are quantised.
 
-Shapes: T tokens, H hidden size, E experts, K experts of a token, F width of an expert, Q query heads.
+Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), F width of an expert, Q query heads.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class BiasedRouter(nn.Module):
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
-        self.chosen, device = config.chosen, made_now().device
+        self.top_k, device = config.top_k, made_now().device
         self.weight_EH = nn.Buffer(torch.empty(config.count, config.hidden_size, dtype=torch.float32, device=device))
         self.bias_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32, device=device))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
+        """The pair (topk_weights [T, K] float32, topk_ids [T, K] int64)."""
         logits_TE = F.linear(x_TH.to(self.weight_EH.dtype), self.weight_EH, self.bias_E)  # wider while a text is proven
-        best_TK, chosen_TK = logits_TE.topk(self.chosen, dim=-1)
-        return best_TK.softmax(-1), chosen_TK
+        best_TK, topk_ids_TK = logits_TE.topk(self.top_k, dim=-1)
+        return best_TK.softmax(-1), topk_ids_TK
 
 
 class BiasedExperts(nn.Module):
@@ -63,9 +63,9 @@ class BiasedExperts(nn.Module):
         self.down_bias_EH = new_weight(E, H) if config.shard.rank == 0 else None
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        weights_TK, chosen_TK = self.router(x_TH)
+        topk_weights_TK, topk_ids_TK = self.router(x_TH)
         form = Form(self.gate, self.gate_up_bias_EG, self.down_bias_EH)
-        return mixture(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj, form)
+        return mixture(x_TH, topk_weights_TK, topk_ids_TK, self.gate_up_proj, self.down_proj, form)
 
 
 def gpt_oss_layer(config: GptOssConfig, index: int) -> PreNormLayer:

@@ -1,10 +1,10 @@
-"""The layouts of weights of 8 or 4 bits in published checkpoints: which tensors a matrix has, and which codes they hold.
+"""The layouts of weights of 8 or 4 bits in published checkpoints: which tensors a matrix has, and what these hold.
 
-Each format reads the tensors under a matrix's name and brings them to rows of codes (rows.py).  This file has those whose codes
-are floats, and the rounding of ordinary numbers; integers.py has the others.  Both know tensors and names, and neither config
-files nor models.
+Each format reads the tensors under a matrix's name and brings them to QuantisedRows (rows.py).  This file has formats whose
+quantised values are floats, and the rounding of dense weights; integers.py has the others.  Both know tensors and names, and
+neither config files nor models.
 
-Shapes: O rows, I columns, G groups of a row's columns.
+Shapes: N rows, K columns, G groups of a row's columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.schemes.source import (
     FLOAT32,
     Outline,
@@ -62,14 +62,14 @@ class Fp8:
     def has(self, source: TensorSource, name: str) -> bool:
         return self.scale_of(source, name) in source
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
-        O, I = shape
-        numbers = source.take_codes(f"{name}.weight", shape, "F8_E4M3").to(device)
-        source.landed(f"{name}.weight", numbers)
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+        N, K = shape
+        qvalues = source.take_quantised(f"{name}.weight", shape, "F8_E4M3").to(device)
+        source.landed(f"{name}.weight", qvalues)
         ignore(source, name, self.may_end)
         scale_name, (rows, group) = self.scale_of(source, name), self.block if self.per == "block" else (1, 0)
         shapes: dict[str, list[tuple[int, ...]]] = {
-            "block": [(-(-O // rows), -(-I // (group or 1)))], "channel": [(O, 1), (O,)], "tensor": [(), (1,), (1, 1)]
+            "block": [(-(-N // rows), -(-K // (group or 1)))], "channel": [(N, 1), (N,)], "tensor": [(), (1,), (1, 1)]
         }  # fmt: skip
         form = one_of(source, scale_name, *shapes[self.per])
         if scale_name in source and source.dtype(scale_name) == "F8_E8M0":  # DeepSeek's scale_fmt "ue8m0"
@@ -77,13 +77,13 @@ class Fp8:
             source.landed(scale_name, found)
         else:
             found = take_scale(source, scale_name, form, device)
-        if not source.has_numbers:
+        if not source.has_data:
             return None
         if self.per == "block":
-            scales_OG = found.repeat_interleave(min(rows, O), dim=0)[:O]
+            scales_NG = found.repeat_interleave(min(rows, N), dim=0)[:N]
         else:
-            scales_OG = found.view(O, 1) if self.per == "channel" else found.view(1, 1).expand(O, 1)
-        return CodedRows("e4m3", numbers.view(torch.uint8), scales_OG, None, group)
+            scales_NG = found.view(N, 1) if self.per == "channel" else found.view(1, 1).expand(N, 1)
+        return QuantisedRows("e4m3", qvalues.view(torch.uint8), scales_NG, None, group)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         (rows, columns), scale = source.shape(f"{name}.weight"), self.scale_of(source, name)
@@ -102,7 +102,8 @@ class Fp8:
 class Fp4:
     """Floats of 4 bits (e2m1), two in a byte, the first in the low nibble.
 
-    weight: the ending of the codes' name.  group: 32 with scales that are powers of two (mxfp4), 16 with e4m3 scales (nvfp4).
+    weight: the ending of the quantised values' name.  group: 32 with scales that are powers of two (mxfp4), 16 with e4m3 scales
+    (nvfp4).
     whole: the ending of the name of nvfp4's scale for the whole matrix.  divides: whether that scale divides.
     """
 
@@ -124,37 +125,37 @@ class Fp4:
     def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.weight_scale" in source and (not self.whole or f"{name}.{self.whole}" in source)
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
-        O, I = shape
-        check_groups(source, f"{name}.{self.weight}", I, self.group)
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+        N, K = shape
+        check_groups(source, f"{name}.{self.weight}", K, self.group)
         for ending in ("pre_quant_scale",):
             if f"{name}.{ending}" in source:
                 raise source.refuse(f"{name}.{ending}", "scales activations, which can't be computed")
-        packed = take_bytes(source, f"{name}.{self.weight}", (O, I // 2)).to(device)
-        scale_name, whole_name, grid = f"{name}.weight_scale", f"{name}.{self.whole}", (O, I // self.group)
+        packed = take_bytes(source, f"{name}.{self.weight}", (N, K // 2)).to(device)
+        scale_name, whole_name, grid = f"{name}.weight_scale", f"{name}.{self.whole}", (N, K // self.group)
         ignore(source, name, self.may_end)
         if self.whole:
-            scales = source.take_codes(scale_name, grid, "F8_E4M3").to(device)
+            scales = source.take_quantised(scale_name, grid, "F8_E4M3").to(device)
             of_all = take_scale(source, whole_name, one_of(source, whole_name, (), (1,)), device)
         else:
             scales = take_powers(source, scale_name, grid, "U8", "F8_E8M0").to(device)
             of_all = torch.empty(0, dtype=torch.float32, device="cpu")
-        if not source.has_numbers:
+        if not source.has_data:
             return None
         of_all = of_all.float()
         if not bool(of_all.isfinite().all()):
             raise source.refuse(whole_name, f"must be a number that float32 can hold, got {float(of_all):g}")
         if self.divides and not bool(of_all > 0):
             raise source.refuse(whole_name, f"divides all scales of the matrix, so it must be above 0, got {float(of_all):g}")
-        codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        qvalues_NK = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         if not self.whole:
-            scales_OG = power_of_two(scales)
+            scales_NG = power_of_two(scales)
         else:
-            scales_OG = scales.float() / of_all if self.divides else scales.float() * of_all
-            if bool(scales.float().isfinite().all()) and not bool(scales_OG.isfinite().all()):
+            scales_NG = scales.float() / of_all if self.divides else scales.float() * of_all
+            if bool(scales.float().isfinite().all()) and not bool(scales_NG.isfinite().all()):
                 raise source.refuse(whole_name, f"makes scales that float32 can't hold, got {float(of_all):g}")
-        source.landed(scale_name, scales_OG)
-        return CodedRows("e2m1", codes_OI, scales_OG, None, self.group)
+        source.landed(scale_name, scales_NG)
+        return QuantisedRows("e2m1", qvalues_NK, scales_NG, None, self.group)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         rows, half = source.shape(f"{name}.{self.weight}")
@@ -185,26 +186,26 @@ class ExpertBlocks:
     def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}_blocks" in source
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         """The rows of all experts, one expert's after another's."""
         rows, columns = shape
         parts = list(self.matrices(source, name, (rows // self.experts, columns), device))
         if not parts:
             return None
-        scales_OG = torch.cat([part.scales_PG for part in parts])
-        return parts[0]._replace(codes_PI=torch.cat([part.codes_PI for part in parts]), scales_PG=scales_OG)
+        scales_NG = torch.cat([part.scales_PG for part in parts])
+        return parts[0]._replace(qvalues_PK=torch.cat([part.qvalues_PK for part in parts]), scales_PG=scales_NG)
 
     def matrices(
         self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device
-    ) -> Iterator[CodedRows]:  # fmt: skip
-        """Each expert's matrix, of that shape; none if the source has no numbers."""
-        (O, I), E = shape, self.experts
-        blocks = take_bytes(source, f"{name}_blocks", (E, O, I // MX_BLOCK, MX_BLOCK // 2))
-        exponents = take_bytes(source, f"{name}_scales", (E, O, I // MX_BLOCK))
-        for packed, own in zip(blocks, exponents) if source.has_numbers else ():
-            packed, scales_OG = packed.to(device).flatten(1), power_of_two(own.to(device))
-            source.landed(f"{name}_scales", scales_OG)
-            yield CodedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_OG, None, MX_BLOCK)
+    ) -> Iterator[QuantisedRows]:  # fmt: skip
+        """Each expert's matrix, of that shape; none if the source has no data."""
+        (N, K), E = shape, self.experts
+        blocks = take_bytes(source, f"{name}_blocks", (E, N, K // MX_BLOCK, MX_BLOCK // 2))
+        exponents = take_bytes(source, f"{name}_scales", (E, N, K // MX_BLOCK))
+        for packed, own in zip(blocks, exponents) if source.has_data else ():
+            packed, scales_NG = packed.to(device).flatten(1), power_of_two(own.to(device))
+            source.landed(f"{name}_scales", scales_NG)
+            yield QuantisedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_NG, None, MX_BLOCK)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         experts, each, blocks, half = source.shape(f"{name}_blocks")
@@ -219,7 +220,7 @@ class ExpertBlocks:
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """A matrix of ordinary numbers, rounded to codes as it is loaded.
+    """A dense matrix, quantised as it is loaded.
 
     group: columns of a scale where these divide a matrix's; 0: all of a row.  See `group_of`.
     """
@@ -236,10 +237,10 @@ class RoundToNearest:
     def has(self, source: TensorSource, name: str) -> bool:
         return True
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
-        weight_OI = source.take(f"{name}.weight", shape).to(device)
-        source.landed(f"{name}.weight", weight_OI)
-        return None if not source.has_numbers else rounded(weight_OI, self.kind, self.group_of(shape[1]))
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+        weight_NK = source.take(f"{name}.weight", shape).to(device)
+        source.landed(f"{name}.weight", weight_NK)
+        return None if not source.has_data else rounded(weight_NK, self.kind, self.group_of(shape[1]))
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         rows, columns = source.shape(f"{name}.weight")
@@ -261,8 +262,8 @@ class RoundToNearest:
         return f"{self.kind}, a scale for each {self.group} columns, {fewer}"
 
 
-def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:
+def rounded(weight_NK: Tensor, kind: Kind, group: int) -> QuantisedRows:
     """The matrix rounded to nearest.  group: columns of a scale, which divide the matrix's; 0: all of a row."""
-    assert not group or weight_OI.shape[1] % group == 0, (weight_OI.shape, group)
-    found = quantise(weight_OI, kind, group)
-    return CodedRows(kind, unpack(kind, found.codes_OJ, found.columns), found.scales_OG, None, group)
+    assert not group or weight_NK.shape[1] % group == 0, (weight_NK.shape, group)
+    found = quantise(weight_NK, kind, group)
+    return QuantisedRows(kind, unpack(kind, found.qweight_NJ, found.columns), found.scales_NG, None, group)

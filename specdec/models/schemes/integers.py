@@ -2,7 +2,7 @@
 
 This file knows tensors and names, and neither config files nor models.
 
-Shapes: O rows, I columns, G groups of a row's columns.
+Shapes: N rows, K columns, G groups of a row's columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.schemes.source import Outline, TensorSource, check_groups, take_indices, take_scale, take_words
 from specdec.ops.products.formats.quantised import Kind
 
@@ -41,27 +41,27 @@ class PackedInts:
     def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.weight_packed" in source
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
-        (O, I), a_word = shape, 32 // self.bits
-        check_groups(source, f"{name}.weight_packed", I, self.group)
-        words = take_words(source, f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+        (N, K), pack_factor = shape, 32 // self.bits
+        check_groups(source, f"{name}.weight_packed", K, self.group)
+        words = take_words(source, f"{name}.weight_packed", (N, -(-K // pack_factor))).to(device)
         shape_2 = take_indices(source, f"{name}.weight_shape", (2,))
-        groups_I = self._groups(source, name, I)
-        G = I // (self.group or I)
-        scales_OG = take_scale(source, f"{name}.weight_scale", (O, G), device)
+        groups_K = self._groups(source, name, K)
+        G = K // (self.group or K)
+        scales_NG = take_scale(source, f"{name}.weight_scale", (N, G), device)
         packed = None
         if not self.symmetric:
-            packed = take_words(source, f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
-        if not source.has_numbers:
+            packed = take_words(source, f"{name}.weight_zero_point", (-(-N // pack_factor), G)).to(device)
+        if not source.has_data:
             return None
-        if groups_I is not None and bool((groups_I == -1).all()):  # which compressed-tensors writes where there is no order
-            groups_I = None
+        if groups_K is not None and bool((groups_K == -1).all()):  # which compressed-tensors writes where there is no order
+            groups_K = None
         key = "actorder 'group'"
-        order_I = _order(source, f"{name}.weight_g_idx", groups_I, self.group or I, self.in_act_order, key)
-        if (said := shape_2.tolist()) != [O, I]:
-            raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
-        zeros_OG = None if packed is None else _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
-        return _rows(self.bits, _fields(words, self.bits)[:, :I], scales_OG, zeros_OG, self.group, order_I)
+        order_K = _order(source, f"{name}.weight_g_idx", groups_K, self.group or K, self.in_act_order, key)
+        if (said := shape_2.tolist()) != [N, K]:
+            raise source.refuse(f"{name}.weight_shape", f"must be {[N, K]}, got {said}")
+        zero_points_NG = None if packed is None else _signed(_fields(packed.T, self.bits)[:, :N].T, self.bits)
+        return _rows(self.bits, _fields(words, self.bits)[:, :K], scales_NG, zero_points_NG, self.group, order_K)
 
     def _groups(self, source: TensorSource, name: str, columns: int) -> Tensor | None:
         own = f"{name}.weight_g_idx"
@@ -84,7 +84,7 @@ class PackedInts:
 
 @dataclass(frozen=True)
 class Awq:
-    """AutoAWQ's "gemm" layout: 4 bits, eight neighbouring rows of the matrix in a word, with zeros."""
+    """AutoAWQ's "gemm" layout: 4 bits, eight neighbouring rows of the matrix in a word, with zero points."""
 
     group: int
     packs: ClassVar[bool] = True
@@ -97,25 +97,25 @@ class Awq:
     def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.qweight" in source
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
-        O, I = shape
-        group = self.group or I
-        check_groups(source, f"{name}.qweight", I, group)
-        if O % 8:
-            raise source.refuse(f"{name}.qweight", f"packs eight rows in a word, but the matrix has {O}")
-        words_IO8 = take_words(source, f"{name}.qweight", (I, O // 8)).to(device)
-        zeros_GO8 = take_words(source, f"{name}.qzeros", (I // group, O // 8)).to(device)
-        scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
-        if not source.has_numbers:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+        N, K = shape
+        group = self.group or K
+        check_groups(source, f"{name}.qweight", K, group)
+        if N % 8:
+            raise source.refuse(f"{name}.qweight", f"packs eight rows in a word, but the matrix has {N}")
+        words_KN8 = take_words(source, f"{name}.qweight", (K, N // 8)).to(device)
+        zeros_GN8 = take_words(source, f"{name}.qzeros", (K // group, N // 8)).to(device)
+        scales_GN = take_scale(source, f"{name}.scales", (K // group, N), device)
+        if not source.has_data:
             return None
-        codes_IO, zeros_GO = (
-            _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_IO8, zeros_GO8)
+        codes_KN, zeros_GN = (
+            _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_KN8, zeros_GN8)
         )
-        return CodedRows("int4", codes_IO.T.contiguous(), scales_GO.T.contiguous(), _relative(zeros_GO.T, 4), self.group)
+        return QuantisedRows("int4", codes_KN.T.contiguous(), scales_GN.T.contiguous(), _signed(zeros_GN.T, 4), self.group)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         (columns, words), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")
-        return Outline("int4", 8 * words, columns, self.group, scale_bytes, has_zeros=True)
+        return Outline("int4", 8 * words, columns, self.group, scale_bytes, has_zero_points=True)
 
     def group_of(self, columns: int) -> int:
         return self.group
@@ -128,9 +128,9 @@ class Awq:
 class Gptq:
     """GPTQ's layout: neighbouring columns in a word.
 
-    added: 1 where the file holds zeros minus 1 (the older format).  symmetric: then all zeros are the middle code, in either
-    format, since some files that say so hold those of the other one.  in_act_order: whether g_idx must say which group each
-    column is in.
+    added: 1 where the file holds zero points minus 1 (the older format).  symmetric: all zero points are the middle value then,
+    in either format, since some files that say so hold those of the other one.  in_act_order: whether g_idx must say which
+    group each column is in.
     """
 
     bits: int
@@ -147,32 +147,32 @@ class Gptq:
     def has(self, source: TensorSource, name: str) -> bool:
         return f"{name}.qweight" in source
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
-        (O, I), a_word, group = shape, 32 // self.bits, self.group or shape[1]
-        check_groups(source, f"{name}.qweight", I, group)
-        if O % a_word or I % a_word:
-            raise source.refuse(f"{name}.qweight", f"packs {a_word} numbers in a word, but the matrix is {O} x {I}")
-        words = take_words(source, f"{name}.qweight", (I // a_word, O)).to(device)
-        zeros = take_words(source, f"{name}.qzeros", (I // group, O // a_word)).to(device)
-        scales_GO = take_scale(source, f"{name}.scales", (I // group, O), device)
-        groups_I = take_indices(source, f"{name}.g_idx", (I,)) if f"{name}.g_idx" in source else None
-        if groups_I is None and self.in_act_order and group < I:
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+        (N, K), pack_factor, group = shape, 32 // self.bits, self.group or shape[1]
+        check_groups(source, f"{name}.qweight", K, group)
+        if N % pack_factor or K % pack_factor:
+            raise source.refuse(f"{name}.qweight", f"packs {pack_factor} values in a word, but the matrix is {N} x {K}")
+        words = take_words(source, f"{name}.qweight", (K // pack_factor, N)).to(device)
+        zero_words = take_words(source, f"{name}.qzeros", (K // group, N // pack_factor)).to(device)
+        scales_GN = take_scale(source, f"{name}.scales", (K // group, N), device)
+        groups_K = take_indices(source, f"{name}.g_idx", (K,)) if f"{name}.g_idx" in source else None
+        if groups_K is None and self.in_act_order and group < K:
             raise source.refuse(f"{name}.g_idx", _missing("desc_act"))
-        if not source.has_numbers:
+        if not source.has_data:
             return None
         keys = "desc_act true, static_groups false"
-        order_I = _order(source, f"{name}.g_idx", groups_I, group, self.in_act_order, keys)
-        zeros_OG, stored_GO, middle = None, _fields(zeros, self.bits).int(), 1 << (self.bits - 1)
+        order_K = _order(source, f"{name}.g_idx", groups_K, group, self.in_act_order, keys)
+        zero_points_NG, stored_GN, middle = None, _fields(zero_words, self.bits).int(), 1 << (self.bits - 1)
         if not self.symmetric:
-            zeros_OG = _relative(((stored_GO + self.added) % (1 << self.bits)).T, self.bits)
-        elif not bool((stored_GO == middle).all() or (stored_GO == middle - 1).all()):
+            zero_points_NG = _signed(((stored_GN + self.added) % (1 << self.bits)).T, self.bits)
+        elif not bool((stored_GN == middle).all() or (stored_GN == middle - 1).all()):
             raise source.refuse(
                 f"{name}.qzeros", f"must hold {middle} alone, or {middle - 1} in the older format, since config.json says sym "
-                f"true, got {int(stored_GO.min())} to {int(stored_GO.max())}; nearest thing that works: sym false, if the "
+                f"true, got {int(stored_GN.min())} to {int(stored_GN.max())}; nearest thing that works: sym false, if the "
                 "checkpoint was made so"
             )  # fmt: skip
-        codes_OI = _fields(words.T.contiguous(), self.bits)
-        return _rows(self.bits, codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group, order_I)
+        qvalues_NK = _fields(words.T.contiguous(), self.bits)
+        return _rows(self.bits, qvalues_NK, scales_GN.T.contiguous(), zero_points_NG, self.group, order_K)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         (words, rows), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")
@@ -198,41 +198,41 @@ def _missing(key: str) -> str:
 
 
 def _order(
-    source: TensorSource, name: str, groups_I: Tensor | None, group: int, in_act_order: bool, keys: str
+    source: TensorSource, name: str, groups_K: Tensor | None, group: int, in_act_order: bool, keys: str
 ) -> Tensor | None:  # fmt: skip
     """The columns sorted by their groups, those of a group in their own order; None if they lie so.
 
-    groups_I: None if no tensor names them.  in_act_order: whether config.json says that they may lie in another order.
+    groups_K: None if no tensor names them.  in_act_order: whether config.json says that they may lie in another order.
     keys: by which it does.
     ValueError if they lie in another order and it does not, or if groups are not of so many columns each.
     """
-    if groups_I is None:
+    if groups_K is None:
         return None
-    I = len(groups_I)
-    in_order_I, order_I = torch.arange(I, dtype=torch.int64, device="cpu") // group, groups_I.argsort(stable=True)
-    if not torch.equal(groups_I[order_I], in_order_I):
-        found, counts = groups_I.unique(return_counts=True)
+    K = len(groups_K)
+    in_order_K, order_K = torch.arange(K, dtype=torch.int64, device="cpu") // group, groups_K.argsort(stable=True)
+    if not torch.equal(groups_K[order_K], in_order_K):
+        found, counts = groups_K.unique(return_counts=True)
         raise source.refuse(
-            name, f"must name each of the groups 0 to {I // group - 1} for {group} columns, got {len(found)} groups, "
+            name, f"must name each of the groups 0 to {K // group - 1} for {group} columns, got {len(found)} groups, "
             f"{found.min()} to {found.max()}, of {counts.min()} to {counts.max()} columns; {_NEAREST}"
         )  # fmt: skip
-    if torch.equal(groups_I, in_order_I):
+    if torch.equal(groups_K, in_order_K):
         return None
     if not in_act_order:
         raise source.refuse(
             name, f"gives columns to groups out of order (act order), which config.json must say by {keys} if it is meant; "
             f"{_NEAREST}"
         )  # fmt: skip
-    return order_I
+    return order_K
 
 
 def _rows(
-    bits: int, codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor | None, group: int, order_I: Tensor | None
-) -> CodedRows:  # fmt: skip
-    if order_I is not None:
-        order_I = order_I.to(codes_OI.device, torch.int32)
-        codes_OI = codes_OI[:, order_I]
-    return CodedRows(_integers(bits), codes_OI, scales_OG, zeros_OG, group, order_I)
+    bits: int, qvalues_NK: Tensor, scales_NG: Tensor, zero_points_NG: Tensor | None, group: int, order_K: Tensor | None
+) -> QuantisedRows:  # fmt: skip
+    if order_K is not None:
+        order_K = order_K.to(qvalues_NK.device, torch.int32)
+        qvalues_NK = qvalues_NK[:, order_K]
+    return QuantisedRows(_integers(bits), qvalues_NK, scales_NG, zero_points_NG, group, order_K)
 
 
 def _integers(bits: int) -> Kind:
@@ -240,14 +240,14 @@ def _integers(bits: int) -> Kind:
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """Unsigned numbers of so many bits, from words [R, W] that hold them lowest bits first, in uint8 [R, W * 32 / bits]."""
+    """Unsigned integers of so many bits, from words [R, W] that hold them lowest bits first, in uint8 [R, W * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
 
-def _relative(zeros: Tensor, bits: int) -> Tensor:
-    """Unsigned zeros relative to the code of 0, as int8."""
-    return (zeros.int() - ADDED[bits]).to(torch.int8).contiguous()
+def _signed(zero_points: Tensor, bits: int) -> Tensor:
+    """Unsigned zero points as the signed integers that they stand for, int8."""
+    return (zero_points.int() - ADDED[bits]).to(torch.int8).contiguous()
 
 
 def _inverse() -> list[int]:

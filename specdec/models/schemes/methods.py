@@ -70,8 +70,8 @@ def awq(scheme: dict[str, Any], where: str) -> Quantization:
     neutral(scheme, where, {**_INTEGERS_NEUTRAL, "method": "awq", "packing_format": "auto_awq", "zero_point": True})
     neutral(scheme, where, {"bits": 4, "desc_act": False})
     if text(scheme, "backend", where) == "llm-awq":
-        raise ValueError(f"{where}: backend must be another than 'llm-awq', whose layout of codes is not gemm")
-    flag(scheme, "sym", where)  # which transformers writes as true: zeros are read whatever it says
+        raise ValueError(f"{where}: backend must be another than 'llm-awq', whose layout is not gemm")
+    flag(scheme, "sym", where)  # which transformers writes as true: zero points are read whatever it says
     _layout(scheme, ("version", "format", "checkpoint_format"), where, "gemm")
     kept = tuple(Rule("part", name) for name in name_list(scheme, "modules_to_not_convert", where))
     return _of_integers("awq", scheme, Awq(_group_size(scheme, where)), kept, where)
@@ -106,7 +106,7 @@ def _by_one_name(scheme: dict[str, Any], names: dict[str, str], where: str) -> d
 
 
 def _layout(scheme: dict[str, Any], keys: tuple[str, ...], where: str, *allowed: str) -> str:
-    """The layout of codes, which several keys may name; the first allowed one where none does."""
+    """The layout of quantised values, which several keys may name; the first allowed one where none does."""
     said = {key: value.lower() for key in keys if (value := text(scheme, key, where)) is not None}
     for key, value in said.items():
         if value not in allowed:

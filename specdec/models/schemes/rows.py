@@ -1,6 +1,8 @@
-"""Rows of a matrix as codes, one a byte, as every checkpoint format is brought to before it is stored.  Knows no file.
+"""Rows of a quantised matrix, one value a byte: what every checkpoint format is brought to before it is stored.
 
-Shapes: P rows, I columns, G groups of a row.
+This module knows no file.
+
+Shapes: P rows, K columns, G groups of a row.
 """
 
 from __future__ import annotations
@@ -11,57 +13,58 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.products.formats.quantised import Codes, Kind, dequantise, pack
-from specdec.ops.products.quantised import restored
+from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack
+from specdec.ops.products.quantised import in_model_order
 
 
-class CodedRows(NamedTuple):
-    """See Codes, but that codes lie one a byte: codes_PI is uint8 [P, I].
+class QuantisedRows(NamedTuple):
+    """As QuantisedMatrix, but with each quantised value in a byte of its own: qvalues_PK is uint8 [P, K].
 
-    order_I: which of the matrix's columns each column of codes is, where groups are of columns that are no neighbours (GPTQ's
-    act order); None: the same.
+    order_K: which of the model's columns each column of qvalues_PK is, where a group's columns are no neighbours (GPTQ's act
+    order); None: the same.
     """
 
     kind: Kind
-    codes_PI: Tensor
+    qvalues_PK: Tensor
     scales_PG: Tensor
-    zeros_PG: Tensor | None
+    zero_points_PG: Tensor | None
     group: int
-    order_I: Tensor | None = None
+    order_K: Tensor | None = None
 
-    def arranged(self, arrange: Callable[[Tensor], Tensor]) -> CodedRows:
+    def arranged(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedRows:
         """The rows in another order."""
         return self._replace(
-            codes_PI=arrange(self.codes_PI),
+            qvalues_PK=arrange(self.qvalues_PK),
             scales_PG=arrange(self.scales_PG),
-            zeros_PG=None if self.zeros_PG is None else arrange(self.zeros_PG),
+            zero_points_PG=None if self.zero_points_PG is None else arrange(self.zero_points_PG),
         )
 
-    def run(self, dim: int, start: int, size: int) -> CodedRows:
+    def run(self, dim: int, start: int, size: int) -> QuantisedRows:
         """Some of the rows, or some of the columns, which must be whole groups."""
         if dim == 0:
-            return self.arranged(lambda plane: plane.narrow(0, start, size))
-        if size == self.codes_PI.shape[1]:
+            return self.arranged(lambda parameter: parameter.narrow(0, start, size))
+        if size == self.qvalues_PK.shape[1]:
             return self
-        if self.order_I is not None:
+        if self.order_K is not None:
             raise ValueError("ranks can't share columns in act order; nearest setting that works: tensor_parallel_size=1")
-        own = self._replace(codes_PI=self.codes_PI.narrow(1, start, size))
+        own = self._replace(qvalues_PK=self.qvalues_PK.narrow(1, start, size))
         if not self.group:
             return own
         if start % self.group or size % self.group:
             raise ValueError(
-                f"ranks can't share {self.codes_PI.shape[1]} columns in runs of {size}: a scale is for {self.group} columns; "
+                f"ranks can't share {self.qvalues_PK.shape[1]} columns in runs of {size}: a scale is for {self.group} columns; "
                 "nearest setting that works: a smaller tensor_parallel_size"
             )
         first, groups = start // self.group, size // self.group
-        zeros = None if self.zeros_PG is None else self.zeros_PG.narrow(1, first, groups)
-        return own._replace(scales_PG=self.scales_PG.narrow(1, first, groups), zeros_PG=zeros)
+        zero_points = None if self.zero_points_PG is None else self.zero_points_PG.narrow(1, first, groups)
+        return own._replace(scales_PG=self.scales_PG.narrow(1, first, groups), zero_points_PG=zero_points)
 
-    def packed(self) -> Codes:
-        return Codes(
-            self.kind, pack(self.kind, self.codes_PI), self.scales_PG, self.zeros_PG, self.codes_PI.shape[1], self.group
-        )
+    def packed(self) -> QuantisedMatrix:
+        qweight_PJ = pack(self.kind, self.qvalues_PK)
+        return QuantisedMatrix(
+            self.kind, qweight_PJ, self.scales_PG, self.zero_points_PG, self.qvalues_PK.shape[1], self.group
+        )  # fmt: skip
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """[P, I]: what the codes stand for, rounded once, in the order of the matrix's columns."""
-        return restored(dequantise(self.packed(), dtype), self.order_I)
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[P, K]: the dequantised rows, rounded once, in the order of the model's columns."""
+        return in_model_order(dequantise(self.packed(), dtype), self.order_K)

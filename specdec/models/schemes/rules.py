@@ -50,9 +50,10 @@ class Quantization:
     """The weight scheme of a checkpoint.
 
     method: who wrote it, or "round to nearest".  formats: rules and the format of the matrices that they fit; exact rules
-    before expressions, and those before classes.  kept: matrices that are ordinary numbers.
+    before expressions, and those before classes.  kept: matrices that are not quantised.
     optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
-    setting: the option by which ordinary numbers are rounded to these formats as they are loaded; empty: codes of a checkpoint.
+    setting: the option by which dense weights are rounded to these formats as they are loaded; empty: the checkpoint is
+    quantised.
     """
 
     method: str
@@ -63,7 +64,7 @@ class Quantization:
     setting: str = ""
 
     def format_of(self, name: str, has: Callable[[WeightFormat], bool]) -> WeightFormat | None:
-        """The format of the matrix of that name; None: ordinary numbers.  has: whether the tensors look like the format."""
+        """The format of the matrix of that name; None: it is not quantised.  has: whether the tensors look like the format."""
         if any(rule.fits(name) for rule in self.kept):
             return None
         found = next((format for rule, format in self.formats if rule.fits(name)), None)

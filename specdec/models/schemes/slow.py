@@ -1,7 +1,7 @@
-"""Where weights of 8 or 4 bits make decoding slower than ordinary numbers, and what is said of it.
+"""Where weights of 8 or 4 bits make decoding slower than unquantised ones, and what is said of it.
 
-Few bits are fewer bytes to read, which is what a step waits for, if a kernel reads the codes themselves.  Where none does, the
-numbers are computed anew in every pass (ops/products/quantised.py).  Knows no checkpoint by name.
+Few bits are fewer bytes to read, which is what a step waits for, if a kernel multiplies with the quantised values themselves.
+Where none does, every pass dequantises the weights anew (ops/products/quantised.py).  Knows no checkpoint by name.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 from specdec.models.schemes.rules import Quantization
 
-FIRST = (9, 0)  # the first compute capability with kernels for codes
-NARROW = 32  # a threshold in columns of a scale: so narrow groups have no kernel for Hopper, and the general one was slower
+FIRST = (9, 0)  # the first compute capability with kernels for quantised weights
+NARROW = 32  # threshold in columns of a scale: groups of so few have no kernel for Hopper, and the general kernel was slower
 CPU = (
-    "on a CPU, where every pass computes their numbers anew: a plain step of a model of 135M weights took 9 to 15 times as "
+    "on a CPU, where every pass dequantises them anew: a plain step of a model of 135M weights took 9 to 15 times as "
     "long in fp8, and 4 to 7 times in int4"
 )
 GROUPS = (
@@ -25,7 +25,7 @@ GROUPS = (
 
 
 def slowness(groups: Collection[int], capability: tuple[int, int] | None, dtype: torch.dtype) -> tuple[str, str]:
-    """Why such weights decode slower than ordinary numbers, and which other setting helps besides giving them up.
+    """Why such weights decode slower than unquantised ones, and which other setting helps besides giving them up.
 
     Both are empty where they don't, and the latter where there is none.
     groups: columns of a scale, in any of the matrices but experts', which have kernels of their own.  capability: of the GPU;
@@ -35,10 +35,13 @@ def slowness(groups: Collection[int], capability: tuple[int, int] | None, dtype:
         return CPU, ""
     where = f"on a GPU of compute capability {'.'.join(map(str, capability))}"
     if capability < FIRST:
-        return f"{where}, for which there is no kernel that reads codes, so that every pass computes their numbers anew", ""
+        return (
+            f"{where}, for which there is no kernel that reads quantised weights, so that every pass dequantises them anew",
+            "",
+        )
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        return f"in {name}, in which every pass computes their numbers anew", "dtype='bfloat16'"
+        return f"in {name}, in which every pass dequantises them anew", "dtype='bfloat16'"
     if any(0 < group <= NARROW for group in groups):
         return GROUPS, ""
     return "", ""

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.rows import QuantisedRows
 from specdec.ops.products.formats.quantised import Kind
 
 FLOAT32 = 4  # bytes
@@ -16,13 +16,13 @@ FLOAT32 = 4  # bytes
 class TensorSource(Protocol):
     """The checkpoint, as formats read it.  Every tensor taken is of that shape, or ValueError is raised, and counts as read.
 
-    has_numbers: whether tensors that are taken have numbers, or only show that names, shapes and dtypes are right.
+    has_data: whether tensors that are taken have values, or lie on the meta device and show names, shapes and dtypes alone.
     """
 
-    has_numbers: bool
+    has_data: bool
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor: ...
-    def take_codes(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor: ...
+    def take_quantised(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor: ...
     def landed(self, name: str, copy: Tensor) -> None: ...
     def ignore(self, name: str) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -35,7 +35,8 @@ class TensorSource(Protocol):
 class Outline(NamedTuple):
     """What becomes of a matrix in memory, by the headers of its tensors.
 
-    group: columns of a scale; 0: all of a row.  scale_bytes: of one scale.  has_zeros: whether each scale has a zero beside it.
+    group: columns of a scale; 0: all of a row.  scale_bytes: of one scale.  has_zero_points: whether each scale has a zero
+    point beside it.
     """
 
     kind: Kind
@@ -43,7 +44,7 @@ class Outline(NamedTuple):
     columns: int
     group: int
     scale_bytes: int
-    has_zeros: bool = False
+    has_zero_points: bool = False
 
 
 class WeightFormat(Protocol):
@@ -59,15 +60,15 @@ class WeightFormat(Protocol):
 
     @property
     def in_act_order(self) -> bool:
-        """Whether a group's columns may be no neighbours: tensors say which columns they are (see CodedRows)."""
+        """Whether a group's columns may be no neighbours: tensors say which columns they are (see QuantisedRows)."""
         ...
 
     def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
         """Of the names of the tensors of the matrix of that name."""
         ...
 
-    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows | None:
-        """The matrix of that name and shape, on the device; None if the source has no numbers.
+    def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
+        """The matrix of that name and shape, on the device; None if the source has no data.
 
         ValueError if a tensor is missing or of another shape.
         """
@@ -96,22 +97,22 @@ def ignore(source: TensorSource, name: str, endings: tuple[str, ...]) -> None:
 
 
 def take_bytes(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    return source.take_codes(name, shape, "U8")
+    return source.take_quantised(name, shape, "U8")
 
 
 def take_words(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Words of 32 bits, each of which holds several codes."""
-    return source.take_codes(name, shape, "I32")
+    """Words of 32 bits, each of which holds several quantised values."""
+    return source.take_quantised(name, shape, "I32")
 
 
 def take_indices(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
     """Whole numbers that are meant as they stand."""
-    return source.take_codes(name, shape, "I32", "I64").long()
+    return source.take_quantised(name, shape, "I32", "I64").long()
 
 
 def take_powers(source: TensorSource, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
     """The exponents of powers of two, as bytes.  dtypes: that may be the tensor's, of one byte each."""
-    return source.take_codes(name, shape, *dtypes).view(torch.uint8)
+    return source.take_quantised(name, shape, *dtypes).view(torch.uint8)
 
 
 def take_scale(source: TensorSource, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:

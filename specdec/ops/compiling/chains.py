@@ -42,7 +42,7 @@ GROUPS = (
         "early",
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
         "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks local_slots "
-        "largest_queries float8_queries latent_path path join next_tokens finish_chain best_paths block_tables fork "
+        "largest_queries float8_queries latent_path path merge_kv_blocks next_tokens finish_chain best_paths block_tables fork "
         "best_nodes first_level expand accept path_tables",
         {
             "add_rms_norm": "weight",
@@ -68,7 +68,7 @@ GROUPS = (
         "product of experts of codes reads their choices, which the first one has waited for.",
         "tiled_linear experts_linear weighted_sum each_linear quantised_sliced quantised_hopper",
         {
-            "coded_experts": "chosen codes counts",
+            "quantised_experts": "chosen codes counts",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "wide_linear": "weight",
@@ -81,8 +81,8 @@ GROUPS = (
         "The merge behind attention reads queries, and the suffix's keys, table and lengths, before its wait.",
         "",
         {
-            "latent_leaves": "cache_seqlens cu_seqlens_q page_table",
-            "leaves": "cache_seqlens cu_seqlens_q page_table starts",
+            "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
+            "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
@@ -110,13 +110,13 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "A scan, or the search for the least kept logits, comes behind a product or one of these, and reads the rows' "
+        "A scan, or the search for the approximate cutoff, comes after a product or one of these, and reads the rows' "
         "lengths, seeds and options before its wait; a chain's later step reads all levels' own logits, which the first "
         "step has waited for.",
-        "row_tops narrow border sample_scan merge arrange",
+        "row_tops narrow cutoff sample_scan merge arrange",
         {
-            "least_logits": "min_p temperature top_k top_p",
-            "scan": "lens offsets seeds temperature",
+            "approximate_cutoff": "min_p temperatures top_k top_p",
+            "scan": "lens offsets seeds temperatures",
             "corrected_logits": "w2",
             "chain_step": "own w2",
         },

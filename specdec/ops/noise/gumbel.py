@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specdec.ops.index import use_index_kernels
 from specdec.ops.launch import use_kernels
-from specdec.ops.noise.floor import Filters, least_logits
+from specdec.ops.noise.approximate_cutoff import approximate_cutoffs
+from specdec.ops.noise.filters import Filters
 
 # SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers.  Integer products wrap, as SplitMix64 wants.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -60,8 +61,8 @@ class Noise(NamedTuple):
     temperature_B: float32.  A sequence of temperature 0 gets no noise, and its logits stay as they are.
     seed_B: int64.  lens_B: int32.  ahead: the tokens stand at position lens_B + ahead.
     logit_weight, noise_weight: factors of the logits, and of temperature times noise.
-    filters: what keeps tokens from being sampled; None: nothing does.  floor_weight: how many times more the distance counts by
-    which a logit lies below the least one that the filters keep.
+    filters: which tokens may be sampled; None: all.
+    cutoff_weight: how many times more the distance counts by which a logit lies below the filters' approximate cutoff.
     """
 
     temperature_B: Tensor
@@ -70,7 +71,7 @@ class Noise(NamedTuple):
     ahead: int
     logit_weight: float
     noise_weight: float
-    floor_weight: float = 0.0
+    cutoff_weight: float = 0.0
     filters: Filters | None = None
 
     def at(self, ahead: int) -> Noise:
@@ -79,20 +80,20 @@ class Noise(NamedTuple):
 
 
 def perturb(
-    logits_RW: Tensor, noise: Noise, offsets_V: Tensor | None = None, first: int = 0, floor_R: Tensor | None = None
+    logits_RW: Tensor, noise: Noise, offsets_V: Tensor | None = None, first: int = 0, cutoff_R: Tensor | None = None
 ) -> Tensor:
     """[R, W] float32: weighed logits plus weighed noise; on a GPU one kernel launch, or two with filters.
 
     logits_RW: of the W ids from `first` on.  A sequence's rows are adjacent, equally many for each sequence.
     offsets_V: int64, what is added to an id to make it the id whose noise is meant.
-    floor_R: float32, `least_logits` of rows of which these are a run; None: these are all their logits.
+    cutoff_R: float32, `approximate_cutoffs` of rows of which these are a run; None: these are all their logits.
     """
-    if noise.filters is not None and floor_R is None:
-        floor_R = least_logits(logits_RW, noise.filters)
+    if noise.filters is not None and cutoff_R is None:
+        cutoff_R = approximate_cutoffs(logits_RW, noise.filters)
     if use_kernels(logits_RW):
         from specdec.ops.noise.gumbel_triton import launch_perturb
 
-        return launch_perturb(logits_RW, noise, offsets_V, first, floor_R)
+        return launch_perturb(logits_RW, noise, offsets_V, first, cutoff_R)
     R, W = logits_RW.shape
     each = R // noise.seed_B.shape[0]
     tokens_W = torch.arange(first, first + W, dtype=torch.int64, device=logits_RW.device)
@@ -103,7 +104,7 @@ def perturb(
     weight_B1 = torch.full_like(temperature_B1, noise.logit_weight).where(temperature_B1 > 0, 1.0)
     added_BW = noise_BW * (temperature_B1 * noise.noise_weight)
     logits_RW = logits_RW.float()
-    if floor_R is not None:
-        below_RW = logits_RW - floor_R[:, None]
-        logits_RW = torch.where(below_RW < 0, logits_RW + noise.floor_weight * below_RW, logits_RW)
+    if cutoff_R is not None:
+        below_RW = logits_RW - cutoff_R[:, None]
+        logits_RW = torch.where(below_RW < 0, logits_RW + noise.cutoff_weight * below_RW, logits_RW)
     return logits_RW * weight_B1.repeat_interleave(each, 0) + added_BW.repeat_interleave(each, 0)

@@ -86,39 +86,39 @@ def gumbel_of_bits(bits_N, ASM: tl.constexpr):
 
 @triton.jit
 def perturbation(
-    temperature, seeds, lens, offsets, b, stride_temperature, stride_seed, ahead, first, token_N, ok_N,
+    temperatures, seeds, lens, offsets, b, stride_temperature, stride_seed, ahead, first, token_N, ok_N,
     LOGIT_WEIGHT: tl.constexpr, NOISE_WEIGHT: tl.constexpr, HAS_OFFSETS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """(the weight of the logits, the weighed noise [N]) of sequence b, for the tokens at position lens[b] + ahead.
 
     token_N: numbers within the run that begins with id `first`; where ok_N is false, any.
     """
-    heat = tl.load(temperature + b * stride_temperature, cache_modifier=".cg")
+    temperature = tl.load(temperatures + b * stride_temperature, cache_modifier=".cg")
     id_N = first + token_N.to(tl.int64)
     if HAS_OFFSETS:
         id_N += tl.load(offsets + id_N, mask=ok_N, other=0)
     seed, length = tl.load(seeds + b * stride_seed, cache_modifier=".cg"), tl.load(lens + b, cache_modifier=".cg")
     bits_N = noise_bits(seed, length + ahead, id_N)
     noise_N = gumbel_of_bits(bits_N, ASM)
-    return tl.where(heat > 0.0, LOGIT_WEIGHT, 1.0), noise_N * (heat * NOISE_WEIGHT)
+    return tl.where(temperature > 0.0, LOGIT_WEIGHT, 1.0), noise_N * (temperature * NOISE_WEIGHT)
 
 
 @triton.jit
-def steepened(x_N, floor, FLOOR_WEIGHT: tl.constexpr):
-    """Logits, of which the distance below the floor counts FLOOR_WEIGHT times more."""
-    floor = tl.maximum(floor, -1e38)  # so that -inf has a distance from it
-    return tl.where(x_N < floor, x_N + (x_N - floor) * FLOOR_WEIGHT, x_N)
+def steepened(x_N, cutoff, CUTOFF_WEIGHT: tl.constexpr):
+    """Logits, of which the distance below the cutoff counts CUTOFF_WEIGHT times more."""
+    cutoff = tl.maximum(cutoff, -1e38)  # so that -inf has a distance from it
+    return tl.where(x_N < cutoff, x_N + (x_N - cutoff) * CUTOFF_WEIGHT, x_N)
 
 
 @triton.jit(do_not_specialize=["ahead", "first", "each", "width"])
 def perturb_kernel(
     logits,  # [R, W], any float type
     out,  # [R, W] float32
-    temperature,  # [B] float32
+    temperatures,  # [B] float32
     seeds,  # [B] int64
     lens,  # [B] int32
     offsets,  # [V] int64
-    floor,  # [R] float32
+    cutoff,  # [R] float32
     stride_row,
     stride_temperature,
     stride_seed,
@@ -128,7 +128,7 @@ def perturb_kernel(
     width,  # W
     LOGIT_WEIGHT: tl.constexpr,
     NOISE_WEIGHT: tl.constexpr,
-    FLOOR_WEIGHT: tl.constexpr,  # 0: there is no floor
+    CUTOFF_WEIGHT: tl.constexpr,  # 0: there is no cutoff
     HAS_OFFSETS: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -141,12 +141,12 @@ def perturb_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     weight, noise_N = perturbation(
-        temperature, seeds, lens, offsets, row // each, stride_temperature, stride_seed, ahead, first, token_N, ok_N,
+        temperatures, seeds, lens, offsets, row // each, stride_temperature, stride_seed, ahead, first, token_N, ok_N,
         LOGIT_WEIGHT, NOISE_WEIGHT, HAS_OFFSETS, ASM,
     )  # fmt: skip
     x_N = tl.load(logits + row * stride_row + token_N, mask=ok_N, other=0.0).to(tl.float32)
-    if FLOOR_WEIGHT > 0:
-        x_N = steepened(x_N, tl.load(floor + row), FLOOR_WEIGHT)
+    if CUTOFF_WEIGHT > 0:
+        x_N = steepened(x_N, tl.load(cutoff + row), CUTOFF_WEIGHT)
     tl.store(out + row * width + token_N, x_N * weight + noise_N, mask=ok_N)
 
 
@@ -171,7 +171,7 @@ def noise_arguments(noise: Noise) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[
 
 
 def launch_perturb(
-    logits_RW: Tensor, noise: Noise, offsets_V: Tensor | None, first: int, floor_R: Tensor | None = None
+    logits_RW: Tensor, noise: Noise, offsets_V: Tensor | None, first: int, cutoff_R: Tensor | None = None
 ) -> Tensor:
     """`gumbel.perturb`."""
     R, W = logits_RW.shape
@@ -180,10 +180,10 @@ def launch_perturb(
     if out.numel():
         tensors, strides = noise_arguments(noise)
         perturb_kernel[(R, triton.cdiv(W, BLOCK))](
-            logits_RW, out, *tensors, noise.seed_B if offsets_V is None else offsets_V, out if floor_R is None else floor_R,
+            logits_RW, out, *tensors, noise.seed_B if offsets_V is None else offsets_V, out if cutoff_R is None else cutoff_R,
             logits_RW.stride(0), *strides, noise.ahead, first, R // noise.seed_B.shape[0], W,
             LOGIT_WEIGHT=noise.logit_weight, NOISE_WEIGHT=noise.noise_weight,
-            FLOOR_WEIGHT=0.0 if floor_R is None else noise.floor_weight, HAS_OFFSETS=offsets_V is not None,
+            CUTOFF_WEIGHT=0.0 if cutoff_R is None else noise.cutoff_weight, HAS_OFFSETS=offsets_V is not None,
             ASM=logits_RW.is_cuda, BLOCK=BLOCK, num_warps=4, **chained(logits_RW.device),
         )  # fmt: skip
     return out

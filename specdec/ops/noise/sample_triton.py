@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.noise.border import Border
+from specdec.ops.noise.cutoff import Cutoff
 from specdec.ops.noise.gumbel_triton import gumbel_of_bits, noise_bits
 from specdec.ops.topk_triton import make_key, merge_scanned, scan_slices, slice_size
 
@@ -41,12 +41,12 @@ def first_best(score_N, i_N, SIZE: tl.constexpr):
 def sample_scan_kernel(
     logits,  # [R, V], any float type
     keys,  # [R, S, 1] int64
-    temperature,  # [B] float32
+    temperatures,  # [B] float32
     seeds,  # [B] int64
     positions,  # [R] int64
-    least,  # [R] float32, with CUT
-    last_kept,  # [R] int64, with CUT
-    lowest,  # [R] float32, with CUT
+    cutoff_logit,  # [R] float32, with HAS_CUTOFF
+    last_id,  # [R] int64, with HAS_CUTOFF
+    min_scaled,  # [R] float32, with HAS_CUTOFF
     vocab,
     stride_row,
     stride_temperature,
@@ -54,7 +54,7 @@ def sample_scan_kernel(
     stride_position,
     each,  # R / B
     SLICE: tl.constexpr,
-    CUT: tl.constexpr,  # whether filters drop tokens
+    HAS_CUTOFF: tl.constexpr,  # whether filters drop tokens
     ASM: tl.constexpr,  # see gumbel_triton.py
     PDL: tl.constexpr,
 ):
@@ -65,22 +65,23 @@ def sample_scan_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    heat = tl.load(temperature + row // each * stride_temperature)
+    temperature = tl.load(temperatures + row // each * stride_temperature)
     seed = tl.load(seeds + row // each * stride_seed)
     position = tl.load(positions + row * stride_position)
     score_N = tl.load(logits + first + i_N, mask=first + i_N < vocab, other=-float("inf")).to(tl.float32)
     top, best = first_best(score_N, i_N, SLICE)
-    goes_on = (heat > 0) & (tl.abs(top) < float("inf"))
-    if CUT:
-        cut = tl.load(least + row)
-        stays_N = (score_N > cut) | ((score_N == cut) & (first + i_N <= tl.load(last_kept + row)))
-        stays_N &= tl.div_rn(score_N, tl.zeros_like(score_N) + tl.where(heat > 0, heat, 1.0)) >= tl.load(lowest + row)
+    goes_on = (temperature > 0) & (tl.abs(top) < float("inf"))
+    if HAS_CUTOFF:
+        logit = tl.load(cutoff_logit + row)
+        stays_N = (score_N > logit) | ((score_N == logit) & (first + i_N <= tl.load(last_id + row)))
+        safe_temperature = tl.where(temperature > 0, temperature, 1.0)
+        stays_N &= tl.div_rn(score_N, tl.zeros_like(score_N) + safe_temperature) >= tl.load(min_scaled + row)
         if goes_on:
             score_N = tl.where(stays_N, score_N, -float("inf"))
             top, best = first_best(score_N, i_N, SLICE)
             goes_on = top > -float("inf")
     if goes_on:
-        score_N = tl.div_rn(score_N, tl.zeros_like(score_N) + heat)
+        score_N = tl.div_rn(score_N, tl.zeros_like(score_N) + temperature)
         score_N += gumbel_of_bits(noise_bits(seed, position, (first + i_N).to(tl.int64)), ASM)
         top = tl.max(score_N, 0)
         leads_N = score_N >= top - (_NEAR + _ULPS * tl.abs(top))
@@ -88,14 +89,14 @@ def sample_scan_kernel(
         for _ in range(tl.sum(leads_N.to(tl.int32), 0)):  # in the order of their ids
             last = tl.min(tl.where(leads_N & (i_N > last), i_N, SLICE - 1), 0)
             noise = exact_noise(noise_bits(seed, position, (first + last).to(tl.int64)))
-            score = tl.div_rn(tl.load(logits + first + last).to(tl.float32), heat) + noise
+            score = tl.div_rn(tl.load(logits + first + last).to(tl.float32), temperature) + noise
             best = tl.where(score > top, last, best)
             top = tl.maximum(score, top)
     tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), make_key(top, first + best))
 
 
 def launch_sampled_tokens(
-    logits_RV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_R: Tensor, border: Border | None = None
+    logits_RV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_R: Tensor, cutoff: Cutoff | None = None
 ) -> Tensor:
     """`sample.sampled_tokens`: [R] int64."""
     R, V = logits_RV.shape
@@ -104,11 +105,11 @@ def launch_sampled_tokens(
     slices, size = scan_slices(R, V, 1), slice_size(R, V, 1)
     keys = torch.empty(R, slices, 1, dtype=torch.int64, device=logits_RV.device)
     ids = torch.empty(R, dtype=torch.int64, device=logits_RV.device)
-    cut = (temperature_B, seed_B, temperature_B) if border is None else border  # what a kernel doesn't need is not read
+    tensors = (temperature_B, seed_B, temperature_B) if cutoff is None else cutoff  # what a kernel doesn't need is not read
     if R:
         sample_scan_kernel[(R, slices)](
-            logits_RV, keys, temperature_B, seed_B, position_R, *cut, V, logits_RV.stride(0), temperature_B.stride(0),
-            seed_B.stride(0), position_R.stride(0), R // seed_B.shape[0], SLICE=size, CUT=border is not None,
+            logits_RV, keys, temperature_B, seed_B, position_R, *tensors, V, logits_RV.stride(0), temperature_B.stride(0),
+            seed_B.stride(0), position_R.stride(0), R // seed_B.shape[0], SLICE=size, HAS_CUTOFF=cutoff is not None,
             ASM=logits_RV.is_cuda, num_warps=max(1, size // 1024), **chained(logits_RV.device),
         )  # fmt: skip
         merge_scanned((keys, keys), None, None, ids, finite=True)

@@ -58,9 +58,7 @@ class DenseWeight(NamedTuple):
 
     values_NK: Tensor
 
-    def matmul(
-        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, terms: bool = False
-    ) -> Tensor | Terms:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
         """The bias is a part of the first term; `linear` adds it last.  The sum of terms is `linear`, bit for bit, up to FEW
         rows; with more, cuBLAS may compute `linear`.
         """
@@ -70,7 +68,7 @@ class DenseWeight(NamedTuple):
                 return Terms(_launch(x_MK, self.values_NK, bias_N, False, tiles, leaves=True), x_MK.dtype)
         return linear(x_MK, self.values_NK, bias_N, numerics)
 
-    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         return gated_linear(x_MK, self.values_NK, bias_2F, numerics)
 
     def rows(self, ids_R: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""A mixture of experts over weights in 8 or 4 bits: the weighted sum of each token's chosen experts' MLPs.
+"""A mixture of experts over weights in 8 or 4 bits: the weighted sum of the MLPs of each token's top-k experts.
 
-On a CPU, in float32, under autograd and in a trace the numbers of the weights are computed, and multiplied; the functions of
-models/experts.py do that.  On a GPU the kernel in kernels/experts/mixture_triton.py converts codes on their way to the tensor
-cores, for any number of tokens.  This module knows no model.
+On a CPU, in float32, under autograd and in a trace the weights are dequantised, and multiplied; the functions of
+models/experts.py do that.  On a GPU the kernel in kernels/experts/mixture_triton.py converts quantised values on their way to
+the tensor cores, for any number of tokens.  This module knows no model.
 
-Shapes: T tokens, H hidden size, E experts, K experts of a token, P = T * K pairs, F intermediate size of an expert.
+Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), P = T * K pairs, F intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul
-from specdec.ops.products.formats.experts import StackedCodes, scales_form
+from specdec.ops.products.formats.experts import QuantisedStack, scales_form
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import weighted_sum
 from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles
@@ -52,45 +52,45 @@ class Form(NamedTuple):
 PLAIN = Form()
 
 
-class CodedExperts(NamedTuple):
+class QuantisedExperts(NamedTuple):
     """gate_up: gate and up projections, 2F rows each; the first F rows are the gate's."""
 
-    gate_up: StackedCodes
-    down: StackedCodes
+    gate_up: QuantisedStack
+    down: QuantisedStack
     form: Form = PLAIN
 
 
-def runs_on_codes(x_TH: Tensor, experts: CodedExperts) -> bool:
-    """Whether `coded_experts` can compute the mixture."""
+def has_experts_kernel(x_TH: Tensor, experts: QuantisedExperts) -> bool:
+    """Whether `quantised_experts` can compute the mixture."""
     if not use_kernels(x_TH) or x_TH.dtype == torch.float32 or not has_pdl(x_TH.device):
         return False
     stacks = experts.gate_up, experts.down
     return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group) for stack in stacks)
 
 
-def coded_experts(
-    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts, numerics: Numerics = FAST,
+def quantised_experts(
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: QuantisedExperts, numerics: Numerics = FAST,
     tiles: ExpertTiles | None = None, most_read: int = MAX_READ,
 ) -> Tensor:  # fmt: skip
-    """[T, H]: each token's chosen experts' outputs, times their weights (float32), added up in float32.
+    """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
 
-    tiles: other ones than the policy's.  most_read: pairs in which programs find their own; more are sorted first.
+    tiles: other ones than the policy's.  most_read: up to so many pairs, each program finds its own; more are sorted first.
     """
-    from specdec.ops.products.kernels.experts.mixture_triton import launch_coded_experts
+    from specdec.ops.products.kernels.experts.mixture_triton import launch_quantised_experts
 
-    (T, K), E = chosen_TK.shape, experts.gate_up.matrices
-    pairs, counts_E = chosen_TK.flatten(), None
+    (T, K), E = topk_ids_TK.shape, experts.gate_up.experts
+    pairs, counts_E = topk_ids_TK.flatten(), None
     if T * K > most_read:
-        pairs, counts_E = by_expert(chosen_TK, E)
+        pairs, counts_E = by_expert(topk_ids_TK, E)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     form, tiles = experts.form, tiles or numerics.expert_tiles(T * K, E)
-    mid_PF = launch_coded_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, tiles)
-    out_PH = launch_coded_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
-    return weighted_sum(out_PH.view(T, K, -1), weights_TK.contiguous())
+    mid_PF = launch_quantised_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, tiles)
+    out_PH = launch_quantised_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
+    return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK.contiguous())
 
 
-def by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def by_expert(topk_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """(the numbers of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
-    counts_E = torch.zeros(experts, dtype=torch.int32, device=chosen_TK.device)
-    counts_E.index_add_(0, chosen_TK.flatten(), counts_E.new_ones(chosen_TK.numel()))
-    return chosen_TK.flatten().argsort(stable=True), counts_E
+    counts_E = torch.zeros(experts, dtype=torch.int32, device=topk_ids_TK.device)
+    counts_E.index_add_(0, topk_ids_TK.flatten(), counts_E.new_ones(topk_ids_TK.numel()))
+    return topk_ids_TK.flatten().argsort(stable=True), counts_E

@@ -28,9 +28,7 @@ class LosslessWeight(NamedTuple):
     dense: DenseWeight
     packed: Packed
 
-    def matmul(
-        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, terms: bool = False
-    ) -> Tensor | Terms:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
         tiles = self._tiles(x_MK, False, numerics)
         if tiles is None:
             return self.dense.matmul(x_MK, bias_N, numerics, terms=terms)
@@ -38,7 +36,7 @@ class LosslessWeight(NamedTuple):
         y = self._launch(x_MK, bias_N, False, tiles, leaves)
         return Terms(y, x_MK.dtype) if leaves else y
 
-    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         if tiles := self._tiles(x_MK, True, numerics):
             return self._launch(x_MK, bias_2F, True, tiles)
         return self.dense.gated(x_MK, bias_2F, numerics)

@@ -1,8 +1,8 @@
 """A weight in 8 or 4 bits.
 
-On a CPU, under autograd and in a trace its products are as defined: the weight's numbers are computed in x's dtype, and
-multiplied.  On a GPU a kernel converts the codes on their way to the tensor cores, for the rows that tiles/quantised.py names.
-For more rows the numbers are computed into a scratch that cuBLAS reads.  This module knows no model.
+On a CPU, under autograd and in a trace its products are as defined: the weight is dequantised to x's dtype, and multiplied.  On
+a GPU a kernel converts the quantised values on their way to the tensor cores, for the rows that tiles/quantised.py names.  For
+more rows the weight is dequantised into memory that cuBLAS reads.  This module knows no model.
 
 Shapes: M rows, K in, N out, F of a gated pair, R rows asked for, G scales of a row.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul, tma_reads
-from specdec.ops.products.formats.quantised import Codes, dequantise
+from specdec.ops.products.formats.quantised import QuantisedMatrix, dequantise
 from specdec.ops.products.gpus import Kind, match_of
-from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.terms import Terms
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 from specdec.ops.rows import take_columns
@@ -28,15 +28,14 @@ from specdec.ops.rows import take_columns
 class QuantisedWeight(NamedTuple):
     """See `Weight`.
 
-    order_K: which of the matrix's columns each column of the codes is, where they are sorted by their groups; None: the same.
+    order_K: which of the model's columns each column of `matrix` is, where these are sorted by their groups (act order); None:
+        the same.
     """
 
-    codes: Codes
+    matrix: QuantisedMatrix
     order_K: Tensor | None = None
 
-    def matmul(
-        self, x_MK: Tensor, bias_N: Tensor | None = None, numerics: Numerics = FAST, *, terms: bool = False
-    ) -> Tensor | Terms:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
         """With more than FEW rows tiles may differ where terms are asked for, and so may the last bits of their sum."""
         x_MK = self._ordered(x_MK)
         if terms:
@@ -47,55 +46,57 @@ class QuantisedWeight(NamedTuple):
             return self._launch(x_MK, bias_N, False, tiles)
         return F.linear(x_MK, self._dequantised(x_MK), bias_N)
 
-    def gated(self, x_MK: Tensor, bias_2F: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
+    def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         x_MK = self._ordered(x_MK)
         if tiles := self._tiles(x_MK, True, numerics):
             return self._launch(x_MK, bias_2F, True, tiles)
         return silu_mul(F.linear(x_MK, self._dequantised(x_MK), bias_2F))
 
     def rows(self, ids_R: Tensor) -> Tensor:
-        codes = self.codes
-        zeros_RG = None if codes.zeros_OG is None else codes.zeros_OG[ids_R]
-        own = codes._replace(codes_OJ=codes.codes_OJ[ids_R], scales_OG=codes.scales_OG[ids_R], zeros_OG=zeros_RG)
-        return restored(dequantise(own, codes.scales_OG.dtype), self.order_K)
+        whole = self.matrix
+        zero_points_RG = None if whole.zero_points_NG is None else whole.zero_points_NG[ids_R]
+        own = whole._replace(
+            qweight_NJ=whole.qweight_NJ[ids_R], scales_NG=whole.scales_NG[ids_R], zero_points_NG=zero_points_RG
+        )  # fmt: skip
+        return in_model_order(dequantise(own, whole.scales_NG.dtype), self.order_K)
 
     def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
-        stored = self.codes.codes_OJ, self.codes.scales_OG, self.codes.zeros_OG
+        stored = self.matrix.qweight_NJ, self.matrix.scales_NG, self.matrix.zero_points_NG
         return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
 
     def _ordered(self, x: Tensor) -> Tensor:
-        """x with its columns sorted as those of the codes are."""
+        """x with its columns sorted as those of `matrix` are."""
         return x if self.order_K is None else take_columns(x, self.order_K)
 
     def _dequantised(self, x: Tensor) -> Tensor:
-        """The weight [N, K] in x's dtype."""
-        if not use_kernels(x) or self.codes.scales_OG.dtype == torch.float64:  # scales have 64 bits while a text is proven
-            return dequantise(self.codes, x.dtype)
+        """The dense weight [N, K] in x's dtype."""
+        if not use_kernels(x) or self.matrix.scales_NG.dtype == torch.float64:  # scales have 64 bits while a text is proven
+            return dequantise(self.matrix, x.dtype)
         from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
 
-        return launch_dequantise(self.codes, x.dtype)
+        return launch_dequantise(self.matrix, x.dtype)
 
     def _launch(self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, leaves: bool = False) -> Tensor:
         if tiles.kernel == "stream_triton":
             from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
 
-            return launch_quantised_linear(x, self.codes, bias, gated, tiles)
+            return launch_quantised_linear(x, self.matrix, bias, gated, tiles)
         from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-        return launch_quantised_hopper(x, self.codes, bias, gated, tiles, leaves)
+        return launch_quantised_hopper(x, self.matrix, bias, gated, tiles, leaves)
 
     def _tiles(self, x: Tensor, gated: bool, numerics: Numerics, terms: bool = False) -> QuantisedTiles | None:
         """A kernel's tiles; None where none runs.  terms: whether a norm may add up what splits have computed."""
         if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
             return None
-        codes = self.codes
-        hopper = x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, codes.codes_OJ)
+        weight = self.matrix
+        hopper = x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.qweight_NJ)
         return numerics.quantised_tiles(
-            x.shape[0], codes.codes_OJ.shape[0], codes.columns, codes.kind, codes.group, codes.zeros_OG is not None, gated,
-            terms, hopper,
+            x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group,
+            weight.zero_points_NG is not None, gated, terms, hopper,
         )  # fmt: skip
 
 
-def restored(numbers_RK: Tensor, order_K: Tensor | None) -> Tensor:
-    """Numbers whose columns are sorted as those of the codes are, in the matrix's order."""
-    return numbers_RK if order_K is None else torch.empty_like(numbers_RK).index_copy_(1, order_K.long(), numbers_RK)
+def in_model_order(dense_RK: Tensor, order_K: Tensor | None) -> Tensor:
+    """Dense values whose columns are sorted by their groups, in the order of the model's columns."""
+    return dense_RK if order_K is None else torch.empty_like(dense_RK).index_copy_(1, order_K.long(), dense_RK)

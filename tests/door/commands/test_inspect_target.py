@@ -70,23 +70,23 @@ def test_a_copy_of_tied_embeddings_is_no_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "w4a16 g32 zeros in act order", "awq", "gptq4 v2 zeros", "nvfp4", "mxfp4"])
-def test_codes_count_as_the_numbers_that_they_stand_for(name: str, tmp_path: Path) -> None:
-    """Keeps out: a model of 8 billion parameters that is told as one of 1.3, since eight codes lie in an integer."""
-    coded, plain = save_quantised(tmp_path, SCHEMES[name])
-    found, expected = target_facts(coded)["weights"], target_facts(plain)["weights"]
+def test_quantised_weights_count_as_the_parameters_that_they_stand_for(name: str, tmp_path: Path) -> None:
+    """Keeps out: a model of 8 billion parameters that is told as one of 1.3, since eight values lie in an integer."""
+    quantised, plain = save_quantised(tmp_path, SCHEMES[name])
+    found, expected = target_facts(quantised)["weights"], target_facts(plain)["weights"]
     assert found["parameters"] == expected["parameters"] and found["bytes of the files"] < expected["bytes of the files"]
-    assert found["stored as"] == plan_memory(coded, None, None, EngineOptions(), 10**9).target_weights
+    assert found["stored as"] == plan_memory(quantised, None, None, EngineOptions(), 10**9).target_weights
 
 
-def test_experts_in_codes_count_too(tmp_path: Path) -> None:
+def test_quantised_experts_count_too(tmp_path: Path) -> None:
     """Keeps out: gpt-oss's blocks and scales taken for numbers."""
-    coded, plain = save_gpt_oss(tmp_path)
-    assert target_facts(coded)["weights"]["parameters"] == target_facts(plain)["weights"]["parameters"]
-    assert target_facts(coded)["backend"] == "native" and target_facts(coded)["target"]["sinks"]
+    quantised, plain = save_gpt_oss(tmp_path)
+    assert target_facts(quantised)["weights"]["parameters"] == target_facts(plain)["weights"]["parameters"]
+    assert target_facts(quantised)["backend"] == "native" and target_facts(quantised)["target"]["sinks"]
 
 
 def test_a_gguf_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeps out: a target that can be run and not be looked at; bytes by the codes' bits, without their scales."""
+    """Keeps out: a target that can be run and not be looked at; bytes by the bits of values, without their scales."""
     folder = save_target(tmp_path / "t", "llama", hidden_size=64, intermediate_size=96)
     path = write_gguf(folder, tmp_path / "t.gguf", lambda name: "Q8_0")
     facts, whole = facts_of(capsys, path), target_facts(folder)

@@ -36,8 +36,8 @@ class Slow:
         real: Callable[..., Any] = Checkpoint._take
 
         def take(checkpoint: Checkpoint, *args: Any) -> Any:
-            self.count += checkpoint.has_numbers
-            if self.count == 30 and checkpoint.has_numbers:
+            self.count += checkpoint.has_data
+            if self.count == 30 and checkpoint.has_data:
                 assert self.seen.wait(20), "nobody said what the command waits for"
             return real(checkpoint, *args)
 

@@ -150,14 +150,14 @@ def test_the_plan_of_memory(zoo: Zoo) -> None:
         assert plan.parts["weights of the draft head"] == sum(weight.nbytes for weight in own)
 
 
-def test_a_copy_of_an_output_layer_in_codes_is_kept(zoo: Zoo) -> None:
+def test_a_copy_of_a_quantised_output_layer_is_kept(zoo: Zoo) -> None:
     """Keeps out: an assertion where a layout repeats the output layer and the target's is stored in 8 bits."""
     folder = zoo.target("llama")
     every = Quantization("test", ((Rule("class", "Linear"), ROUNDED["fp8"]),))
     config, cpu = replace(read_target_config(folder), quantization=every), torch.device("cpu")
     target = load_target(folder, config, 64, cpu, torch.float32)
     head = load_head(zoo.head("llama", "dspark-gated"), target, 64, cpu, torch.float32)
-    assert target.lm_head.planes is not None and head.lm_head is not target.lm_head
+    assert target.lm_head.quantised is not None and head.lm_head is not target.lm_head
     assert head.embed_tokens is target.embed_tokens
     assert torch.equal(head.lm_head.rows(torch.arange(40)), load_file(folder / "model.safetensors")["lm_head.weight"])
 

@@ -12,12 +12,12 @@ from toolkit.checkpoints.plans import plan_memory
 from toolkit.families import save_family
 from toolkit.models import Zoo
 from toolkit.mtp_layers.targets import COUNT, MtpZoo, save_mtp_target
-from toolkit.oracles.quantised import SCHEMES, as_codes
+from toolkit.oracles.quantised import SCHEMES, as_quantised
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.loading.about.doctor import drafter_rows
-from specdec.loading.plan import scratch_numbers
+from specdec.loading.plan import scratch_values
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.linear import Linear
@@ -117,19 +117,21 @@ def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
     assert main(["inspect", "mtp"]) == 2 and main(["inspect", "mtp", "--target", str(zoo.target("llama"))]) == 2
 
 
-def test_plan_counts_the_largest_matrix_of_codes(tmp_path: Path) -> None:
+def test_plan_counts_the_largest_quantised_matrix(tmp_path: Path) -> None:
     """Keeps out: prompts that take memory for numbers which the plan forgot; fused parts are one matrix.
 
     Experts' numbers are computed nowhere on a GPU.
     """
-    folder = as_codes(save_mtp_target(tmp_path / "plain", "v3"), tmp_path / "quantised", SCHEMES["fp8 channel"])
+    folder = as_quantised(save_mtp_target(tmp_path / "plain", "v3"), tmp_path / "quantised", SCHEMES["fp8 channel"])
     chosen = choose_target(folder)
     model = load_chosen(chosen, folder, 64, torch.device("cpu"), torch.float32, False)
-    codes = [module.planes.weight.codes_OJ for module in model.modules() if isinstance(module, Linear) and module.planes]
+    qvalues = [
+        module.quantised.weight.qweight_NJ for module in model.modules() if isinstance(module, Linear) and module.quantised
+    ]
     own = {name for name in open_target(folder, chosen.config).names() if not name.startswith(mtp_prefixes(chosen.config))}
     files = open_target(folder, chosen.config)
-    assert scratch_numbers(files, set(files.names()) - own) == max(matrix.numel() for matrix in codes)
-    assert scratch_numbers(open_target(tmp_path / "plain", choose_target(tmp_path / "plain").config), set()) == 0
+    assert scratch_values(files, set(files.names()) - own) == max(matrix.numel() for matrix in qvalues)
+    assert scratch_values(open_target(tmp_path / "plain", choose_target(tmp_path / "plain").config), set()) == 0
 
 
 def test_targets_load_without_their_layers(mtp_zoo: MtpZoo, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_an_output_that_ends_early_has_diverged():
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.9}, {}])
 def test_the_least_raise_is_the_least_that_changes_the_choice(options):
-    """Keeps out: a token on the border of top-k or top-p called impossible, and a margin that explains nothing.
+    """Keeps out: a token on the cutoff of top-k or top-p called impossible, and a margin that explains nothing.
 
     Whatever it says is tried: the logits moved by a little more choose the token, by a little less they do not.
     """

@@ -136,8 +136,8 @@ def test_experts_of_other_groups_are_never_chosen() -> None:
     router.weight.copy_(torch.randn(E, 16, generator=generator))
     router.correction_E.copy_(torch.randn(E, generator=generator) - 3)
     x_TH = torch.randn(20, 16, generator=generator)
-    weights_TK, chosen_TK = router(x_TH)
-    for x_H, weights, chosen in zip(x_TH, weights_TK.tolist(), chosen_TK.tolist()):
+    topk_weights_TK, topk_ids_TK = router(x_TH)
+    for x_H, weights, chosen in zip(x_TH, topk_weights_TK.tolist(), topk_ids_TK.tolist()):
         scores = (router.weight @ x_H).sigmoid().tolist()
         ranks = [score + added for score, added in zip(scores, router.correction_E.tolist())]
         groups = sorted(range(G), key=lambda g: -sum(ranks[2 * g : 2 * g + 2]))[:2]

@@ -91,7 +91,7 @@ def test_a_norm_of_a_layer_is_filled_by_its_name() -> None:
     assert more == plain | {"model.layers.0.post_mlp_layernorm.weight": (24,)}
 
 
-@pytest.mark.parametrize("family", [name for name in NATIVE if name not in ("gpt_oss", "mimo")])  # in codes; as qwen2
+@pytest.mark.parametrize("family", [name for name in NATIVE if name not in ("gpt_oss", "mimo")])  # quantised; as qwen2
 def test_filling_asks_for_what_checkpoints_hold(tmp_path: Path, family: str) -> None:
     """Keeps out: a tensor that a target takes by another shape than it has: MTP layers are read strictly by this."""
     folder = NativeZoo(tmp_path).changed(family, {}, tmp_path / "copies")[0]

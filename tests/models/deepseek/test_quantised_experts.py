@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from toolkit.deepseek import save_deepseek
-from toolkit.oracles.quantised import SCHEMES, as_codes
+from toolkit.oracles.quantised import SCHEMES, as_quantised
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM
@@ -29,20 +29,21 @@ def logits(folder: Path, tokens: int) -> tuple[CausalLM, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("v3", "deepseek fp8"), ("v2-lite", "fp8 channel")])
-def test_experts_and_latents_of_codes(tmp_path: Path, name: str, scheme: str) -> None:
+def test_quantised_experts_and_latents(tmp_path: Path, name: str, scheme: str) -> None:
     """Few tokens, for which single experts' numbers are computed, and more.
 
-    Keeps out: an expert under another one's scales, rows of heads that move without their scales, latents expanded by codes.
+    Keeps out: an expert under another one's scales, rows of heads that move without their scales, latents expanded by
+    quantised values.
     """
     plain = save_deepseek(tmp_path / "plain", name, n_routed_experts=16)
-    quantised = as_codes(plain, tmp_path / "quantised", SCHEMES[scheme])
+    quantised = as_quantised(plain, tmp_path / "quantised", SCHEMES[scheme])
     for tokens in (1, 7):
         (model, got), (_, want) = logits(quantised, tokens), logits(plain, tokens)
         torch.testing.assert_close(got, want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
     experts = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    assert experts and all(each.gate_up_proj.planes and each.down_proj.planes for each in experts)
+    assert experts and all(each.gate_up_proj.quantised and each.down_proj.quantised for each in experts)
     expanding = [module for place, module in model.named_modules() if place.endswith("kv_b_proj")]
-    assert all(isinstance(module, Linear) and module.planes is None for module in expanding)
+    assert all(isinstance(module, Linear) and module.quantised is None for module in expanding)
 
 
 def test_experts_in_act_order_are_refused(tmp_path: Path) -> None:

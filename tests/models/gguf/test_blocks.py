@@ -7,12 +7,12 @@ import torch
 from gguf.quants import dequantize
 from toolkit.checkpoints.gguf_files import random_blocks
 
-from specdec.models.gguf.blocks import BLOCKS, CODED, PIECE, dequantised
-from specdec.ops.products.formats.quantised import values
+from specdec.models.gguf.blocks import BLOCKS, KEPT, PIECE, dequantised
+from specdec.ops.products.formats.quantised import unscaled
 
 
 @pytest.mark.parametrize("type", BLOCKS)
-def test_numbers_are_those_of_gguf(type):
+def test_dense_values_are_those_of_gguf(type):
     """Keeps out: a nibble, a high bit or a scale of a sub-block taken from beside its place; sums in another order."""
     kind = gguf.GGMLQuantizationType[type]
     assert (BLOCKS[type].columns, BLOCKS[type].bytes) == gguf.GGML_QUANT_SIZES[kind]
@@ -20,13 +20,13 @@ def test_numbers_are_those_of_gguf(type):
     assert torch.equal(dequantised(type, torch.from_numpy(blocks)), torch.from_numpy(dequantize(blocks, kind)))
 
 
-@pytest.mark.parametrize("type", CODED)
-def test_codes_and_scales_are_the_numbers(type):
-    """Keeps out: a type that is kept as codes and would need a zero, another group, or more bits than our codes have."""
-    coded, blocks = CODED[type], torch.from_numpy(random_blocks(type, 100, 1))
-    codes, scales = coded.parts(blocks)
-    assert codes.dtype == torch.uint8 and codes.shape == (100, 32) and scales.shape == (100, 1)
-    assert torch.equal(values(coded.kind, codes) * scales.float(), dequantised(type, blocks))
+@pytest.mark.parametrize("type", KEPT)
+def test_quantised_values_and_scales_give_the_dense_values(type):
+    """Keeps out: a type that is kept quantised and would need a zero point, another group, or more bits than our kinds have."""
+    kept, blocks = KEPT[type], torch.from_numpy(random_blocks(type, 100, 1))
+    qvalues, scales = kept.parts(blocks)
+    assert qvalues.dtype == torch.uint8 and qvalues.shape == (100, 32) and scales.shape == (100, 1)
+    assert torch.equal(unscaled(kept.kind, qvalues) * scales.float(), dequantised(type, blocks))
 
 
 def test_extremes_of_mxfp4():

@@ -1,4 +1,4 @@
-"""Targets in GGUF files on a GPU: codes that stay write the texts of the numbers that they stand for, in all graph modes."""
+"""Targets in GGUF files on a GPU: blocks that stay quantised write the texts of dequantised ones, in all graph modes."""
 
 from pathlib import Path
 
@@ -24,18 +24,18 @@ TYPES = {
 
 
 def expect_one_text(path: Path, head: Path | str, kept: str) -> None:
-    """In float32 a GPU's texts of codes are those of the numbers on a CPU; in bfloat16 up to near-ties."""
+    """In float32 a GPU's texts of quantised weights are those of dense weights on a CPU; in bfloat16 up to near-ties."""
     settings = {"max_seq_len": 128, "max_batch_size": 4, "smoke": False}
-    coded = {**settings, "quantize": "blocks"}
+    quantised = {**settings, "quantize": "blocks"}
     with SpecDecoder.from_pretrained(path, head, TREE, device="cpu", dtype="float32", **settings) as decoder:
         wanted = [out.token_ids for out in decoder.generate(PROMPTS, PARAMS, speculate=False)]
     for mode, spec in CELLS:
-        with SpecDecoder.from_pretrained(path, head, spec, dtype="float32", cuda_graphs=mode, **coded) as decoder:
+        with SpecDecoder.from_pretrained(path, head, spec, dtype="float32", cuda_graphs=mode, **quantised) as decoder:
             assert kept in str(decoder.model.config.quantization)
             for speculate in (True, True, False):  # the second time everything is replayed
                 outputs = decoder.generate(PROMPTS, PARAMS, speculate=speculate)
                 assert [out.token_ids for out in outputs] == wanted, (mode, spec)
-        with SpecDecoder.from_pretrained(path, head, spec, cuda_graphs=mode, dtype="bfloat16", **coded) as decoder:
+        with SpecDecoder.from_pretrained(path, head, spec, cuda_graphs=mode, dtype="bfloat16", **quantised) as decoder:
             found = decoder.verify(PROMPTS, PARAMS)
             assert found.passed, (mode, spec, found.prompts)
 
@@ -51,15 +51,15 @@ def test_a_file_writes_one_text_everywhere(tmp_path, name, size):
     path = write_gguf(folder, tmp_path / "m.gguf", types)
     with SpecDecoder.from_pretrained(path, dtype="bfloat16", max_seq_len=64, quantize="blocks") as decoder:
         projections = [layer.self_attn.qkv_proj for layer in decoder.model.layers]
-        assert all((each.planes is None) == (name == "unlike") for each in projections)
-        assert all(layer.mlp.down_proj.planes is not None for layer in decoder.model.layers)
+        assert all((each.quantised is None) == (name == "unlike") for each in projections)
+        assert all(layer.mlp.down_proj.quantised is not None for layer in decoder.model.layers)
     expect_one_text(path, save_eagle3(tmp_path / "head", folder), whole)
 
 
 def test_gpt_oss_writes_one_text_everywhere(tmp_path):
     """Keeps out: experts of a GGUF file that the kernel of experts reads in another order than the checkpoint's."""
-    coded, plain = save_gpt_oss(tmp_path, rope_parameters=GPT_OSS_ROPE)
-    expect_one_text(write_gguf(coded, tmp_path / "m.gguf", lambda name: "Q8_0"), "ngram", "experts in mxfp4")
+    quantised, plain = save_gpt_oss(tmp_path, rope_parameters=GPT_OSS_ROPE)
+    expect_one_text(write_gguf(quantised, tmp_path / "m.gguf", lambda name: "Q8_0"), "ngram", "experts in mxfp4")
 
 
 def test_a_real_model_is_verified():

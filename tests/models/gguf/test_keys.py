@@ -185,15 +185,17 @@ def test_what_no_gguf_file_can_do(tmp_path, folder, capsys):
 
 def test_plans_and_ranks_count_a_file(tmp_path, folder):
     """Keeps out: a plan, or a share of a rank, that counts no bytes of a GGUF file, or blocks as bytes of a matrix."""
-    plain, coded, powers = (write_gguf(folder, tmp_path / f"{t}.gguf", lambda name, t=t: t) for t in ("F32", "Q8_0", "MXFP4"))
+    plain, quantised, powers = (
+        write_gguf(folder, tmp_path / f"{t}.gguf", lambda name, t=t: t) for t in ("F32", "Q8_0", "MXFP4")
+    )
     assert weights_bytes(plain) == plain.stat().st_size
 
     def planned(path: Path, **settings: str) -> int:
         options = EngineOptions(device="cpu", dtype="float32", max_seq_len=64, **settings)
         return plan_memory(path, None, None, options, 1 << 40).parts["weights of the target"]
 
-    assert planned(plain) == planned(coded)
-    sizes = planned(plain), planned(coded, quantize="blocks")
+    assert planned(plain) == planned(quantised)
+    sizes = planned(plain), planned(quantised, quantize="blocks")
     matrices = 4 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 96) + 40 * 64
     assert sizes[0] - sizes[1] == matrices * 4 - (matrices + matrices // 32 * 2)
     padded = matrices // 2 + 4 * 64 * 16  # rows of 96 columns lie in runs of 64

@@ -107,8 +107,8 @@ def test_texts_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "MXFP4"])
-def test_codes_that_stay_are_the_numbers(tmp_path, type):
-    """Keeps out: codes in memory that stand for other numbers than the file's, in any of the three types that stay codes."""
+def test_blocks_that_stay_give_the_dense_values(tmp_path, type):
+    """Keeps out: quantised values in memory that mean something else than the file's, in any of the three types that stay."""
     folder, types = save(tmp_path, "llama"), lambda name: "F32" if "embed" in name else type
     path, plain = write_gguf(folder, tmp_path / "m.gguf", types), load(save_as_stored(folder, tmp_path / "plain", types))
     chosen = choose_target(path, quantize="blocks")
@@ -124,7 +124,7 @@ def test_codes_that_stay_are_the_numbers(tmp_path, type):
 
 
 def test_neighbours_of_unlike_types_become_numbers(tmp_path):
-    """Keeps out: a file of mixed types that is refused because queries and values can't be one matrix of codes."""
+    """Keeps out: a file of mixed types that is refused because queries and values can't be one quantised matrix."""
     types = {"q_proj": "Q8_0", "k_proj": "Q8_0", "v_proj": "Q4_1", "o_proj": "Q8_0", "gate_proj": "Q8_0", "up_proj": "Q4_0"}
     path = write_gguf(save(tmp_path, "llama"), tmp_path / "m.gguf", lambda name: types.get(name.split(".")[-2], "F16"))
     kept = choose_target(path, quantize="blocks").config.quantization
@@ -153,12 +153,12 @@ def test_blocks_that_are_not_there_are_refused(tmp_path):
 
 def test_gpt_oss_is_the_checkpoint_that_it_was_made_of(tmp_path):
     """Keeps out: nibbles or rows of experts in ggml's order, biases of gate and up swapped, a window or a sink left out."""
-    coded, _ = save_gpt_oss(tmp_path, rope_parameters=GPT_OSS_ROPE)
-    path = write_gguf(coded, tmp_path / "m.gguf", lambda name: "F32")
-    found, wanted = choose_target(path).config, choose_target(coded).config
-    for key in ("rope", "layer_kinds", "count", "chosen", "gate", "intermediate_size", "qkv_bias", "o_bias", "has_sinks"):
+    quantised, _ = save_gpt_oss(tmp_path, rope_parameters=GPT_OSS_ROPE)
+    path = write_gguf(quantised, tmp_path / "m.gguf", lambda name: "F32")
+    found, wanted = choose_target(path).config, choose_target(quantised).config
+    for key in ("rope", "layer_kinds", "count", "top_k", "gate", "intermediate_size", "qkv_bias", "o_bias", "has_sinks"):
         assert getattr(found, key) == getattr(wanted, key), key
-    own, other = load(path), load(coded)
+    own, other = load(path), load(quantised)
     expect_equal(own, other)
     for (name, buffer), (_, expected) in zip(own.named_buffers(), other.named_buffers(), strict=True):
         assert torch.equal(buffer, expected), name

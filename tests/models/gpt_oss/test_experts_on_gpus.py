@@ -1,4 +1,4 @@
-"""Targets whose experts are stored as codes, on a GPU: ids of float32, and bf16 texts through the kernel that reads codes."""
+"""Targets whose experts are quantised, on a GPU: ids of float32, and bf16 texts through the kernel that reads them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.deepseek import save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts, save_eagle3
-from toolkit.oracles.quantised import SCHEMES, as_codes
+from toolkit.oracles.quantised import SCHEMES, as_quantised
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
 from specdec.lossless.verify import verify
 from specdec.models import experts
-from specdec.models.experts import coded_experts
+from specdec.models.experts import quantised_experts
 from specdec.session import Session
 
 pytestmark = pytest.mark.gpu
@@ -32,11 +32,11 @@ MODES: list[GraphMode] = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Targets in codes, and a head of each."""
+    """Quantised targets, and a head of each."""
     root = tmp_path_factory.mktemp("experts")
-    coded, plain = save_gpt_oss(root / "gpt-oss", head_dim=16)
+    quantised, plain = save_gpt_oss(root / "gpt-oss", head_dim=16)
     v3 = save_deepseek(root / "plain-v3", "v3", n_routed_experts=16)
-    made = {"gpt-oss": (coded, plain), "v3": (as_codes(v3, root / "v3", SCHEMES["deepseek fp8"]), v3)}
+    made = {"gpt-oss": (quantised, plain), "v3": (as_quantised(v3, root / "v3", SCHEMES["deepseek fp8"]), v3)}
     return {name: (folder, save_eagle3(root / f"{name}-head", own)) for name, (folder, own) in made.items()}
 
 
@@ -47,7 +47,7 @@ def load(folders: tuple[Path, Path], spec: SpecConfig, **settings: Any) -> SpecD
 
 @pytest.mark.parametrize("name", ["gpt-oss", "v3"])
 def test_float32_ids_equal_the_cpu_s(folders: dict[str, tuple[Path, Path]], name: str) -> None:
-    """Keeps out: an expert's numbers computed of another one's codes, or inside of a graph from stale choices."""
+    """Keeps out: an expert dequantised from another one's values, or inside of a graph by stale topk_ids."""
     plain = load(folders[name], SpecConfig(3, 1, 4), device="cpu", dtype="float32")
     expected = [out.token_ids for out in plain.generate(PROMPTS, SAMPLING, speculate=False)]
     for mode in MODES:
@@ -65,9 +65,9 @@ def test_bfloat16_texts_part_at_near_ties_alone(
 
     def counted(x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append(len(x_TH))
-        return coded_experts(x_TH, *rest)
+        return quantised_experts(x_TH, *rest)
 
-    monkeypatch.setattr(experts, "coded_experts", counted)
+    monkeypatch.setattr(experts, "quantised_experts", counted)
     decoder = load(folders[name], SpecConfig(3, 2, 6), device="cuda", dtype="bfloat16")
     assert verify(Session(decoder), PROMPTS, SAMPLING).passed
     assert calls and Driver(decoder).num_graphs("round") > 0

@@ -63,9 +63,9 @@ def test_every_number_is_transformers_own(folders: tuple[Path, Path]) -> None:
             for name in ("gate_up_proj", "down_proj")
         }
         gates, ups = both["gate_up_proj"][:, 0::2], both["gate_up_proj"][:, 1::2]
-        assert torch.equal(experts.gate_up_proj.numbers(torch.float32), torch.cat((gates, ups), dim=1))
-        assert torch.equal(experts.down_proj.numbers(torch.float32), both["down_proj"])
-        assert experts.gate_up_proj.planes is not None and experts.gate_up_proj.planes.has_powers
+        assert torch.equal(experts.gate_up_proj.dense(torch.float32), torch.cat((gates, ups), dim=1))
+        assert torch.equal(experts.down_proj.dense(torch.float32), both["down_proj"])
+        assert experts.gate_up_proj.quantised is not None and experts.gate_up_proj.quantised.has_powers
 
 
 def test_texts_are_those_of_the_numbers(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -73,25 +73,25 @@ def test_texts_are_those_of_the_numbers(folders: tuple[Path, Path], tmp_path: Pa
 
     Keeps out: biases and limits of experts, sinks, windows and YaRN that are left out; a drafter that takes the scheme.
     """
-    coded, plain = folders
-    assert choose_target(coded).backend == "native" and choose_target(plain).backend == "transformers"
+    quantised, plain = folders
+    assert choose_target(quantised).backend == "native" and choose_target(plain).backend == "transformers"
     hf, head = eager(plain), save_eagle3(tmp_path / "head", plain)
-    found = outputs(coded, head)
+    found = outputs(quantised, head)
     for out in found:
         assert_greedy(hf, out)
     counted = [
         [(out.token_ids, out.stats.rounds, out.stats.accepted) for out in made] for made in (found, outputs(plain, head))
     ]
     assert counted[0] == counted[1]
-    assert [out.token_ids for out in outputs(coded)] == [out.token_ids for out in found]
+    assert [out.token_ids for out in outputs(quantised)] == [out.token_ids for out in found]
 
 
 def test_a_gate_s_numbers_are_the_config_s(tmp_path: Path) -> None:
     """Keeps out: a limit or a slope of the gate that is a constant, and ups that are held from one side alone."""
-    coded, plain = save_gpt_oss(tmp_path, num_hidden_layers=1, swiglu_alpha=0.6, swiglu_limit=0.4, rms_norm_eps=0.5)
+    quantised, plain = save_gpt_oss(tmp_path, num_hidden_layers=1, swiglu_alpha=0.6, swiglu_limit=0.4, rms_norm_eps=0.5)
     ids, hf = torch.arange(9), eager(plain)
     assert (hf.config.swiglu_alpha, hf.config.swiglu_limit) == (0.6, 0.4)
-    model = load(coded)
+    model = load(quantised)
     with torch.inference_mode():
         hidden_TH = model(ids, ids, DenseAttention(model.config.layer_kinds)).hidden_TH
         torch.testing.assert_close(model.logits(hidden_TH), hf(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
@@ -111,7 +111,7 @@ def test_ranks_hold_shares(tmp_path: Path) -> None:
 
 
 def test_users_are_told(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeps out: a scheme that nobody can look up, and a plan that counts codes as numbers."""
+    """Keeps out: a scheme that nobody can look up, and a plan that counts quantised values as numbers."""
     head = save_eagle3(tmp_path / "head", folders[1])
     capsys.readouterr()
     assert main(["inspect", str(head), "--target", str(folders[0]), "--json"]) == 0
@@ -144,7 +144,7 @@ CHANGES: list[tuple[str, Callable[[Tensor], Tensor | None], str]] = [
 def test_broken_tensors_are_refused(
     folders: tuple[Path, Path], tmp_path: Path, name: str, change: Callable[[Tensor], Tensor | None], says: str
 ) -> None:
-    """Keeps out: a scale that nobody reads, or codes that are read in another order."""
+    """Keeps out: a scale that nobody reads, or quantised values that are read in another order."""
     tensors = load_file(folders[0] / "model.safetensors")
     changed = change(tensors.pop(name, torch.zeros(1)))
     if changed is not None:
@@ -186,7 +186,9 @@ def test_broken_configs_are_refused(folders: tuple[Path, Path], tmp_path: Path, 
         load(tmp_path)
 
 
-def test_codes_without_scheme_are_told(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantised_experts_without_scheme_are_told(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By loading and by `plan`.  Keeps out: "8 tensors are missing", for experts that lie there under other names."""
     raw = json.loads((folders[0] / "config.json").read_text())
     del raw["quantization_config"]
@@ -203,7 +205,7 @@ def test_codes_without_scheme_are_told(folders: tuple[Path, Path], tmp_path: Pat
 
 
 def test_what_does_not_fit_the_scheme_is_refused(folders: tuple[Path, Path]) -> None:
-    """Keeps out: codes through transformers' code, which would compute numbers of them, and codes that are rounded again."""
+    """Keeps out: quantised weights through transformers' code, which would dequantise them, and weights quantised twice."""
     with pytest.raises(ValueError, match="quantization_config must be absent: specdec's own modules read"):
         choose_target(folders[0], "transformers")
     with pytest.raises(ValueError, match="is stored as experts in mxfp4.*quantize='none'"):
@@ -229,7 +231,7 @@ def test_the_published_config_is_understood() -> None:
         "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
     }  # fmt: skip
     config = parse_gpt_oss(raw, "config.json")
-    assert (config.count, config.chosen, tuple(config.gate)) == (32, 4, (1.702, 7.0))
+    assert (config.count, config.top_k, tuple(config.gate)) == (32, 4, (1.702, 7.0))
     assert [kind.window for kind in config.layer_kinds] == [128, None] * 12 and config.has_sinks
     rope = config.rope
     assert isinstance(rope, YarnRope) and rope.theta == 150000 and not rope.truncate

@@ -35,7 +35,7 @@ def planned(folder: Path, quantize: str = "none") -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["deepseek fp8", "w4a16 g32 zeros", "awq", "gptq8 v2", "nvfp4"])
 def test_bytes_are_known_before_weights_are_read(tmp_path: Path, name: str) -> None:
-    """Keeps out: a plan that counts words of codes as 16-bit numbers."""
+    """Keeps out: a plan that counts words of quantised values as 16-bit values."""
     foreseen, taken = planned(save_quantised(tmp_path, SCHEMES[name])[0])
     assert foreseen == taken
 
@@ -59,7 +59,7 @@ def test_bytes_of_rounded_weights_are_known(tmp_path: Path, quantize: str) -> No
 @pytest.mark.parametrize("name", SCHEMES)
 def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> None:
     """Keeps out: nibbles in another order, zeros off by one, a scale that divides, parts of a fused matrix with one scale; and
-    columns of a product in another order than the groups of the codes.
+    columns of a product in another order than the groups of the matrix.
     """
     quantised, plain = map(load, save_quantised(tmp_path, SCHEMES[name]))
     wanted = {where: module for where, module in plain.named_modules() if isinstance(module, Linear)}
@@ -67,7 +67,7 @@ def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> Non
     for where, want in wanted.items():
         own = quantised.get_submodule(where)
         assert isinstance(own, Linear)
-        assert (own.planes is None) == (where == "lm_head")
+        assert (own.quantised is None) == (where == "lm_head")
         torch.testing.assert_close(numbers(own), numbers(want), rtol=2e-7, atol=0)
         torch.testing.assert_close(own(torch.eye(own.in_features)), numbers(want).T, rtol=2e-7, atol=0)
 
@@ -79,4 +79,4 @@ def test_rows_and_columns_need_not_fill_a_word(tmp_path: Path, bits: int) -> Non
     save_file({f"m.{ending}": tensor.contiguous() for ending, tensor in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     rows = PackedInts(bits, 0, False).read(Checkpoint(tmp_path), "m", (13, 37), torch.device("cpu"))
-    torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+    torch.testing.assert_close(rows.dense(torch.float32), matrix, rtol=2e-7, atol=0)

@@ -53,7 +53,7 @@ def test_configs_of_todays_tools_are_taken(name: str) -> None:
 
 
 def test_modules_that_a_list_names_are_quantised_alone() -> None:
-    """Keeps out: ordinary matrices of a block read as codes, and a list of optimum's that is refused."""
+    """Keeps out: dense matrices of a block read as quantised, and a list of optimum's that is refused."""
     scheme = parse_quantization({**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}, "here")
     found = {name: scheme.format_of(f"model.layers.0.{name}", lambda _: True) for name in ("mlp.up_proj", "mlp.down_proj")}
     assert found == {"mlp.up_proj": Gptq(4, 128, True, 1), "mlp.down_proj": None}
@@ -134,7 +134,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("raw", "says"), REFUSED, ids=[case[1] for case in REFUSED])
 def test_other_values_are_refused_by_name(raw: dict[str, Any], says: str) -> None:
-    """Keeps out: values that change what codes stand for, keys that contradict each other, and a traceback of re's."""
+    """Keeps out: values that change what weights stand for, keys that contradict each other, and a traceback of re's."""
     with pytest.raises(ValueError, match=says):
         parse_quantization(raw, "here")
 
@@ -200,7 +200,7 @@ def test_two_places_that_say_how_weights_are_stored_must_agree(tmp_path: Path) -
 
 
 def test_transformers_code_does_not_pass_a_scheme_over(tmp_path: Path) -> None:
-    """Keeps out: codes read as numbers by transformers' code, since their scheme has an older name or a file of its own."""
+    """Keeps out: quantised values read as dense by transformers' code, as their scheme has an older name or its own file."""
     path = save_target(tmp_path / "target", "llama")
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "compression_config": CT}))

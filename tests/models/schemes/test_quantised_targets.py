@@ -54,13 +54,16 @@ def test_ordinary_weights_are_rounded_at_load(tmp_path: Path, quantize: str) -> 
     head = save_eagle3(tmp_path / "head", target)
     settings: dict[str, Any] = dict(smoke=False, device="cpu", max_seq_len=64)
     with SpecDecoder.from_pretrained(target, head, SpecConfig(3, 2, 6), quantize=quantize, **settings) as decoder:
-        rounded = {name for name, module in decoder.model.named_modules() if isinstance(module, Linear) and module.planes}
+        rounded = {name for name, module in decoder.model.named_modules() if isinstance(module, Linear) and module.quantised}
         assert len(rounded) == 4 * 3 and "lm_head" not in rounded
         assert decoder.head is not None
-        assert not any(module.planes for module in decoder.head.modules() if isinstance(module, Linear))
+        assert not any(module.quantised for module in decoder.head.modules() if isinstance(module, Linear))
         down = decoder.model.get_submodule("layers.1.mlp.down_proj")
-        assert isinstance(down, Linear) and down.planes is not None
-        numbers, texts = dequantise(down.planes.weight, torch.float32), decoder.generate(PROMPTS, SamplingParams(max_tokens=20))
+        assert isinstance(down, Linear) and down.quantised is not None
+        numbers, texts = (
+            dequantise(down.quantised.weight, torch.float32),
+            decoder.generate(PROMPTS, SamplingParams(max_tokens=20)),
+        )
     tensors = load_file(target / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     assert 1e-3 < float((tensors[name] - numbers).norm() / numbers.norm()) < 0.15
@@ -116,8 +119,8 @@ def test_columns_that_128_does_not_divide_have_smaller_groups(tmp_path: Path, co
     assert "a scale for each 128 columns, or for 32 or all of a row where 128 does not" in str(chosen.config.quantization)
     model = load_chosen(chosen, target, 64, torch.device("cpu"), torch.bfloat16, False)
     down = model.get_submodule("layers.0.mlp.down_proj")
-    assert isinstance(down, Linear) and down.planes is not None
-    assert (down.planes.group, down.planes.scales_OG.shape[1]) == (group, columns // (group or columns))
+    assert isinstance(down, Linear) and down.quantised is not None
+    assert (down.quantised.group, down.quantised.scales_NG.shape[1]) == (group, columns // (group or columns))
     foreseen = tensor_bytes(open_target(target, chosen.config), chosen.config, torch.bfloat16, set())
     assert foreseen == sum(weight.nbytes for weight in model.parameters())
 
@@ -235,7 +238,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 def test_broken_checkpoints_are_refused(
     tmp_path: Path, scheme: str, tensors: dict[str, Any], config: dict[str, Any], says: str
 ) -> None:
-    """Keeps out: a scale that nobody reads, and a key that would change what codes stand for."""
+    """Keeps out: a scale that nobody reads, and a key that would change what quantised values stand for."""
     folder = change(save_quantised(tmp_path, SCHEMES[scheme])[0], tensors, **config)
     with pytest.raises(ValueError, match=says):
         outputs(folder)
@@ -269,16 +272,28 @@ def test_biases_of_zeros_and_dense_matrices_change_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("awq", "'.*qweight' looks like codes of AWQ, but .*config.json lacks quantization_config, .* quant_method 'awq'"),
-        ("gptq4 v1", "'.*qweight' looks like codes of GPTQ, .* quant_method 'gptq'"),
-        ("w4a16 g128", "'.*weight_packed' looks like codes of compressed-tensors, .* quant_method 'compressed-tensors'"),
-        ("nvfp4", "'.*weight_packed' looks like codes of compressed-tensors, .* quant_method 'compressed-tensors'"),
-        ("modelopt nvfp4", "'.*weight' looks like codes of ModelOpt, .* quant_method 'modelopt'"),
-        ("deepseek fp8", "'.*weight' looks like codes of fp8 with a scale for each block or matrix, .* quant_method 'fp8'"),
-        ("fp8 channel", "'.*weight' looks like codes of fp8, .* quant_method 'compressed-tensors', 'modelopt' or 'fp8'"),
+        ("awq", "'.*qweight' looks like a quantised weight \\(AWQ\\), but .* lacks quantization_config, .* quant_method 'awq'"),
+        ("gptq4 v1", "'.*qweight' looks like a quantised weight \\(GPTQ\\), .* quant_method 'gptq'"),
+        (
+            "w4a16 g128",
+            "'.*weight_packed' looks like a quantised weight \\(compressed-tensors\\), .* quant_method 'compressed-tensors'",
+        ),
+        (
+            "nvfp4",
+            "'.*weight_packed' looks like a quantised weight \\(compressed-tensors\\), .* quant_method 'compressed-tensors'",
+        ),
+        ("modelopt nvfp4", "'.*weight' looks like a quantised weight \\(ModelOpt\\), .* quant_method 'modelopt'"),
+        (
+            "deepseek fp8",
+            "'.*weight' looks like a quantised weight \\(fp8 with a scale for each block or matrix\\), .* quant_method 'fp8'",
+        ),
+        (
+            "fp8 channel",
+            "'.*weight' looks like a quantised weight \\(fp8\\), .* quant_method 'compressed-tensors', 'modelopt' or 'fp8'",
+        ),
     ],
 )
-def test_codes_of_which_the_config_is_silent_are_recognised(tmp_path: Path, name: str, says: str) -> None:
+def test_quantised_weights_of_which_the_config_is_silent_are_recognised(tmp_path: Path, name: str, says: str) -> None:
     """Keeps out: "the tensor is missing" and "not part of this architecture" where keys of the config are missing."""
     folder, _ = save_quantised(tmp_path, SCHEMES[name])
     raw = json.loads((folder / "config.json").read_text())

@@ -54,7 +54,7 @@ def test_keys_that_are_left_out(raw: dict[str, Any], format: Any) -> None:
     """Keeps out: zeros that are off by one, or read where there are none, and scales for groups where each row has one."""
     scheme = parse_quantization(raw, "here")
     assert found(scheme, "model.layers.0.mlp.down_proj") == format
-    assert scheme.format_of("lm_head", lambda _: False) is None, "a head that no tensor says is in codes is not"
+    assert scheme.format_of("lm_head", lambda _: False) is None, "a head that no tensor says is quantised is not"
 
 
 def test_names_that_other_methods_leave_alone() -> None:

@@ -31,8 +31,9 @@ def load(pair: tuple[Path, Path], spec: SpecConfig, device: str = DEVICE, **sett
 
 
 @pytest.mark.parametrize("name", list(SCHEMES))
-def test_a_target_in_codes_writes_one_text_everywhere(tmp_path: Path, name: str) -> None:
-    """Keeps out: codes that a captured pass reads where they lay before; a kernel's shape that only some numbers of rows take.
+def test_a_quantised_target_writes_one_text_everywhere(tmp_path: Path, name: str) -> None:
+    """Keeps out: quantised values that a captured pass reads where they lay before; a kernel's shape that only some numbers of
+    rows take.
 
     In bfloat16 the texts may part at near-ties alone.  Every token is held to the target in float32 there.
     """
@@ -52,7 +53,7 @@ def test_a_target_in_codes_writes_one_text_everywhere(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("options", [{"quantize": "fp8"}, {"quantize": "int4"}, {"quantize": "int4", "draft_quantize": "fp8"}])
 def test_rounded_models_write_one_text_everywhere(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Keeps out: a head in codes whose levels no graph holds, and terms of a product in codes that nobody adds up."""
+    """Keeps out: a quantised head whose levels no graph holds, and terms of a quantised product that nobody adds up."""
     _, plain = save_quantised(tmp_path, SCHEMES["fp8 channel"], **LARGE)
     pair = plain, save_eagle3(tmp_path / "head", plain)
     with load(pair, TREE, "cpu", max_batch_size=1, **options) as decoder:

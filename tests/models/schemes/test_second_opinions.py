@@ -30,7 +30,7 @@ def read(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any])
     rows = format.read(checkpoint, "m", SHAPE, torch.device("cpu"))
     assert rows is not None
     checkpoint.finish()
-    return rows.numbers(torch.float32)
+    return rows.dense(torch.float32)
 
 
 def ranges(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +72,7 @@ def test_compressed_tensors_own_files(tmp_path: Path, preset: str) -> None:
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     found = read(tmp_path, dict(model.state_dict()), config)
     compressor.decompress_model(model)
-    wanted = model["m"].weight  # in bfloat16 where codes have 4 bits, nvfp4's scales rounded before they multiply
+    wanted = model["m"].weight  # in bfloat16 where quantised values have 4 bits, nvfp4's scales rounded before they multiply
     rtol = 2**-6 if wanted.dtype == torch.bfloat16 else 2e-7
     torch.testing.assert_close(found, wanted.float(), rtol=rtol, atol=0)
 
@@ -92,9 +92,9 @@ def test_compressed_tensors_reading_of_others_files(tmp_path: Path) -> None:
     own = written("awq")
     made = AutoAWQConverter(group_size=32).process(dict(own))
     scale = made["m.weight_scale"].float()
-    codes = unpack_from_int32(made["m.weight_packed"], 4, torch.Size(SHAPE)).float()
-    zeros = unpack_from_int32(made["m.weight_zero_point"], 4, scale.shape, packed_dim=0).float()
-    numbers = (codes - zeros.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
+    qvalues = unpack_from_int32(made["m.weight_packed"], 4, torch.Size(SHAPE)).float()
+    zero_points = unpack_from_int32(made["m.weight_zero_point"], 4, scale.shape, packed_dim=0).float()
+    numbers = (qvalues - zero_points.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
     torch.testing.assert_close(read(tmp_path, own, SCHEMES["awq"].config), numbers, rtol=2e-7, atol=0)
 
     own = written("deepseek fp8")
@@ -129,7 +129,7 @@ CUT = ("fp8 tensor", "fp8 channel", "fp8 block", "w4a16 g32 zeros", "w4a16 g0", 
 
 @pytest.mark.parametrize("name", [*CUT, "nvfp4", "modelopt nvfp4", "deepseek fp8", "fp8", "int4"])
 def test_what_ranks_hold_is_the_whole(tmp_path: Path, name: str) -> None:
-    """Keeps out: a cut of codes without that of their scales or zeros, in any format."""
+    """Keeps out: a cut of quantised values without that of their scales or zero points, in any format."""
     sizes = SIZES | dict(num_hidden_layers=1, **({"hidden_size": 256, "head_dim": 64} if "deepseek" in name else {}))
     if name in SCHEMES:
         folder, quantize = save_quantised(tmp_path, SCHEMES[name], **sizes)[0], "none"

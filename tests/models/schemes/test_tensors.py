@@ -15,7 +15,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import fill_linear
 from specdec.models.linear import Linear
 from specdec.models.schemes.config import parse_quantization
-from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.rows import QuantisedRows
 
 ROWS, COLUMNS = 64, 128
 
@@ -26,7 +26,7 @@ def written(name: str, rows: int = ROWS, columns: int = COLUMNS) -> tuple[dict[s
 
 def read(
     folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], shape: tuple[int, int] = (ROWS, COLUMNS)
-) -> CodedRows:
+) -> QuantisedRows:
     """The matrix of the name "m", after all that headers show to be wrong was refused."""
     save_file({f"m.{ending}": tensor.contiguous() for ending, tensor in tensors.items()}, folder / "model.safetensors")
     scheme = parse_quantization(config, "config.json: quantization_config")
@@ -53,9 +53,11 @@ OTHERS = {"I64": torch.int64, "I16": torch.int16, "I8": torch.int8, "U8": torch.
 
 
 @pytest.mark.parametrize(
-    ("scheme", "ending", "expected"), [(name, *pair) for name, codes in CODES.items() for pair in codes.items()]
+    ("scheme", "ending", "expected"), [(name, *pair) for name, qvalues in CODES.items() for pair in qvalues.items()]
 )
-def test_codes_are_read_in_the_dtype_of_their_format_alone(tmp_path: Path, scheme: str, ending: str, expected: str) -> None:
+def test_quantised_values_are_read_in_the_dtype_of_their_format_alone(
+    tmp_path: Path, scheme: str, ending: str, expected: str
+) -> None:
     """Keeps out: words cut to 8 or 16 bits, and bytes with a sign, which were shifted and gave other weights in silence."""
     tensors, _ = written(scheme)
     for found, dtype in OTHERS.items():
@@ -82,7 +84,7 @@ def test_symmetric_gptq_has_one_zero(tmp_path: Path) -> None:
     for name, add in (("gptq4 v1", 0), ("gptq4 v1", 0x11111111), ("gptq8 v2", 0), ("gptq8 v2", -0x01010101)):
         tensors, matrix = written(name)
         rows = read(tmp_path, {**tensors, "qzeros": tensors["qzeros"] + add}, SCHEMES[name].config)
-        torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+        torch.testing.assert_close(rows.dense(torch.float32), matrix, rtol=2e-7, atol=0)
     for name in ("gptq4 v1 zeros", "gptq4 v2 zeros", "gptq8 v1 zeros"):
         with pytest.raises(ValueError, match=r"'m\.qzeros' must hold \d+ alone, or \d+ in the older format.* sym true, got"):
             read(tmp_path, written(name)[0], {**SCHEMES[name].config, "sym": True})
@@ -92,7 +94,7 @@ def test_act_order_needs_its_order(tmp_path: Path) -> None:
     """Keeps out: columns read in order where the file should say their order and does not."""
     tensors, matrix = written("gptq4 v1")
     config = {**SCHEMES["gptq4 v1"].config, "desc_act": True}
-    torch.testing.assert_close(read(tmp_path, tensors, config).numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+    torch.testing.assert_close(read(tmp_path, tensors, config).dense(torch.float32), matrix, rtol=2e-7, atol=0)
     del tensors["g_idx"]
     with pytest.raises(ValueError, match=r"tensor 'm\.g_idx' is missing, .* says act order \(desc_act\)"):
         read(tmp_path, tensors, config)
@@ -104,21 +106,21 @@ def test_numbers_of_act_order_are_in_the_matrix_order(tmp_path: Path, name: str)
     """Keeps out: latents expanded with columns sorted by their groups, and an order undone by itself, not its inverse."""
     tensors, matrix = written(name, 64, 256)
     rows = read(tmp_path, tensors, SCHEMES[name].config, (64, 256))
-    assert rows.order_I is not None
-    torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
-    torch.testing.assert_close(rows.run(0, 8, 16).numbers(torch.float32), matrix[8:24], rtol=2e-7, atol=0)
+    assert rows.order_K is not None
+    torch.testing.assert_close(rows.dense(torch.float32), matrix, rtol=2e-7, atol=0)
+    torch.testing.assert_close(rows.run(0, 8, 16).dense(torch.float32), matrix[8:24], rtol=2e-7, atol=0)
 
 
-def test_an_order_goes_where_its_codes_go(tmp_path: Path) -> None:
+def test_an_order_goes_where_its_columns_go(tmp_path: Path) -> None:
     """Keeps out: an order that stays on another device, or is lost, when a matrix is moved or saved."""
     tensors, matrix = written("gptq4 in act order", 64, 256)
     linear = Linear(256, 64)
     linear.fill("", read(tmp_path, tensors, SCHEMES["gptq4 in act order"].config, (64, 256)))
     x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(linear(x), x @ matrix.T, rtol=1e-5, atol=1e-4)
-    assert "planes.order_I" in linear.state_dict()
+    assert "quantised.order_K" in linear.state_dict()
     moved = deepcopy(linear).to("meta")
-    assert moved.planes is not None and moved.planes.order_I is not None and moved.planes.order_I.is_meta
+    assert moved.quantised is not None and moved.quantised.order_K is not None and moved.quantised.order_K.is_meta
 
 
 def test_what_changes_no_layout_needs_no_order(tmp_path: Path) -> None:
@@ -126,12 +128,12 @@ def test_what_changes_no_layout_needs_no_order(tmp_path: Path) -> None:
     tensors, matrix = written("gptq4 v1")
     config = {**SCHEMES["gptq4 v1"].config, "desc_act": True, "static_groups": True}
     assert not parse_quantization(config, "here").in_act_order(["m"])
-    torch.testing.assert_close(read(tmp_path, tensors, config).numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+    torch.testing.assert_close(read(tmp_path, tensors, config).dense(torch.float32), matrix, rtol=2e-7, atol=0)
     tensors, matrix = written("w4a16 g32 zeros")
     for order, more in (("weight", {}), ("static", {}), ("group", {"weight_g_idx": torch.full((COLUMNS,), -1).int()})):
         keys = dict(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32)
         rows = read(tmp_path, {**tensors, **more}, compressed("pack-quantized", **keys, actorder=order))
-        torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+        torch.testing.assert_close(rows.dense(torch.float32), matrix, rtol=2e-7, atol=0)
 
 
 def test_an_order_that_changes_nothing_is_no_order(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_an_order_that_changes_nothing_is_no_order(tmp_path: Path) -> None:
     tensors, matrix = written("w4a16 g32 zeros")
     for order in (torch.arange(COLUMNS) // 32, torch.full((COLUMNS,), -1)):
         rows = read(tmp_path, {**tensors, "weight_g_idx": order.int()}, SCHEMES["w4a16 g32 zeros"].config)
-        torch.testing.assert_close(rows.numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+        torch.testing.assert_close(rows.dense(torch.float32), matrix, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("columns", [256, 384])
@@ -151,7 +153,7 @@ def test_fp8_blocks_are_what_transformers_makes_of_them(tmp_path: Path, columns:
     for scale, fmt in ((tensors["weight_scale_inv"], "float"), (powers, "ue8m0"), (powers, "float")):
         wanted = Fp8Dequantize(None)._dequantize_one(tensors["weight"], scale.float())
         rows = read(tmp_path, {**tensors, "weight_scale_inv": scale}, {**config, "scale_fmt": fmt}, shape)
-        torch.testing.assert_close(rows.numbers(torch.float32), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(rows.dense(torch.float32), wanted, rtol=0, atol=0)
     broken = powers.view(torch.uint8).clone().fill_(255).view(torch.float8_e8m0fnu)
     with pytest.raises(ValueError, match="'m.weight_scale_inv' holds NaN or infinity"):
         read(tmp_path, {**tensors, "weight_scale_inv": broken}, config, shape)
@@ -169,7 +171,7 @@ def test_a_scale_for_each_matrix_has_either_name(tmp_path: Path) -> None:
         "activation_scale": torch.ones(()),
     }
     for stored in (tensors, other):
-        torch.testing.assert_close(read(tmp_path, stored, config).numbers(torch.float32), matrix, rtol=2e-7, atol=0)
+        torch.testing.assert_close(read(tmp_path, stored, config).dense(torch.float32), matrix, rtol=2e-7, atol=0)
     with pytest.raises(ValueError, match="not part of this architecture: m.weight_scale_inv"):
         read(tmp_path, {**tensors, **other}, config)
 

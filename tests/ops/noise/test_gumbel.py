@@ -4,7 +4,8 @@ import pytest
 import torch
 from scipy import stats
 
-from specdec.ops.noise.floor import Filters, least_logits
+from specdec.ops.noise.approximate_cutoff import approximate_cutoffs
+from specdec.ops.noise.filters import Filters
 from specdec.ops.noise.gumbel import Noise, gumbel_noise, perturb, token_noise
 from specdec.ops.topk import greedy_tokens, top_tokens
 
@@ -42,7 +43,7 @@ def test_the_noise_of_an_id_does_not_depend_on_its_run() -> None:
 def noise_of(*temperatures: float, ahead: int = 2) -> Noise:
     """A sequence for each temperature."""
     count = len(temperatures)
-    table = torch.tensor([[heat, 1.0] for heat in temperatures])  # as in a batch, the column is strided
+    table = torch.tensor([[temperature, 1.0] for temperature in temperatures])  # as in a batch, the column is strided
     return Noise(table[:, 0], torch.arange(count) - 1, torch.arange(count, dtype=torch.int32) * 9, ahead, 1.5, 1.2)
 
 
@@ -54,22 +55,22 @@ def test_perturbed_logits_by_their_definition() -> None:
     for row in range(6):
         b = row // 2
         own = gumbel_noise(noise.seed_B[b : b + 1], noise.lens_B[b : b + 1].long() + 2, 4 * V)[0, torch.arange(V) * 4]
-        heat = float(noise.temperature_B[b])
-        torch.testing.assert_close(got[row], 1.5 * logits[row] + 1.2 * heat * own if heat else logits[row])
+        temperature = float(noise.temperature_B[b])
+        torch.testing.assert_close(got[row], 1.5 * logits[row] + 1.2 * temperature * own if temperature else logits[row])
     assert torch.equal(got[2:4], logits[2:4])
     assert torch.equal(perturb(logits[:, 20:31], noise, offsets, 20), got[:, 20:31])
 
 
-def test_logits_below_the_floor_count_more() -> None:
+def test_logits_below_the_cutoff_count_more() -> None:
     """Keeps out: a filter that changes tokens it keeps, or greedy rows; a ban of what only the drafter holds for unlikely."""
     plain = noise_of(0.7, 0.0)
     logits = torch.randn(4, V, generator=torch.Generator().manual_seed(2)) * 3
     few, ones = torch.tensor([5, 5]), torch.ones(2)
     filters = Filters(plain.temperature_B, few, ones, 0 * ones)
-    floor = least_logits(logits, filters)[:2, None]
-    below = (floor - logits[:2]).clamp(min=0)
+    cutoff = approximate_cutoffs(logits, filters)[:2, None]
+    below = (cutoff - logits[:2]).clamp(min=0)
     assert bool((below > 0).any(-1).all()) and bool(((below == 0).sum(-1) >= 5).all())
-    got = perturb(logits, plain._replace(floor_weight=2.0, filters=filters))
+    got = perturb(logits, plain._replace(cutoff_weight=2.0, filters=filters))
     torch.testing.assert_close(got[:2], perturb(logits, plain)[:2] - 1.5 * 2 * below)
     assert torch.equal(got[2:], logits[2:])
 

@@ -12,7 +12,8 @@ import triton.language as tl
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops.noise.floor import Filters, least_logits
+from specdec.ops.noise.approximate_cutoff import approximate_cutoffs
+from specdec.ops.noise.filters import Filters
 from specdec.ops.noise.gumbel import Noise, perturb, token_noise
 from specdec.ops.noise.gumbel_triton import gumbel_of_bits, launch_gumbel_noise, launch_perturb
 from specdec.ops.topk import top_tokens
@@ -63,8 +64,8 @@ def test_noise_of_the_rarest_bits() -> None:
 def case(B: int, each: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Noise, Tensor]:
     """(logits, noise, offsets): some sequences are greedy; the last row holds -inf; columns are strided as in a batch."""
     generator = torch.Generator().manual_seed(B + V)
-    heat = torch.tensor([[0.0, 1.0, 0.6, 1.3][b % 4] for b in range(1, B + 1)])
-    options, seeds = torch.stack((heat, heat), 1), torch.randint(-(2**62), 2**62, (B, 3), generator=generator)
+    temperature = torch.tensor([[0.0, 1.0, 0.6, 1.3][b % 4] for b in range(1, B + 1)])
+    options, seeds = torch.stack((temperature, temperature), 1), torch.randint(-(2**62), 2**62, (B, 3), generator=generator)
     lens = torch.randint(9000, (B,), dtype=torch.int32, generator=generator)
     logits = (torch.randn(B * each, V, generator=generator) * 3).to(dtype)
     logits[-1, ::2] = -torch.inf
@@ -79,9 +80,9 @@ def on_device(noise: Noise) -> Noise:
 
 def filtered(noise: Noise) -> Noise:
     """The same noise, where top-k and top-p keep few tokens."""
-    heat = noise.temperature_B.contiguous()
-    few, half = torch.full_like(noise.seed_B, 9), torch.full_like(heat, 0.5)
-    return noise._replace(floor_weight=2.0, filters=Filters(heat, few, half, torch.zeros_like(heat)))
+    temperature = noise.temperature_B.contiguous()
+    few, half = torch.full_like(noise.seed_B, 9), torch.full_like(temperature, 0.5)
+    return noise._replace(cutoff_weight=2.0, filters=Filters(temperature, few, half, torch.zeros_like(temperature)))
 
 
 def check(B: int, each: int, V: int, k: int, dtype: torch.dtype, has_filters: bool = False, **sizes: int) -> None:
@@ -127,8 +128,8 @@ def test_perturbed_logits_of_a_run_equal_the_definition(dtype: torch.dtype) -> N
     """Keeps out: noise counted from a rank's own first id, another sequence's noise."""
     logits, noise, offsets = case(3, 2, 90, dtype)
     for each in (noise, filtered(noise)):
-        floor = None if each.filters is None else least_logits(logits, each.filters).to(DEVICE)
-        got = launch_perturb(logits.to(DEVICE)[:, 40:77], on_device(each), offsets.to(DEVICE), 40, floor)
+        cutoff = None if each.filters is None else approximate_cutoffs(logits, each.filters).to(DEVICE)
+        got = launch_perturb(logits.to(DEVICE)[:, 40:77], on_device(each), offsets.to(DEVICE), 40, cutoff)
         torch.testing.assert_close(got.cpu(), perturb(logits, each, offsets)[:, 40:77], atol=3e-5, rtol=1e-6)
 
 

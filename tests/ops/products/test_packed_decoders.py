@@ -51,10 +51,10 @@ def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.
         with load(pair, spec, cuda_graphs=mode, **options) as decoder:
             assert decoder.head is not None
             matrices = [m for model in (decoder.model, decoder.head) for m in model.modules() if isinstance(m, Linear)]
-            assert all((matrix.packed is None) == (matrix.planes is not None) for matrix in matrices)
+            assert all((matrix.lossless is None) == (matrix.quantised is not None) for matrix in matrices)
             found = decoder.verify(PROMPTS, PARAMS)
             assert found.passed, (mode, spec, found.prompts)
-            assert {m.packed.weight.low_OJ.data_ptr() for m in matrices if m.packed is not None} == set(read)
+            assert {m.lossless.weight.low_OJ.data_ptr() for m in matrices if m.lossless is not None} == set(read)
         assert max(map(max, read.values())) <= 64
 
 

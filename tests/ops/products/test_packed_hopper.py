@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from toolkit.codes import error
 from toolkit.kernels import DEVICE
+from toolkit.quantised_weights import error
 
 from specdec.ops.products.dense import DenseWeight
 from specdec.ops.products.formats.lossless import Packed, pack_weight
@@ -63,8 +63,8 @@ def exact(x: torch.Tensor, weight: torch.Tensor, gated: bool, bias: torch.Tensor
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_kernels_compute_the_product(wide: bool) -> None:
     """Keeps out: a far number that is added for another row of x or of the weight, twice, or by no program that shares a tile;
-    columns beyond the last one, where codes are zeros and stand for a number; and what test_quantised_hopper.py keeps out of
-    these kernels.
+    columns beyond the last one, where quantised values are zeros and mean another value; and what test_quantised_hopper.py
+    keeps out of these kernels.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
@@ -102,10 +102,10 @@ def test_chosen_tiles_compute_the_product(width: float) -> None:
             stored = LosslessWeight(DenseWeight(weight), packed)
             with torch.no_grad():
                 if gated:
-                    y = stored.gated(x)
+                    y = stored.gated(x, None, FAST)
                     assert error(y, exact(x, weight, True)) < 6e-3
                     continue
-                y, terms = added_up(stored.matmul(x)), stored.matmul(x, terms=True)
+                y, terms = added_up(stored.matmul(x, None, FAST)), stored.matmul(x, None, FAST, terms=True)
                 assert tiles is None or (isinstance(terms, Terms) == (tiles.splits > 1) and torch.equal(added_up(terms), y))
                 assert error(y, exact(x, weight, False)) < 4e-3
 

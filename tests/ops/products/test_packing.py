@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from toolkit.codes import check_tiles
+from toolkit.quantised_weights import check_tiles
 
 from specdec.ops.products.formats.lossless import MAX_FAR, WIDTH, Packed, pack_weight, packed_size, unpack_weight
 from specdec.ops.products.gpus import H100, H200

@@ -1,16 +1,18 @@
-"""Products of codes written for Hopper GPUs: against float64 there, and on any machine what can be seen without one.
+"""Products with quantised weights written for Hopper GPUs: against float64 there, and on any machine what can be seen without
+one.
 
-Shapes: T rows, I in, O out.
+Shapes: T rows, K in, N out.
 """
 
 from itertools import product
 
 import pytest
 import torch
-from toolkit.codes import FORMATS, check_tiles, error, exact, random_weight
 from toolkit.kernels import DEVICE
+from toolkit.quantised_weights import FORMATS, check_tiles, error, exact, random_weight
 
-from specdec.ops.products.formats.quantised import Kind, codes_a_word, pack
+from specdec.ops.products.formats.quantised import Kind, pack, pack_factor_of
+from specdec.ops.products.numerics import FAST
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.products.tiles.quantised import FEW, MANY, MANY_PLAIN, SEEN, QuantisedTiles, hopper_tiles
@@ -23,15 +25,15 @@ SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
-def test_words_of_codes_are_pieces_of_consecutive_columns(kind: Kind) -> None:
+def test_words_are_pieces_of_consecutive_columns(kind: Kind) -> None:
     """What the kernels do with words, in torch.  Keeps out: another order of columns in `pack`, which they would not notice."""
-    a_word = codes_a_word(kind)
-    codes_OI = torch.randint(0, 256 // (a_word - 1) ** 3 if a_word == 2 else 16, (3, 128), dtype=torch.uint8)
-    words_OJ = pack(kind, codes_OI).view(torch.int16).int() & 0xFFFF
+    a_word = pack_factor_of(kind)
+    qvalues_NK = torch.randint(0, 256 // (a_word - 1) ** 3 if a_word == 2 else 16, (3, 128), dtype=torch.uint8)
+    words_NJ = pack(kind, qvalues_NK).view(torch.int16).int() & 0xFFFF
     bits = 16 // a_word
-    of_word = torch.stack([words_OJ >> n * bits & (1 << bits) - 1 for n in range(a_word)], dim=-1)  # [O, J, code]
-    pieces = of_word.unflatten(1, (-1, 16)).transpose(2, 3)  # [O, J / 16, code, 16]
-    assert torch.equal(pieces.flatten(1), codes_OI.int())
+    of_word = torch.stack([words_NJ >> n * bits & (1 << bits) - 1 for n in range(a_word)], dim=-1)  # [N, J, code]
+    pieces = of_word.unflatten(1, (-1, 16)).transpose(2, 3)  # [N, J / 16, code, 16]
+    assert torch.equal(pieces.flatten(1), qvalues_NK.int())
 
 
 def test_tiles_fit_a_hopper() -> None:
@@ -40,19 +42,19 @@ def test_tiles_fit_a_hopper() -> None:
     """
     forms = dict.fromkeys((*FORMATS, *SEEN))
     rows = 1, 8, 9, 16, 17, 32, 33, FEW, FEW + 1, 128, 129, 192, 256, 500, 1024, MANY_PLAIN, MANY_PLAIN + 1
-    for (kind, group, zeros), T, (O, I, gated) in product(forms, rows, SHAPES):
-        a_word = codes_a_word(kind)
+    for (kind, group, zero_points), T, (N, K, gated) in product(forms, rows, SHAPES):
+        a_word = pack_factor_of(kind)
         for terms in (False,) if gated else (False, True):
-            tiles = hopper_tiles(T, O, I, kind, group, zeros, gated, terms)
-            runs = (kind, group, zeros) in SEEN and T <= (MANY if group else MANY_PLAIN) and I % (64 * a_word) == 0
-            assert (tiles is not None) == runs, (kind, group, T, O, I)
+            tiles = hopper_tiles(T, N, K, kind, group, zero_points, gated, terms)
+            runs = (kind, group, zero_points) in SEEN and T <= (MANY if group else MANY_PLAIN) and K % (64 * a_word) == 0
+            assert (tiles is not None) == runs, (kind, group, T, N, K)
             if tiles is None:
                 continue
-            check_tiles(tiles, T, O, I, 16 // a_word, 64 * a_word, terms)
+            check_tiles(tiles, T, N, K, 16 // a_word, 64 * a_word, terms)
             assert tiles.kernel == "warp_hopper" or group % (tiles.block_k // 2) == 0
 
 
-# T, O, I, whether gated, tiles; a slice's columns are of the kind
+# T, N, K, whether gated, tiles; a slice's columns are of the kind
 WARP = (
     (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4, 80)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1, 128)),
     (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2, 80)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1, 128)),
@@ -72,73 +74,73 @@ WARPGROUP = (
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("kind", "group", "zeros"), [*SEEN, ("int4", 64, True)])
+@pytest.mark.parametrize(("kind", "group", "zero_points"), [*SEEN, ("int4", 64, True)])
 @pytest.mark.parametrize("wide", [False, True])
-def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool, wide: bool) -> None:
+def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zero_points: bool, wide: bool) -> None:
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a scale of another group or row, a split
-    without columns, stores beyond T or O, columns beyond I, steps that both groups of warps take or none, a group's sum that is
+    without columns, stores beyond T or N, columns beyond K, steps that both groups of warps take or none, a group's sum that is
     left out, and, where another kernel is to add up the splits, a bias in each of them or a place that nobody wrote.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-    for T, O, I, gated, numbers in WARPGROUP if wide else WARP:
+    for T, N, K, gated, numbers in WARPGROUP if wide else WARP:
         tiles = QuantisedTiles("warpgroup_hopper" if wide else "warp_hopper", *numbers)
         if tiles.kernel == "warp_hopper":  # a slice is 64 words
-            tiles = tiles._replace(block_k=tiles.slices * 64 * codes_a_word(kind))
-        if group and (I % group or group % (tiles.block_k // 2) and tiles.kernel == "warpgroup_hopper"):
+            tiles = tiles._replace(block_k=tiles.slices * 64 * pack_factor_of(kind))
+        if group and (K % group or group % (tiles.block_k // 2) and tiles.kernel == "warpgroup_hopper"):
             continue
-        weight = random_weight(kind, group, zeros, 2 * O if gated else O, I)
-        x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
-        bias = torch.randn(2 * O if gated else O, device=DEVICE, dtype=torch.bfloat16)
+        weight = random_weight(kind, group, zero_points, 2 * N if gated else N, K)
+        x = torch.randn(T, K + 8, device=DEVICE, dtype=torch.bfloat16)[:, :K]
+        bias = torch.randn(2 * N if gated else N, device=DEVICE, dtype=torch.bfloat16)
         for b in (bias, None):
             y = launch_quantised_hopper(x, weight, b, gated, tiles)
-            assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, O, I, gated)
+            assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, N, K, gated)
             if not gated:
                 terms = Terms(launch_quantised_hopper(x, weight, b, gated, tiles, leaves=True), x.dtype)
                 assert terms.terms_STH.shape[0] == tiles.splits and error(terms.tensor(), exact(x, weight, gated, b)) < 4e-3
-                assert b is not None or torch.equal(terms.tensor(), y), (T, O, I, tiles)
+                assert b is not None or torch.equal(terms.tensor(), y), (T, N, K, tiles)
 
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("kind", "group", "zeros"), SEEN)
-def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -> None:
+@pytest.mark.parametrize(("kind", "group", "zero_points"), SEEN)
+def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zero_points: bool) -> None:
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for, and terms that are not the
     product's, bit for bit where both have the same tiles.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
     shapes = (4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)
-    for T, (O, I, gated) in product((1, 7, 13, 32, 64, 70, 190, 2000), shapes):
-        tiles, of_terms = (hopper_tiles(T, O, I, kind, group, zeros, gated, terms) for terms in (False, True))
+    for T, (N, K, gated) in product((1, 7, 13, 32, 64, 70, 190, 2000), shapes):
+        tiles, of_terms = (hopper_tiles(T, N, K, kind, group, zero_points, gated, terms) for terms in (False, True))
         if group and T > MANY:
             continue
         assert tiles is not None and of_terms is not None
-        weight = random_weight(kind, group, zeros, O, I)
-        x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
+        weight = random_weight(kind, group, zero_points, N, K)
+        x = torch.randn(T, K, device=DEVICE, dtype=torch.bfloat16)
         y = launch_quantised_hopper(x, weight, None, gated, tiles)
-        assert error(y, exact(x, weight, gated)) < 4e-3, (T, O, I)
+        assert error(y, exact(x, weight, gated)) < 4e-3, (T, N, K)
         if not gated:
             with torch.no_grad():
-                terms = QuantisedWeight(weight).matmul(x, terms=True)
-            assert isinstance(terms, Terms) == (of_terms.splits > 1), (T, O, I)
-            assert torch.equal(added_up(terms), y) if tiles == of_terms else T > FEW, (T, O, I)
-            assert error(added_up(terms), exact(x, weight, gated)) < 4e-3, (T, O, I)
+                terms = QuantisedWeight(weight).matmul(x, None, FAST, terms=True)
+            assert isinstance(terms, Terms) == (of_terms.splits > 1), (T, N, K)
+            assert torch.equal(added_up(terms), y) if tiles == of_terms else T > FEW, (T, N, K)
+            assert error(added_up(terms), exact(x, weight, gated)) < 4e-3, (T, N, K)
 
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("kind", "group", "zeros"), SEEN)
-def test_a_product_is_the_same_each_time(kind: Kind, group: int, zeros: bool) -> None:
+@pytest.mark.parametrize(("kind", "group", "zero_points"), SEEN)
+def test_a_product_is_the_same_each_time(kind: Kind, group: int, zero_points: bool) -> None:
     """Keeps out: memory that the copy engine fills while warps still read it, which shows in few programs now and then."""
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-    for T, (O, I, gated) in product((1, 5, 8, 16, 60, 192), ((28672, 4096, True), (4096, 14336, False))):
-        tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
+    for T, (N, K, gated) in product((1, 5, 8, 16, 60, 192), ((28672, 4096, True), (4096, 14336, False))):
+        tiles = hopper_tiles(T, N, K, kind, group, zero_points, gated)
         assert tiles is not None
-        weight, x = random_weight(kind, group, zeros, O, I), torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
+        weight, x = random_weight(kind, group, zero_points, N, K), torch.randn(T, K, device=DEVICE, dtype=torch.bfloat16)
         y = launch_quantised_hopper(x, weight, None, gated, tiles)
         differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(300):
             differ += (launch_quantised_hopper(x, weight, None, gated, tiles) != y).any()
-        assert differ.item() == 0, (T, O, I)
+        assert differ.item() == 0, (T, N, K)

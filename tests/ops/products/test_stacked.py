@@ -37,10 +37,10 @@ def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
 def test_experts_equal_the_definition(T: int, K: int) -> None:
     """Keeps out: rows of another expert in a tile, an expert without rows, gates taken for ups, weights of other pairs."""
     gate_up, down, x = rand(5, 2 * 24, 40), rand(5, 40, 24, seed=1), rand(T, 40, seed=2)
-    weights_TK, chosen_TK = choice(T, 5, K)
-    want = masked_experts(x.double(), weights_TK.double(), chosen_TK, gate_up.double(), down.double())
+    topk_weights_TK, topk_ids_TK = choice(T, 5, K)
+    want = masked_experts(x.double(), topk_weights_TK.double(), topk_ids_TK, gate_up.double(), down.double())
     with torch.inference_mode():
-        got = ordered_experts(x, weights_TK, chosen_TK, gate_up, down, SMALL)
+        got = ordered_experts(x, topk_weights_TK, topk_ids_TK, gate_up, down, SMALL)
     assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
 
 
@@ -69,12 +69,14 @@ def test_a_router_chooses_as_its_definition() -> None:
 def test_experts_do_not_depend_on_the_other_rows(H: int, F: int, E: int, K: int) -> None:
     """Keeps out: tiles of rows, or sums over experts, that add up in another order for another number of tokens."""
     gate_up, down, x = rand(E, 2 * F, H), rand(E, H, F, seed=1), rand(1500, H, seed=2)
-    weights_TK, chosen_TK = choice(1500, E, K)
+    topk_weights_TK, topk_ids_TK = choice(1500, E, K)
     with torch.inference_mode():
-        whole = ordered_experts(x, weights_TK, chosen_TK, gate_up, down)
+        whole = ordered_experts(x, topk_weights_TK, topk_ids_TK, gate_up, down)
         for T in (1, 2, 6, 8, 17, 32, 60, 100, 256, 700):
             part = slice(1500 - T, 1500)
-            assert torch.equal(ordered_experts(x[part], weights_TK[part], chosen_TK[part], gate_up, down), whole[part]), T
+            assert torch.equal(
+                ordered_experts(x[part], topk_weights_TK[part], topk_ids_TK[part], gate_up, down), whole[part]
+            ), T
 
 
 @pytest.mark.gpu

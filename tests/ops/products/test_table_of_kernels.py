@@ -10,7 +10,7 @@ import torch
 from toolkit.paths import ROOT
 
 import specdec.ops.products
-from specdec.ops.products.formats.quantised import codes_a_word
+from specdec.ops.products.formats.quantised import pack_factor_of
 from specdec.ops.products.gpus import H100, H200
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.tiles import dense, quantised
@@ -63,9 +63,9 @@ def test_choices_are_in_their_lines() -> None:
         see(f"dense/{tiles.kernel}", 16, M, "9.0")
         for values, group in product(("e4m3", "int4"), (0, 128)):
             for hopper in (False, True):
-                of_codes = FAST.quantised_tiles(M, N, K, values, group, False, gated, False, hopper)
-                if of_codes is not None:
-                    see(f"quantised/{of_codes.kernel}", 16 // codes_a_word(values), M, "9.0")
+                quantised = FAST.quantised_tiles(M, N, K, values, group, False, gated, False, hopper)
+                if quantised is not None:
+                    see(f"quantised/{quantised.kernel}", 16 // pack_factor_of(values), M, "9.0")
     for kernel, rows in seen.items():
         ends = table()[kernel].rows
         assert min(rows) == ends.start and max(rows) == min(ends.stop - 1, max(ROWS)), kernel

@@ -29,7 +29,7 @@ def launches_on(gpu: AheadGpu) -> dict[tuple[str, str], list[KernelLaunch]]:
     for run in PASSES:
         for launch in record(gpu, run):
             types = [kind for kind in map(str, launch.signature.values()) if kind.startswith(("*", "tensordesc"))]
-            types += [value for value in launch.constants.values() if isinstance(value, str)]  # kinds of codes
+            types += [value for value in launch.constants.values() if isinstance(value, str)]  # kinds of quantised values
             found.setdefault((launch.name, " ".join(types)), {}).setdefault(launch.key, launch)
     return {name: sorted(each.values(), key=size, reverse=True) for name, each in sorted(found.items())}
 

@@ -9,12 +9,12 @@ import torch
 
 from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
-from specdec.ops.products.experts import CodedExperts, Form, SwiGlu, coded_experts, runs_on_codes
-from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps_of
+from specdec.ops.products.experts import Form, QuantisedExperts, SwiGlu, has_experts_kernel, quantised_experts
+from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
 from specdec.ops.products.formats.lossless import Packed
-from specdec.ops.products.formats.quantised import Codes, row_bytes
+from specdec.ops.products.formats.quantised import QuantisedMatrix, row_bytes
 from specdec.ops.products.lossless import LosslessWeight
-from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
@@ -27,8 +27,8 @@ def products() -> None:
         for H, F in ((4096, 14336), (8192, 28672)):
             x, wide = halves(rows, H), halves(rows, F)
             linear(x, halves(H + H // 2, H))
-            DenseWeight(halves(H, H)).matmul(x, terms=True)
-            DenseWeight(halves(H, F)).matmul(wide, terms=True)
+            DenseWeight(halves(H, H)).matmul(x, None, FAST, terms=True)
+            DenseWeight(halves(H, F)).matmul(wide, None, FAST, terms=True)
             gated_linear(x, halves(2 * F, H))
             if may_be_deterministic():
                 linear(x, halves(H, H), halves(H), INVARIANT)
@@ -46,7 +46,7 @@ def products() -> None:
 
 
 def quantised_products() -> None:
-    for kind, group, zeros in (
+    for kind, group, zero_points in (
         ("e4m3", 0, False),
         ("int8", 128, True),
         ("int4", 128, True),
@@ -57,16 +57,16 @@ def quantised_products() -> None:
             for rows in (1, 6, 16, 60, 192, 2048):
                 for O, I, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True)):
                     groups = I // group if group else 1
-                    codes = Codes(
+                    matrix = QuantisedMatrix(
                         kind, torch.empty(O, row_bytes(kind, I), dtype=torch.uint8), halves(O, groups, dtype=dtype),
-                        torch.empty(O, groups, dtype=torch.int8) if zeros else None, I, group,
+                        torch.empty(O, groups, dtype=torch.int8) if zero_points else None, I, group,
                     )  # fmt: skip
-                    x, weight = halves(rows, I, dtype=dtype), QuantisedWeight(codes)
+                    x, weight = halves(rows, I, dtype=dtype), QuantisedWeight(matrix)
                     if gated:
-                        weight.gated(x)
+                        weight.gated(x, None, FAST)
                     else:
-                        weight.matmul(x)
-                        weight.matmul(x, terms=True)
+                        weight.matmul(x, None, FAST)
+                        weight.matmul(x, None, FAST, terms=True)
 
 
 def lossless_products() -> None:
@@ -78,8 +78,8 @@ def lossless_products() -> None:
         )  # fmt: skip
         weight = LosslessWeight(DenseWeight(halves(N, K)), packed)
         for rows in (1, 6, 32, 60):
-            weight.matmul(halves(rows, K), terms=True)
-            weight.gated(halves(rows, K))
+            weight.matmul(halves(rows, K), None, FAST, terms=True)
+            weight.gated(halves(rows, K), None, FAST)
 
 
 def coded_mixtures() -> None:
@@ -89,18 +89,18 @@ def coded_mixtures() -> None:
         E, K, H, F = (32, 4, 2880, 2880) if kind == "e2m1" else (128, 8, 2048, 768)
         gpt_oss = kind == "e2m1"
 
-        def stack(O: int, I: int) -> StackedCodes:
+        def stack(O: int, I: int) -> QuantisedStack:
             planes = torch.empty(E * O, steps_of(I) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
             scales = halves(E * O, -(-I // group) if group else 1)  # noqa: B023
             if gpt_oss:  # noqa: B023
                 scales = torch.empty(E * O, 4 * steps_of(I), dtype=torch.uint8)  # noqa: B023
-            return StackedCodes(kind, E, planes, scales, None, I, group)  # noqa: B023
+            return QuantisedStack(kind, E, planes, scales, None, I, group)  # noqa: B023
 
         form = Form(SwiGlu(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
-        experts = CodedExperts(stack(2 * F, H), stack(H, F), form)
+        experts = QuantisedExperts(stack(2 * F, H), stack(H, F), form)
         for T in (1, 6, 60, 2048):
-            if runs_on_codes(halves(T, H), experts):
-                coded_experts(halves(T, H), floats(T, K), ids(T, K), experts)
+            if has_experts_kernel(halves(T, H), experts):
+                quantised_experts(halves(T, H), floats(T, K), ids(T, K), experts)
 
 
 def norms_and_rows() -> None:

@@ -19,8 +19,8 @@ from specdec.draft.tree.branches_triton import launch_fork
 from specdec.draft.tree.build_tree_triton import launch_best_nodes
 from specdec.draft.tree.expand import Beam, Candidates
 from specdec.draft.tree.expand_triton import launch_expand, launch_first_level
-from specdec.ops.noise.border import borders
-from specdec.ops.noise.floor import Filters
+from specdec.ops.noise.cutoff import cutoffs
+from specdec.ops.noise.filters import Filters
 from specdec.ops.noise.gumbel import Noise, gumbel_noise, perturb
 from specdec.ops.noise.sample import sampled_tokens
 from specdec.ops.topk import greedy_tokens, top_tokens
@@ -44,7 +44,7 @@ def sampling() -> None:
             R = B * N
             logits, options = torch.empty(R, V, dtype=dtype), filters_of(B)
             noise = Noise(options.temperature_B, ids(B), counts(B), 1, 1.0, 1.0)
-            filtered = noise._replace(floor_weight=4.0, filters=options)
+            filtered = noise._replace(cutoff_weight=4.0, filters=options)
             top_tokens(logits, 8)
             top_tokens(logits, 8, noise=filtered)
             top_tokens(logits, 8, ids(V))
@@ -52,8 +52,8 @@ def sampling() -> None:
             greedy_tokens(logits, noise=noise)
             perturb(logits, noise)
             perturb(logits, filtered, ids(V))
-            border = borders(logits, options)
-            for cut in (None, border):
+            cutoff = cutoffs(logits, options)
+            for cut in (None, cutoff):
                 sampled_tokens(logits, options.temperature_B, ids(B), ids(R), cut)
             masked_logits(logits, BitMasks(counts(2, N, -(-V // 32)), counts(B)))
     gumbel_noise(ids(4), ids(4), 32000)

@@ -23,7 +23,7 @@ SCHEME = {
 
 def save_gpt_oss(folder: Path, seed: int = 7, **changes: Any) -> tuple[Path, Path]:
     """(a target in mxfp4, the same target in ordinary numbers, as transformers saves it)."""
-    plain, coded = save_family(folder / "plain", "gpt_oss", seed, **{**SIZES, **changes}), folder / "mxfp4"
+    plain, quantised = save_family(folder / "plain", "gpt_oss", seed, **{**SIZES, **changes}), folder / "mxfp4"
     numbers, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(seed)
     stored: dict[str, Tensor] = {}
     for name in sorted(numbers):
@@ -35,18 +35,18 @@ def save_gpt_oss(folder: Path, seed: int = 7, **changes: Any) -> tuple[Path, Pat
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         numbers[name] = values_EOI.transpose(1, 2).contiguous()
     save_file(numbers, plain / "model.safetensors", {"format": "pt"})
-    coded.mkdir()
+    quantised.mkdir()
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": SCHEME}
-    (coded / "config.json").write_text(json.dumps(config))
-    save_file(stored, coded / "model.safetensors", {"format": "pt"})
-    return coded, plain
+    (quantised / "config.json").write_text(json.dumps(config))
+    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
+    return quantised, plain
 
 
 def random_blocks(E: int, O: int, I: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks [E, O, I / 32, 16], exponents [E, O, I / 32], and the numbers [E, O, I] that they stand for."""
-    codes = torch.randint(0, 16, (E, O, I // 32, 32), generator=generator)
+    qvalues = torch.randint(0, 16, (E, O, I // 32, 32), generator=generator)
     exponents = torch.randint(121, 126, (E, O, I // 32), generator=generator)
-    blocks = codes[..., 0::2] + 16 * codes[..., 1::2]  # the first of two in the low nibble
+    blocks = qvalues[..., 0::2] + 16 * qvalues[..., 1::2]  # the first of two in the low nibble
     table = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    values = table[codes] * torch.pow(2.0, exponents - 127)[..., None]
+    values = table[qvalues] * torch.pow(2.0, exponents - 127)[..., None]
     return blocks.to(torch.uint8), exponents.to(torch.uint8), values.flatten(2)

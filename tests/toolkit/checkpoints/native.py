@@ -30,7 +30,7 @@ LAYERS = 2
 class NativeZoo:
     """Two folders by model type, made once: as our modules read the model, and as transformers does.
 
-    These differ for MiMo, which transformers lacks and whose layers are Qwen2's, and for gpt-oss's codes.
+    These differ for MiMo, which transformers lacks and whose layers are Qwen2's, and for gpt-oss's quantised experts.
     """
 
     def __init__(self, root: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints of 8 and 4 bits, written number by number as their formats' documents say, and the numbers that they stand for.
 
-Nothing here comes from the code under test: codes are drawn at random, packed by plain loops, and decoded by a formula.
+Nothing here comes from the code under test: quantised values are drawn at random, packed by plain loops, and dequantised by a
+formula.
 
 Shapes: O rows, I columns, G groups of a row's columns.
 """
@@ -30,10 +31,10 @@ class Scheme(NamedTuple):
     write: Callable[[int, int, torch.Generator], Written]
 
 
-def words(codes: Tensor, bits: int) -> Tensor:
-    """Codes of each row in int32 words, the first in the lowest bits."""
+def words(qvalues: Tensor, bits: int) -> Tensor:
+    """Quantised values of each row in int32 words, the first in the lowest bits."""
     a_word, rows = 32 // bits, []
-    for row in codes.tolist():
+    for row in qvalues.tolist():
         numbers = [sum(code << (bits * at) for at, code in enumerate(row[i : i + a_word])) for i in range(0, len(row), a_word)]
         rows.append([number - (1 << 32) if number >= 1 << 31 else number for number in numbers])
     return torch.tensor(rows, dtype=torch.int32)
@@ -54,7 +55,7 @@ def spread(groups_OG: Tensor, columns: int) -> Tensor:
 
 def fp8(ending: str, per: str, block: tuple[int, int] = (128, 128)) -> Callable[[int, int, torch.Generator], Written]:
     def write(O: int, I: int, generator: torch.Generator) -> Written:
-        codes = (20 * torch.randn(O, I, generator=generator)).to(torch.float8_e4m3fn)
+        qvalues = (20 * torch.randn(O, I, generator=generator)).to(torch.float8_e4m3fn)
         if per == "tensor":
             scale = scales(1, generator=generator)
             factors = scale.expand(O, I)
@@ -64,7 +65,7 @@ def fp8(ending: str, per: str, block: tuple[int, int] = (128, 128)) -> Callable[
         else:
             scale = scales(-(-O // block[0]), -(-I // block[1]), generator=generator)
             factors = scale.repeat_interleave(block[0], 0)[:O].repeat_interleave(block[1], 1)[:, :I]
-        return {"weight": codes, ending: 0.2 * scale}, codes.float() * (0.2 * factors)
+        return {"weight": qvalues, ending: 0.2 * scale}, qvalues.float() * (0.2 * factors)
 
     return write
 
@@ -80,22 +81,22 @@ def packed(
 ) -> Callable[[int, int, torch.Generator], Written]:
     def write(O: int, I: int, generator: torch.Generator) -> Written:
         G, middle = I // (group or I), 1 << (bits - 1)
-        codes, scale = draw(1 << bits, O, I, generator=generator), scales(O, G, generator=generator) / middle * 8
-        zeros = torch.full((O, G), middle) if symmetric else draw(1 << bits, O, G, generator=generator)
-        tensors = {"weight_packed": words(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor([O, I])}
+        qvalues, scale = draw(1 << bits, O, I, generator=generator), scales(O, G, generator=generator) / middle * 8
+        zero_points = torch.full((O, G), middle) if symmetric else draw(1 << bits, O, G, generator=generator)
+        tensors = {"weight_packed": words(qvalues, bits), "weight_scale": scale, "weight_shape": torch.tensor([O, I])}
         if not symmetric:
-            tensors["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+            tensors["weight_zero_point"] = words(zero_points.T, bits).T.contiguous()
         groups_I = groups_of(I, group or I, in_act_order)
         if in_act_order:
             tensors["weight_g_idx"] = groups_I.int()
-        return tensors, (codes - zeros[:, groups_I]).float() * scale[:, groups_I]
+        return tensors, (qvalues - zero_points[:, groups_I]).float() * scale[:, groups_I]
 
     return write
 
 
 def awq(group: int) -> Callable[[int, int, torch.Generator], Written]:
-    def in_order(codes: Tensor) -> Tensor:
-        return words(codes.unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1), 4)
+    def in_order(qvalues: Tensor) -> Tensor:
+        return words(qvalues.unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1), 4)
 
     def write(O: int, I: int, generator: torch.Generator) -> Written:
         codes_IO, zeros_GO = draw(16, I, O, generator=generator), draw(16, I // group, O, generator=generator)
@@ -111,24 +112,24 @@ def gptq(
 ) -> Callable[[int, int, torch.Generator], Written]:
     def write(O: int, I: int, generator: torch.Generator) -> Written:
         middle, G = 1 << (bits - 1), I // group
-        codes_OI, scale_GO = draw(2 * middle, O, I, generator=generator), scales(G, O, generator=generator) / middle * 8
+        qvalues_NK, scale_GO = draw(2 * middle, O, I, generator=generator), scales(G, O, generator=generator) / middle * 8
         zeros_GO = torch.full((G, O), middle) if symmetric else draw(2 * middle, G, O, generator=generator)
         stored = (zeros_GO - 1) % (2 * middle) if version == 1 else zeros_GO  # which wraps around
         groups_I = groups_of(I, group, in_act_order)
         tensors = {
-            "qweight": words(codes_OI, bits).T.contiguous(), "qzeros": words(stored, bits), "scales": scale_GO,
+            "qweight": words(qvalues_NK, bits).T.contiguous(), "qzeros": words(stored, bits), "scales": scale_GO,
             "g_idx": groups_I.int(),
         }  # fmt: skip
-        return tensors, (codes_OI - zeros_GO[groups_I].T).float() * scale_GO[groups_I].T
+        return tensors, (qvalues_NK - zeros_GO[groups_I].T).float() * scale_GO[groups_I].T
 
     return write
 
 
 def fp4(kind: str) -> Callable[[int, int, torch.Generator], Written]:
     def write(O: int, I: int, generator: torch.Generator) -> Written:
-        codes, group = draw(16, O, I, generator=generator), 32 if kind == "mxfp4" else 16
-        numbers = torch.tensor([[(-E2M1[c - 8] if c > 7 else E2M1[c]) for c in row] for row in codes.tolist()])
-        bytes_ = torch.tensor([[a | b << 4 for a, b in zip(row[::2], row[1::2])] for row in codes.tolist()]).to(torch.uint8)
+        qvalues, group = draw(16, O, I, generator=generator), 32 if kind == "mxfp4" else 16
+        numbers = torch.tensor([[(-E2M1[c - 8] if c > 7 else E2M1[c]) for c in row] for row in qvalues.tolist()])
+        bytes_ = torch.tensor([[a | b << 4 for a, b in zip(row[::2], row[1::2])] for row in qvalues.tolist()]).to(torch.uint8)
         if kind == "mxfp4":
             exponents = 119 + draw(4, O, I // group, generator=generator)
             factors = 2.0 ** (exponents - 127)
@@ -216,23 +217,23 @@ SCHEMES: dict[str, Scheme] = {
 def save_quantised(folder: Path, scheme: Scheme, **changes: Any) -> tuple[Path, Path]:
     """A tiny target in that format, and the same target in ordinary numbers."""
     plain = save_target(folder / "plain", "llama", **(SIZES | changes))
-    return as_codes(plain, folder / "quantised", scheme), plain
+    return as_quantised(plain, folder / "quantised", scheme), plain
 
 
-def as_codes(plain: Path, quantised: Path, scheme: Scheme) -> Path:
-    """Draws codes for all projections of a target, and changes its numbers to those that they stand for."""
+def as_quantised(plain: Path, quantised: Path, scheme: Scheme) -> Path:
+    """Draws quantised values for all projections of a target, and changes its dense weights to what they stand for."""
     tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
-    coded: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for key in sorted(tensors):
         if re.search(r"(_proj(_with_mqa)?|indexer\.w(q_b|k))\.weight$", key) is None:
-            coded[key] = tensors[key]
+            stored[key] = tensors[key]
             continue
         own, numbers = scheme.write(*tensors[key].shape, generator)
-        coded |= {f"{key.removesuffix('.weight')}.{ending}": tensor.contiguous() for ending, tensor in own.items()}
+        stored |= {f"{key.removesuffix('.weight')}.{ending}": tensor.contiguous() for ending, tensor in own.items()}
         tensors[key] = numbers
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     quantised.mkdir()
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": scheme.config}
     (quantised / "config.json").write_text(json.dumps(config))
-    save_file(coded, quantised / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
     return quantised

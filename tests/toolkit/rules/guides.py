@@ -1,4 +1,4 @@
-"""The pages for whoever changes specdec, taken apart: their paragraphs, sentences and tables."""
+"""The pages for whoever changes specdec, taken apart: their headings, paragraphs, sentences and tables."""
 
 import re
 from collections.abc import Iterator
@@ -41,6 +41,10 @@ def long_sentences(page: str, most: int) -> list[str]:
 def long_cells(page: str, most: int) -> list[str]:
     """Cells of tables with more characters than that."""
     return [cell for cell in cells(page) if len(cell) > most]
+
+
+def headings(page: str) -> list[str]:
+    return [line.lstrip("#").strip() for line in without_code(page).splitlines() if line.startswith("#")]
 
 
 def without_code(page: str) -> str:

@@ -32,13 +32,13 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-128-True]",
         "tests/ops/products/test_packed_hopper.py::test_the_kernels_compute_the_product[True]",
     ],
-    "dequantise_kernel": ["tests/ops/products/test_quantised_linear.py::test_the_kernel_computes_the_numbers[int4-32-True]"],
+    "dequantise_kernel": ["tests/ops/products/test_quantised_linear.py::test_the_kernel_dequantises[int4-32-True]"],
     "tiled_linear_kernel": [
         "tests/ops/products/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
     ],
-    "coded_experts_kernel": [
-        "tests/ops/products/test_coded_experts.py::test_a_mixture_equals_its_definition[mxfp4-read]",
-        "tests/ops/products/test_coded_experts.py::test_a_mixture_equals_its_definition[int4 zeros-sorted]",
+    "quantised_experts_kernel": [
+        "tests/ops/products/test_quantised_mixture.py::test_a_mixture_equals_its_definition[mxfp4-read]",
+        "tests/ops/products/test_quantised_mixture.py::test_a_mixture_equals_its_definition[int4 zero points-sorted]",
     ],
     "experts_linear_kernel": ["tests/ops/products/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
@@ -52,16 +52,18 @@ CHOSEN: dict[str, list[str]] = {
     "gumbel_noise_kernel": ["tests/ops/noise/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
     "sample_scan_kernel": [
         "tests/ops/noise/test_sample.py::test_tokens_are_the_definition_s[torch.float16-5-1-300]",
-        "tests/ops/noise/test_border.py::test_tokens_are_sampled_from_what_is_kept[torch.float16]",
+        "tests/ops/noise/test_cutoff.py::test_tokens_are_sampled_from_what_is_kept[torch.float16]",
     ],
     "masked_logits_kernel": ["tests/batch/test_masks.py::test_banned_tokens_are_minus_infinity[torch.float16-4-3-95-0-95]"],
     "perturb_kernel": [
         "tests/ops/noise/test_gumbel_triton.py::test_perturbed_logits_of_a_run_equal_the_definition[torch.bfloat16]"
     ],
-    "row_tops_kernel": ["tests/ops/noise/test_border.py::test_the_kernels_equal_the_definition[4097-dtype1]"],
+    "row_tops_kernel": ["tests/ops/noise/test_cutoff.py::test_the_kernels_equal_the_definition[4097-dtype1]"],
     "narrow_kernel": [],
-    "border_kernel": [],
-    "least_logits_kernel": ["tests/ops/noise/test_floor.py::test_the_kernel_equals_the_definition[1300-dtype1]"],
+    "cutoff_kernel": [],
+    "approximate_cutoff_kernel": [
+        "tests/ops/noise/test_approximate_cutoff.py::test_the_kernel_equals_the_definition[1300-dtype1]"
+    ],
     # attention over keys and values
     "next_tokens_kernel": ["tests/attention/kernels/test_tables.py::test_next_tokens[1-1-5-True]"],
     "last_positions_kernel": ["tests/attention/kernels/test_triton_kinds.py::test_last_positions[6]"],
@@ -81,18 +83,18 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/flash/test_queries.py::test_kernels_equal_their_definition[lens2-3-1-16-16-dtype2]"
     ],
     "float8_queries_kernel": [],
-    "leaves_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[World-kind1]"
+    "kv_blocks_kernel": [
+        "tests/attention/invariant/test_kv_blocks.py::test_a_token_s_attention_does_not_depend_on_its_chunk[World-kind1]"
     ],
-    "join_kernel": [],
+    "merge_kv_blocks_kernel": [],
     "path_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[World-kind3-62]"
+        "tests/attention/invariant/test_kv_blocks.py::test_a_node_s_attention_is_that_of_a_plain_step[World-kind3-62]"
     ],
-    "latent_leaves_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[Latents-kind4]"
+    "latent_kv_blocks_kernel": [
+        "tests/attention/invariant/test_kv_blocks.py::test_a_token_s_attention_does_not_depend_on_its_chunk[Latents-kind4]"
     ],
     "latent_path_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind7-126]"
+        "tests/attention/invariant/test_kv_blocks.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind7-126]"
     ],
     # context parallelism, of which a test plays one rank
     "local_slots_kernel": ["tests/attention/context_parallel/test_sharding.py::test_kernels_equal_their_definition[0-2-4-2]"],

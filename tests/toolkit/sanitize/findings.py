@@ -38,10 +38,10 @@ def findings(text: str, root: Path) -> Findings:
         name = next((match[0] for line in block if (match := KERNEL.search(line))), "")
         why = explanation(block, root)
         kind = found.explained if why else found.open
-        kind.setdefault(name, Counter())[why or without_numbers(block[0])] += 1
+        kind.setdefault(name, Counter())[why or on_meta(block[0])] += 1
     return found
 
 
-def without_numbers(line: str) -> str:
+def on_meta(line: str) -> str:
     """A line without addresses and counts, but with the number of the line of source that it names."""
     return re.sub(r"0x[0-9a-f]+|(?<!\.py:)\b\d+", "N", line)

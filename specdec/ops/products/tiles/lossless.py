@@ -1,7 +1,7 @@
 """The tiles of products with packed weights, chosen by shapes and the kind of GPU alone.
 
-They were measured on an H100 and an H200: benchmarks/products/README.md, "Packed weights".  This module knows no tensor and no
-model.
+They were measured on an H100 and an H200: benchmarks/products/README.md, "Lossless weights".  This module knows no tensor and
+no model.
 
 Shapes: M rows, K in, N out.
 """

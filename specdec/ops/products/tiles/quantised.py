@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Literal, NamedTuple
 
-from specdec.ops.products.formats.quantised import Kind, codes_a_word
+from specdec.ops.products.formats.quantised import Kind, pack_factor_of
 from specdec.ops.products.tiles.dense import SMS
 
 MAX_TILES = 1024  # of a split product: as many as there are counters of arrivals
@@ -135,7 +135,7 @@ def hopper_tiles(
     group: columns of a scale, 0: all.  zeros: whether there are zeros.  terms: whether splits are added up by a norm.  Products
     of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
     """
-    a_word = codes_a_word(kind)
+    a_word = pack_factor_of(kind)
     if (
         not 0 < M <= (MANY if group else MANY_PLAIN)
         or (kind, group, zeros) not in SEEN
@@ -212,7 +212,7 @@ def quantised_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None
     if not 0 < M <= FEW:
         return None
     block_m = max(8, 1 << (M - 1).bit_length())
-    few = _of_4_bits if codes_a_word(kind) == 4 else _of_8_bits
+    few = _of_4_bits if pack_factor_of(kind) == 4 else _of_8_bits
     tiles = few(block_m, N, K) if block_m <= 16 else _of_more_rows(block_m, N, K, kind)
     count = -(-N // tiles.block_n)
     splits = tiles.splits if count <= MAX_TILES else 1
@@ -238,6 +238,6 @@ def _of_4_bits(block_m: int, N: int, K: int) -> QuantisedTiles:
 
 def _of_more_rows(block_m: int, N: int, K: int, kind: Kind) -> QuantisedTiles:
     """17 to 64 rows.  Splits give every SM a program or two."""
-    if N >= WIDE and codes_a_word(kind) == 2 and block_m <= 32:
+    if N >= WIDE and pack_factor_of(kind) == 2 and block_m <= 32:
         return _stream(block_m, 128, 256, 1, 8, 3)
     return _stream(block_m, 64, 128, min(4, max(1, 2 * SMS // -(-N // 64))), 4, 4)

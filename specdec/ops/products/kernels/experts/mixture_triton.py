@@ -35,7 +35,7 @@ from specdec.ops.products.tiles.experts import MAX_READ
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import SwiGlu
-    from specdec.ops.products.formats.experts import StackedCodes
+    from specdec.ops.products.formats.experts import QuantisedStack
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 READ = 16, 128, MAX_READ  # pairs that programs read, padded: few sizes, for each of which the kernel is compiled
@@ -43,7 +43,7 @@ AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def coded_experts_kernel(
+def quantised_experts_kernel(
     x,  # [T, I] if GATED, else [P, I]
     codes,  # words [E * O, J], or [E * 2 * O, J] if GATED
     scales,  # as codes, [.., G]; words of POWERS exponents, [.., S], if SCALES is "powers"
@@ -253,9 +253,9 @@ def _power(word_O):
     return ((word_O & 0xFF) << 23).to(tl.float32, bitcast=True)
 
 
-def launch_coded_experts(
+def launch_quantised_experts(
     x: Tensor,
-    weight: StackedCodes,
+    weight: QuantisedStack,
     bias_EO: Tensor | None,
     chosen_P: Tensor,
     counts_E: Tensor | None,
@@ -272,19 +272,19 @@ def launch_coded_experts(
     O = rows // 2 if gate else rows
     assert x.stride(1) == 1 and x.shape[1] == I and chosen_P.is_contiguous() and P
     assert counts_E is not None or P <= MAX_READ
-    assert bias_EO is None or (bias_EO.shape == (weight.matrices, rows) and bias_EO.is_contiguous())
+    assert bias_EO is None or (bias_EO.shape == (weight.experts, rows) and bias_EO.is_contiguous())
     y_PO = x.new_empty(P, O)
     scales = weight.scales_RG.view(torch.int32) if weight.has_powers else weight.scales_RG
-    programs = P if counts_E is None else min(P, weight.matrices) + P // tiles.block_m  # the most tiles of rows there can be
-    coded_experts_kernel[(triton.cdiv(O, tiles.block_n // 2 if gate else tiles.block_n), programs)](
-        x, weight.codes_RJ.view(torch.int16), scales, scales if weight.zeros_RG is None else weight.zeros_RG,
+    programs = P if counts_E is None else min(P, weight.experts) + P // tiles.block_m  # the most tiles of rows there can be
+    quantised_experts_kernel[(triton.cdiv(O, tiles.block_n // 2 if gate else tiles.block_n), programs)](
+        x, weight.qweight_RJ.view(torch.int16), scales, scales if weight.zero_points_RG is None else weight.zero_points_RG,
         x if bias_EO is None else bias_EO, chosen_P, chosen_P if counts_E is None else counts_E, y_PO,
-        P, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
-        EXPERTS=weight.matrices, PADDED_EXPERTS=triton.next_power_of_2(weight.matrices),
+        P, x.stride(0), O=O, I=I, J=weight.qweight_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
+        EXPERTS=weight.experts, PADDED_EXPERTS=triton.next_power_of_2(weight.experts),
         PADDED_PAIRS=next((size for size in READ if counts_E is None and P <= size), READ[0]),
         SORTED=counts_E is not None, ALONE=counts_E is None and P == chosen,
         KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
-        HAS_ZEROS=weight.zeros_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
+        HAS_ZEROS=weight.zero_points_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
         BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),

@@ -159,13 +159,13 @@ def launch_experts_linear(
     return y_PO
 
 
-def launch_weighted_sum(x_TKO: Tensor, weights_TK: Tensor) -> Tensor:
+def launch_weighted_sum(x_TKO: Tensor, topk_weights_TK: Tensor) -> Tensor:
     """[T, O]: the sum of a token's K rows times their weights, added up in float32 from the first to the last."""
     (T, K, O), block = x_TKO.shape, min(1024, triton.next_power_of_2(x_TKO.shape[2]))
-    assert x_TKO.is_contiguous() and weights_TK.is_contiguous() and weights_TK.shape == (T, K)
+    assert x_TKO.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.shape == (T, K)
     y_TO = x_TKO.new_empty(T, O)
     weighted_sum_kernel[(T, triton.cdiv(O, block))](
-        x_TKO, weights_TK, y_TO, O=O, CHOSEN=K, BLOCK=block, num_warps=4, **chained(y_TO.device)
+        x_TKO, topk_weights_TK, y_TO, O=O, CHOSEN=K, BLOCK=block, num_warps=4, **chained(y_TO.device)
     )
     return y_TO
 

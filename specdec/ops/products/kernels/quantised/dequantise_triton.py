@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.ops.products.formats.quantised import TILE, codes_a_word
+from specdec.ops.products.formats.quantised import TILE, pack_factor_of
 from specdec.ops.products.kernels.quantised.stream_triton import values_of_4_bits, values_of_8_bits
 
 if TYPE_CHECKING:
-    from specdec.ops.products.formats.quantised import Codes
+    from specdec.ops.products.formats.quantised import QuantisedMatrix
 
 NUMBERS, COLUMNS = 4096, 512  # of a program
 
@@ -73,18 +73,18 @@ def _scaled(
     return w_ORw * tl.load(scales_O[:, None] + g_R[None, :], mask=ok_OR, other=0.0).to(tl.float32)[:, :, None]
 
 
-def launch_dequantise(weight: Codes, dtype: torch.dtype) -> Tensor:
+def launch_dequantise(weight: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """[O, I], contiguous."""
-    words_OJ = weight.codes_OJ.view(torch.int16)
+    words_OJ = weight.qweight_NJ.view(torch.int16)
     O, J = words_OJ.shape
-    out_OI = torch.empty(O, weight.columns, dtype=dtype, device=weight.codes_OJ.device)
-    assert weight.scales_OG.dtype != torch.float64
+    out_OI = torch.empty(O, weight.columns, dtype=dtype, device=weight.qweight_NJ.device)
+    assert weight.scales_NG.dtype != torch.float64
     assert weight.group % TILE == 0, weight.group
-    run = TILE * codes_a_word(weight.kind)
+    run = TILE * pack_factor_of(weight.kind)
     block_n, runs = NUMBERS // COLUMNS, COLUMNS // run
     dequantise_kernel[(triton.cdiv(O, block_n), triton.cdiv(J, runs * TILE))](
-        words_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG, out_OI,
-        O, weight.columns, J, weight.scales_OG.shape[1], KIND=weight.kind, GROUP=weight.group,
-        HAS_ZEROS=weight.zeros_OG is not None, BLOCK_O=block_n, RUNS=runs,
+        words_OJ, weight.scales_NG, weight.scales_NG if weight.zero_points_NG is None else weight.zero_points_NG, out_OI,
+        O, weight.columns, J, weight.scales_NG.shape[1], KIND=weight.kind, GROUP=weight.group,
+        HAS_ZEROS=weight.zero_points_NG is not None, BLOCK_O=block_n, RUNS=runs,
     )  # fmt: skip
     return out_OI

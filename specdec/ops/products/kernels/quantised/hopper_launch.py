@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from specdec.ops.hopper import tma_layout
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.lossless import WIDTH, Packed
-from specdec.ops.products.formats.quantised import codes_a_word
+from specdec.ops.products.formats.quantised import pack_factor_of
 from specdec.ops.products.kernels.dense.stream_hopper import EIGHT, groups_of, rows_of
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.quantised.warp_hopper import quantised_sliced_kernel
@@ -43,7 +43,7 @@ from specdec.ops.products.tiles.dense import two_parts
 from specdec.ops.products.tiles.quantised import LOADER
 
 if TYPE_CHECKING:
-    from specdec.ops.products.formats.quantised import Codes
+    from specdec.ops.products.formats.quantised import QuantisedMatrix
     from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 
@@ -64,24 +64,33 @@ class _Planes(NamedTuple):
     columns: int
     groups: int
     group: int
-    has_zeros: bool
+    has_zero_points: bool
 
 
-def _planes(weight: Codes | Packed) -> _Planes:
+def _planes(weight: QuantisedMatrix | Packed) -> _Planes:
     if isinstance(weight, Packed):
         words_OJ, high_OJ = weight.low_OJ.view(torch.int16), weight.high_OJ.view(torch.int16)
         return _Planes("packed", 2, words_OJ, high_OJ, weight[2:], weight.columns, 1, 0, False)
-    assert weight.zeros_OG is None or weight.group
-    words_OJ, scales_OG, has_zeros = weight.codes_OJ.view(torch.int16), weight.scales_OG, weight.zeros_OG is not None
-    scales = scales_OG, scales_OG if weight.zeros_OG is None else weight.zeros_OG, scales_OG, scales_OG, scales_OG
+    assert weight.zero_points_NG is None or weight.group
+    words_OJ, scales_NG, has_zero_points = (
+        weight.qweight_NJ.view(torch.int16),
+        weight.scales_NG,
+        weight.zero_points_NG is not None,
+    )
+    scales = scales_NG, scales_NG if weight.zero_points_NG is None else weight.zero_points_NG, scales_NG, scales_NG, scales_NG
     return _Planes(
-        weight.kind, codes_a_word(weight.kind), words_OJ, words_OJ, scales, weight.columns, scales_OG.shape[1], weight.group,
-        has_zeros,
+        weight.kind, pack_factor_of(weight.kind), words_OJ, words_OJ, scales, weight.columns, scales_NG.shape[1], weight.group,
+        has_zero_points,
     )  # fmt: skip
 
 
 def launch_quantised_hopper(
-    x_TI: Tensor, weight: Codes | Packed, bias_O: Tensor | None, gated: bool, tiles: QuantisedTiles, leaves: bool = False
+    x_TI: Tensor,
+    weight: QuantisedMatrix | Packed,
+    bias_O: Tensor | None,
+    gated: bool,
+    tiles: QuantisedTiles,
+    leaves: bool = False,
 ) -> Tensor:
     """[T, O], or [T, F] if gated, in bfloat16.  Rows of x must start at multiples of 16 bytes, and O be one of 8.
 
@@ -102,7 +111,7 @@ def launch_quantised_hopper(
     planes = *of.scales, of.scales[0] if bias_O is None else bias_O, y_TO, partials, arrivals
     sizes = T, O, I, of.groups, x_TI.stride(0)
     common: dict[str, Any] = dict(
-        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zeros, ROWS=two_parts(tiles.block_m)[0],
+        KIND=of.kind, GROUP=of.group, HAS_ZEROS=of.has_zero_points, ROWS=two_parts(tiles.block_m)[0],
         BLOCK_O=tiles.block_n // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         LEAVES=leaves, HAS_BIAS=bias_O is not None, LOADER=LOADER, maxnreg=tiles.registers, **chained(x_TI.device),
     )  # fmt: skip

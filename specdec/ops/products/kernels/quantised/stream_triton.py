@@ -28,7 +28,7 @@ from specdec.ops.launch import chained
 from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of, rows_of_tile
 
 if TYPE_CHECKING:
-    from specdec.ops.products.formats.quantised import Codes
+    from specdec.ops.products.formats.quantised import QuantisedMatrix
     from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
@@ -250,23 +250,25 @@ def value_of_4_bits(word_OJ, zero_O, KIND: tl.constexpr, DTYPE: tl.constexpr):
     return (((code_OJ & 15) - 8).to(tl.float32) - zero_O[:, None]).to(DTYPE)
 
 
-def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: QuantisedTiles) -> Tensor:
+def launch_quantised_linear(
+    x_TI: Tensor, weight: QuantisedMatrix, bias_O: Tensor | None, gated: bool, tiles: QuantisedTiles
+) -> Tensor:
     """[T, O], or [T, F] if gated.  The rows of x may be strided; a split product has at most tiles.block_m of them.
 
     What launch_linear says of split products holds here too.
     """
-    (T, I), rows = x_TI.shape, weight.codes_OJ.shape[0]
+    (T, I), rows = x_TI.shape, weight.qweight_NJ.shape[0]
     O = rows // 2 if gated else rows
     assert 0 < T and (T <= tiles.block_m or tiles.splits == 1) and weight.columns == I and x_TI.stride(1) == 1
     assert bias_O is None or bias_O.shape == (rows,)
     outs = tiles.block_n // 2 if gated else tiles.block_n
     num_tiles = triton.cdiv(O, outs)
     y_TO, partials, arrivals = result_of(x_TI, O, tiles.splits, num_tiles, tiles.block_n, tiles.block_m)
-    scales_OG, zeros_OG = weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG
+    scales_NG, zero_points_NG = weight.scales_NG, weight.scales_NG if weight.zero_points_NG is None else weight.zero_points_NG
     quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(T, tiles.block_m))](
-        x_TI, weight.codes_OJ.view(torch.int16), scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO,
-        partials, arrivals, T, O, I, weight.codes_OJ.shape[1] // 2, scales_OG.shape[1], x_TI.stride(0),
-        KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None,
+        x_TI, weight.qweight_NJ.view(torch.int16), scales_NG, zero_points_NG, scales_NG if bias_O is None else bias_O, y_TO,
+        partials, arrivals, T, O, I, weight.qweight_NJ.shape[1] // 2, scales_NG.shape[1], x_TI.stride(0),
+        KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zero_points_NG is not None,
         ASM=x_TI.dtype == torch.bfloat16 and x_TI.is_cuda,
         BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
         GATED=gated, HAS_BIAS=bias_O is not None, EVEN_O=O % outs == 0, EVEN_I=I % tiles.block_k == 0, AHEAD=AHEAD,

@@ -11,8 +11,8 @@ SIDECARS = ("quantize_config.json", "quant_config.json", "quantization_config.js
 _BYTES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 
 
-def refuse_unsaid_codes(checkpoint: Checkpoint) -> None:
-    """ValueError if tensors look like codes.  Asked where the config says that all weights are ordinary numbers."""
+def refuse_unsaid_quantisation(checkpoint: Checkpoint) -> None:
+    """ValueError if tensors look quantised.  Asked where the config says that no weights are."""
     found = next(filter(None, (_kind_of(checkpoint, name) for name in checkpoint.names())), None)
     if found is None:
         return
@@ -21,7 +21,7 @@ def refuse_unsaid_codes(checkpoint: Checkpoint) -> None:
     beside = next((file for file in SIDECARS if (folder / file).is_file()), None)
     keys = f"the keys of {beside}, which lies beside it," if beside else "the keys of the tool that wrote the weights"
     raise ValueError(
-        f"{checkpoint.file(name)}: tensor {name!r} looks like codes of {kind}, but {folder / 'config.json'} lacks "
+        f"{checkpoint.file(name)}: tensor {name!r} looks like a quantised weight ({kind}), but {folder / 'config.json'} lacks "
         f"quantization_config, which says how they are stored; expected there {keys} and quant_method {methods}"
     )
 

@@ -1,13 +1,13 @@
-"""The kernels of border.py: a search for the border without sorting, by 15 edges at a time.
+"""The kernels of cutoff.py: a search for the cutoff without sorting, by 15 edges at a time.
 
 A logit's bits become a key, an integer in the order of the logits.  A level of the search divides the range in which the
-border's key lies, and adds up how much lies at or above each edge: tokens for top-k, weights for top-p.  The next level's
+cutoff's key lies, and adds up how much lies at or above each edge: tokens for top-k, weights for top-p.  The next level's
 programs all draw the same conclusion.  The first edges of a wide range are equally far apart as logits, in the depth in which
 tokens have weights; others divide the range's keys equally.  Top-k comes first, since top-p is a share of what it keeps; a row
 that has only one of them is done after half of the levels, and a range of one key needs none.  Blocks in which no token reaches
 an edge are skipped.  All sums are of integers, so no order changes them.
 
-Shapes: R rows, S slices of a row, L levels of one search, N tokens of a block, E = 16 edges, the last of them top-k's border.
+Shapes: R rows, S slices of a row, L levels of one search, N tokens of a block, E = 16 edges, the last of them top-k's cutoff.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.noise.border import BEST, Border
-from specdec.ops.noise.floor import Filters
+from specdec.ops.noise.cutoff import BEST, Cutoff
+from specdec.ops.noise.filters import Filters
 
 SLICE, BLOCK, SCAN = 4096, 512, 8192  # tokens of a program, of a step of it, and of a step of the last kernel
 EDGES, FIELDS = 16, 8  # and numbers that a level's state may have
@@ -54,9 +54,9 @@ def _number(key, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _weights(x, heat, top, BEST: tl.constexpr):
+def _weights(x, safe_temperature, top, BEST: tl.constexpr):
     """int64: what a number counts for in top-p.  top: the largest of the row, after temperature."""
-    below = tl.div_rn(x, tl.zeros_like(x) + heat) - top
+    below = tl.div_rn(x, tl.zeros_like(x) + safe_temperature) - top
     return tl.where(below <= 0.0, tl.exp(below) * BEST, 0.0).to(tl.int64)
 
 
@@ -75,13 +75,13 @@ def _added(amount_EN, weight_N, key_N, edge_E, BITS: tl.constexpr, ASM: tl.const
 
 
 @triton.jit
-def _options(temperature, top_k, top_p, b, stride_floats, stride_ints, width):
+def _options(temperatures, top_k, top_p, b, stride_floats, stride_ints, width):
     """(what a row's logits are divided by, top-k's number, top-p's share, whether the row has the one and the other)."""
-    heat = tl.load(temperature + b * stride_floats)
-    few = tl.load(top_k + b * stride_ints)
-    share = tl.load(top_p + b * stride_floats)
-    is_sampled = heat > 0.0
-    return tl.where(is_sampled, heat, 1.0), few, share, is_sampled & (few > 0) & (few < width), is_sampled & (share < 1.0)
+    temperature = tl.load(temperatures + b * stride_floats)
+    k = tl.load(top_k + b * stride_ints)
+    p = tl.load(top_p + b * stride_floats)
+    is_sampled = temperature > 0.0
+    return tl.where(is_sampled, temperature, 1.0), k, p, is_sampled & (k > 0) & (k < width), is_sampled & (p < 1.0)
 
 
 @triton.jit
@@ -92,30 +92,30 @@ def _largest(tops, row, slices, SLICES: tl.constexpr):
 
 @triton.jit
 def _adds_weights(level, has_k, has_p, LEVELS: tl.constexpr):
-    """Whether a level searches top-p's border: in a row with top-k the second search does, else the first."""
+    """Whether a level searches top-p's cutoff: in a row with top-k the second search does, else the first."""
     return has_p & ((level >= LEVELS) == has_k)
 
 
 @triton.jit
-def _edges(low, count, within, top, heat, dtype: tl.constexpr, BITS: tl.constexpr, EDGES: tl.constexpr):
+def _edges(low, count, within, top, safe_temperature, dtype: tl.constexpr, BITS: tl.constexpr, EDGES: tl.constexpr):
     """int64: the edges of a range of `count` keys from `low` on, all of them in it or just after it."""
     e_E = tl.arange(0, EDGES)
     edge_E = low + (e_E + 1).to(tl.int64) * ((count + EDGES - 1) // EDGES)
     if (within == 0) & (count > _WIDE):
-        logit_E = (top - _DEPTH + (e_E + 1).to(tl.float32) * (_DEPTH / EDGES)) * heat
+        logit_E = (top - _DEPTH + (e_E + 1).to(tl.float32) * (_DEPTH / EDGES)) * safe_temperature
         edge_E = _keys(logit_E.to(dtype), BITS).to(tl.int64)
     return tl.minimum(tl.maximum(edge_E, low + 1), low + count)
 
 
 @triton.jit
-def _wanted(share, total):
+def _wanted(p, total):
     """What top-p wants, in float64; at least the smallest weight, so that the best token stays however small the share is."""
-    return tl.maximum(share.to(tl.float64) * total.to(tl.float64), 1.0)
+    return tl.maximum(p.to(tl.float64) * total.to(tl.float64), 1.0)
 
 
 @triton.jit
 def _state(
-    states, amounts, row, level, few, share, has_k, has_p, heat, largest,
+    states, amounts, row, level, k, p, has_k, has_p, safe_temperature, largest,
     dtype: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, EDGES: tl.constexpr, FIELDS: tl.constexpr,
     BEST: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def _state(
     (the first key of the range, its keys, how much lies above it, top-k's key or -1, how many tokens with this key top-k keeps,
     the weight of all tokens that it keeps)
     """
-    top, last_key = tl.div_rn(largest, heat), _keys(largest.to(dtype), BITS).to(tl.int64)
+    top, last_key = tl.div_rn(largest, safe_temperature), _keys(largest.to(dtype), BITS).to(tl.int64)
     low, count, above = tl.full([], 0, tl.int64), last_key + 1, tl.full([], 0, tl.int64)
     key_k, ties_k, total = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     if level > 0:
@@ -137,18 +137,18 @@ def _state(
         counts, weighs = has_k & (before < LEVELS), _adds_weights(before, has_k, has_p, LEVELS)
         within = before % LEVELS
         if weighs & (within == 0):
-            weight_k = _weights(_number(tl.maximum(key_k, 0), dtype, BITS), heat, top, BEST)
+            weight_k = _weights(_number(tl.maximum(key_k, 0), dtype, BITS), safe_temperature, top, BEST)
             total = tl.sum(tl.where(e_E == EDGES - 1, amount_E, 0), 0) + ties_k * weight_k
         if (counts | weighs) & (count > 1):
-            edge_E = _edges(low, count, within, top, heat, dtype, BITS, EDGES)
-            enough_E = tl.where(counts, amount_E >= few, amount_E.to(tl.float64) >= _wanted(share, total)) & (e_E < EDGES - 1)
+            edge_E = _edges(low, count, within, top, safe_temperature, dtype, BITS, EDGES)
+            enough_E = tl.where(counts, amount_E >= k, amount_E.to(tl.float64) >= _wanted(p, total)) & (e_E < EDGES - 1)
             digit = tl.sum(enough_E.to(tl.int32), 0)
             end = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, edge_E, 0), 0), low + count)
             above = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, amount_E, 0), 0), above)
             low = tl.where(digit > 0, tl.sum(tl.where(e_E == digit - 1, edge_E, 0), 0), low)
             count = end - low
         if counts & (within == LEVELS - 1):
-            key_k, ties_k, count, above = low, few - above, last_key - low + 1, above * 0
+            key_k, ties_k, count, above = low, k - above, last_key - low + 1, above * 0
     return low, count, above, key_k, ties_k, total
 
 
@@ -179,7 +179,7 @@ def narrow_kernel(
     tops,  # [R, S] float32
     amounts,  # [R, 2 * L, E] int64
     states,  # [R, 2 * L, FIELDS] int64
-    temperature, top_k, top_p,  # [B] float32, int64, float32
+    temperatures, top_k, top_p,  # [B] float32, int64, float32
     stride_row, stride_floats, stride_ints, each, width, slices, level,
     SLICE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
     EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
@@ -189,11 +189,11 @@ def narrow_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    heat, few, share, has_k, has_p = _options(temperature, top_k, top_p, row // each, stride_floats, stride_ints, width)
+    safe_temperature, k, p, has_k, has_p = _options(temperatures, top_k, top_p, row // each, stride_floats, stride_ints, width)
     largest = _largest(tops, row, slices, SLICES)
     dtype: tl.constexpr = logits.dtype.element_ty
     low, count, above, key_k, ties_k, total = _state(
-        states, amounts, row, level, few, share, has_k, has_p, heat, largest, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
+        states, amounts, row, level, k, p, has_k, has_p, safe_temperature, largest, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
     )
     if part == 0:
         at = states + (row * 2 * LEVELS + level) * FIELDS
@@ -204,9 +204,9 @@ def narrow_kernel(
         tl.store(at + 4, ties_k)
         tl.store(at + 5, total)
     counts, weighs, within = has_k & (level < LEVELS), _adds_weights(level, has_k, has_p, LEVELS), level % LEVELS
-    e_E, top = tl.arange(0, EDGES), tl.div_rn(largest, heat)
-    edge_E = _edges(low, count, within, top, heat, dtype, BITS, EDGES)
-    all_E = tl.where(weighs & (within == 0), key_k + 1, low + count)  # of what top-k keeps, its border's tokens aside
+    e_E, top = tl.arange(0, EDGES), tl.div_rn(largest, safe_temperature)
+    edge_E = _edges(low, count, within, top, safe_temperature, dtype, BITS, EDGES)
+    all_E = tl.where(weighs & (within == 0), key_k + 1, low + count)  # of what top-k keeps, its cutoff's tokens aside
     edge_E = tl.where(e_E < EDGES - 1, edge_E, all_E)
     first_edge = tl.min(edge_E, 0)
     highest = _keys(tl.load(tops + row * slices + part).to(dtype), BITS)
@@ -217,7 +217,7 @@ def narrow_kernel(
             x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf"))
             key_N = _keys(x_N, BITS)
             if tl.max(key_N, 0) >= first_edge:
-                weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), heat, top, BEST))
+                weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), safe_temperature, top, BEST))
                 weight_N = tl.where(i_N < width, weight_N, 0)
                 amount_EN = _added(amount_EN, weight_N, key_N, edge_E, BITS, ASM)
         tl.atomic_add(amounts + (row * 2 * LEVELS + level) * EDGES + e_E, tl.sum(amount_EN, 1))
@@ -236,32 +236,33 @@ def _ties(above, weight, wanted):
 
 
 @triton.jit(do_not_specialize=["stride_row", "stride_floats", "stride_ints", "each", "width", "slices"])
-def border_kernel(
+def cutoff_kernel(
     logits,  # [R, V], any float type
     tops,  # [R, S] float32
     amounts,  # [R, 2 * L, E] int64
     states,  # [R, 2 * L, FIELDS] int64
-    least, last, lowest,  # [R] float32, int64, float32
-    temperature, top_k, top_p, min_p,  # [B] float32, int64, float32, float32
+    cutoff_logit, last_id, min_scaled,  # [R] float32, int64, float32
+    temperatures, top_k, top_p, min_p,  # [B] float32, int64, float32, float32
     stride_row, stride_floats, stride_ints, each, width, slices,
     SCAN: tl.constexpr, SLICES: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
     EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The border, after all levels: which of the tokens with the border's logit is the last one kept."""
+    """The cutoff, after all levels: which of the tokens with the cutoff's logit is the last one kept."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    heat, few, share, has_k, has_p = _options(temperature, top_k, top_p, row // each, stride_floats, stride_ints, width)
+    safe_temperature, k, p, has_k, has_p = _options(temperatures, top_k, top_p, row // each, stride_floats, stride_ints, width)
     largest = _largest(tops, row, slices, SLICES)
     dtype: tl.constexpr = logits.dtype.element_ty
     low, count, above, key_k, ties_k, total = _state(
-        states, amounts, row, 2 * LEVELS, few, share, has_k, has_p, heat, largest, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
-    )
-    top = tl.div_rn(largest, heat)
+        states, amounts, row, 2 * LEVELS, k, p, has_k, has_p, safe_temperature, largest,
+        dtype, BITS, LEVELS, EDGES, FIELDS, BEST,
+    )  # fmt: skip
+    top = tl.div_rn(largest, safe_temperature)
     key = tl.where(has_p, low, tl.maximum(key_k, 0))
     number = _number(key, dtype, BITS)
-    ties = _ties(above, _weights(number, heat, top, BEST), _wanted(share, total))
+    ties = _ties(above, _weights(number, safe_temperature, top, BEST), _wanted(p, total))
     ties = tl.where(has_p, tl.where(key == key_k, tl.minimum(ties, ties_k), ties), ties_k)
     found, end = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64) + width - 1
     if has_k | has_p:
@@ -278,13 +279,13 @@ def border_kernel(
         number = -float("inf")
     share_of_best = tl.load(min_p + row // each * stride_floats).to(tl.float64)
     depth = tl.where(share_of_best > 0.0, tl.log(tl.maximum(share_of_best, 1e-300)), -float("inf"))
-    tl.store(least + row, number)
-    tl.store(last + row, end)
-    tl.store(lowest + row, top + depth.to(tl.float32))
+    tl.store(cutoff_logit + row, number)
+    tl.store(last_id + row, end)
+    tl.store(min_scaled + row, top + depth.to(tl.float32))
 
 
-def launch_borders(logits_RV: Tensor, filters: Filters) -> Border:
-    """`border.borders`."""
+def launch_cutoffs(logits_RV: Tensor, filters: Filters) -> Cutoff:
+    """`cutoff.cutoffs`."""
     (R, V), device = logits_RV.shape, logits_RV.device
     floats = filters.temperature_B, filters.top_p_B, filters.min_p_B
     assert logits_RV.stride(1) == 1 and all(x.dtype == torch.float32 and x.stride() == floats[0].stride() for x in floats)
@@ -294,8 +295,8 @@ def launch_borders(logits_RV: Tensor, filters: Filters) -> Border:
     tops = torch.empty(R, slices, dtype=torch.float32, device=device)
     amounts = torch.empty(R, 2 * levels, EDGES, dtype=torch.int64, device=device)
     states = torch.empty(R, 2 * levels, FIELDS, dtype=torch.int64, device=device)
-    least_R, lowest_R = torch.empty(2, R, dtype=torch.float32, device=device)
-    last_R = torch.empty(R, dtype=torch.int64, device=device)
+    logit_R, min_scaled_R = torch.empty(2, R, dtype=torch.float32, device=device)
+    last_id_R = torch.empty(R, dtype=torch.int64, device=device)
     if R:
         more = dict(num_warps=8, **chained(device))
         shapes = dict(SLICES=triton.next_power_of_2(slices), BITS=bits, LEVELS=levels, EDGES=EDGES, FIELDS=FIELDS, BEST=BEST)
@@ -309,8 +310,8 @@ def launch_borders(logits_RV: Tensor, filters: Filters) -> Border:
                 logits_RV, tops, amounts, states, *options, *sizes, level, SLICE=SLICE, BLOCK=BLOCK,
                 ASM=logits_RV.is_cuda, **shapes, **more,
             )  # fmt: skip
-        border_kernel[(R,)](
-            logits_RV, tops, amounts, states, least_R, last_R, lowest_R, *options, filters.min_p_B, *sizes, SCAN=SCAN,
+        cutoff_kernel[(R,)](
+            logits_RV, tops, amounts, states, logit_R, last_id_R, min_scaled_R, *options, filters.min_p_B, *sizes, SCAN=SCAN,
             **shapes, **more,
         )  # fmt: skip
-    return Border(least_R, last_R, lowest_R)
+    return Cutoff(logit_R, last_id_R, min_scaled_R)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.ops.products.formats.quantised import Codes, Kind, codes_a_word, dequantise, pack
+from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack, pack_factor_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.tiles.dense import two_parts
 from specdec.ops.products.tiles.quantised import QuantisedTiles
@@ -16,19 +16,21 @@ FORMATS: tuple[tuple[Kind, int, bool], ...] = (
 )  # fmt: skip
 
 
-def random_weight(kind: Kind, group: int, zeros: bool, O: int, I: int) -> Codes:
+def random_weight(kind: Kind, group: int, zero_points: bool, N: int, K: int) -> QuantisedMatrix:
     """Every code occurs, but for NaN; scales are within a factor of two of 1 / 16."""
-    generator = torch.Generator().manual_seed(O + I)
-    codes = torch.randint(0, 16 if codes_a_word(kind) == 4 else 256, (O, I), dtype=torch.uint8, generator=generator)
+    generator = torch.Generator().manual_seed(N + K)
+    qvalues = torch.randint(0, 16 if pack_factor_of(kind) == 4 else 256, (N, K), dtype=torch.uint8, generator=generator)
     if kind == "e4m3":
-        codes[(codes & 127) == 127] = 126
-    groups = -(-I // (group or I))
-    scales = (1 + torch.rand(O, groups, generator=generator)) / (2000 if kind in ("e4m3", "int8") else 32)
-    below = torch.randint(-8, 8, (O, groups), dtype=torch.int8, generator=generator) if zeros else None
-    return Codes(kind, pack(kind, codes).to(DEVICE), scales.to(DEVICE), None if below is None else below.to(DEVICE), I, group)
+        qvalues[(qvalues & 127) == 127] = 126
+    groups = -(-K // (group or K))
+    scales = (1 + torch.rand(N, groups, generator=generator)) / (2000 if kind in ("e4m3", "int8") else 32)
+    below = torch.randint(-8, 8, (N, groups), dtype=torch.int8, generator=generator) if zero_points else None
+    return QuantisedMatrix(
+        kind, pack(kind, qvalues).to(DEVICE), scales.to(DEVICE), None if below is None else below.to(DEVICE), K, group
+    )
 
 
-def exact(x: Tensor, weight: Codes, gated: bool, bias: Tensor | None = None) -> Tensor:
+def exact(x: Tensor, weight: QuantisedMatrix, gated: bool, bias: Tensor | None = None) -> Tensor:
     want = x.double() @ dequantise(weight, torch.float64).T + (0 if bias is None else bias.double())
     if not gated:
         return want
@@ -40,8 +42,8 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def check_tiles(tiles: QuantisedTiles, T: int, O: int, I: int, bits: int, width: int, terms: bool = False) -> None:
-    """Fails if tiles for T rows and a weight [O, I] do not fit a Hopper GPU.
+def check_tiles(tiles: QuantisedTiles, T: int, N: int, K: int, bits: int, width: int, terms: bool = False) -> None:
+    """Fails if tiles for T rows and a weight [N, K] do not fit a Hopper GPU.
 
     bits: of a number of the weight.  width: columns of a slice.  terms: whether a norm adds up what splits compute.
     """
@@ -49,11 +51,11 @@ def check_tiles(tiles: QuantisedTiles, T: int, O: int, I: int, bits: int, width:
     assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (terms or tiles.splits == 1))
     stage = tiles.block_n * tiles.block_k * bits // 8 + (T > 1) * tiles.block_m * tiles.block_k * 2
     sums = 4 * tiles.block_n * tiles.block_m if tiles.slices > 1 else 0
-    row = 2 * -(-I // tiles.splits) + 2 * tiles.block_k + 512 * tiles.warps if T == 1 else 0
+    row = 2 * -(-K // tiles.splits) + 2 * tiles.block_k + 512 * tiles.warps if T == 1 else 0
     assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
     assert tiles.kernel == "warp_hopper" or tiles.block_n // tiles.of_program in (64, 128)
     assert 24 <= tiles.others <= 256 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
-    counted = -(-O // tiles.block_n) * -(-T // tiles.block_m) * tiles.of_program
-    assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-I // tiles.block_k))
+    counted = -(-N // tiles.block_n) * -(-T // tiles.block_m) * tiles.of_program
+    assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-K // tiles.block_k))
     assert tiles.kernel == "warpgroup_hopper" or tiles.block_k == tiles.slices * width
-    assert tiles.kernel == "warp_hopper" or -(-I // tiles.block_k) // tiles.splits >= tiles.slices
+    assert tiles.kernel == "warp_hopper" or -(-K // tiles.block_k) // tiles.splits >= tiles.slices

@@ -1,4 +1,4 @@
-"""The kernel of floor.py: one program for each row, which searches the edge by halves.
+"""The kernel of approximate_cutoff.py: one program for each row, which searches the edge by halves.
 
 Shapes: R rows, N tokens of a block.
 """
@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.noise.floor import BINS, PER_UNIT, SHIFT, Filters
+from specdec.ops.noise.approximate_cutoff import BINS, PER_UNIT, SHIFT
+from specdec.ops.noise.filters import Filters
 
 MOST = 32768  # tokens whose exponentials a program holds in registers; of longer rows it computes them for every look
 HALVINGS = (BINS - 1).bit_length()
@@ -58,10 +59,10 @@ def _first_edge(
 
 
 @triton.jit(do_not_specialize=["each", "stride_floats", "stride_ints"])
-def least_logits_kernel(
+def approximate_cutoff_kernel(
     logits,  # [R, W], any float type
-    floor,  # [R] float32
-    temperature,  # [B] float32
+    cutoff,  # [R] float32
+    temperatures,  # [B] float32
     top_k,  # [B] int64
     top_p,  # [B] float32
     min_p,  # [B] float32
@@ -80,10 +81,10 @@ def least_logits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     b = row // each
-    heat = tl.load(temperature + b * stride_floats, cache_modifier=".cg")
-    few = tl.load(top_k + b * stride_ints, cache_modifier=".cg")
-    share = tl.load(top_p + b * stride_floats, cache_modifier=".cg")
-    least = tl.load(min_p + b * stride_floats, cache_modifier=".cg")
+    temperature = tl.load(temperatures + b * stride_floats, cache_modifier=".cg")
+    k = tl.load(top_k + b * stride_ints, cache_modifier=".cg")
+    p = tl.load(top_p + b * stride_floats, cache_modifier=".cg")
+    min_share = tl.load(min_p + b * stride_floats, cache_modifier=".cg")
     logits += row * stride_row
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -93,31 +94,32 @@ def least_logits_kernel(
         i_N = first + tl.arange(0, BLOCK)
         top_N = tl.maximum(top_N, tl.load(logits + i_N, mask=i_N < width, other=-float("inf")).to(tl.float32))
     largest = tl.max(top_N, 0)
-    scale = 1.0 / tl.where(heat > 0.0, heat, 1.0)
+    scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)
     e_N = top_N
     if WHOLE:
         e_N = _exponentials(logits, 0, width, largest, scale, BLOCK)
     start = tl.full([], 0, tl.int32)
     last = tl.full([], BINS - 1, tl.int32)
-    if few > 0:
-        wanted = few.to(tl.float32)
+    if k > 0:
+        wanted = k.to(tl.float32)
         last = _first_edge(
             logits, e_N, width, largest, scale, wanted, start, last, True, WHOLE, BLOCK, PER_UNIT, SHIFT, HALVINGS
         )
-    if share < 1.0:
+    if p < 1.0:
         all_edges = tl.where(last < BINS - 1, last, 1 << 20)  # below the last edge lies the whole row
-        wanted = share * _above(logits, e_N, width, largest, scale, all_edges, False, WHOLE, BLOCK, PER_UNIT, SHIFT)
+        wanted = p * _above(logits, e_N, width, largest, scale, all_edges, False, WHOLE, BLOCK, PER_UNIT, SHIFT)
         last = _first_edge(
             logits, e_N, width, largest, scale, wanted, start, last, False, WHOLE, BLOCK, PER_UNIT, SHIFT, HALVINGS
         )
-    edge = largest - heat * (last.to(tl.float32) + SHIFT) / PER_UNIT
+    edge = largest - temperature * (last.to(tl.float32) + SHIFT) / PER_UNIT
     edge = tl.where(last < BINS - 1, edge, -float("inf"))
-    edge = tl.maximum(edge, tl.where(least > 0.0, largest + heat * tl.log(tl.maximum(least, 1e-30)), -float("inf")))
-    tl.store(floor + row, tl.where(heat > 0.0, edge, -float("inf")))
+    of_min_p = largest + temperature * tl.log(tl.maximum(min_share, 1e-30))
+    edge = tl.maximum(edge, tl.where(min_share > 0.0, of_min_p, -float("inf")))
+    tl.store(cutoff + row, tl.where(temperature > 0.0, edge, -float("inf")))
 
 
-def launch_least_logits(logits_RW: Tensor, filters: Filters) -> Tensor:
-    """`floor.least_logits`."""
+def launch_approximate_cutoffs(logits_RW: Tensor, filters: Filters) -> Tensor:
+    """`approximate_cutoff.approximate_cutoffs`."""
     (R, W), floats = logits_RW.shape, (filters.temperature_B, filters.top_p_B, filters.min_p_B)
     assert logits_RW.stride(1) == 1 and all(x.dtype == torch.float32 and x.stride() == floats[0].stride() for x in floats)
     assert filters.top_k_B.dtype == torch.int64 and R % filters.top_k_B.shape[0] == 0
@@ -125,7 +127,7 @@ def launch_least_logits(logits_RW: Tensor, filters: Filters) -> Tensor:
     block = min(MOST, triton.next_power_of_2(W))
     block = block if block >= W else 8192
     if R:
-        least_logits_kernel[(R,)](
+        approximate_cutoff_kernel[(R,)](
             logits_RW, out, filters.temperature_B, filters.top_k_B, filters.top_p_B, filters.min_p_B, logits_RW.stride(0),
             floats[0].stride(0), filters.top_k_B.stride(0), R // filters.top_k_B.shape[0], W, BLOCK=block, WHOLE=block >= W,
             BINS=BINS, PER_UNIT=PER_UNIT, SHIFT=SHIFT, HALVINGS=HALVINGS, num_warps=min(16, max(1, block // 512)),

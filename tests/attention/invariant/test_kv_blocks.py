@@ -21,8 +21,8 @@ from specdec.attention.caches.layout import KVView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.invariant.backend import InvariantBackend
-from specdec.attention.invariant.plan import PIECE, Leaves, leaves_before, octaves_of
-from specdec.attention.invariant.states_triton import first_key, leaf_of
+from specdec.attention.invariant.plan import MAX_COLUMNS, KVBlocks, doublings_of, kv_blocks_before
+from specdec.attention.invariant.states_triton import kv_block_of, kv_block_start
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -32,10 +32,10 @@ from specdec.batch.tree import DraftTree
 from specdec.verify.tables import path_tables
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
-ALL_AT_ONCE, ONE_LEAF_EACH = 1, 10**6  # how many programs the GPU is said to run: few take all leaves, many take one
+ALL_AT_ONCE, ONE_BLOCK_EACH = 1, 10**6  # how many programs the GPU is said to run: few take all KV blocks, many take one
 PATH = (0, 1, 3)  # in a tree of PARENTS, the nodes that hold the text
 PARENTS = (0, 0, 0, 1, 1)
-LEAST = 64  # leaves of one block, so that short sequences have several
+MIN_KV_BLOCK = 64  # keys: so few that short sequences have several KV blocks
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
 
@@ -67,11 +67,11 @@ class World:
         scoring: Scoring = PLAIN,
         kv: Tensor | None = None,
     ) -> AttentionState:
-        backend = InvariantBackend(programs, Leaves(self.least, 2, PIECE if HAS_GPU else 16))
+        backend = InvariantBackend(programs, KVBlocks(self.min_keys, 2, MAX_COLUMNS if HAS_GPU else 16))
         view = self.view(self.kv if kv is None else kv)
         return backend.attend(q_THD, view, backend.prepare(plan.local(kind)), scoring if scoring.scale else self.scoring)
 
-    scoring, least = PLAIN, LEAST
+    scoring, min_keys = PLAIN, MIN_KV_BLOCK
 
     def view(self, kv: Tensor) -> KVView:
         return MHAView(kv)
@@ -109,7 +109,7 @@ class Pairs(World):
 
 
 class Latents(World):
-    """Latents of rank C and a rotated part of R numbers, which H heads read."""
+    """Latents of rank C and a rotated part of R elements, which H heads read."""
 
     scoring = Scoring(scale=0.2)
 
@@ -122,10 +122,10 @@ class Latents(World):
 
 
 class Pieces(Latents):
-    """Latents that are so long that their values are cut into two pieces."""
+    """Latents that are so long that their values are cut into two parts."""
 
     def __init__(self, length: int) -> None:
-        super().__init__(length, C=2 * PIECE if HAS_GPU else 32)
+        super().__init__(length, C=2 * MAX_COLUMNS if HAS_GPU else 32)
 
 
 def ints(*values: int) -> Tensor:
@@ -141,28 +141,28 @@ def rows(state: AttentionState, start: int, end: int | None = None) -> Attention
 
 
 @triton.jit
-def _borders(keys, leaves, firsts, N: tl.constexpr, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
+def _starts(keys, blocks, firsts, N: tl.constexpr, MIN_KV_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr):
     n = tl.arange(0, N)
-    leaf = leaf_of(tl.load(keys + n), LEAST, OCTAVES)
-    first = first_key(leaf, LEAST, OCTAVES)
-    tl.store(leaves + n, leaf)
+    block = kv_block_of(tl.load(keys + n), MIN_KV_BLOCK, DOUBLINGS)
+    first = kv_block_start(block, MIN_KV_BLOCK, DOUBLINGS)
+    tl.store(blocks + n, block)
     tl.store(firsts + n, first)
 
 
-@pytest.mark.parametrize("octaves", [0, 1, 5])
-def test_leaves_tile_the_positions(octaves: int) -> None:
-    """Keeps out: a position in no leaf or in two, and a host that plans fewer leaves than the kernels count."""
-    borders, position = [], 0
-    for leaf in range(16 * (octaves + 1) + 20):
-        borders.append(position)
-        position += 64 << min(leaf // 16, octaves)
-    keys = sorted({max(0, border + offset) for border in borders for offset in (-1, 0, 1)})
+@pytest.mark.parametrize("doublings", [0, 1, 5])
+def test_kv_blocks_tile_the_positions(doublings: int) -> None:
+    """Keeps out: a position in no KV block or in two, and a host that plans fewer KV blocks than the kernels count."""
+    starts, position = [], 0
+    for block in range(16 * (doublings + 1) + 20):
+        starts.append(position)
+        position += 64 << min(block // 16, doublings)
+    keys = sorted({max(0, start + offset) for start in starts for offset in (-1, 0, 1)})
     keys = (keys + [0] * 128)[:128]
-    leaves, firsts = (torch.empty(128, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    _borders[(1,)](ints(*keys), leaves, firsts, N=128, LEAST=64, OCTAVES=octaves)
-    want = [max(i for i, border in enumerate(borders) if border <= key) for key in keys]
-    assert leaves.tolist() == want and firsts.tolist() == [borders[leaf] for leaf in want]
-    assert [leaves_before(key + 1, octaves, LEAST) for key in keys] == [leaf + 1 for leaf in want]
+    blocks, firsts = (torch.empty(128, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    _starts[(1,)](ints(*keys), blocks, firsts, N=128, MIN_KV_BLOCK=64, DOUBLINGS=doublings)
+    want = [max(i for i, start in enumerate(starts) if start <= key) for key in keys]
+    assert blocks.tolist() == want and firsts.tolist() == [starts[block] for block in want]
+    assert [kv_blocks_before(key + 1, doublings, MIN_KV_BLOCK) for key in keys] == [block + 1 for block in want]
 
 
 OF_CHUNKS = [
@@ -173,11 +173,11 @@ OF_CHUNKS = [
 
 @pytest.mark.parametrize(("make", "kind"), OF_CHUNKS)
 def test_a_token_s_attention_does_not_depend_on_its_chunk(make: type[World], kind: LayerKind) -> None:
-    """Keeps out: blocks that begin where a chunk or a window begins, splits by the number of programs, masked keys."""
+    """Keeps out: steps that begin where a chunk or a window begins, splits by the number of programs, masked keys."""
     world = make(140)
     chunk = world.tokens(122, 140, kind, ALL_AT_ONCE)
-    assert same(chunk, world.tokens(122, 140, kind, ONE_LEAF_EACH))
-    for position, programs in ((122, ALL_AT_ONCE), (128, ONE_LEAF_EACH), (139, ONE_LEAF_EACH)):
+    assert same(chunk, world.tokens(122, 140, kind, ONE_BLOCK_EACH))
+    for position, programs in ((122, ALL_AT_ONCE), (128, ONE_BLOCK_EACH), (139, ONE_BLOCK_EACH)):
         assert same(world.tokens(position, position + 1, kind, programs), rows(chunk, position - 122, position - 121))
     want = ReferenceBackend()
     wide = world.view(world.kv.double())
@@ -194,22 +194,22 @@ OF_TREES = [
 
 @pytest.mark.parametrize(("make", "kind", "length"), OF_TREES)
 def test_a_node_s_attention_is_that_of_a_plain_step(make: type[World], kind: LayerKind, length: int) -> None:
-    """Keeps out: a tree's keys summed apart from the prefix, a tree across a border of blocks or leaves, siblings read."""
+    """Keeps out: a tree's keys summed apart from the prefix, a tree across the end of a step or a KV block, siblings read."""
     world = make(140)
     steps = [world.tokens(length + depth, length + depth + 1, kind, ALL_AT_ONCE) for depth in range(len(PATH))]
-    for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
+    for programs in (ALL_AT_ONCE, ONE_BLOCK_EACH):
         nodes = world.tree(length, kind, programs)
         for node, step in zip(PATH, steps, strict=True):
             assert same(rows(nodes, node, node + 1), step), (programs, node)
 
 
 def test_scoring_and_padded_rows() -> None:
-    """Keeps out: a softcap that one of the ways leaves out, NaN in a row without keys."""
+    """Keeps out: a softcap that one of the ways blocks out, NaN in a row without keys."""
     world, scoring = World(70), Scoring(scale=0.3, softcap=2.0)
     chunk = world.tokens(60, 70, FULL, ALL_AT_ONCE, scoring)
-    assert same(world.tokens(69, 70, FULL, ONE_LEAF_EACH, scoring), rows(chunk, 9))
+    assert same(world.tokens(69, 70, FULL, ONE_BLOCK_EACH, scoring), rows(chunk, 9))
     assert not torch.equal(chunk.out_THD, world.tokens(60, 70, FULL, ALL_AT_ONCE).out_THD)
-    for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
+    for programs in (ALL_AT_ONCE, ONE_BLOCK_EACH):
         empty = world.ask(world.q_THD[:1], AttentionPlan((causal_segment(world.pages, ints(0), 1),)), FULL, programs)
         assert empty.out_THD.eq(0).all() and empty.lse_TH.eq(-torch.inf).all()
 
@@ -228,21 +228,21 @@ KINDS = (FULL, LayerKind(window=300), LayerKind(chunk=256))
 def test_real_shapes(make: Any, shape: tuple[int, ...], kind: LayerKind) -> None:
     """Keeps out: kernels whose products or reductions compile to other instructions than each other's."""
     world = make(2500, *shape)
-    world.least = 128
+    world.min_keys = 128
     chunk = world.tokens(0, 2500, kind, ALL_AT_ONCE)
-    assert same(rows(chunk, 2000), world.tokens(2000, 2500, kind, ONE_LEAF_EACH))
+    assert same(rows(chunk, 2000), world.tokens(2000, 2500, kind, ONE_BLOCK_EACH))
     for position in (0, 63, 64, 127, 128, 700, 2047, 2048, 2049, 2304, 2499):
-        step = world.tokens(position, position + 1, kind, ONE_LEAF_EACH)
+        step = world.tokens(position, position + 1, kind, ONE_BLOCK_EACH)
         assert same(step, world.tokens(position, position + 1, kind, ALL_AT_ONCE))
         assert same(step, rows(chunk, position, position + 1)), position
     for length in (1, 60, 126, 128, 700, 2047, 2302):
-        for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
+        for programs in (ALL_AT_ONCE, ONE_BLOCK_EACH):
             nodes = world.tree(length, kind, programs)
             for depth, node in enumerate(PATH):
                 assert same(rows(nodes, node, node + 1), rows(chunk, length + depth, length + depth + 1)), (length, node)
 
 
-def test_a_span_has_short_leaves() -> None:
-    """Keeps out: a windowed layer far from position 0 whose window lies in one leaf, which one program would read."""
+def test_a_span_has_short_kv_blocks() -> None:
+    """Keeps out: a windowed layer far from position 0 whose window lies in one KV block, which one program would read."""
     want = {None: 4, 128: 0, 1024: 0, 4096: 2, 10**6: 4}
-    assert {span: octaves_of(span, LEAST) for span in want} == want
+    assert {span: doublings_of(span, MIN_KV_BLOCK) for span in want} == want

@@ -1,4 +1,4 @@
-"""The border of filters: the definition as whole numbers say it, token by token; the kernels as the definition.
+"""The cutoff of filters: the definition as whole numbers say it, token by token; the kernels as the definition.
 
 Shapes: R rows, V vocabulary.
 """
@@ -11,8 +11,8 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.batch.sampling import RowSampling
-from specdec.ops.noise.border import BEST, Border, borders, lowest_alone
-from specdec.ops.noise.border_triton import launch_borders
+from specdec.ops.noise.cutoff import BEST, Cutoff, cutoffs, min_p_cutoffs
+from specdec.ops.noise.cutoff_triton import launch_cutoffs
 from specdec.ops.noise.gumbel import gumbel_noise
 from specdec.ops.noise.sample import sampled_tokens
 from specdec.ops.noise.sample_triton import launch_sampled_tokens
@@ -28,7 +28,7 @@ CASES = [
 
 def sampling_on(device: torch.device | str) -> RowSampling:
     return RowSampling.of(
-        [RowOptions.of(temperature=heat, top_p=top_p, min_p=min_p, top_k=top_k) for heat, top_k, top_p, min_p in CASES], device
+        [RowOptions.of(temperature=t, top_p=top_p, min_p=min_p, top_k=top_k) for t, top_k, top_p, min_p in CASES], device
     )
 
 
@@ -43,7 +43,7 @@ def logits_of(V: int, dtype: torch.dtype, spread: float = 3.0, each: int = 2) ->
 
 
 def scaled(logits: Tensor, sampling: RowSampling) -> Tensor:
-    return logits.float() / sampling.filters.expand_rows(len(logits)).heat_B[:, None]
+    return logits.float() / sampling.filters.expand_rows(len(logits)).safe_temperature_B[:, None]
 
 
 def kept_one_by_one(logits_V: list[float], scaled_V: Tensor, options: tuple[float, int, float, float]) -> list[bool]:
@@ -66,7 +66,7 @@ def test_the_definition_keeps_what_whole_numbers_say(dtype: torch.dtype) -> None
     """Keeps out: top-p of all tokens beside top-k, a tie kept or dropped as a whole, a sum that is rounded, two zeros that are
     not in the order of their ids."""
     logits, sampling = logits_of(90, dtype), sampling_on("cpu")
-    kept = borders(logits, sampling.filters).keeps(logits, scaled(logits, sampling))
+    kept = cutoffs(logits, sampling.filters).keeps(logits, scaled(logits, sampling))
     for row, options in enumerate(case for case in CASES for _ in range(2)):
         if options[0] > 0:
             want = kept_one_by_one(logits[row].tolist(), scaled(logits, sampling)[row], options)
@@ -77,14 +77,14 @@ def check(logits: Tensor) -> None:
     """The kernels keep what the definition keeps.  Exponentials of two libraries may differ in their last bits, so top-p may
     part at tokens before which there is as much as it wants, but for a millionth of all."""
     sampling, there = sampling_on("cpu"), sampling_on(DEVICE)
-    border = Border(*(column.cpu() for column in launch_borders(logits.to(DEVICE), there.filters)))
-    want = borders(logits, sampling.filters)
-    torch.testing.assert_close(border.lowest_R, want.lowest_R, atol=1e-6, rtol=1e-6)
-    heated = scaled(logits, sampling)
-    got, kept = border.keeps(logits, heated), want.keeps(logits, heated)
+    cutoff = Cutoff(*(column.cpu() for column in launch_cutoffs(logits.to(DEVICE), there.filters)))
+    want = cutoffs(logits, sampling.filters)
+    torch.testing.assert_close(cutoff.min_scaled_R, want.min_scaled_R, atol=1e-6, rtol=1e-6)
+    scaled_logits = scaled(logits, sampling)
+    got, kept = cutoff.keeps(logits, scaled_logits), want.keeps(logits, scaled_logits)
     rows = sampling.expand_rows(len(logits) // len(CASES))
     for row in ((got != kept).any(1) & (rows.temperature_R > 0)).nonzero()[:, 0].tolist():
-        weights = (heated[row] - heated[row].max()).double().exp()
+        weights = (scaled_logits[row] - scaled_logits[row].max()).double().exp()
         assert weights[got[row] != kept[row]].sum() < 1e-6 * weights[kept[row]].sum() and rows.column("top_p")[row] < 1, row
 
 
@@ -99,11 +99,11 @@ def test_rows_of_junk_reach_no_other_row() -> None:
     """Keeps out: a search that fails for all, or does not end, because of one row's NaN or infinity."""
     logits = logits_of(300, torch.float16, each=1)
     there = sampling_on(DEVICE)
-    want = launch_borders(logits.to(DEVICE), there.filters)
+    want = launch_cutoffs(logits.to(DEVICE), there.filters)
     for row, value in ((2, torch.nan), (5, torch.inf), (8, -torch.inf)):
         logits[row, 7 if value != -torch.inf else slice(None)] = value
     others = [row for row in range(len(logits)) if row not in (2, 5, 8)]
-    got = launch_borders(logits.to(DEVICE), there.filters)
+    got = launch_cutoffs(logits.to(DEVICE), there.filters)
     assert all(torch.equal(a[others], b[others]) for a, b in zip(got, want, strict=True))
     seeds, at = torch.arange(len(CASES), device=DEVICE), torch.arange(len(logits), device=DEVICE)
     tokens = launch_sampled_tokens(logits.to(DEVICE), there.temperature_R, seeds, at, got)
@@ -115,8 +115,8 @@ def test_the_best_token_stays_whatever_top_p_is() -> None:
     logits = logits_of(90, torch.float32)[:2]
     for device in ("cpu", DEVICE):
         filters = RowSampling.of([RowOptions.of(temperature=1.0, top_p=1e-46)] * 2, device).filters
-        border = (borders if device == "cpu" else launch_borders)(logits.to(device), filters)
-        kept = Border(*(column.cpu() for column in border)).keeps(logits, logits)
+        cutoff = (cutoffs if device == "cpu" else launch_cutoffs)(logits.to(device), filters)
+        kept = Cutoff(*(column.cpu() for column in cutoff)).keeps(logits, logits)
         assert torch.equal(kept.nonzero()[:, 1], logits.argmax(-1)) and kept.sum() == 2
 
 
@@ -125,9 +125,9 @@ def test_min_p_alone(dtype: torch.dtype) -> None:
     """Of a vocabulary that 16 bits can't count.  Keeps out: an id that the logits' dtype rounds or can't hold."""
     logits = (3 * torch.randn(2, 70001, generator=torch.Generator().manual_seed(3))).to(dtype)
     filters = RowSampling.of([RowOptions.of(temperature=0.7, min_p=min_p) for min_p in (0.1, 0.9)], "cpu").filters
-    heated = logits.float() / 0.7
-    kept = lowest_alone(logits.amax(-1), filters, 70001).keeps(logits, heated)
-    shares = (heated - heated.amax(-1, keepdim=True)).exp()
+    scaled_logits = logits.float() / 0.7
+    kept = min_p_cutoffs(logits.amax(-1), filters, 70001).keeps(logits, scaled_logits)
+    shares = (scaled_logits - scaled_logits.amax(-1, keepdim=True)).exp()
     far = (shares - torch.tensor([[0.1], [0.9]])).abs() > 1e-6
     assert torch.equal(kept[far], (shares >= torch.tensor([[0.1], [0.9]]))[far]) and kept.any(1).all() and not kept.all()
 
@@ -138,14 +138,14 @@ def test_tokens_are_sampled_from_what_is_kept(dtype: torch.dtype) -> None:
     logits = logits_of(5000, dtype)
     logits[3, 4] = torch.nan
     sampling, there, at = sampling_on("cpu"), sampling_on(DEVICE), torch.arange(len(logits)) * 7
-    border = borders(logits, sampling.filters)
+    cutoff = cutoffs(logits, sampling.filters)
     seeds = torch.arange(len(CASES)) - 5
-    want = sampled_tokens(logits, sampling.temperature_R, seeds, at, border)
-    kept, greedy = border.keeps(logits, scaled(logits, sampling)), sampling.expand_rows(2).temperature_R == 0
+    want = sampled_tokens(logits, sampling.temperature_R, seeds, at, cutoff)
+    kept, greedy = cutoff.keeps(logits, scaled(logits, sampling)), sampling.expand_rows(2).temperature_R == 0
     noise = gumbel_noise(seeds.repeat_interleave(2), at, 5000)
     scores = torch.where(greedy[:, None], logits.float(), (scaled(logits, sampling) + noise).where(kept, -torch.inf))
     assert torch.equal(want, scores.argmax(-1).masked_fill(torch.arange(len(logits)) == 3, -1))
-    moved = Border(*(column.to(DEVICE) for column in border))
+    moved = Cutoff(*(column.to(DEVICE) for column in cutoff))
     got = launch_sampled_tokens(logits.to(DEVICE), there.temperature_R, seeds.to(DEVICE), at.to(DEVICE), moved)
     assert torch.equal(got.cpu(), want)
 

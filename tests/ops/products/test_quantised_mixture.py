@@ -1,4 +1,4 @@
-"""Mixtures of experts over codes: where codes lie, and the kernel against float64.
+"""Mixtures of quantised experts: where quantised values lie, and the kernel against float64.
 
 On a GPU in bfloat16, else in float16 under Triton's interpreter.
 
@@ -12,17 +12,17 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops.products.experts import PLAIN, CodedExperts, Form, SwiGlu, coded_experts, runs_on_codes
+from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, SwiGlu, has_experts_kernel, quantised_experts
 from specdec.ops.products.formats.experts import (
-    StackedCodes,
-    chosen_of,
+    QuantisedStack,
     dequantise_stack,
     pack_steps,
     scales_form,
+    stack_of,
     steps_of,
     unpack_steps,
 )
-from specdec.ops.products.formats.quantised import Codes, Kind, codes_a_word, dequantise, pack
+from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack, pack_factor_of
 from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
@@ -31,64 +31,64 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 class Stored(NamedTuple):
     kind: Kind
     group: int
-    zeros: bool = False
+    zero_points: bool = False
     powers: bool = False
 
 
 FORMS = {
     "fp8 rows": Stored("e4m3", 0),
     "fp8 blocks": Stored("e4m3", 128),
-    "int8 zeros": Stored("int8", 0, zeros=True),
+    "int8 zero points": Stored("int8", 0, zero_points=True),
     "int4": Stored("int4", 128),
-    "int4 zeros": Stored("int4", 32, zeros=True),
+    "int4 zero points": Stored("int4", 32, zero_points=True),
     "mxfp4": Stored("e2m1", 32, powers=True),
 }
 
 
-def stack(form: Stored, count: int, rows: int, columns: int) -> StackedCodes:
+def stack(form: Stored, count: int, rows: int, columns: int) -> QuantisedStack:
     """Every code occurs, but for NaN; the numbers are about 0.3."""
     R, generator = count * rows, torch.Generator(DEVICE).manual_seed(rows + columns)
-    most, groups = 16 if codes_a_word(form.kind) == 4 else 256, -(-columns // (form.group or columns))
+    most, groups = 16 if pack_factor_of(form.kind) == 4 else 256, -(-columns // (form.group or columns))
 
     def integers(low: int, high: int, width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.randint(low, high, (R, width), dtype=dtype, device=DEVICE, generator=generator)
 
-    codes = integers(0, most, columns)
+    qvalues = integers(0, most, columns)
     if form.kind == "e4m3":
-        codes[(codes & 127) == 127] = 126
+        qvalues[(qvalues & 127) == 127] = 126
     if form.powers:
         scales = integers(122, 126, 4 * steps_of(columns))
     else:
         scales = (0.5 + torch.rand(R, groups, device=DEVICE, generator=generator)) / (300 if most == 256 else 15)
-    zeros = integers(-8, 8, groups, torch.int8) if form.zeros else None
-    return StackedCodes(form.kind, count, pack_steps(form.kind, codes), scales, zeros, columns, form.group)
+    zero_points = integers(-8, 8, groups, torch.int8) if form.zero_points else None
+    return QuantisedStack(form.kind, count, pack_steps(form.kind, qvalues), scales, zero_points, columns, form.group)
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
 
 
-def experts_of(stored: Stored, E: int, H: int, F: int, gate: SwiGlu | None = None) -> CodedExperts:
+def experts_of(stored: Stored, E: int, H: int, F: int, gate: SwiGlu | None = None) -> QuantisedExperts:
     """gate: of experts with biases."""
     form = PLAIN if gate is None else Form(gate, rand(E, 2 * F, seed=5), rand(E, H, seed=6))
-    return CodedExperts(stack(stored, E, 2 * F, H), stack(stored, E, H, F), form)
+    return QuantisedExperts(stack(stored, E, 2 * F, H), stack(stored, E, H, F), form)
 
 
 def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
     """Weights and numbers of experts.  No token chooses expert 1, and all choose expert 0, at no fixed place."""
     scores_TE = torch.rand(T, E, generator=torch.Generator().manual_seed(T))
     scores_TE[:, 1], scores_TE[:, 0] = -1, 2
-    chosen_TK = scores_TE.topk(K).indices
-    chosen_TK[::2] = chosen_TK[::2].flip(1)
-    return torch.rand(T, K, generator=torch.Generator().manual_seed(K)).to(DEVICE), chosen_TK.to(DEVICE)
+    topk_ids_TK = scores_TE.topk(K).indices
+    topk_ids_TK[::2] = topk_ids_TK[::2].flip(1)
+    return torch.rand(T, K, generator=torch.Generator().manual_seed(K)).to(DEVICE), topk_ids_TK.to(DEVICE)
 
 
-def exact(x: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts) -> Tensor:
+def exact(x: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: QuantisedExperts) -> Tensor:
     """The sum in float64, token by token, by the formula of each gate."""
-    ids, places_TK = chosen_TK.unique(return_inverse=True)
-    gate_up, down = (dequantise_stack(chosen_of(each, ids), torch.float64) for each in (experts.gate_up, experts.down))
+    ids, places_TK = topk_ids_TK.unique(return_inverse=True)
+    gate_up, down = (dequantise_stack(stack_of(each, ids), torch.float64) for each in (experts.gate_up, experts.down))
     rows = []
-    for token, (weights_K, places_K) in enumerate(zip(weights_TK.double(), places_TK.tolist())):
+    for token, (weights_K, places_K) in enumerate(zip(topk_weights_TK.double(), places_TK.tolist())):
         total = torch.zeros(down.shape[1], dtype=torch.float64, device=x.device)
         for weight, at in zip(weights_K, places_K):
             both = gate_up[at] @ x[token].double()
@@ -114,23 +114,25 @@ SMALL = None if HAS_GPU else ExpertTiles(4, 64, 4, 2, unroll=2)  # the interpret
 def test_packing_is_undone(kind: Kind, columns: int) -> None:
     """Keeps out: a last step of columns that is cut off, or padding that becomes columns."""
     most = 256 if kind == "e4m3" else 16
-    codes = torch.randint(0, most, (3, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(unpack_steps(kind, pack_steps(kind, codes), columns), codes)
+    qvalues = torch.randint(0, most, (3, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(unpack_steps(kind, pack_steps(kind, qvalues), columns), qvalues)
 
 
 def test_numbers_are_those_of_single_matrices() -> None:
     """Keeps out: a scale or a zero of another group, and rows of another expert among those that were asked for."""
-    for form in (Stored("int4", 32, zeros=True), Stored("e4m3", 128)):
+    for form in (Stored("int4", 32, zero_points=True), Stored("e4m3", 128)):
         whole = stack(form, 3, 8, 128)
-        codes = pack(form.kind, unpack_steps(form.kind, whole.codes_RJ, 128))
-        want = dequantise(Codes(form.kind, codes, whole.scales_RG, whole.zeros_RG, 128, form.group), torch.float32)
+        qvalues = pack(form.kind, unpack_steps(form.kind, whole.qweight_RJ, 128))
+        want = dequantise(
+            QuantisedMatrix(form.kind, qvalues, whole.scales_RG, whole.zero_points_RG, 128, form.group), torch.float32
+        )
         assert torch.equal(dequantise_stack(whole, torch.float32).flatten(0, 1), want)
         ids = torch.tensor([[2, 0], [2, 1]], device=DEVICE)
-        few = dequantise_stack(chosen_of(whole, ids), torch.float32)
+        few = dequantise_stack(stack_of(whole, ids), torch.float32)
         assert torch.equal(few, want.view(3, 8, 128)[ids.flatten()])
     powers = stack(FORMS["mxfp4"], 2, 4, 96)
     scales = 2.0 ** (powers.scales_RG[:, :3].double() - 127)
-    plain = Codes("e2m1", pack("e2m1", unpack_steps("e2m1", powers.codes_RJ, 96)), scales, None, 96, 32)
+    plain = QuantisedMatrix("e2m1", pack("e2m1", unpack_steps("e2m1", powers.qweight_RJ, 96)), scales, None, 96, 32)
     assert torch.equal(dequantise_stack(powers, torch.float64).flatten(0, 1), dequantise(plain, torch.float64))
 
 
@@ -142,35 +144,39 @@ def test_a_mixture_equals_its_definition(name: str, sorts: bool) -> None:
     """
     H, F = (128, 128) if name == "int4" else (160, 32)
     experts = experts_of(FORMS[name], 3, H, F, SwiGlu(1.7, 7.0) if name == "mxfp4" else None)
-    x, (weights_TK, chosen_TK) = rand(5, H, seed=2) / 8, choice(5, 3, 2)
+    x, (topk_weights_TK, topk_ids_TK) = rand(5, H, seed=2) / 8, choice(5, 3, 2)
     with torch.inference_mode():
-        got = coded_experts(x, weights_TK, chosen_TK, experts, tiles=SMALL, most_read=0 if sorts else 64)
-    assert got.dtype == DTYPE and error(got, exact(x, weights_TK, chosen_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
+        got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL, most_read=0 if sorts else 64)
+    assert got.dtype == DTYPE and error(got, exact(x, topk_weights_TK, topk_ids_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
 
 
 def test_one_token_equals_its_definition() -> None:
     """Keeps out: an expert of another place, where no program looks for other pairs."""
-    experts, x, (weights_TK, chosen_TK) = experts_of(FORMS["fp8 rows"], 4, 128, 32), rand(1, 128, seed=3) / 8, choice(1, 4, 3)
+    experts, x, (topk_weights_TK, topk_ids_TK) = (
+        experts_of(FORMS["fp8 rows"], 4, 128, 32),
+        rand(1, 128, seed=3) / 8,
+        choice(1, 4, 3),
+    )
     with torch.inference_mode():
-        got = coded_experts(x, weights_TK, chosen_TK, experts, tiles=SMALL)
-    assert error(got, exact(x, weights_TK, chosen_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
+        got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL)
+    assert error(got, exact(x, topk_weights_TK, topk_ids_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 6, 200])
 def test_replays_follow_the_choices(T: int) -> None:
     """Keeps out: experts that a graph reads of the pass that was captured."""
-    experts, x, (weights_TK, chosen_TK) = experts_of(FORMS["mxfp4"], 8, 256, 96), rand(T, 256, seed=3), choice(T, 8, 3)
+    experts, x, (topk_weights_TK, topk_ids_TK) = experts_of(FORMS["mxfp4"], 8, 256, 96), rand(T, 256, seed=3), choice(T, 8, 3)
     with torch.inference_mode():
-        coded_experts(x, weights_TK, chosen_TK, experts)
+        quantised_experts(x, topk_weights_TK, topk_ids_TK, experts)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = coded_experts(x, weights_TK, chosen_TK, experts)
+            got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts)
         for seed in range(3):
-            chosen_TK.copy_(torch.rand(T, 8, generator=torch.Generator().manual_seed(seed)).topk(3).indices)
+            topk_ids_TK.copy_(torch.rand(T, 8, generator=torch.Generator().manual_seed(seed)).topk(3).indices)
             x.copy_(rand(T, 256, seed=seed))
             graph.replay()
-            assert torch.equal(got, coded_experts(x, weights_TK, chosen_TK, experts))
+            assert torch.equal(got, quantised_experts(x, topk_weights_TK, topk_ids_TK, experts))
 
 
 def test_a_gate_holds_its_limits() -> None:
@@ -185,12 +191,19 @@ def test_what_the_kernel_can_not_read() -> None:
     """Keeps out: scales of other groups than the kernel reads, such as nvfp4's of 16 columns, and launches on a CPU."""
     assert not any(scales_form(kind, group) for kind, group in (("e2m1", 16), ("e4m3", 64), ("int8", 32), ("int4", 16)))
     x = torch.ones(1, 128)
-    assert not runs_on_codes(x, experts_of(FORMS["int4"], 2, 128, 128))
+    assert not has_experts_kernel(x, experts_of(FORMS["int4"], 2, 128, 128))
     assert expert_tiles(8, 128).block_m == 8 and expert_tiles(4096, 32).block_m == 64
 
 
 GPT_OSS, QWEN, V3 = (2880, 2880, 32, 4), (2048, 768, 128, 8), (7168, 2048, 16, 8)
-PUBLISHED = {"mxfp4": GPT_OSS, "int4": QWEN, "int4 zeros": GPT_OSS, "fp8 blocks": V3, "fp8 rows": QWEN, "int8 zeros": QWEN}
+PUBLISHED = {
+    "mxfp4": GPT_OSS,
+    "int4": QWEN,
+    "int4 zero points": GPT_OSS,
+    "fp8 blocks": V3,
+    "fp8 rows": QWEN,
+    "int8 zero points": QWEN,
+}
 
 
 @pytest.mark.gpu
@@ -200,9 +213,9 @@ def test_published_sizes(name: str) -> None:
     H, F, E, K = PUBLISHED[name]
     experts = experts_of(FORMS[name], E, H, F, SwiGlu(1.702, 7.0))
     for T in (1, 6, 200):
-        x, (weights_TK, chosen_TK) = rand(T, H, seed=T) / 16, choice(T, E, K)
+        x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=T) / 16, choice(T, E, K)
         with torch.inference_mode():
-            assert runs_on_codes(x, experts)
-            got = coded_experts(x, weights_TK, chosen_TK, experts)
+            assert has_experts_kernel(x, experts)
+            got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts)
         few = slice(T - min(T, 6), T)
-        assert error(got[few], exact(x[few], weights_TK[few], chosen_TK[few], experts)) < 6e-3, T
+        assert error(got[few], exact(x[few], topk_weights_TK[few], topk_ids_TK[few], experts)) < 6e-3, T

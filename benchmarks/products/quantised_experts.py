@@ -1,11 +1,11 @@
 """How long a layer's experts take with weights in 8 or 4 bits, beside bf16 ones, on a real GPU.
 
-    python benchmarks products.expert_codes --out benchmarks/products/results/expert_codes_h200.json
-    python benchmarks products.expert_codes --sweep       # with other tiles beside those that specdec takes
+    python benchmarks products.quantised_experts --out benchmarks/products/results/quantised_experts_h200.json
+    python benchmarks products.quantised_experts --sweep       # with other tiles beside those that specdec takes
 
 Two layers: of gpt-oss-20b's size (32 experts, 4 a token, mxfp4) and of Qwen3-30B-A3B's (128 experts, 8 a token, fp8 blocks and
 int4).  Times are medians of replays of CUDA graphs that hold many calls, each with other choices and other rows, so that
-weights come from memory, as in a model.  The limit is the time to read the chosen experts' codes and scales once.
+weights come from memory, as in a model.  The limit is the time to read the chosen experts' quantised values and scales once.
 
 Shapes: T rows, K experts of a token, E experts.
 """
@@ -27,8 +27,8 @@ from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.models.experts import run_experts
-from specdec.ops.products.experts import CodedExperts, Form, SwiGlu, coded_experts
-from specdec.ops.products.formats.experts import StackedCodes, step_bytes, steps_of
+from specdec.ops.products.experts import Form, QuantisedExperts, SwiGlu, quantised_experts
+from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
 from specdec.ops.products.formats.quantised import Kind
 from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
 
@@ -38,7 +38,7 @@ CALLS = 12  # of a graph
 
 class Layer(NamedTuple):
     experts: int
-    chosen: int
+    top_k: int
     hidden: int
     width: int
     gate: SwiGlu
@@ -55,26 +55,26 @@ FORMATS: dict[str, tuple[str, Kind, int]] = {
 }
 
 
-def random_stack(kind: Kind, group: int, count: int, rows: int, columns: int) -> StackedCodes:
-    codes = torch.randint(0, 256, (count * rows, steps_of(columns) * step_bytes(kind)), dtype=torch.uint8, device="cuda")
+def random_stack(kind: Kind, group: int, count: int, rows: int, columns: int) -> QuantisedStack:
+    qvalues = torch.randint(0, 256, (count * rows, steps_of(columns) * step_bytes(kind)), dtype=torch.uint8, device="cuda")
     if kind == "e4m3":
-        codes[(codes & 127) == 127] = 1
+        qvalues[(qvalues & 127) == 127] = 1
     if kind == "e2m1":
         scales = torch.randint(116, 122, (count * rows, 4 * steps_of(columns)), dtype=torch.uint8, device="cuda")
     else:
         scales = (torch.rand(count * rows, columns // group, device="cuda") + 0.5) / (4000 if kind == "e4m3" else 100)
-    return StackedCodes(kind, count, codes, scales, None, columns, group)
+    return QuantisedStack(kind, count, qvalues, scales, None, columns, group)
 
 
-def random_experts(layer: Layer, kind: Kind, group: int) -> CodedExperts:
+def random_experts(layer: Layer, kind: Kind, group: int) -> QuantisedExperts:
     E, H, F = layer.experts, layer.hidden, layer.width
-    return CodedExperts(random_stack(kind, group, E, 2 * F, H), random_stack(kind, group, E, H, F), Form(layer.gate))
+    return QuantisedExperts(random_stack(kind, group, E, 2 * F, H), random_stack(kind, group, E, H, F), Form(layer.gate))
 
 
 def choices(layer: Layer, T: int) -> list[Tensor]:
     """CALLS different choices [T, K], of experts that are equally likely."""
     generator = torch.Generator().manual_seed(T)
-    return [torch.rand(T, layer.experts, generator=generator).topk(layer.chosen).indices.cuda() for _ in range(CALLS)]
+    return [torch.rand(T, layer.experts, generator=generator).topk(layer.top_k).indices.cuda() for _ in range(CALLS)]
 
 
 def time_calls(call: Callable[[int], object]) -> float:
@@ -101,7 +101,7 @@ def trials(rows: list[int], sweeps: bool) -> list[Trial]:
     found = []
     for (name, (of, _, _)), T in itertools.product(FORMATS.items(), rows):
         layer = LAYERS[of]
-        own = expert_tiles(T * layer.chosen, layer.experts)
+        own = expert_tiles(T * layer.top_k, layer.experts)
         found += [Trial(name, T, tiles) for tiles in dict.fromkeys([own, *(candidates(own, T) if sweeps else ())])]
     return found + [Trial(name, T, None) for name, T in itertools.product(LAYERS, rows)]
 
@@ -116,7 +116,7 @@ def layer_of(trial: Trial) -> Layer:
     return LAYERS[trial.name] if trial.tiles is None else LAYERS[FORMATS[trial.name][0]]
 
 
-def weights_of(name: str) -> CodedExperts | tuple[Tensor, Tensor]:
+def weights_of(name: str) -> QuantisedExperts | tuple[Tensor, Tensor]:
     """Of a format, or of a layer in bf16."""
     if name in FORMATS:
         of, kind, group = FORMATS[name]
@@ -127,21 +127,21 @@ def weights_of(name: str) -> CodedExperts | tuple[Tensor, Tensor]:
     return first, second
 
 
-def call_of(trial: Trial, weights: CodedExperts | tuple[Tensor, Tensor]) -> Callable[[int], Tensor]:
+def call_of(trial: Trial, weights: QuantisedExperts | tuple[Tensor, Tensor]) -> Callable[[int], Tensor]:
     """A layer's whole mixture: both products, and the weighted sum."""
     layer, T = layer_of(trial), trial.T
     xs = [torch.randn(T, layer.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
-    chosen, shares = choices(layer, T), torch.rand(T, layer.chosen, device="cuda")
-    if isinstance(weights, CodedExperts):
-        return lambda n: coded_experts(xs[n], shares, chosen[n], weights, tiles=trial.tiles)
+    chosen, shares = choices(layer, T), torch.rand(T, layer.top_k, device="cuda")
+    if isinstance(weights, QuantisedExperts):
+        return lambda n: quantised_experts(xs[n], shares, chosen[n], weights, tiles=trial.tiles)
     gate_up, down = weights
     return lambda n: run_experts(xs[n], shares, chosen[n], gate_up, down)
 
 
-def limit_us(trial: Trial, weights: CodedExperts | tuple[Tensor, Tensor]) -> float:
+def limit_us(trial: Trial, weights: QuantisedExperts | tuple[Tensor, Tensor]) -> float:
     layer = layer_of(trial)
-    if isinstance(weights, CodedExperts):
-        held = sum(stack.codes_RJ.nbytes + stack.scales_RG.nbytes for stack in (weights.gate_up, weights.down))
+    if isinstance(weights, QuantisedExperts):
+        held = sum(stack.qweight_RJ.nbytes + stack.scales_RG.nbytes for stack in (weights.gate_up, weights.down))
     else:
         held = sum(tensor.nbytes for tensor in weights)
     read = sum(len(ids.unique()) for ids in choices(layer, trial.T)) / CALLS
@@ -179,9 +179,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 6, 32, 64, 256])
     args = parser.parse_args()
     todo = trials(args.rows, args.sweep)
-    coded = [trial for trial in todo if trial.tiles]
+    own = [trial for trial in todo if trial.tiles]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_all, [coded[first :: args.processes] for first in range(args.processes)])
+        pool.map(compile_all, [own[first :: args.processes] for first in range(args.processes)])
     rows = measure(todo)
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,

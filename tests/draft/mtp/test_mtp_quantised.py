@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.mtp_layers.targets import MtpZoo, save_mtp_target
-from toolkit.oracles.quantised import SCHEMES, as_codes
+from toolkit.oracles.quantised import SCHEMES, as_quantised
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -34,12 +34,12 @@ def decoder(folder: Path, spec: SpecConfig, **settings: Any) -> SpecDecoder:
     )
 
 
-def with_numbers(folder: Path, plain: Path, which: Callable[[str], bool]) -> Path:
+def with_dense(folder: Path, plain: Path, which: Callable[[str], bool]) -> Path:
     """Stores those of the checkpoint's matrices as ordinary numbers, and says nothing of it in the config."""
-    coded, numbers = load_file(folder / "model.safetensors"), load_file(plain / "model.safetensors")
+    quantised, numbers = load_file(folder / "model.safetensors"), load_file(plain / "model.safetensors")
     matrices = (key for key in numbers if re.search(r"(_proj(_with_mqa)?|indexer\.w(q_b|k))\.weight$", key))
     names = {key.removesuffix(".weight") for key in matrices if which(key)}
-    kept = {key: x for key, x in coded.items() if key.rpartition(".")[0] not in names}
+    kept = {key: x for key, x in quantised.items() if key.rpartition(".")[0] not in names}
     save_file(
         kept | {f"{name}.weight": numbers[f"{name}.weight"] for name in names}, folder / "model.safetensors", {"format": "pt"}
     )
@@ -47,17 +47,17 @@ def with_numbers(folder: Path, plain: Path, which: Callable[[str], bool]) -> Pat
 
 
 def save_both(root: Path, name: str, scheme: str, left: str) -> tuple[Path, Path]:
-    """(a target in codes, the same target in ordinary numbers).
+    """(a quantised target, the same target unquantised).
 
-    left: which matrices of the layers are no codes; with the join, those of indexers' heads, in all layers.
+    left: which matrices of the layers are not quantised; with the join, those of indexers' heads, in all layers.
     """
     plain = save_mtp_target(root / "plain", name)
-    coded = as_codes(plain, root / "codes", SCHEMES[scheme])
+    quantised = as_quantised(plain, root / "quantised", SCHEMES[scheme])
     if left == "join":
-        with_numbers(coded, plain, lambda key: any(f"{join}." in key for join in JOINS))
+        with_dense(quantised, plain, lambda key: any(f"{join}." in key for join in JOINS))
     elif left == "all":
-        with_numbers(coded, plain, lambda key: "layers.3." in key)
-    return coded, plain
+        with_dense(quantised, plain, lambda key: "layers.3." in key)
+    return quantised, plain
 
 
 CASES = [
@@ -82,8 +82,8 @@ def test_texts_and_drafts_are_those_of_the_numbers(tmp_path: Path, name: str, sc
             assert one.head is not None
             matrices = [module for module in one.head.layers.modules() if isinstance(module, Linear)]
             experts = [module for module in one.head.layers.modules() if isinstance(module, MixtureOfExperts)]
-            kept = [bool(matrix.planes) for matrix in matrices] + [bool(one.gate_up_proj.planes) for one in experts]
-            assert any(kept) == (folder.name == "codes" and left != "all")
+            kept = [bool(matrix.quantised) for matrix in matrices] + [bool(one.gate_up_proj.quantised) for one in experts]
+            assert any(kept) == (folder.name == "quantised" and left != "all")
     assert made[0] == made[1]
 
 
@@ -114,7 +114,7 @@ PARTS = ("q_a_proj.", "kv_b_proj.", "kv_a_proj_with_mqa.", "eh_proj.", "experts.
 
 @pytest.mark.parametrize(("name", "tensors_of"), [("v3", 11), ("v32", 16)])
 def test_no_broken_layer_loads(tmp_path: Path, name: str, tensors_of: int) -> None:
-    """Keeps out: a scale that nobody reads, or codes that are read without their scales."""
+    """Keeps out: a scale that nobody reads, or quantised values that are read without their scales."""
     sound, _ = save_both(tmp_path, name, "deepseek fp8", "join")
     chosen = choose_target(sound)
     target: Target = load_chosen(chosen, sound, 64, CPU, torch.float32, False)
@@ -137,7 +137,7 @@ def test_no_broken_layer_loads(tmp_path: Path, name: str, tensors_of: int) -> No
 
 @pytest.mark.parametrize("left", ["join", "none"])
 def test_no_target_with_a_broken_indexer_loads(tmp_path: Path, left: str) -> None:
-    """Keeps out: weights of an indexer's heads read as numbers although they are codes, whose scales are lost."""
+    """Keeps out: weights of an indexer's heads read as dense although they are quantised, whose scales are lost."""
     sound, _ = save_both(tmp_path, "v32", "deepseek fp8", left)
     chosen, tensors = choose_target(sound), load_file(sound / "model.safetensors")
     load_chosen(chosen, sound, 64, CPU, torch.float32, False)
@@ -155,16 +155,16 @@ def test_no_target_with_a_broken_indexer_loads(tmp_path: Path, left: str) -> Non
 
 
 def test_users_are_told(tmp_path: Path, mtp_zoo: MtpZoo, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeps out: a plan that counts codes as numbers, and a table that leaves out scales."""
-    coded, _ = save_both(tmp_path, "v3", "deepseek fp8", "join")
+    """Keeps out: a plan that counts quantised values as dense ones, and a table that leaves out scales."""
+    quantised, _ = save_both(tmp_path, "v3", "deepseek fp8", "join")
     capsys.readouterr()
-    assert main(["inspect", "mtp", "--target", str(coded), "--json"]) == 0
+    assert main(["inspect", "mtp", "--target", str(quantised), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["head"]["weights"] == "float32, fp8, a scale for each 128 x 128 block"
-    own = {key for key in load_file(coded / "model.safetensors") if "layers.3." in key}
+    own = {key for key in load_file(quantised / "model.safetensors") if "layers.3." in key}
     assert set(facts["tensors"]) | set(facts["beside"]) == own
-    planned = plan_memory(coded, "mtp", SpecConfig(3, 1, 4), EngineOptions(dtype="float32"), 10**10).parts
-    with decoder(coded, SpecConfig(3, 1, 4)) as one:
+    planned = plan_memory(quantised, "mtp", SpecConfig(3, 1, 4), EngineOptions(dtype="float32"), 10**10).parts
+    with decoder(quantised, SpecConfig(3, 1, 4)) as one:
         assert one.head is not None
         held = sum(x.nbytes for x in (*one.head.layers.parameters(), *one.head.layers.buffers()))
     assert planned["weights of the draft head"] == pytest.approx(held, rel=1e-3)
