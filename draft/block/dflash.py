@@ -37,7 +37,7 @@ from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.ops.noise.gumbel import Noise
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 from specdec.ops.rope import HeadPrep, Rotation
 
 
@@ -77,7 +77,7 @@ class DFlashHead(BlockHead):
             x, normed = layer.post_attention_layernorm.add(x, attended)
             is_last = index + 1 == len(layers)
             next_norm, below = (self.norm, None) if is_last else (layers[index + 1].input_layernorm, context_CH)
-            x, normed_TH = next_norm.add(x, layer.mlp(normed, terms=True), below_CH=below)
+            x, normed_TH = next_norm.add(x, layer.mlp(normed, partials=True), below_CH=below)
         return normed_TH
 
     def block_ids(self, anchors: Tensor) -> Tensor:
@@ -117,12 +117,12 @@ class DFlashHead(BlockHead):
 
 def _attended(
     layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int
-) -> Tensor | Terms:
+) -> Tensor | Partials:
     """[R, H]: the attention of the first `rows` of T rows, of all of which keys and values are kept."""
     norm = layer.qk_norm
     prep = HeadPrep(rotation, layer.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
     inputs = FirstRows(layer.qkv_proj(x_TH).unflatten(-1, (-1, layer.head_dim)), prep, rows)
-    return layer.o_proj(attn(index, inputs).flatten(1), terms=True)
+    return layer.o_proj(attn(index, inputs).flatten(1), partials=True)
 
 
 @dataclass

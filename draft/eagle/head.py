@@ -25,7 +25,7 @@ from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
-from specdec.ops.products.terms import added_up
+from specdec.ops.products.partials import added_up
 from specdec.ops.rows import select_rows
 
 
@@ -118,7 +118,7 @@ class Eagle3Head(EagleHead):
         attended = self.self_attn(x, rotation, attn, 0, rows)
         residual, normed = self.post_attention_layernorm.add(residual, attended)
         ends_in_norm = self.returns_normed or self.config.norms_logits
-        delta = self.mlp(normed, terms=bool(layers) or ends_in_norm)
+        delta = self.mlp(normed, partials=bool(layers) or ends_in_norm)
         for index, layer in enumerate(layers, 1):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
