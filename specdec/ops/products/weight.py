@@ -11,17 +11,16 @@ from torch import Tensor
 
 from specdec.ops.products.gpus import Kind
 from specdec.ops.products.numerics import Numerics
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 
 
 class Weight(Protocol):
     """A matrix [N, K]."""
 
-    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
         """x W^T + bias: [M, N].
 
-        terms: the result may be what programs that share columns have computed: adding that up in the product's kernel would be
-        one more wait.
+        partials: whether the caller can add up split-K partials.  Adding them up in the product's kernel costs one more wait.
         """
 
     def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:

@@ -128,12 +128,12 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
     for T in (*range(66), 100, 128, 129, 160, 192, 193, 257, 1024, 1025):
         for O in (2, 256, 1400, 4096, 6144, 16383, 19456, 28672, 128256):
             for I in (16, 256, 4096, 14336, 28672):
-                for kind, terms in ((H100, True), (H200, False), (H200, True)):
-                    tiles = product_tiles(T, O, I, dtype, O == 28672, kind, terms)
+                for kind, partials in ((H100, True), (H200, False), (H200, True)):
+                    tiles = product_tiles(T, O, I, dtype, O == 28672, kind, partials)
                     hopper = kind == H200 and dtype != torch.float32 and I >= 1024
                     many = 0 < T <= (256 if hopper else 192) or (hopper and T >= 1024)
                     ours = 0 < T <= 64 or (O == 28672 and many) or (O == 128256 and 0 < T <= 128)
-                    ours = ours or (terms and hopper and O == 4096 and 0 < T <= 192)
+                    ours = ours or (partials and hopper and O == 4096 and 0 < T <= 192)
                     assert (tiles is not None) == ours or dtype == torch.float32
                     if tiles is not None:
                         assert tiles.block_m >= T or (tiles.kernel.endswith("_hopper") and tiles.block_m > 16)

@@ -15,7 +15,7 @@ CHOSEN: dict[str, list[str]] = {
     "linear_kernel": ["tests/ops/products/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
     "hopper_linear_kernel": [
         "tests/ops/products/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-True-dtype1]",
-        "tests/ops/test_terms.py::test_terms_are_the_product[1544-2088-9]",
+        "tests/ops/test_partials.py::test_partials_are_the_product[1544-2088-9]",
     ],
     "gated_linear_kernel": ["tests/ops/products/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
     "wide_linear_kernel": ["tests/ops/products/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],

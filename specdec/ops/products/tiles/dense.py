@@ -54,15 +54,15 @@ _tiled, _hopper = partial(ProductTiles, "tiled_triton"), partial(ProductTiles, "
 
 @cache
 def product_tiles(
-    M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, terms: bool = False
+    M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, partials: bool = False
 ) -> ProductTiles | None:
     """The kernel's tiles for M rows and a weight of N rows and K columns; None: cuBLAS is used.
 
-    gated: whether the weight holds gate and up rows.  terms: whether a norm adds up what programs that share columns computed.
+    gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
     if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= MIN_COLUMNS:
-        tiles = _tiles_hopper(M, N, K, gated, terms)
+        tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
             return tiles
     if not 0 < M <= FEW:
@@ -99,7 +99,7 @@ def two_parts(rows: int) -> tuple[int, int]:
     return low, rows - low
 
 
-def _tiles_hopper(M: int, N: int, K: int, gated: bool, terms: bool) -> ProductTiles | None:
+def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> ProductTiles | None:
     """Tiles of stream_hopper.py's or gated_hopper.py's kernel in 16 bits; None where neither can run or was found to be faster.
 
     Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
@@ -112,7 +112,7 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, terms: bool) -> ProductTi
         return ProductTiles("gated_hopper", 128, 256, 64, 1, 4, 4)
     if M > FEW:
         programs = 2 * -(-N // 64)  # cuBLAS can't start early, and adds up what they share itself
-        if terms and M <= 192 and programs <= SMS and _fills_waves(programs, MANY_FULL):
+        if partials and M <= 192 and programs <= SMS and _fills_waves(programs, MANY_FULL):
             block_m = 32 * max(3, -(-M // 32))
             return _hopper(block_m, 64, 64, 2, 4, WHOLE_SM // ((64 + block_m) * 128))
         if not (192 < M <= 256 and gated and N >= 16384 and _fills_waves(-(-N // 128) * -(-M // 256))):

@@ -43,17 +43,17 @@ def hopper_linear_kernel(
     x_high,  # tiles [HIGH, BLOCK_I]
     weight_tiles,  # tiles [GROUPS, PARTS, 8, BLOCK_I] of the weight as [O / 8, PARTS, 8, I]
     bias,  # [PARTS * O]
-    y,  # [T, O]; with LEAVES [SPLITS, T, O] float32
+    y,  # [T, O]; with STORE_PARTIALS [SPLITS, T, O] float32
     partials,  # [tiles, SPLITS, BLOCK_O, ROWS] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T, O, I,
     LOW: gl.constexpr, HIGH: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, PARTS: gl.constexpr, LAG: gl.constexpr, MANY: gl.constexpr, TOGETHER: gl.constexpr,
-    LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STORE_PARTIALS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """PARTS: 2 if gated, else 1.  LAG: steps that the tensor cores may be behind the loads.  MANY: whether T > ROWS.
 
-    LEAVES: whether programs that share a tile leave their sums to another kernel, which adds them up.
+    STORE_PARTIALS: whether programs that share a tile leave their sums to another kernel, which adds them up.
     """
     dtype: gl.constexpr = weight_tiles.dtype
     GROUPS: gl.constexpr = BLOCK_O // PARTS // 8
@@ -129,9 +129,9 @@ def hopper_linear_kernel(
         if HIGH > 0:
             acc_high = warpgroup_mma_wait(0, deps=(acc_high,))
 
-    if LEAVES:
+    if STORE_PARTIALS:
         y += split.to(gl.int64) * T * O
-    if SPLITS == 1 or LEAVES:
+    if SPLITS == 1 or STORE_PARTIALS:
         store_product(acc, low_layout, bias, y, tile, first_t, T, O, split == 0, LOW, BLOCK_O, PARTS, HAS_BIAS)
         if HIGH > 0:
             store_product(acc_high, high_layout, bias, y, tile, first_t + LOW, T, O, split == 0, HIGH, BLOCK_O, PARTS, HAS_BIAS)
@@ -204,12 +204,12 @@ def store_product(
 
 
 def launch_hopper_linear(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles, leaves: bool = False
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles, store_partials: bool = False
 ) -> Tensor:
     """[T, O], or [T, F] if gated.  Rows of x and of the weight must start at multiples of 16 bytes, and O be one of 8.
 
     tiles.block_m is a power of two or the sum of two.  Split products are counted as by launch_linear.
-    leaves: the result is [splits, T, O] float32, what each split has computed.
+    store_partials: the result is [splits, T, O] float32, what each split has computed.
     """
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, parts = (rows // 2, 2) if gated else (rows, 1)
@@ -218,15 +218,15 @@ def launch_hopper_linear(
     assert x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2 and (bias_O is None or bias_O.shape == (rows,))
     assert tiles.splits == 1 or T <= tiles.block_m
     num_tiles = triton.cdiv(rows, tiles.block_n)
-    assert not (leaves and gated)
-    y_TO, partials, arrivals = result_of(x_TI, O, tiles.splits, num_tiles, tiles.block_n, tiles.block_m, leaves)
+    assert not (store_partials and gated)
+    y_TO, partials, arrivals = result_of(x_TI, O, tiles.splits, num_tiles, tiles.block_n, tiles.block_m, store_partials)
     x_low, lag = rows_of(x_TI, low, tiles.block_k), 0 if tiles.block_m <= LATE else 1
     hopper_linear_kernel[(num_tiles * triton.cdiv(T, tiles.block_m), tiles.splits)](
         x_low, rows_of(x_TI, high, tiles.block_k) if high else x_low, groups_of(weight_OI, parts, tiles.block_n, tiles.block_k),
         weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I,
         LOW=low, HIGH=high, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
-        PARTS=parts, LAG=lag, MANY=T > tiles.block_m, TOGETHER=TOGETHER, LEAVES=leaves, HAS_BIAS=bias_O is not None,
-        num_warps=tiles.warps, **chained(x_TI.device),
+        PARTS=parts, LAG=lag, MANY=T > tiles.block_m, TOGETHER=TOGETHER, STORE_PARTIALS=store_partials,
+        HAS_BIAS=bias_O is not None, num_warps=tiles.warps, **chained(x_TI.device),
     )  # fmt: skip
     return y_TO
 

@@ -203,13 +203,13 @@ def launch_silu_mul(gate_up_T2F: Tensor) -> Tensor:
 
 
 def result_of(
-    x_TI: Tensor, O: int, splits: int, num_tiles: int, block_n: int, block_m: int, leaves: bool = False
+    x_TI: Tensor, O: int, splits: int, num_tiles: int, block_n: int, block_m: int, store_partials: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(memory for the result [T, O], or [splits, T, O] float32 with leaves; memory for partial results; counters of arrivals).
+    """(the result [T, O], or partials [splits, T, O] float32 with store_partials; a workspace for partials; arrival counters).
 
-    Where programs add nothing up, the last two are never read.
+    All three are memory to be written.  Where programs add nothing up, the last two are never read.
     """
-    if leaves:
+    if store_partials:
         y = x_TI.new_empty(splits, x_TI.shape[0], O, dtype=torch.float32)
         return y, y, y
     y = x_TI.new_empty(x_TI.shape[0], O)
