@@ -107,7 +107,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 def missing_files(page: str) -> list[str]:
     """Paths in backticks that are neither in the repository nor in any folder of the product or of tests/."""
-    paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|sh|txt|json))?|\w+\.py)`", page)
+    paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|sh|txt|json|svg))?|\w+\.py|scripts/\w+)`", page)
     tops = [ROOT / top for top in ("specdec", "draft", "verify", "attention", "tests")]
     roots = [ROOT, *tops, *(folder for top in tops for folder in top.rglob("*/"))]
     return [path for path in paths if not any((root / path).exists() for root in roots)]
@@ -134,8 +134,8 @@ def test_names_that_pages_use_are_in_the_code(path: Path) -> None:
 
 def test_a_missing_file_is_seen() -> None:
     """Keeps out: a search that overlooks folders, or names without one."""
-    page = "`specdec/config.py` `engine/loop.py` `steps.py` `caches/` `specdec/no.py` `no.py` `no/`"
-    assert missing_files(page) == ["specdec/no.py", "no.py", "no/"]
+    page = "`specdec/config.py` `engine/loop.py` `steps.py` `caches/` `scripts/test` `specdec/no.py` `no.py` `no/` `scripts/no`"
+    assert missing_files(page) == ["specdec/no.py", "no.py", "no/", "scripts/no"]
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
