@@ -71,7 +71,7 @@ GROUPS = (
             "quantised_experts": "chosen codes counts",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
-            "wide_linear": "weight",
+            "large_n_linear": "weight",
             "x_first_linear": "weight",
             "quantised_linear": "codes",
         },
