@@ -28,9 +28,9 @@ from specdec.draft.block.dense import DenseBlockRows
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.markov import Markov
 from specdec.draft.block.rounds.passes import BlockPass, ContextPass
-from specdec.draft.block.rounds.trees import STOP_BELOW, Walk
+from specdec.draft.block.rounds.trees import STOP_BELOW, MarkovWalk
 from specdec.draft.formats.parts import Part, layer_parts
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
@@ -53,7 +53,7 @@ class DFlashHead(BlockHead):
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield names.fc, self.fc
         yield "hidden_norm", self.hidden_norm
         for layer, name in zip(self.layers, (names.first, *names.layers), strict=True):
@@ -158,7 +158,7 @@ class DSparkHead(DFlashHead):
             width = model.hidden_size + (r if self.block.confidence == "markov" else 0)
             self.confidence = Linear(width, 1, bias=True)
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield from super().parts(names)
         markov = self.markov
         named = {"markov_w1": markov.w1, "markov_w2": markov.w2, "gate_proj": markov.gate, "joint_proj": markov.joint}
@@ -167,7 +167,7 @@ class DSparkHead(DFlashHead):
             yield names.confidence, self.confidence
 
     def tree(self, hidden_BSH: Tensor, bonus_B: Tensor, spec: SpecConfig, noise: Noise | None = None) -> DraftTree:
-        walk = Walk(self, hidden_BSH, noise, self.stop_below)
+        walk = MarkovWalk(self, hidden_BSH, noise, self.stop_below)
         return walk.chain(bonus_B) if spec.topk == 1 else walk.tree(bonus_B, spec)
 
     def walk(self, hidden: Tensor, before: Tensor) -> Tensor:

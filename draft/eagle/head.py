@@ -17,7 +17,7 @@ from specdec.attention.inputs import AttentionFn
 from specdec.draft.drafter import Drafter, DrafterContext, Impression
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.formats.parts import Part, layer_parts
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead, StepHead
 from specdec.models.causal_lm import DecoderLayer
@@ -66,7 +66,7 @@ class Eagle3Head(EagleHead):
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers - 1))
         self.norm = RMSNorm(H, eps)
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield names.fc, self.fc
         yield from zip(names.feature_norms, self.feature_norms, strict=True)
         yield from layer_parts(self, names.first)
@@ -143,7 +143,7 @@ class Eagle1Head(EagleHead):
         self.layers[0].input_layernorm = nn.Identity()
         cast(DecoderLayer, self.layers[-1]).norm_follows = False
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield names.fc, self.fc
         for layer, name in zip(self.layers, (names.first, *names.layers), strict=True):
             yield from layer_parts(layer, name)

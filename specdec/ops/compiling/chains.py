@@ -97,7 +97,7 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "What the indexer, its selection and attention over chosen keys read before their waits lies further in front.",
+        "What the indexer, its selection and attention over selected keys read before their waits lies further in front.",
         "latent_merge",
         {
             "rows_hopper": "counts",

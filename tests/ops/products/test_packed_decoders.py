@@ -58,7 +58,7 @@ def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.
         assert max(map(max, read.values())) <= 64
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.ranks(2)
 def test_two_ranks_pack_their_shares(tmp_path: Path) -> None:
     """Keeps out: copies of a whole matrix where a rank has a share of it, and partials where ranks exchange sums."""
     target = save_target(tmp_path / "target", "llama", **SIZES)
