@@ -91,17 +91,17 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
 
 
 def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
-    _, package, least, architectures, devices = c.machine
+    _, package, min_version, architectures, devices = c.machine
     if n.device.type not in devices:
         yield Fault(f"needs a CUDA device, got {n.device}")
     elif architectures and n.architecture and n.architecture[0] not in architectures:
         majors = ", ".join(f"{major}.x" for major in architectures)
         yield Fault(f"needs a GPU of compute capability {majors}, got {'.'.join(map(str, n.architecture))}")
     if package is not None:
-        found, wanted = installed(package), ".".join(map(str, least))
+        found, wanted = installed(package), ".".join(map(str, min_version))
         if found is None:
             yield Fault(f"needs the package {package}, which is not installed")
-        elif major_minor(found) < least:
+        elif major_minor(found) < min_version:
             yield Fault(f"needs {package} {wanted} or later, got {found}")
 
 
@@ -225,6 +225,6 @@ def choose_backend(name: str, needs: AttentionNeeds, table: Table = TABLE) -> Ba
         return BackendChoice("torch", f"triton {problem}")
     library = MEASURED.get(needs.gpu) if needs.kv_cache_dtype == "auto" else None  # no rule was measured over 8-bit caches
     if library and not why_not(library, needs, table) and set(needs.head_dims) == {MEASURED_HEAD_DIM}:
-        if reason := why(needs.gpu, needs.most, Feature.TREES in needs.features):
+        if reason := why(needs.gpu, needs.largest, Feature.TREES in needs.features):
             return BackendChoice(library, reason, by_rule=True)
     return BackendChoice("triton", "CUDA device and triton installed")

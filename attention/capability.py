@@ -44,7 +44,7 @@ class Feature(Enum):
         "int8 queries", "multiplies queries in the models' own dtype, got int8_queries=True", "int8_queries=False",
     )  # fmt: skip
     LATENTS = "MLA", "does not read MLA's latent cache"
-    SPARSE = "sparse MLA", "does not read latents that an indexer chose"
+    SPARSE = "sparse MLA", "does not read latents that an indexer selected"
     SCORED_LATENTS = (
         "MLA with scoring", "reads MLA's latent cache without softcap, sinks or ALiBi, which these models use",
     )  # fmt: skip
@@ -84,31 +84,31 @@ class Requirements(NamedTuple):
     """What a backend requires of the machine.
 
     tested: the hardware on which this backend's own tests have passed.
-    package, least_version: the package that must be installed, and its lowest version.
+    package, min_version: the package that must be installed, and its lowest version.
     architectures: the major numbers of the GPU's compute capability that work; empty: any.
     devices: device types.
     """
 
     tested: str
     package: str | None = None
-    least_version: tuple[int, int] = (0, 0)
+    min_version: tuple[int, int] = (0, 0)
     architectures: tuple[int, ...] = ()
     devices: tuple[str, ...] = ("cuda",)
 
 
 class HeadDims(NamedTuple):
-    """The head dims that an attention backend takes: `least` to `most`, in multiples of `multiple`."""
+    """The head dims that an attention backend takes: `low` to `high`, in multiples of `multiple`."""
 
-    least: int
-    most: int
+    low: int
+    high: int
     multiple: int
 
     def hold(self, dim: int) -> bool:
         """Whether the head dim is one of them."""
-        return self.least <= dim <= self.most and dim % self.multiple == 0
+        return self.low <= dim <= self.high and dim % self.multiple == 0
 
     def __str__(self) -> str:
-        return f"{self.least} to {self.most}, multiples of {self.multiple}"
+        return f"{self.low} to {self.high}, multiples of {self.multiple}"
 
 
 class PageSizes(NamedTuple):

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from specdec.attention.capability import SCORINGS, Feature
-from specdec.attention.flash.rule import MEASURED, Reads
+from specdec.attention.flash.rule import MEASURED, AttentionShape
 from specdec.attention.kinds import FULL, LayerKind
 
 
@@ -29,7 +29,7 @@ class AttentionNeeds:
     latents: the rank and the rotated dim of the latents that the target's layers keep; None: they keep none.
     kv_cache_dtype, page_size: as in EngineOptions.
     features: what else models and settings ask for; `asked` adds those that follow from widths and latents.
-    most: the most sequences in a batch and tokens of one, and the target's packed queries of one sequence in a verify pass.
+    largest: the most sequences of a batch, tokens of one, and queries x heads a key of the target's verify pass.
     """
 
     device: torch.device
@@ -43,7 +43,7 @@ class AttentionNeeds:
     kv_cache_dtype: str = "auto"
     page_size: int = 16
     features: frozenset[Feature] = frozenset()
-    most: Reads = Reads(1, 1, 1, 0)
+    largest: AttentionShape = AttentionShape(1, 1, 1, 0)
 
     @property
     def asked(self) -> frozenset[Feature]:

@@ -39,7 +39,7 @@ def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> No
 
 
 def fill_tree_suffix(out: Segment, tree_slots_BN: Tensor, mask_BNN: Tensor) -> None:
-    """Mask-sorted tree suffix: node n reads its ancestors and itself, whose slots are packed to the left of its row.
+    """Mask-sorted tree suffix: node n reads its ancestors and itself, whose slots stand at the left of its row, without gaps.
 
     Example: slots 8 9 10 under the mask row 1 0 1 become 8 10; slot 9 lands past the row's length and is not read.
     The table may be as narrow as the longest path: the most ancestors of any node, plus the node itself.

@@ -30,7 +30,7 @@ class Segment:
     cu_seqlens_q: [R + 1] int32, cumulative query counts as in FlashAttention.
     max_seqlen_q: the most queries that any row holds.  The host knows this number, so no one has to read it from the device.
     causal: query i of n reads keys up to cache_seqlens - n + i (bottom-right aligned, as in FlashAttention).
-    ragged: the rows hold different numbers of queries (packed prompts).
+    ragged: the rows hold different numbers of queries, as prompts do (varlen).
     base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
         reads).  None: key 0.
@@ -76,8 +76,8 @@ class Segment:
         holds the queries of several sequences, whose windows may lie far apart and cover more keys than this: there the number
         only decides how many splits there are, and every key is still read.
         """
-        most = self.pages.capacity
-        return most if self.span is None else min(most, self.span + self.max_seqlen_q - 1)
+        max_keys = self.pages.capacity
+        return max_keys if self.span is None else min(max_keys, self.span + self.max_seqlen_q - 1)
 
     @classmethod
     def empty(cls, rows: int, width: int, queries_per_row: int, *, device: torch.device | str = "cpu") -> Segment:
@@ -173,22 +173,22 @@ def last_positions(segment: Segment) -> Tensor:
     return (segment.cache_seqlens.long()[:, None] + offsets_n).flatten()
 
 
-def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
+def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, lower_T: Tensor | None) -> Tensor:
     """[T] int32: the first key of its row that each query may read under a kind that does not read all keys.
 
     positions_T: int64, each query's position.
     base_B: int32, the position of key 0 of each sequence's rows; None: 0.
-    least_T: int32 lower bounds for the result; None: 0.
+    lower_T: int32, lower bounds for the result; None: 0.
     """
     if use_index_kernels(positions_T):
         from specdec.attention.kernels.tables_triton import launch_first_keys
 
-        return launch_first_keys(kind, positions_T, base_B, least_T)
+        return launch_first_keys(kind, positions_T, base_B, lower_T)
     first_T = kind.first_keys(positions_T)
     if base_B is not None:
         first_T = (first_T.view(base_B.shape[0], -1) - base_B[:, None]).clamp_(min=0).flatten()
     first_T = first_T.int()
-    return first_T if least_T is None else torch.maximum(first_T, least_T)
+    return first_T if lower_T is None else torch.maximum(first_T, lower_T)
 
 
 def places(positions_T: Tensor, base_B: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ class SharedPrefix(NamedTuple):
     table_1W: the numbers of the shared pages.
     shared_B: how many of these tokens row b reads from the shared pages: length_1 for a member, 0 for any other row.
     unshared_B: length_1 - shared_B.
-    most_queries: a threshold: passes with more queries a row read every row's own pages, because reading the shared pages once
+    max_queries: a threshold: passes with more queries a row read every row's own pages, because reading the shared pages once
         does not pay there.
     """
 
@@ -35,14 +35,14 @@ class SharedPrefix(NamedTuple):
     table_1W: Tensor
     shared_B: Tensor
     unshared_B: Tensor
-    most_queries: int
+    max_queries: int
 
     @classmethod
-    def empty(cls, page_table_BW: Tensor, most_queries: int) -> SharedPrefix:
+    def empty(cls, page_table_BW: Tensor, max_queries: int) -> SharedPrefix:
         """A SharedPrefix for the rows of that page table (int32), in which no row shares anything."""
         rows = page_table_BW.shape[0]
         shared_B, unshared_B = page_table_BW.new_zeros(rows), page_table_BW.new_zeros(rows)
-        return cls(page_table_BW.new_zeros(1), torch.zeros_like(page_table_BW[:1]), shared_B, unshared_B, most_queries)
+        return cls(page_table_BW.new_zeros(1), torch.zeros_like(page_table_BW[:1]), shared_B, unshared_B, max_queries)
 
     def narrow(self, rows: int) -> SharedPrefix:
         """Views of the first `rows` rows."""
@@ -69,11 +69,11 @@ def split_shared(own: Segment, shared: SharedPrefix | None) -> tuple[Segment, ..
     keys.
 
     own: one row of n queries for each sequence; the row's table starts at the sequence's first page.
-    The result is (own,) if shared is None, or if n is above shared.most_queries.
+    The result is (own,) if shared is None, or if n is above shared.max_queries.
     A plan of the result must be given its queries' positions (positions_T).  They can't be derived from the plan's first
     segment, as `last_positions` would do: that segment is the shared row, and its last tokens are not the queries' own.
     """
-    if shared is None or own.max_seqlen_q > shared.most_queries:
+    if shared is None or own.max_seqlen_q > shared.max_queries:
         return (own,)
     n, rows = own.max_seqlen_q, own.rows
     assert own.starts_T is None and own.base_B is None and shared.shared_B.shape[0] == rows

@@ -111,7 +111,7 @@ def set_sharing(decoder: SpecDecoder, shared: bool, in_every_pass: bool) -> None
     assert sharing is not None
     sharing.least_saved = 0 if shared else math.inf
     if in_every_pass:
-        runner.shared = runner.shared._replace(most_queries=10**6)
+        runner.shared = runner.shared._replace(max_queries=10**6)
 
 
 def is_shared(decoder: SpecDecoder) -> bool:

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.draft.head import DraftHead
-from specdec.draft.smoke import Look, Misreading, TargetPass, variant
+from specdec.draft.smoke import HeadLook, Misreading, TargetPass, variant
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 
 
-class FilesLook(Look):
+class FilesLook(HeadLook):
     """Of heads with files of their own."""
 
     def repairs(self, head: DraftHead, target: Target, seen: TargetPass) -> Iterator[Misreading]:

@@ -47,7 +47,7 @@ class DraftNeeds:
     page_values: int = 0
 
 
-class Paged(Protocol):
+class CachedBySlot(Protocol):
     """Something kept by slot: a KV cache, or what a drafter keeps of each token."""
 
     @property
@@ -192,7 +192,7 @@ class Drafter(ABC):
     caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
     """
 
-    caches: Sequence[Paged] = ()
+    caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
 
     @abstractmethod

@@ -16,7 +16,7 @@ from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel, DraftNeeds
 from specdec.draft.formats.parts import Part
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.limits import MAX_PAUSE
 from specdec.models.layers import Embedding, Rotary
@@ -68,7 +68,7 @@ class DraftHead(Head):
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)
 
     @abstractmethod
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         """Its own parts by their names, but for embeddings and the language-model head."""
 
     @property

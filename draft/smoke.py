@@ -3,8 +3,8 @@
 A head that was misread loads without an error and drafts badly, and nothing in the text would show it.  So the head drafts a
 chain from every place of a given text, and one number is taken: the share of the drafts that the target would accept.  The same
 number of other readings of its files says whether it was misread: a reading is named only if it is clearly better.  How a head
-is run along a text, and what its files are mistaken for, is the kind's own affair (`Look`); which parts of files may be broken
-is in `broken.py`.  This module knows no tokenizer, and decides nothing.
+is run along a text, and what its files are mistaken for, is the kind's own affair (`HeadLook`); which parts of files may be
+broken is in `broken.py`.  This module knows no tokenizer, and decides nothing.
 
 Shapes: T tokens, P places, C chains, F features of one token, H hidden, V draft vocabulary.
 """
@@ -92,7 +92,7 @@ class TargetPass:
         return torch.cat([parts[self.layers.index(layer)] for layer in layers], -1)
 
 
-class Look(ABC):
+class HeadLook(ABC):
     """How heads of a kind are looked at."""
 
     def drafts(self, head: Any) -> int:

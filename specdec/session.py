@@ -19,7 +19,7 @@ from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.worker import DraftWorker
-from specdec.engine.chunks import Left
+from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
 from specdec.generation import Generation
@@ -165,7 +165,7 @@ class Session:
         chunks = []
         for first in range(0, len(prompts), scheduler.rows):
             batch = prompts[first : first + scheduler.rows]
-            shares = scheduler.budget.share([Left(0, len(prompt)) for prompt in batch], 0)
+            shares = scheduler.budget.share([PromptRest(0, len(prompt)) for prompt in batch], 0)
             parts = tuple(
                 PromptPart(row, tuple(prompt[:tokens]), 0, prompt[tokens] if tokens < len(prompt) else -1)
                 for row, (prompt, tokens) in enumerate(zip(batch, shares, strict=True))
@@ -226,7 +226,7 @@ class Session:
     @property
     def num_entering(self) -> int:
         """Prompts that hold a row, and of which a part is yet to be prefilled."""
-        return len(self.decoder.engine.scheduler.seats) - self.num_running
+        return len(self.decoder.engine.scheduler.states) - self.num_running
 
     def step(self) -> None:
         """Runs one chunk of prompts, or one round."""

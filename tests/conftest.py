@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+if "SPECDEC_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # processes are divided among so many GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % int(os.environ["SPECDEC_TEST_GPUS"]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: transformers does
 
@@ -97,6 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            elif (ranks := item.get_closest_marker("ranks")) and torch.cuda.device_count() < ranks.args[0]:
+                item.add_marker(pytest.mark.skip(reason=f"needs {ranks.args[0]} GPUs"))
         elif marker := item.get_closest_marker("slow_cases"):
             test = item.nodeid.partition("[")[0]
             seen[test] += 1
@@ -143,7 +147,8 @@ def _a_share_of_the_gpu() -> None:
     if torch.cuda.is_available():
         from specdec.loading import memory
 
-        memory.POOL_SHARE /= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        processes, gpus = (int(os.environ.get(name, "1")) for name in ("PYTEST_XDIST_WORKER_COUNT", "SPECDEC_TEST_GPUS"))
+        memory.POOL_SHARE /= -(-processes // gpus)
 
 
 @pytest.fixture(scope="session", autouse=True)

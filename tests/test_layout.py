@@ -191,19 +191,27 @@ def test_a_borrowed_private_name_is_seen(tmp_path):
 
 def test_a_class_name_means_one_thing():
     """Keeps out: a class that is called as one of another room, so that nobody can tell which of them a page means."""
-    assert shared_class_names(package_files(ROOT), ROOT) == []
+    product = package_files(ROOT)
+    others = [path for path in all_files(ROOT) if path not in set(product)]
+    assert shared_class_names(product, others, ROOT) == []
 
 
 def test_a_shared_class_name_is_seen(tmp_path):
-    """Keeps out: a rule blind to rooms beside specdec/, or to classes inside of functions and of other classes."""
+    """Keeps out: a rule blind to rooms beside specdec/, to tests, or to classes inside of functions and of other classes."""
     files = {
-        "specdec/a.py": "class A: ...\nclass B: ...",
+        "specdec/a.py": "class A: ...\nclass B: ...\nclass C: ...",
         "draft/b.py": "def f():\n    class A: ...",
-        "verify/c.py": "class C:\n  class B: ...",
+        "verify/d.py": "class D:\n  class B: ...",
+        "tests/e.py": "class C: ...\nclass E: ...",
+        "tests/f.py": "class E: ...",
     }
     plant(tmp_path, files)
-    found = shared_class_names(package_files(tmp_path), tmp_path)
-    assert found == ["A: draft/b.py:2, specdec/a.py:1", "B: specdec/a.py:2, verify/c.py:2"]
+    found = shared_class_names(package_files(tmp_path), sorted((tmp_path / "tests").glob("*.py")), tmp_path)
+    assert found == [
+        "A: draft/b.py:2, specdec/a.py:1",
+        "B: specdec/a.py:2, verify/d.py:2",
+        "C: specdec/a.py:3, tests/e.py:1",
+    ]
 
 
 def test_few_tests_patch():

@@ -1,7 +1,7 @@
 """The `torch` attention backend, for any device and any float type: gathered keys, a mask, and one call for all queries.
 
-It converts a plan once a pass.  Inside a CUDA graph it makes no host reads, except for packed prompts, which it never sees
-there.
+It converts a plan once a pass.  Inside a CUDA graph it makes no host reads, except for ragged batches of prompts, which it
+never sees there.
 
 Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, E value dim, B sequences, Q queries per sequence, R rows, W keys
 per row, N keys per sequence over all segments.
@@ -39,7 +39,7 @@ class DenseBlock:
     _additive: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def additive_mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
-        """[B, 1, Q * G, N] of 0 and -inf, for queries packed with the heads of their group.  All layers share one copy."""
+        """[B, 1, Q * G, N] of 0 and -inf, for queries x heads of a group.  All layers share one copy."""
         if self.mask_BQN is None:
             return None
         if (group, dtype) not in self._additive:
@@ -48,11 +48,11 @@ class DenseBlock:
             self._additive[group, dtype] = zeros.masked_fill_(hidden, -torch.inf)
         return self._additive[group, dtype]
 
-    def alibi(self, slopes_H: Tensor, group: int, packed_M: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, K, M, N]: slopes times distances, for M of the queries packed with the heads of their group; packed_M: which."""
+    def alibi(self, slopes_H: Tensor, group: int, gqa_M: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, K, M, N]: slopes times distances, for M of the queries x heads of a group; gqa_M: which."""
         assert self.distance_BQN is not None, "slopes need a plan for layers of a kind with alibi"
-        slopes_KM = slopes_H.to(dtype).view(-1, group)[:, packed_M % group]
-        return slopes_KM[..., None] * self.distance_BQN[:, None, packed_M // group].to(dtype)
+        slopes_KM = slopes_H.to(dtype).view(-1, group)[:, gqa_M % group]
+        return slopes_KM[..., None] * self.distance_BQN[:, None, gqa_M // group].to(dtype)
 
 
 class TorchBackend(Backend):
@@ -61,12 +61,12 @@ class TorchBackend(Backend):
     name = "torch"
 
     def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
-        """The blocks of a plan: one for each packed prompt with a query, else one for the whole plan."""
+        """The blocks of a plan: one for each prompt of a ragged batch with a query, else one for the whole plan."""
         first = plan.parts[0]
         if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
             return [block for block in blocks if block.queries]  # a block without queries has no state
-        sequences = (plan.segments or plan.parts)[-1].rows  # a shared prefix stands in front of the sequences' own segment
+        sequences = (plan.segments or plan.parts)[-1].rows  # a shared prefix comes before the sequences' own segment
         return [_joined_block(tuple(_spread(part, sequences) for part in plan.parts))]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> AttentionState:
@@ -89,7 +89,7 @@ def _row_slots(pages: PageTable, width: int) -> Tensor:
 
 
 def _prompt_block(segment: Segment, row: int) -> DenseBlock:
-    """One prompt of a packed batch: its Q queries against its row's keys, of which the last Q are their own if causal."""
+    """One prompt of a ragged batch: its Q queries against its row's keys, of which the last Q are their own if causal."""
     start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
     length, queries = int(segment.cache_seqlens[row]), end - start
     row_table = segment.pages._replace(table=segment.pages.table[row : row + 1])
@@ -184,7 +184,7 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
 
 
 def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, K, Q*G, D], the heads of a group packed as queries; k [B, K, N, D]; v [B, K, N, E]."""
+    """q [B, K, Q*G, D], queries x heads of a group (packed GQA); k [B, K, N, D]; v [B, K, N, E]."""
     B, Q, N = block.batch, block.queries, block.slots_BN.shape[1]
     k, v = (x.unflatten(0, (B, N)).transpose(1, 2) for x in view.read(block.slots_BN.flatten(), dtype))
     q = queries_as_read(view, q_THD[block.start : block.start + B * Q]).to(dtype).view(B, Q, k.shape[1], -1, q_THD.shape[2])
@@ -225,8 +225,8 @@ def _dense_state(q: Tensor, k: Tensor, v: Tensor, block: DenseBlock, scoring: Sc
     for start in range(0, q.shape[2], size):
         scores = scoring.capped(q[:, :, start : start + size] @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
         if scoring.slopes_H is not None:
-            packed_M = torch.arange(start, start + scores.shape[2], dtype=torch.int64, device=q.device)
-            scores = scores + block.alibi(scoring.slopes_H, group, packed_M, dtype)
+            gqa_M = torch.arange(start, start + scores.shape[2], dtype=torch.int64, device=q.device)
+            scores = scores + block.alibi(scoring.slopes_H, group, gqa_M, dtype)
         if mask is not None:
             scores = scores + mask[:, :, start : start + size]
         lse = scores.logsumexp(-1, keepdim=True)

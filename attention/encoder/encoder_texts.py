@@ -37,6 +37,6 @@ class EncoderTexts(NamedTuple):
         cu_seqlens_q = uniform_cu_seqlens(self.lens_B.shape[0], queries_per_row, self.lens_B.device)
         return self.read_by_rows_of(cu_seqlens_q, queries_per_row, ragged=False)
 
-    def read_by_rows_of(self, cu_seqlens_q: Tensor, most: int, *, ragged: bool) -> Segment:
-        """What the queries of ragged rows read.  most: the most queries of a row.  ragged: rows may hold different numbers."""
-        return Segment(PageTable(self.page_B[:, None], self.page_size), self.lens_B, cu_seqlens_q, most, ragged=ragged)
+    def read_by_rows_of(self, cu_seqlens_q: Tensor, max_seqlen_q: int, *, ragged: bool) -> Segment:
+        """What the queries of each row read.  max_seqlen_q: the most queries of a row.  ragged: rows may differ in number."""
+        return Segment(PageTable(self.page_B[:, None], self.page_size), self.lens_B, cu_seqlens_q, max_seqlen_q, ragged=ragged)

@@ -22,7 +22,8 @@ from specdec.attention.state import with_sinks
 
 
 def encoder_segment(cu_seqlens: Tensor, longest: int, positions_T: Tensor, reach: int | None, *, ragged: bool) -> Segment:
-    """What the tokens of packed texts read: all of their own text, or what lies within `reach` tokens on either side.
+    """What the tokens of the texts read, which lie one after the other: all of their own text, or what lies within `reach`
+    tokens on either side.
 
     cu_seqlens: [B + 1] int32, cumulative lengths of the texts.
     longest: W; the host knows it.

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from specdec.attention.backend import is_first_call
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.layout import CachedHeads
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
 from specdec.attention.flash.capability import LIBRARIES
-from specdec.attention.flash.rule import Reads
+from specdec.attention.flash.rule import AttentionShape
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.needs import gpu_kind
@@ -38,7 +38,7 @@ class FlashBackend(TritonBackend):
     name = "flash"
 
     def __init__(
-        self, library: str, rule: Callable[[str, str, Reads], bool] | None = None, programs: int | None = None
+        self, library: str, rule: Callable[[str, str, AttentionShape], bool] | None = None, programs: int | None = None
     ) -> None:
         super().__init__(programs)
         assert library in ADAPTERS, f"no flash-attn library {library!r}"
@@ -56,7 +56,8 @@ class FlashBackend(TritonBackend):
         if not self._asks_library(q_THD, view, segment):
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
         assert isinstance(view, FlashView)
-        self._check_once(q_THD, view, segment)
+        if is_first_call(self._checked, (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype, view.kv.dtype), q_THD.device):
+            check_conventions(self.library, q_THD, view, segment)
         return ADAPTERS[self.library](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: CachedHeads, segment: Segment) -> bool:
@@ -68,21 +69,15 @@ class FlashBackend(TritonBackend):
             return True
         assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
-        packed, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
+        seqlen_q_packgqa, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
         if segment.causal:  # a captured chunk does not say how many tokens are cached: then its own count alone
             keys = min(keys, segment.max_seqlen_q + (segment.max_cached or 0))
-        return self.rule(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, segment.causal))
+        return self.rule(
+            self.library, gpu_kind(q_THD.device), AttentionShape(segment.rows, kv_heads, seqlen_q_packgqa, keys, segment.causal)
+        )
 
     def _knows(self, view: CachedHeads) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""
         if isinstance(view, QuantView):
             return view.scale_2K is not None and "fp8" in LIBRARIES[self.library].kv_cache_dtypes and self.rule is None
         return isinstance(view, MHAView)
-
-    def _check_once(self, q_THD: Tensor, view: FlashView, segment: Segment) -> None:
-        """Before the first call with these heads: checks the library's conventions on cases with known answers."""
-        key = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype, view.kv.dtype)
-        if key in self._checked or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self._checked.add(key)
-        check_conventions(self.library, q_THD, view, segment)

@@ -46,7 +46,7 @@ def reads_pages(q_THL: Tensor, view: LatentView, segment: Segment) -> bool:
     )
 
 
-def reads_rows(q_THL: Tensor, view: LatentView, segment: Segment, least: int = MIN_ROWS) -> bool:
+def reads_rows(q_THL: Tensor, view: LatentView, segment: Segment, min_rows: int = MIN_ROWS) -> bool:
     """Whether the library answers this segment as rows of slots."""
     (T, H, _), eight_bits = q_THL.shape, isinstance(view, Fp8LatentView)
     return (
@@ -56,7 +56,7 @@ def reads_rows(q_THL: Tensor, view: LatentView, segment: Segment, least: int = M
         and q_THL.dtype == torch.bfloat16
         and H in ROW_HEADS
         and segment.pages.capacity % MULTIPLES[eight_bits] == 0
-        and T >= (1 if eight_bits else least)
+        and T >= (1 if eight_bits else min_rows)
     )
 
 

@@ -1,7 +1,7 @@
-"""The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of chosen slots, our kernels the rest.
+"""The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of selected slots, our kernels the rest.
 
 The rest is: ordinary heads (a draft head's), a tree's suffix and the merge of its state, segments with first keys, shared
-prefixes, packed prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
+prefixes, ragged batches of prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
 
 Shapes: T queries, H heads, C latent rank, L latent width.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.attention.backend import is_first_call
 from specdec.attention.caches.fp8_latent import Fp8LatentView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import KVView
@@ -29,16 +30,16 @@ KEPT_ROWS = 256  # schedules of calls with more rows are made anew: prompts make
 
 
 class FlashMLABackend(TritonBackend):
-    """programs: as in TritonBackend.  least_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them.
+    """programs: as in TritonBackend.  min_rows: with fewer rows of slots in 16 bits, specdec's kernel reads them.
 
     checked: the kinds of calls for which the library was asked, after its conventions were checked.
     """
 
     name = "flashmla"
 
-    def __init__(self, programs: int | None = None, least_rows: int = adapters.MIN_ROWS) -> None:
+    def __init__(self, programs: int | None = None, min_rows: int = adapters.MIN_ROWS) -> None:
         super().__init__(programs)
-        self._least_rows = least_rows
+        self._least_rows = min_rows
         self.checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
@@ -48,7 +49,8 @@ class FlashMLABackend(TritonBackend):
         assert isinstance(view, LatentView)
         segment, scale = prepared.segments[0], scoring.latent_factor()
         assert q_THD.stride(2) == 1, "a model's absorbed queries lie densely"
-        self._check_once(q_THD, view, segment)
+        if is_first_call(self.checked, (q_THD.shape[1:], q_THD.dtype, type(view), segment.pages.page_size), q_THD.device):
+            adapters.check_conventions(q_THD, view, segment)
         state = self._library(q_THD, view, segment, scale, prepared.schedules)
         return state if prepared.suffix is None else merge_suffix(q_THD, view, prepared.suffix, scale, state)
 
@@ -85,11 +87,3 @@ class FlashMLABackend(TritonBackend):
         if T <= KEPT_ROWS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._of_rows[key] = schedule
         return schedule
-
-    def _check_once(self, q_THL: Tensor, view: LatentView, segment: Segment) -> None:
-        """Before the first call of its kind with these heads: checks the library's conventions on two known answers."""
-        key = (q_THL.shape[1:], q_THL.dtype, type(view), segment.pages.page_size)
-        if key in self.checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self.checked.add(key)
-        adapters.check_conventions(q_THL, view, segment)

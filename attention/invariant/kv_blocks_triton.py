@@ -55,7 +55,7 @@ def read_keys(q_MD, k_ND, v_ND, visible_MN, state, scale, softcap, SOFTCAP: tl.c
 )
 def kv_blocks_kernel(
     q,  # [T, H, D], or a KEY_PARTS-th of D
-    kv,  # [slots, 2, K, D]; the values begin stride_v numbers after the keys
+    kv,  # [slots, 2, K, D]; the values begin stride_v elements after the keys
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
@@ -99,9 +99,9 @@ def kv_blocks_kernel(
     first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = tl.load(cache_seqlens + row, cache_modifier=".cg")
-    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query_M = packed_M // GROUP
-    head_M = kv_head * GROUP + packed_M % GROUP
+    gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M = gqa_M // GROUP
+    head_M = kv_head * GROUP + gqa_M % GROUP
     ok_M = query_M < queries
     end = length
     if CAUSAL:  # keys up to the tile's last query
@@ -132,7 +132,7 @@ def kv_blocks_kernel(
 
     ok_D = d < HEAD_DIM
     token_M = (first + query_M).to(tl.int64)
-    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    at_MD, ok_MD = own_part(gqa_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
     at_MD += (token_M * stride_qt + head_M * stride_qh)[:, None]
     q_MD = tl.load(q + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
     last_M = length - (queries - query_M) if CAUSAL else query_M * 0 + (length - 1)  # the last key that each query reads
@@ -216,8 +216,8 @@ def path_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    packed_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    node_M, head_M = packed_M // GROUP, kv_head * GROUP + packed_M % GROUP
+    gqa_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    node_M, head_M = gqa_M // GROUP, kv_head * GROUP + gqa_M % GROUP
     ok_M = (node_M < NODES) & (first + node_M < nodes)
     token_M = row.to(tl.int64) * nodes + first + node_M
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_DIM)
@@ -230,7 +230,7 @@ def path_kernel(
     block = kv_block_of(base, MIN_KV_BLOCK, DOUBLINGS)
     block_end = kv_block_start(block + 1, MIN_KV_BLOCK, DOUBLINGS)
     complete_M = block - kv_block_of(begin_M, MIN_KV_BLOCK, DOUBLINGS)  # they are merged in the first state
-    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    at_MD, ok_MD = own_part(gqa_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
     at_MD += (token_M * stride_qt + head_M * stride_qh)[:, None]
     q_MD = tl.load(q + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
     at_M = token_M * (KV_HEADS * GROUP) + head_M

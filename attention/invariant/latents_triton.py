@@ -115,8 +115,8 @@ def latent_kv_blocks_kernel(
     first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = tl.load(cache_seqlens + row, cache_modifier=".cg")
-    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query_M, head_M = packed_M // HEADS, packed_M % HEADS
+    gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M, head_M = gqa_M // HEADS, gqa_M % HEADS
     ok_M = query_M < queries
     end = length
     if CAUSAL:  # keys up to the tile's last query

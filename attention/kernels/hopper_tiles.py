@@ -1,8 +1,8 @@
 """Which paged segments paged_hopper.py's kernel reads, and in which tiles.
 
-It runs on Hopper GPUs, and is chosen on H200s and what is nearest to them.  It reads what the copy engine brings: 16-bit keys
-and values of one width, side by side, in pages of at least 16 tokens.  Of these it takes the shapes for which it was measured
-to be faster: benchmarks/layers/README.md, "Why the tiles and rules are what they are".  The kernel itself is not imported here,
+It runs on Hopper GPUs, and is taken on H200s and the GPUs nearest to them.  It reads what TMA can load: 16-bit keys and values
+of one width, side by side, in pages of at least 16 tokens.  Of these it takes the shapes for which it was measured to be
+faster: benchmarks/layers/README.md, "Why the tiles and rules are what they are".  The kernel itself is not imported here,
 because other GPUs can't compile it.
 
 Shapes: T queries, H heads, K kv heads, D head dim.
@@ -22,7 +22,7 @@ from specdec.attention.segment import Segment
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.gpus import H200, match_of
 
-MIN_PAGE = 16  # the tensor cores sum 16 keys at a time
+MIN_PAGE = 16  # the K of a wgmma over 16-bit values
 WIDTHS = (64, 128, 256)  # head dims
 
 
@@ -42,34 +42,34 @@ def hopper_tiles(
         return None
     if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or P < MIN_PAGE or P & (P - 1) or 64 % group:
         return None
-    packed, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
+    seqlen_q_packgqa, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
     keys = segment.max_keys
     if segment.max_cached is not None:  # of prompts that run eagerly the host knows more than the table's capacity
         keys = min(keys, segment.max_cached + segment.max_seqlen_q)
-    return _tiles(packed, D, branches, segment.rows * K, keys, programs)
+    return _tiles(seqlen_q_packgqa, D, branches, segment.rows * K, keys, programs)
 
 
 @lru_cache
-def _tiles(packed: int, D: int, branches: bool, pairs: int, max_keys: int, programs: int) -> PagedTiles | None:
-    """packed: queries x heads of a row and kv head.  branches: whether queries are a tree's.  pairs: rows x kv heads.
+def _tiles(seqlen_q_packgqa: int, D: int, branches: bool, pairs: int, max_keys: int, programs: int) -> PagedTiles | None:
+    """seqlen_q_packgqa: as in AttentionShape (flash/rule.py).  branches: whether queries are a tree's.  pairs: rows x kv heads.
     max_keys: the most keys of a row that the host can't exclude, mostly the table's capacity.
 
-    In most cases two programs an SM, each with two blocks under way, are fastest.  One with three is where there is just one
+    In most cases two programs an SM, each with two stages, are fastest.  One with three stages is where there is just one
     for each SM, over the many keys of one row, for small trees and for wide heads.
     """
-    tiles = -(-packed // 64)
+    tiles = -(-seqlen_q_packgqa // 64)
     waves, few = pairs * tiles / programs, max_keys <= SHORT
-    if not _taken(tiles, packed, D, branches, waves, few):
+    if not _taken(tiles, seqlen_q_packgqa, D, branches, waves, few):
         return None
     alone = PagedTiles(64, 64 if D <= 128 else 32, 4, 3, 64, registers=232, hopper=True)
     fills = tiles == 1 and not branches and 0.8 <= waves <= 1.0
     small = branches and waves <= 0.15 if few else tiles == 1 and not branches and waves <= 0.1
     if D == 256 or fills or small:
         return alone
-    return alone._replace(stages=2, registers=128, an_sm=2, joined=tiles > 1)
+    return alone._replace(stages=2, registers=128, ctas_per_sm=2, joined=tiles > 1)
 
 
-def _taken(tiles: int, packed: int, D: int, branches: bool, waves: float, few: bool) -> bool:
+def _taken(tiles: int, seqlen_q_packgqa: int, D: int, branches: bool, waves: float, few: bool) -> bool:
     """Whether the kernel was measured to be at least as fast as the other one.
 
     tiles: of a row and kv head.  waves: programs without splits, as a share of those that the GPU runs at once.  few: whether
@@ -77,7 +77,7 @@ def _taken(tiles: int, packed: int, D: int, branches: bool, waves: float, few: b
     """
     if D == 256:
         return waves <= 0.4
-    if packed <= 8 and few and waves <= 0.1:
+    if seqlen_q_packgqa <= 8 and few and waves <= 0.1:
         return False  # a single query at batch 1 is as fast there
     if branches and few:
         return waves <= 0.4

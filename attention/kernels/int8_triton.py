@@ -21,16 +21,18 @@ def nearest_step(x, inverse):
 
 
 @triton.jit
-def scale_and_inverse(most):
-    """The scale of heads whose largest sizes these are, and 1 / scale; 0 where the scale is too small to be divided by."""
-    scale = most * (1 / MAX_INT8)
+def scale_and_inverse(amax):
+    """The scale of heads whose largest absolute values these are, and 1 / scale; 0 where the scale is too small to be divided
+    by.
+    """
+    scale = amax * (1 / MAX_INT8)
     is_some = scale > SMALLEST_STEP
     return scale, tl.where(is_some, tl.div_rn(1.0, tl.where(is_some, scale, 1.0)), 0.0)
 
 
 @triton.jit
 def size_of(x):
-    """|x|, and infinity where x is no number, which a maximum of sizes would leave out."""
+    """|x|, and infinity for NaN, which a maximum would ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 

@@ -1,13 +1,14 @@
 """The kernel that reads a paged cache: every query of a row against one slice (split) of the row's keys.
 
-The kernel knows pages, not what the keys are: prefixes, prompts and chains look alike to it.  Queries and the heads of a group
-are packed into one tile, so keys and values are read once for all of them.  Where each query has a first key of its own, a
-tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that are never touched. Each
-split leaves a state of its own; the launcher decides how many splits there are and merges their states.  With AHEAD, causal
-queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the distance of the key.
+The kernel knows pages, not what the keys are: prefixes, prompts and chains look alike to it.  The queries of a row and the
+query heads of a kv head share one tile (packed GQA), so keys and values are read once for all of them.  Where each query has a
+first key of its own, a tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that
+are never touched. Each split leaves a state of its own; the launcher decides how many splits there are and merges their states.
+With AHEAD, causal queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the
+distance of the key.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
-represents all 8-bit numbers exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
+represents all 8-bit values exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
 then scaled by a power of two into a range where float16 is at least as precise as bfloat16 was.  The scale of a head (fp8) is
 multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
@@ -16,15 +17,15 @@ bytes after its key.  With INT8_QUERIES, queries are rounded to int8 and multipl
 multiplied with the scales of both.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
-a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
+a model these are written before the norm ahead of the layer's projections, so they are complete when this kernel starts; any
 other caller has to make sure of the same.
 
-Values may have another width than keys; a token's keys and values lie in one row of numbers.  A key may consist of KEY_PARTS
+Values may have another width than keys; a token's keys and values lie in one row.  A key may consist of KEY_PARTS
 equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
-in the other parts its numbers are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
+in the other parts its elements are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, D key dim, E value dim, R rows, T queries, H heads, K kv heads,
-S splits.
+Shapes: M rows of a tile (queries x heads of a group), N keys of a block, D key dim, E value dim, R rows, T queries, H heads, K
+kv heads, S splits.
 """
 
 import triton
@@ -39,7 +40,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def widened(x, to: tl.constexpr, ASM: tl.constexpr):
-    """8-bit numbers as numbers of the type `to`.
+    """8-bit values converted to the type `to`.
 
     ASM: int8 becomes float16 by bit operations, because the GPU's integer conversions are slow.
     """
@@ -65,7 +66,7 @@ def widened(x, to: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def own_part(head_G, d, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_PARTS: tl.constexpr):
-    """Where a query's numbers stand that go with the numbers d of a key, and which of these are its own part of the key.
+    """Where the elements of a query are that meet the elements d of a key, and which of the latter are its own part of the key.
 
     head_G: the query's place among the heads of its group.
     """
@@ -81,13 +82,13 @@ def own_part(head_G, d, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_PARTS: 
 def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
     """Queries divided by a power of two so that they fit float16, and that power, by which their products are to be multiplied.
 
-    STAGED: the scaled queries are written to of_MD and loaded again.  Triton then feeds products with queries from memory;
-        otherwise it would hold them in registers, of which large tiles have none to spare.  The splits of a row write the same
-        numbers.
+    STAGED: the scaled queries are written to of_MD in global memory and loaded again.  Triton then feeds products with
+        queries from shared memory; otherwise it would hold them in registers, of which large tiles have none to spare.  The
+        splits of a row write the same values.
     """
     size_MD = tl.abs(q_MD.to(tl.float32))
-    most = tl.max(tl.where(size_MD < float("inf"), size_MD, 1e-30))  # a padded row may hold inf or NaN
-    unit = tl.exp2(tl.floor(tl.log2(tl.maximum(most, 1e-30))) - 14)
+    amax = tl.max(tl.where(size_MD < float("inf"), size_MD, 1e-30))  # a padded row may hold inf or NaN
+    unit = tl.exp2(tl.floor(tl.log2(tl.maximum(amax, 1e-30))) - 14)
     q_MD = (q_MD.to(tl.float32) / unit).to(tl.float16)
     if STAGED:
         tl.store(of_MD, q_MD, mask=ok_MD)
@@ -112,8 +113,8 @@ def narrowed(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexp
 def loaded_once(scales_N, ok_N):
     """Scales for the columns of products.
 
-    Each is a maximum of one number, so that it is loaded once: a load in the products' layout would fetch the scales of all its
-    columns in every thread, and page numbers too.
+    The maximum over an axis of size 1 makes the compiler load each scale once: a load in the products' layout would fetch the
+    scales of all columns in every thread, and page numbers too.
     """
     return tl.max(tl.load(scales_N[:, None], mask=ok_N[:, None], other=0.0), 1)
 
@@ -208,7 +209,7 @@ def paged_attention_kernel(
     INT8_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     STAGED: tl.constexpr,
     ASM: tl.constexpr,
@@ -223,9 +224,9 @@ def paged_attention_kernel(
     first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = tl.load(cache_seqlens + row, cache_modifier=".cg")
-    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query_M = packed_M // GROUP
-    head_M = kv_head * GROUP + packed_M % GROUP
+    gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M = gqa_M // GROUP
+    head_M = kv_head * GROUP + gqa_M % GROUP
     ok_M = query_M < queries
     end = length
     if CAUSAL:  # keys up to the tile's last query
@@ -235,8 +236,8 @@ def paged_attention_kernel(
     if HAS_STARTS:
         start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end)
-    # A split has at least LEAST keys, or merging would cost more than splitting gains: a short row uses the first few splits.
-    per_split = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), BLOCK_N) * BLOCK_N
+    # With fewer than MIN_SPLIT_KEYS keys a split, merging would cost more than splitting gains: a short row uses few splits.
+    per_split = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
     low = begin + split * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
@@ -254,7 +255,7 @@ def paged_attention_kernel(
     d, e = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE)
     ok_D, ok_E = d < HEAD_DIM, e < VALUE_DIM
     token_M = (first + query_M).to(tl.int64)
-    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    at_MD, ok_MD = own_part(gqa_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
     ok_MD &= ok_M[:, None]
     q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
     scale2 = scale if SOFTCAP else scale * LOG2E

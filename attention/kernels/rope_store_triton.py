@@ -4,7 +4,7 @@
 in place: a thread holds both halves of a head's rotated pair, so no element is overwritten before it is read.
 
 Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait.  They were complete before the
-norm in front of the qkv projection, and the projection lets this kernel start only after that norm is complete.
+norm ahead of the qkv projection, and the projection lets this kernel start only after that norm is complete.
 
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K rows of a token, D head dim, E = D / 2.
 """
@@ -112,8 +112,8 @@ def rope_store_kernel(
                 low_XE = tl.clamp(low_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
                 high_XE = tl.clamp(high_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
             else:
-                most_X = tl.maximum(tl.max(size_of(low_XE), 1), tl.max(size_of(high_XE), 1))
-                scale_X, inverse_X = scale_and_inverse(most_X)
+                amax_X = tl.maximum(tl.max(size_of(low_XE), 1), tl.max(size_of(high_XE), 1))
+                scale_X, inverse_X = scale_and_inverse(amax_X)
                 of_slot = scales + slot * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS)
                 tl.store(of_slot + row_X, scale_X, mask=is_narrow_X)
                 low_XE = nearest_step(low_XE, inverse_X[:, None])

@@ -113,12 +113,12 @@ def launch_last_positions(lens_R: Tensor, per_row: int) -> Tensor:
 
 @triton.jit(
     do_not_specialize=["total", "per_base", "span"],
-    do_not_specialize_on_alignment=["positions", "base", "least"],
+    do_not_specialize_on_alignment=["positions", "base", "lower"],
 )
 def first_keys_kernel(
     positions,  # [T] int64
     base,  # [B] int32
-    least,  # [T] int32
+    lower,  # [T] int32
     first_keys,  # [T] int32
     total,  # T
     per_base,  # T / B
@@ -126,7 +126,7 @@ def first_keys_kernel(
     CHUNKS: tl.constexpr,
     SKIPS: tl.constexpr,
     HAS_BASE: tl.constexpr,
-    HAS_LEAST: tl.constexpr,
+    HAS_LOWER: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -145,24 +145,24 @@ def first_keys_kernel(
         first = tl.maximum(position - (span - 1), 0)
     if HAS_BASE:
         first = tl.maximum(first - tl.load(base + t // per_base, mask=ok, other=0), 0)
-    if HAS_LEAST:
-        first = tl.maximum(first, tl.load(least + t, mask=ok, other=0))
+    if HAS_LOWER:
+        first = tl.maximum(first, tl.load(lower + t, mask=ok, other=0))
     tl.store(first_keys + t, first, mask=ok)
 
 
-def launch_first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
+def launch_first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, lower_T: Tensor | None) -> Tensor:
     """`segment.first_keys`.
 
     The two are equal where positions are not negative; queries at negative positions read no key.
     """
     T, device = positions_T.shape[0], positions_T.device
-    assert all(x is None or x.is_contiguous() for x in (positions_T, base_B, least_T)) and not kind.reads_all
+    assert all(x is None or x.is_contiguous() for x in (positions_T, base_B, lower_T)) and not kind.reads_all
     first_T = torch.empty(T, dtype=torch.int32, device=device)
     if T:
         first_keys_kernel[(triton.cdiv(T, 128),)](
-            positions_T, first_T if base_B is None else base_B, first_T if least_T is None else least_T, first_T,
+            positions_T, first_T if base_B is None else base_B, first_T if lower_T is None else lower_T, first_T,
             T, T if base_B is None else T // base_B.shape[0], kind.skip or kind.span,
-            CHUNKS=kind.chunk is not None, SKIPS=kind.skip > 0, HAS_BASE=base_B is not None, HAS_LEAST=least_T is not None,
+            CHUNKS=kind.chunk is not None, SKIPS=kind.skip > 0, HAS_BASE=base_B is not None, HAS_LOWER=lower_T is not None,
             BLOCK=128, num_warps=1, **chained(device),
         )  # fmt: skip
     return first_T

@@ -19,12 +19,12 @@ FEW_SPLITS = 4  # threshold: up to so many, two at a time are merged faster than
 class PagedTiles(NamedTuple):
     """What one program of the paged kernel works on.
 
-    block_m: packed queries x heads.
+    block_m: rows, each a query and a head of its group (packed GQA).
     block_n: keys of a step.
     warps, stages: Triton's.
-    least: the fewest keys of a split; with fewer, merging costs more than splitting gains.
+    min_split_keys: the fewest keys of a split; with fewer, merging costs more than splitting gains.
     registers: the most registers of a thread, so that two programs fit an SM; None: the compiler decides.
-    an_sm: programs for which `splits_for` plans on each SM.
+    ctas_per_sm: programs (CTAs) for which `splits_for` plans on each SM.
     hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).
     joined: whether that kernel multiplies a block's pages together.
     """
@@ -33,9 +33,9 @@ class PagedTiles(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    least: int = 128
+    min_split_keys: int = 128
     registers: int | None = None
-    an_sm: int = 1
+    ctas_per_sm: int = 1
     hopper: bool = False
     joined: bool = False
 
@@ -46,23 +46,23 @@ class PagedTiles(NamedTuple):
         """
         block = self.block_n * key_bytes  # of each stage but one
         others = self.block_m * (query_bytes + self.block_n * 2)  # queries, and weights of 16 bits
-        most = 1 + (room - others) // block
-        return self if self.stages <= most else self._replace(stages=max(1, most))
+        max_stages = 1 + (room - others) // block
+        return self if self.stages <= max_stages else self._replace(stages=max(1, max_stages))
 
 
 def padded(D: int, int8_product: bool = False) -> int:
-    """The side of a tile that holds D numbers: tiles have power-of-two sides, and a tensor-core product needs at least 16
-    numbers, or 32 of 8 bits.
+    """The side of a tile that holds D elements: tiles have power-of-two sides, and a tensor-core product needs at least 16
+    elements, or 32 of 8 bits.
     """
     return max(32 if int8_product else 16, triton.next_power_of_2(D))
 
 
 @lru_cache
 def paged_tiles(
-    packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float, max_keys: int,
+    seqlen_q_packgqa: int, D: int, itemsize: int, quant: str, causal: bool, waves: float, max_keys: int,
     int8_queries: bool = False,
 ) -> PagedTiles:  # fmt: skip
-    """The tiles for `packed_queries` queries x heads a row and kv head.
+    """The tiles for a row's queries x heads of a kv head, as many as seqlen_q_packgqa (flash-attn's name) says.
 
     D: head dim.  The tiles were measured for 128; other dims keep the bytes of a pipeline stage.
     itemsize: bytes of a query's element.
@@ -72,7 +72,7 @@ def paged_tiles(
     max_keys: the segment's: about the most keys of a row.
     int8_queries: whether int8 keys are multiplied as they are.
 
-    Up to 64 packed queries, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
+    Up to 64 queries x heads, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
     each, and small where an SM holds two programs or three: with many rows, and for one query or a few of one row with many
     keys.  A single query has little to merge, so it is split further.  Beyond 64, arithmetic takes the time; with few rows and
     few keys, tiles of 64 then give more SMs work.
@@ -82,34 +82,34 @@ def paged_tiles(
     all the same, and of 32 where there are many rows or no conversion.
     """
 
-    def keys(most: int) -> int:
-        return max(16, min(most, most * 256 // (padded(D) * itemsize)))
+    def keys(wanted_keys: int) -> int:
+        return max(16, min(wanted_keys, wanted_keys * 256 // (padded(D) * itemsize)))
 
-    wanted = max(16, triton.next_power_of_2(packed_queries))
+    wanted = max(16, triton.next_power_of_2(seqlen_q_packgqa))
     if itemsize == 4:
         return PagedTiles(min(wanted, 32), keys(64), 8, 2)
     if quant == "key" and wanted <= 32 and (wanted == 16 or waves > 0.8 or int8_queries):
-        return PagedTiles(wanted, keys(128), 4, 3, an_sm=2 if int8_queries else 1)
+        return PagedTiles(wanted, keys(128), 4, 3, ctas_per_sm=2 if int8_queries else 1)
     if (quant == "key" or int8_queries) and (wanted <= 64 or D > 128):
-        return PagedTiles(64, keys(64), 4, 3, an_sm=2)
+        return PagedTiles(64, keys(64), 4, 3, ctas_per_sm=2)
     if int8_queries:
         return PagedTiles(128, 64, 8, 3)
     if quant and (wanted <= 64 or D > 128):
         if quant == "head":
-            return PagedTiles(64, keys(128), 4, 3, an_sm=2)
-        return PagedTiles(64, keys(128), 4, 2, an_sm=2) if waves > 0.3 else PagedTiles(64, keys(64), 4, 3, an_sm=2)
+            return PagedTiles(64, keys(128), 4, 3, ctas_per_sm=2)
+        return PagedTiles(64, keys(128), 4, 2, ctas_per_sm=2) if waves > 0.3 else PagedTiles(64, keys(64), 4, 3, ctas_per_sm=2)
     if quant:
-        return PagedTiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else PagedTiles(128, 64, 8, 3)
+        return PagedTiles(128, 64, 8, 3, registers=128, ctas_per_sm=2) if waves > 0.3 else PagedTiles(128, 64, 8, 3)
     if wanted == 16:
         if waves >= 0.8:
             return PagedTiles(16, keys(64), 4, 4)
         if waves > 0.1:
             return PagedTiles(16, keys(128), 4, 3)
-        few = PagedTiles(16, keys(64), 4, 3, least=64)
-        return few._replace(stages=2, an_sm=3) if max_keys > SHORT else few
+        few = PagedTiles(16, keys(64), 4, 3, min_split_keys=64)
+        return few._replace(stages=2, ctas_per_sm=3) if max_keys > SHORT else few
     if wanted == 32:
         if waves < 0.1 and max_keys > SHORT and D <= 128:
-            return PagedTiles(32, keys(64), 4, 3, an_sm=2)
+            return PagedTiles(32, keys(64), 4, 3, ctas_per_sm=2)
         return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
     if wanted == 64 or D > 128:
         return PagedTiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
@@ -121,18 +121,18 @@ def paged_tiles(
 
 
 @lru_cache
-def splits_for(programs_per_split: int, max_keys: int, least: int, programs: int) -> int:
-    """The number of splits that fills the GPU, with at least `least` keys a split; the fewest of those that fill it about
-    equally.
+def splits_for(programs_per_split: int, max_keys: int, min_split_keys: int, programs: int) -> int:
+    """The number of splits that fills the GPU, with at least `min_split_keys` keys a split; of those that fill it
+    about equally, the fewest.
 
     programs_per_split: programs that one split takes over all rows and heads.
     max_keys: the table's capacity in keys.  Only the device knows the rows' lengths: each split computes its own range of keys
         there, so a short row in a large table just leaves splits idle.
     programs: how many programs the GPU runs at once.
     """
-    most = max(1, min(triton.cdiv(max_keys, least), 128))
-    if programs_per_split * most <= programs:
-        return most
+    max_splits = max(1, min(triton.cdiv(max_keys, min_split_keys), 128))
+    if programs_per_split * max_splits <= programs:
+        return max_splits
     if programs_per_split >= 0.8 * programs:
         return 1
 
@@ -140,7 +140,7 @@ def splits_for(programs_per_split: int, max_keys: int, least: int, programs: int
         waves = programs_per_split * splits / programs
         return waves / -(-waves // 1)
 
-    candidates = range(1, min(most, triton.cdiv(2 * programs, programs_per_split)) + 1)
+    candidates = range(1, min(max_splits, triton.cdiv(2 * programs, programs_per_split)) + 1)
     best = max(map(fill, candidates))
     return next(splits for splits in candidates if fill(splits) >= 0.95 * best)
 
@@ -153,8 +153,8 @@ def chunk_for(splits: int, group_elements: int) -> int:
     """
     if splits <= 1:
         return 1
-    most = max(2, 1024 // group_elements) if splits <= FEW_SPLITS else 8
-    return max(1, min(8, most, 4096 // group_elements))
+    max_chunk = max(2, 1024 // group_elements) if splits <= FEW_SPLITS else 8
+    return max(1, min(8, max_chunk, 4096 // group_elements))
 
 
 @lru_cache

@@ -151,21 +151,23 @@ class TritonBackend(Backend):
         """The tiles of the kernel that reads this segment, and the number of splits."""
         H, (k, v) = q_THD.shape[1], view.heads
         K, widest = k.shape[1], max(k.shape[2], v.shape[2])
-        packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
+        seqlen_q_packgqa, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
         waves = segment.rows * K / programs
-        wanted = packed
+        wanted = seqlen_q_packgqa
         if v.shape[2] < k.shape[2] and not loads_ahead(k, v):
-            # Shared memory then holds narrow values where wide keys were.  In larger tiles the assembler that Triton 3.6 brings
-            # along (ptxas 12.8) takes their address from a register that it has not set.
-            wanted = min(packed, 32)
+            # Shared memory then holds narrow values where wide keys were.  In larger tiles ptxas 12.8, which Triton 3.6
+            # bundles, takes their address from a register that it has not set.
+            wanted = min(seqlen_q_packgqa, 32)
         kept = view.quant, segment.causal, waves, segment.max_keys, view.int8_queries
         tiles = hopper_tiles(q_THD, view, segment, scoring, programs, self.hopper)
         if tiles is None:
             key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
             tiles = paged_tiles(wanted, widest, q_THD.itemsize, *kept)
             tiles = tiles.within(shared_memory(q_THD.device), key_bytes, padded(k.shape[2]) * q_THD.itemsize)
-        num_tiles = triton.cdiv(packed, tiles.block_m)
-        return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
+        num_tiles = triton.cdiv(seqlen_q_packgqa, tiles.block_m)
+        return tiles, splits_for(
+            segment.rows * K * num_tiles, segment.max_keys, tiles.min_split_keys, programs * tiles.ctas_per_sm
+        )
 
 
 def launch_paged(
@@ -193,8 +195,8 @@ def launch_paged(
         PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         AHEAD=segment.ahead, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
-        INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
-        STAGED=in_memory, ASM=has_pdl(q_THD.device),
+        INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys,
+        STAGES=tiles.stages, STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ class Limits:
     expanded_tokens: cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16.
     convert_from: queries a row from which on latents in 8 bits are converted first.
     workspace_tokens: latents converted at once; with DeepSeek's dims they take 75 MB in bf16.  A single row may be longer.
-    absorbed: numbers of absorbed queries at once where each token reads keys of its own.  They are four times as wide as the
+    absorbed: elements of absorbed queries at once where each token reads keys of its own.  They are four times as wide as the
         queries that they are made from, so a long prompt's take turns: at DeepSeek's dims 910 tokens, in 134 MB.
     """
 
@@ -33,14 +33,14 @@ LIMITS = Limits()
 
 
 @lru_cache
-def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int, most: int = 64) -> int:
+def latent_splits(num_tiles: int, max_keys: int, min_split_keys: int, programs: int, max_splits: int = 64) -> int:
     """The number of splits that takes the least time by a simple model, counted in the time of one block of 64 keys.
 
     In the model a program's start and end take three blocks, the merge's launch takes one, and writing and reading one state of
     a tile takes 1 / 40.
     num_tiles: tiles of all rows.
     max_keys: the table's capacity in keys; only the device knows the rows' lengths.  A short row uses the first few splits.
-    least: the fewest keys of a split.  most: the most splits.
+    min_split_keys: the fewest keys of a split.  max_splits: the most splits.
     """
 
     def blocks(splits: int) -> float:
@@ -48,4 +48,4 @@ def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int, most
         merge = 0.0 if splits == 1 else 1 + num_tiles * splits / 40
         return waves * (-(-max_keys // (64 * splits)) + 3) + merge
 
-    return min(range(1, max(1, min(-(-max_keys // least), most)) + 1), key=blocks)
+    return min(range(1, max(1, min(-(-max_keys // min_split_keys), max_splits)) + 1), key=blocks)

@@ -29,18 +29,18 @@ from specdec.attention.sparse.rows_launch import attend_rows, takes_rows
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained, has_gluon
 
-# Rows of at most SHORT keys are split down to SHORT_LEAST keys.  Measured: benchmarks/latent/README.md, "Why the tiles and
-# rules are what they are".
-SHORT, SHORT_LEAST = 4096, 64
+# Rows of at most SHORT keys are split down to SHORT_MIN_SPLIT_KEYS keys.  Measured: benchmarks/latent/README.md, "Why the tiles
+# and rules are what they are".
+SHORT, SHORT_MIN_SPLIT_KEYS = 4096, 64
 
 
 class LatentTiles(NamedTuple):
     """What one program works on.
 
-    block_m: packed queries x heads.
+    block_m: rows, each a query and a head.
     block_n: keys of a step.
     warps, stages: Triton's.
-    least: the fewest keys of a split.
+    min_split_keys: the fewest keys of a split.
     hopper: True if the kernel in mla_hopper.py runs, whose tiles these then are.
     """
 
@@ -48,7 +48,7 @@ class LatentTiles(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    least: int
+    min_split_keys: int
     hopper: bool = False
 
 
@@ -104,14 +104,14 @@ def _launch_paged(
     )  # fmt: skip
     shared = {
         "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
-        "LEAST": tiles.least, "num_warps": tiles.warps, **keys.options, **chained(q_THL.device),
+        "MIN_SPLIT_KEYS": tiles.min_split_keys, "num_warps": tiles.warps, **keys.options, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
-        blocks = blocks_of(*keys.pointers[:2]) if by_engine else keys.pointers[:2]
-        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
+        by_tma = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
+        blocks = blocks_of(*keys.pointers[:2]) if by_tma else keys.pointers[:2]
+        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_tma, **shared)
         return
     latent_attention_kernel[grid](
         q_THL, *keys.pointers, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
@@ -143,40 +143,40 @@ def _launch_merge(
 
 def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
     """The tiles for a paged segment, and the number of splits."""
-    packed = segment.max_seqlen_q * q_THL.shape[1]
+    seqlen_q_packgqa = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
     scaled = view.parts.scales_NG is not None
-    tiles = latent_tiles(packed, dims, q_THL.dtype, local, scaled, gpu_generation(q_THL.device), has_gluon())
+    tiles = latent_tiles(seqlen_q_packgqa, dims, q_THL.dtype, local, scaled, gpu_generation(q_THL.device), has_gluon())
     if segment.max_keys <= SHORT:
-        tiles = tiles._replace(least=SHORT_LEAST)
-    num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
-    return tiles, latent_splits(num_tiles, segment.max_keys, tiles.least, programs)
+        tiles = tiles._replace(min_split_keys=SHORT_MIN_SPLIT_KEYS)
+    num_tiles = segment.rows * triton.cdiv(seqlen_q_packgqa, tiles.block_m)
+    return tiles, latent_splits(num_tiles, segment.max_keys, tiles.min_split_keys, programs)
 
 
 @lru_cache
 def latent_tiles(
-    packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, generation: int, gluon: bool
+    seqlen_q_packgqa: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, generation: int, gluon: bool
 ) -> LatentTiles:
-    """The tiles for `packed` queries x heads a row.
+    """The tiles for seqlen_q_packgqa queries x heads a row.
 
     dims: rank, and width of a latent.
     dtype: the queries'.
     local: whether queries have first keys.
-    scaled: whether the cache holds 8-bit codes with scales.
+    scaled: whether the cache holds quantised latents with scales.
     generation: the major number of the GPU's compute capability; 0 without a GPU.
     gluon: whether kernels for Hopper can be compiled.
     Measured at DeepSeek's dims: benchmarks/latent/README.md, "Why the tiles and rules are what they are".
     """
-    wanted = max(16, triton.next_power_of_2(packed))
-    if scaled and generation in (9, 10):  # codes are converted on the way into shared memory, which feeds only such tiles
+    wanted = max(16, triton.next_power_of_2(seqlen_q_packgqa))
+    if scaled and generation in (9, 10):  # they are dequantised on the way into shared memory, which feeds only such tiles
         wanted = max(wanted, 64)
     if dtype.itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     large = generation in (9, 10)  # 227 KB of shared memory; other GPUs may have 99
     if wanted < 64 or not large:
         ample = large and dims[1] <= 576
-        most = 16 if scaled and not large else 32  # codes lie there besides the numbers that they stand for
-        return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(min(wanted, most), 32, 4, 2, 256)
+        max_m = 16 if scaled and not large else 32  # quantised latents lie there besides dequantised ones
+        return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(min(wanted, max_m), 32, 4, 2, 256)
     # An 8-bit latent's rotated part is bfloat16, and the Hopper kernel copies it as it is.
     hopper = generation == 9 and dims == (512, 576) and not local and (not scaled or dtype == torch.bfloat16) and gluon
     return LatentTiles(64, 64 if generation == 9 else 32, 8, 2, 256, hopper)

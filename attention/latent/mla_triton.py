@@ -3,14 +3,14 @@
 Latents in 8 bits (caches/fp8_latent.py) are multiplied with their scales as they are loaded, and rounded to the queries' type,
 which is what `unpack_latents` does.
 
-A token's latent is the key of all heads, and its first RANK numbers are their value, so one load serves both products.  All
-heads of several queries are packed into a tile, which reads each key once.  Each split leaves a state of its own;
+A token's latent is the key of all heads, and its first RANK elements are their value, so one load serves both products.  All
+heads of several queries share a tile, which reads each key once.  Each split leaves a state of its own;
 `attend_latent` in mla_launch.py decides how many splits there are and merges their states.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads tables, lengths and first keys, as
 kernels/paged_triton.py does.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, C latent rank, R rotated dim, B rows, T queries, H heads, S
+Shapes: M rows of a tile (queries x heads), N keys of a block, C latent rank, R rotated dim, B rows, T queries, H heads, S
 states of each query.
 """
 
@@ -29,7 +29,7 @@ def latents(
     """[N, C] of the type `to`: the latents of these slots.
 
     ok_N: slots that are not ok are not read, and give zeros; None: all are ok.
-    SCALED: the latents are codes, of which 128 neighbours share a scale.
+    SCALED: the latents are quantised; 128 adjacent elements share a scale.
     """
     c = tl.arange(0, PADDED_RANK)
     ok_NC = (c < RANK)[None, :]
@@ -114,7 +114,7 @@ def latent_attention_kernel(
     HAS_STARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -128,9 +128,9 @@ def latent_attention_kernel(
     first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = tl.load(cache_seqlens + row, cache_modifier=".cg")
-    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query_M = packed_M // HEADS
-    head_M = packed_M % HEADS
+    gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M = gqa_M // HEADS
+    head_M = gqa_M % HEADS
     ok_M = query_M < queries
     token_M = (first + query_M).to(tl.int64)
     end = length
@@ -141,8 +141,8 @@ def latent_attention_kernel(
     if HAS_STARTS:  # keys from the first one that any query of the tile reads
         start_M = tl.load(starts + token_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = tl.maximum(tl.min(start_M, 0), 0)
-    # A split has at least LEAST keys, or merging would cost more than splitting gains: a short row uses the first few splits.
-    per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end - begin, 0), splits), LEAST), BLOCK_N) * BLOCK_N
+    # With fewer than MIN_SPLIT_KEYS keys a split, merging would cost more than splitting gains: a short row uses few splits.
+    per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end - begin, 0), splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
     low = begin + split * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row

@@ -1,6 +1,6 @@
 """Long prompts over 8-bit latents: the latents of a pass are converted once, to a workspace that all its queries read.
 
-The kernels multiply codes with their scales as they load them, once for each tile of queries.  For a few queries a row that
+The kernels dequantise latents as they load them, once for each tile of queries.  For a few queries a row that
 costs less than writing converted latents to memory and reading them again; for many queries it costs more.  The rule is one
 number, `convert_from` (limits.py).
 
@@ -55,17 +55,17 @@ def workspace_starts(lens_B: Tensor, firsts: Sequence[int], page_size: int) -> T
     return before_B - torch.cat([before_B[first : first + 1] for first in firsts])
 
 
-def upconvert(view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tensor, most: int, out_NL: Tensor) -> None:
+def upconvert(view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tensor, max_len: int, out_NL: Tensor) -> None:
     """Writes the first lens_B[b] latents of row b to out_NL, from starts_B[b] on, in the dtype of out_NL.
 
-    lens_B and starts_B: int32.  most: no row has more latents; known to the host.  Nothing else is written.
+    lens_B and starts_B: int32.  max_len: no row has more latents; known to the host.  Nothing else is written.
     """
     if use_kernels(out_NL):
         from specdec.attention.latent.upconvert_triton import launch_upconvert
 
-        launch_upconvert(view, pages, lens_B, starts_B, most, out_NL)
+        launch_upconvert(view, pages, lens_B, starts_B, max_len, out_NL)
         return
-    place_X = torch.arange(most, dtype=torch.int64, device=out_NL.device)
+    place_X = torch.arange(max_len, dtype=torch.int64, device=out_NL.device)
     for row, (length, start) in enumerate(zip(lens_B.tolist(), starts_B.tolist(), strict=True)):
         slots_X = pages._replace(table=pages.table[row : row + 1]).slots_at(place_X[None, :length])[0]
         out_NL[start : start + length] = view.latents(slots_X, out_NL.dtype)
@@ -76,12 +76,12 @@ class Workspace:
     """A prompt's converted latents, and who reads them.  All layers of a pass use it one after the other.
 
     prompt: the segment as given, over the cache.
-    most: no row has more latents.
+    max_len: no row has more latents.
     chunks: what the queries read of the workspace when the rows of one chunk are there; rows of other chunks have no keys.
     """
 
     prompt: Segment
-    most: int
+    max_len: int
     starts_B: Tensor
     chunks: tuple[Segment, ...]
     latent_NL: Tensor
@@ -107,8 +107,8 @@ class Workspace:
         """
         assert prompt.max_cached is not None and prompt.causal and prompt.starts_T is None
         lens_B, B = prompt.cache_seqlens, prompt.rows
-        most = min(prompt.max_cached + prompt.max_seqlen_q, prompt.pages.capacity)
-        room = -(-most // PAGE) * PAGE
+        max_len = min(prompt.max_cached + prompt.max_seqlen_q, prompt.pages.capacity)
+        room = -(-max_len // PAGE) * PAGE
         firsts = first_rows([room] * B, tokens)
         starts_B = workspace_starts(lens_B, firsts, PAGE)
         table_BW = starts_B[:, None] // PAGE + torch.arange(room // PAGE, dtype=torch.int32, device=lens_B.device)
@@ -119,14 +119,14 @@ class Workspace:
             chunks.append(replace(prompt, pages=PageTable(table_BW, PAGE), cache_seqlens=own_B))
         slots = room * max(firsts.count(first) for first in firsts)
         memory_NL = torch.empty(slots, width, dtype=dtype, device=lens_B.device)
-        return cls(prompt, most, starts_B, tuple(chunks), memory_NL)
+        return cls(prompt, max_len, starts_B, tuple(chunks), memory_NL)
 
     def state(self, backend: Backend, q_THL: Tensor, view: LatentView, scoring: Scoring) -> AttentionState:
         """The state of absorbed queries over the whole prompt."""
 
         def states() -> Iterator[AttentionState]:
             for chunk in self.chunks:
-                upconvert(view, self.prompt.pages, chunk.cache_seqlens, self.starts_B, self.most, self.latent_NL)
+                upconvert(view, self.prompt.pages, chunk.cache_seqlens, self.starts_B, self.max_len, self.latent_NL)
                 yield backend.run(q_THL, MLAView(self.latent_NL, view.rank), chunk, scoring)
 
         return merge_all(states())

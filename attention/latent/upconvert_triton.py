@@ -64,11 +64,13 @@ def upconvert_kernel(
     tl.store(to_N[:, None] + RANK + r[None, :], r_NR, mask=ok_N[:, None] & (r < ROPE)[None, :])
 
 
-def launch_upconvert(view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tensor, most: int, out_NL: Tensor) -> None:
-    """`upconvert.upconvert` for rows of at most `most` latents."""
+def launch_upconvert(
+    view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tensor, max_len: int, out_NL: Tensor
+) -> None:
+    """`upconvert.upconvert` for rows of at most `max_len` latents."""
     C, L, keys = view.rank, view.width, LatentKeys.of(view)
     assert out_NL.is_contiguous() and out_NL.shape[1] == L and pages.table.stride(1) == 1
-    upconvert_kernel[(triton.cdiv(most, BLOCK), lens_B.shape[0])](
+    upconvert_kernel[(triton.cdiv(max_len, BLOCK), lens_B.shape[0])](
         *keys.pointers, pages.table, lens_B, starts_B, out_NL, pages.table.stride(0),
         PAGE_SIZE=pages.page_size, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_N=BLOCK,
         num_warps=4, **keys.options, **chained(out_NL.device),

@@ -23,7 +23,7 @@ from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
 
 START = 4  # the time before a program of scores reads its first key, in blocks
-LONG = 1 << 18  # from here on more scores than before lie between the selection's borders
+LONG = 1 << 18  # threshold in candidates: with more, the selection's lists get twice the room
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 
@@ -31,27 +31,27 @@ class IndexerTiles(NamedTuple):
     """What one program works on.
 
     row, row_warps, row_stages: keys of a block, warps and stages of its program, in rows of one query.
-    an_sm: programs of such rows that an SM is given.
+    ctas_per_sm: programs of such rows that an SM is given.
     rows, rows_warps, rows_stages: the same in rows of several queries.
     rows_registers: of a thread; with these, two such programs fit an SM.
-    group: the most queries that such a program scores; least_group: the fewest, if the row has them.
+    group: the most queries that such a program scores; min_group: the fewest, if the row has them.
     block, warps: scores of a block of the selection, and warps of its programs.
     slices: programs of the selection that an SM is given.
     sampled: how many of a sample's scores are expected among the topk best.
     sample: the most scores of a sample.
-    room: for how many scores between the borders a program of the selection has room, at least, and in multiples of topk.
+    room: for how many scores between the cutoffs a program of the selection has room, at least, and in multiples of topk.
     """
 
     row: int = 128
     row_warps: int = 4
     row_stages: int = 3
-    an_sm: int = 2
+    ctas_per_sm: int = 2
     rows: int = 256
     rows_warps: int = 8
     rows_stages: int = 2
     rows_registers: int = 128
     group: int = 64
-    least_group: int = 4
+    min_group: int = 4
     block: int = 2048
     warps: int = 8
     slices: int = 2
@@ -136,18 +136,18 @@ def launch_scores(
     }  # fmt: skip
     paths_first = 0 if suffix is None else queries  # programs that score a query's path
     if segment.max_seqlen_q == 1:
-        splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.row), sizes.an_sm * programs)
+        splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.row), sizes.ctas_per_sm * programs)
         row_scores_kernel[(paths_first + queries * splits,)](
             q_THD, w_TH, keys_XD, pages, paths, candidates.rows_T, candidates.paged_T, candidates.path_T,
             *left, D**-0.5, first, queries, splits, topk, *strides, *widths,
             BLOCK_N=sizes.row, STAGES=sizes.row_stages, num_warps=sizes.row_warps, num_stages=sizes.row_stages, **shared,
         )  # fmt: skip
         return scratch
-    most, blocks = min(segment.max_seqlen_q, queries), triton.cdiv(segment.pages.capacity, sizes.rows)
+    max_queries, blocks = min(segment.max_seqlen_q, queries), triton.cdiv(segment.pages.capacity, sizes.rows)
     # A block of keys serves a group of queries.  Groups are as large as leaves every SM several programs.
-    wanted = max(min(most * segment.rows * blocks // (8 * programs), sizes.group), sizes.least_group)
-    groups = triton.cdiv(most, wanted)
-    group = triton.cdiv(most, groups)
+    wanted = max(min(max_queries * segment.rows * blocks // (8 * programs), sizes.group), sizes.min_group)
+    groups = triton.cdiv(max_queries, wanted)
+    group = triton.cdiv(max_queries, groups)
     width = 0 if suffix is None else paths.shape[1]
     rows_scores_kernel[(paths_first + segment.rows * groups * blocks,)](
         q_THD, w_TH, keys_XD, pages, paths, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,

@@ -61,7 +61,7 @@ def launch_rows(
     T, H, _ = q_THL.shape
     rows_hopper_kernel[(T * (H // 64), splits)](
         q_THL, latent, slots_TI, counts_T, *state, scale, *q_THL.stride()[:2], latent.stride(0), slots_TI.stride(0),
-        HEADS=H, LEAST=BLOCK, SPLIT=splits > 1, num_warps=8, **chained(q_THL.device),
+        HEADS=H, MIN_SPLIT_KEYS=BLOCK, SPLIT=splits > 1, num_warps=8, **chained(q_THL.device),
     )  # fmt: skip
 
 
@@ -71,6 +71,6 @@ def launch_merge(partial: AttentionState, state: AttentionState, counts_T: Tenso
     padded_states = triton.next_power_of_2(splits)
     merge_rows_kernel[(T, H // MERGED_HEADS, C // (8 * MERGED_GROUPS))](
         *partial, *state, counts_T, splits, HEADS=H, RANK=C, BLOCK_P=MERGED_HEADS, BLOCK_G=MERGED_GROUPS,
-        PADDED_STATES=padded_states, UNROLL=min(MERGED_STATES, padded_states), LEAST=BLOCK, num_warps=4,
+        PADDED_STATES=padded_states, UNROLL=min(MERGED_STATES, padded_states), MIN_SPLIT_KEYS=BLOCK, num_warps=4,
         **chained(state.out_THD.device),
     )  # fmt: skip

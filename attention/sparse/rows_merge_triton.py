@@ -24,14 +24,14 @@ def merge_rows_kernel(
     BLOCK_G: tl.constexpr,
     PADDED_STATES: tl.constexpr,
     UNROLL: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program merges 8 * BLOCK_G columns of BLOCK_P heads of a query.  Idle splits have left nothing."""
     token = tl.program_id(0).to(tl.int64)
     # The splits that hold keys, as rows_hopper_kernel divides them.
     length = tl.load(counts + token, cache_modifier=".cg")
-    live = tl.cdiv(length, tl.cdiv(tl.maximum(tl.cdiv(length, states), LEAST), LEAST) * LEAST)
+    live = tl.cdiv(length, tl.cdiv(tl.maximum(tl.cdiv(length, states), MIN_SPLIT_KEYS), MIN_SPLIT_KEYS) * MIN_SPLIT_KEYS)
     h = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     e = tl.arange(0, 8)

@@ -233,14 +233,14 @@ def rows_scores_kernel(
     if CAUSAL:  # from the first query that sees the block
         begin = tl.maximum(begin, start + row_end - length)
     last = tl.load(paged_T + tl.maximum(end - 1, 0), cache_modifier=".cg")
-    most = tl.where(begin < end, last, 0)  # the last query sees the most keys
+    max_paged = tl.where(begin < end, last, 0)  # the last query sees the most keys
     key_N = start + tl.arange(0, BLOCK_N)
-    ok_N = key_N < most
+    ok_N = key_N < max_paged
     page_N = tl.load(page_table + row.to(tl.int64) * stride_row + key_N // PAGE_SIZE, mask=ok_N, other=0, cache_modifier=".cg")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if (start >= most) | (most + path_width <= topk):  # queries that see so few keys select all of them
+    if (start >= max_paged) | (max_paged + path_width <= topk):  # queries that see so few keys select all of them
         return
     k_ND = keys_at(keys, slots_on(page_N, key_N, PAGE_SIZE), ok_N, stride_slot, DIM, BLOCK_D)
     for t in tl.range(begin, end, num_stages=STAGES):

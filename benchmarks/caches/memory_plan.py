@@ -19,7 +19,7 @@ import torch
 from rounds.round_8b import random_pair, random_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.loading.plan import Models, parts_of
+from specdec.loading.plan import CountedModels, parts_of
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.options import EngineOptions
 from specdec.prompts.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def measure(model: Any, head: Any, case: Case) -> dict[str, Any]:
     weights = [sum(weight.nbytes for weight in model.parameters())]
     weights += [sum(weight.nbytes for weight in head.parameters() if id(weight) not in shared)] * both
     configs = (model.config, head.config.model) if both else (model.config,)
-    plan = parts_of(Models(configs, tuple(weights), head.config.feature_size * both), settings)
+    plan = parts_of(CountedModels(configs, tuple(weights), head.config.feature_size * both), settings)
     torch.cuda.reset_peak_memory_stats()
     with SpecDecoder(model, head if both else None, settings, Tokenizer(Path("/nonexistent"))) as decoder:
         prompts = random_prompts(case.batch, case.tokens)

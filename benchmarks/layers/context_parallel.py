@@ -40,7 +40,7 @@ from specdec.attention.state import AttentionState
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Line, Rendezvous, start
+from specdec.parallel.processes import RankPipe, Rendezvous, start
 from specdec.verify.tables import context_parallel_tables, tree_tables
 
 PAGE = 64
@@ -207,12 +207,12 @@ def write(out: Path | None, rows: list[dict[str, Any]], break_even: list[dict[st
     out.write_text(json.dumps(what | {"rows": rows, "break_even": break_even}, indent=1) + "\n")
 
 
-def follow(rendezvous: Rendezvous, line: Line) -> None:
+def follow(rendezvous: Rendezvous, pipe: RankPipe) -> None:
     """What the process of another rank does."""
-    asked, device = next(iter(line.messages())), torch.device("cuda", rendezvous.rank)
+    asked, device = next(iter(pipe.messages())), torch.device("cuda", rendezvous.rank)
     torch.cuda.set_device(device)
     table(rendezvous.join(device), device, *asked)
-    line.tell("measured")
+    pipe.tell("measured")
 
 
 def main() -> None:
@@ -224,13 +224,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     contexts, nodes = (tuple(map(int, text.split(","))) for text in (args.contexts, args.nodes))
-    followers, device = start(args.ranks, follow), torch.device("cuda", 0)
+    other_ranks, device = start(args.ranks, follow), torch.device("cuda", 0)
     try:
-        followers.send((contexts, nodes, args.shapes))
-        rows = table(followers.rendezvous.join(device), device, contexts, nodes, args.shapes, args.out)
-        followers.wait("measured")
+        other_ranks.send((contexts, nodes, args.shapes))
+        rows = table(other_ranks.rendezvous.join(device), device, contexts, nodes, args.shapes, args.out)
+        other_ranks.wait("measured")
     finally:
-        followers.close()
+        other_ranks.close()
     evens = []
     for shape in SHAPES:
         for count in nodes if args.shapes in shape.name else ():

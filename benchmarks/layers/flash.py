@@ -34,7 +34,7 @@ from layers.attention import Case, World
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.flash.backend import FlashBackend
 from specdec.attention.flash.queries import float8_queries
-from specdec.attention.flash.rule import Reads, is_faster
+from specdec.attention.flash.rule import AttentionShape, is_faster
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.needs import gpu_kind
 
@@ -77,14 +77,14 @@ def measure(case: Any, pool: Tensor, ours: Side, library: Side, replays: int) ->
     first = time.perf_counter() - start
     us, out = timed(ours, world, replays)
     library_us, library_out = timed(library, world, replays)
-    packed = case.N * cells.H // cells.K
+    seqlen_q_packgqa = case.N * cells.H // cells.K
     prefix = world.plan.segments[0]
     name, gpu = library.backend.library, gpu_kind(prefix.cache_seqlens.device)
     is_prompt = case.kind == "chain" and case.N >= SHORTEST_PROMPT
-    reads = Reads(prefix.rows, cells.K, packed, case.L if is_prompt else prefix.max_keys, is_prompt)
+    reads = AttentionShape(prefix.rows, cells.K, seqlen_q_packgqa, case.L if is_prompt else prefix.max_keys, is_prompt)
     by_rule = case.kv == "auto" and is_faster(name, gpu, reads)
     row: dict[str, Any] = {
-        "kind": case.kind, "kv": case.kv, "B": case.B, "L": case.L, "N": case.N, "packed": packed,
+        "kind": case.kind, "kv": case.kv, "B": case.B, "L": case.L, "N": case.N, "packed": seqlen_q_packgqa,
         "us": round(us, 2), "library_us": round(library_us, 2), "ratio": round(us / library_us, 3),
         "rule": name if by_rule else "ours",
         "first_call_s": round(first, 2), "apart": cells.apart(out, library_out),

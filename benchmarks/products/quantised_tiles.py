@@ -38,7 +38,7 @@ from specdec.ops.products.gpus import match_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
-from specdec.ops.products.terms import Terms, added_up
+from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.products.tiles.lossless import packed_tiles
 from specdec.ops.products.tiles.quantised import MAX_WARP_M, Kernel, QuantisedTiles, hopper_tiles
 
@@ -291,18 +291,18 @@ def layer(choice: dict[str, Choice], weights: dict[str, list[QuantisedMatrix | P
     return replay_us(graph, 9) / LAYERS
 
 
-def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | Packed) -> Tensor | Terms:
-    """As a layer computes it: a norm adds up the terms of o and down."""
+def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | Packed) -> Tensor | Partials:
+    """As a layer computes it: a norm adds up the partials of o and down."""
     if tiles is None:
         assert isinstance(weight, QuantisedMatrix)
         y = F.linear(x, launch_dequantise(weight, x.dtype))
         return silu_mul(y) if name == "gate_up" else y
     leaves = name in ("o", "down") and tiles.splits > 1
     y = launch_quantised_hopper(x, weight, None, name == "gate_up", tiles, leaves)
-    return Terms(y, x.dtype) if leaves else y
+    return Partials(y, x.dtype) if leaves else y
 
 
-def measure(weights: list[QuantisedMatrix | Packed], product: Callable[[QuantisedMatrix | Packed], Tensor | Terms]) -> float:
+def measure(weights: list[QuantisedMatrix | Packed], product: Callable[[QuantisedMatrix | Packed], Tensor | Partials]) -> float:
     """Microseconds of a product."""
     todo = weights * (1 if len(weights) > 5 else 2)
     product(weights[0])

@@ -80,7 +80,7 @@ PREFILLS = ((1, 1024), (32, 1024))
 PAUSES = (1, 32)  # batch sizes at which "auto" is compared with plain decoding
 
 
-class Gpu(NamedTuple):
+class GpuFacts(NamedTuple):
     """What is known of a GPU.  read_bandwidth: bytes per second, measured as the fastest of a few large sums.
 
     bars: milliseconds that a line, by its case's name or as "prefill:batch:tokens", must stay below.
@@ -91,11 +91,11 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "H100": Gpu(3.06e12, {
+    "H100": GpuFacts(3.06e12, {
         "plain:1:1024": 5.9, "plain:32:1024": 8.0, "5,1,6:1:1024": 7.4, "5,1,6:8:1024": 8.2, "5,1,6:32:1024": 10.6,
         "5,8,32:1:1024": 7.8, "7,10,60:1:1024": 8.8, "5,1,6:1:32768": 9.2, "prefill:1:1024": 28.0, "prefill:32:1024": 800.0,
     }),
-    "H200": Gpu(4.48e12, {
+    "H200": GpuFacts(4.48e12, {
         "plain:1:1024": 3.95, "plain:32:1024": 5.10, "5,1,6:1:1024": 5.00, "5,1,6:8:1024": 5.50,
         "5,1,6:32:1024": 7.90, "5,8,32:1:1024": 5.00, "5,8,32:8:1024": 7.80, "7,10,60:1:1024": 5.60, "5,1,6:1:32768": 6.20,
         "prefill:1:1024": 24.0, "prefill:32:1024": 740.0,
@@ -103,7 +103,7 @@ GPUS = {
 }  # fmt: skip
 
 
-def this_gpu() -> Gpu:
+def this_gpu() -> GpuFacts:
     """ValueError on a GPU without bars: give it an entry of its own."""
     name = torch.cuda.get_device_name()
     known = next((gpu for short, gpu in GPUS.items() if short in name), None)

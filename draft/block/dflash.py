@@ -28,16 +28,16 @@ from specdec.draft.block.dense import DenseBlockRows
 from specdec.draft.block.head import BlockHead
 from specdec.draft.block.markov import Markov
 from specdec.draft.block.rounds.passes import BlockPass, ContextPass
-from specdec.draft.block.rounds.trees import STOP_BELOW, Walk
+from specdec.draft.block.rounds.trees import STOP_BELOW, MarkovWalk
 from specdec.draft.formats.parts import Part, layer_parts
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.ops.noise.gumbel import Noise
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 from specdec.ops.rope import HeadPrep, Rotation
 
 
@@ -53,7 +53,7 @@ class DFlashHead(BlockHead):
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield names.fc, self.fc
         yield "hidden_norm", self.hidden_norm
         for layer, name in zip(self.layers, (names.first, *names.layers), strict=True):
@@ -77,7 +77,7 @@ class DFlashHead(BlockHead):
             x, normed = layer.post_attention_layernorm.add(x, attended)
             is_last = index + 1 == len(layers)
             next_norm, below = (self.norm, None) if is_last else (layers[index + 1].input_layernorm, context_CH)
-            x, normed_TH = next_norm.add(x, layer.mlp(normed, terms=True), below_CH=below)
+            x, normed_TH = next_norm.add(x, layer.mlp(normed, partials=True), below_CH=below)
         return normed_TH
 
     def block_ids(self, anchors: Tensor) -> Tensor:
@@ -117,12 +117,12 @@ class DFlashHead(BlockHead):
 
 def _attended(
     layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int
-) -> Tensor | Terms:
+) -> Tensor | Partials:
     """[R, H]: the attention of the first `rows` of T rows, of all of which keys and values are kept."""
     norm = layer.qk_norm
     prep = HeadPrep(rotation, layer.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
     inputs = FirstRows(layer.qkv_proj(x_TH).unflatten(-1, (-1, layer.head_dim)), prep, rows)
-    return layer.o_proj(attn(index, inputs).flatten(1), terms=True)
+    return layer.o_proj(attn(index, inputs).flatten(1), partials=True)
 
 
 @dataclass
@@ -158,7 +158,7 @@ class DSparkHead(DFlashHead):
             width = model.hidden_size + (r if self.block.confidence == "markov" else 0)
             self.confidence = Linear(width, 1, bias=True)
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield from super().parts(names)
         markov = self.markov
         named = {"markov_w1": markov.w1, "markov_w2": markov.w2, "gate_proj": markov.gate, "joint_proj": markov.joint}
@@ -167,7 +167,7 @@ class DSparkHead(DFlashHead):
             yield names.confidence, self.confidence
 
     def tree(self, hidden_BSH: Tensor, bonus_B: Tensor, spec: SpecConfig, noise: Noise | None = None) -> DraftTree:
-        walk = Walk(self, hidden_BSH, noise, self.stop_below)
+        walk = MarkovWalk(self, hidden_BSH, noise, self.stop_below)
         return walk.chain(bonus_B) if spec.topk == 1 else walk.tree(bonus_B, spec)
 
     def walk(self, hidden: Tensor, before: Tensor) -> Tensor:

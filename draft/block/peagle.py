@@ -22,7 +22,7 @@ from specdec.draft.block.head import BlockHead
 from specdec.draft.block.rounds.passes import BlockPass, PairPass
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.parts import Part
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.limits import MAX_PAUSE, MAX_STEPS
 from specdec.models.making import new_weight
@@ -35,7 +35,7 @@ class PEagleHead(BlockHead, Eagle3Head):
         super().__init__(config, max_positions + 2 * MAX_STEPS + MAX_PAUSE)
         self.mask_hidden_F = new_weight(config.feature_size)
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield from super().parts(names)
         yield "mask_hidden", self.mask_hidden_F
 

@@ -17,7 +17,7 @@ from specdec.attention.inputs import AttentionFn
 from specdec.draft.drafter import Drafter, DrafterContext, Impression
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.formats.parts import Part, layer_parts
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead, StepHead
 from specdec.models.causal_lm import DecoderLayer
@@ -25,7 +25,7 @@ from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
-from specdec.ops.products.terms import added_up
+from specdec.ops.products.partials import added_up
 from specdec.ops.rows import select_rows
 
 
@@ -66,7 +66,7 @@ class Eagle3Head(EagleHead):
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers - 1))
         self.norm = RMSNorm(H, eps)
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield names.fc, self.fc
         yield from zip(names.feature_norms, self.feature_norms, strict=True)
         yield from layer_parts(self, names.first)
@@ -118,7 +118,7 @@ class Eagle3Head(EagleHead):
         attended = self.self_attn(x, rotation, attn, 0, rows)
         residual, normed = self.post_attention_layernorm.add(residual, attended)
         ends_in_norm = self.returns_normed or self.config.norms_logits
-        delta = self.mlp(normed, terms=bool(layers) or ends_in_norm)
+        delta = self.mlp(normed, partials=bool(layers) or ends_in_norm)
         for index, layer in enumerate(layers, 1):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
@@ -143,7 +143,7 @@ class Eagle1Head(EagleHead):
         self.layers[0].input_layernorm = nn.Identity()
         cast(DecoderLayer, self.layers[-1]).norm_follows = False
 
-    def parts(self, names: Names) -> Iterator[Part]:
+    def parts(self, names: PartNames) -> Iterator[Part]:
         yield names.fc, self.fc
         for layer, name in zip(self.layers, (names.first, *names.layers), strict=True):
             yield from layer_parts(layer, name)

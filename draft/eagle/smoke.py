@@ -15,7 +15,7 @@ from specdec.draft.broken import FilesLook
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.head import StepHead
 from specdec.draft.smoke import (
-    Look,
+    HeadLook,
     Misreading,
     TargetPass,
     is_right,
@@ -28,7 +28,7 @@ from specdec.draft.smoke import (
 from specdec.models.target import Target
 
 
-class StepLook(Look):
+class StepLook(HeadLook):
     """Of heads that draft a level a pass.
 
     Each pass goes along the whole text, and reads its own outputs one place before in place of the target's features.  So a

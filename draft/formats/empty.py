@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.draft.formats.parts import tensors_of
-from specdec.draft.formats.reading import Names, Shapes
+from specdec.draft.formats.reading import PartNames, Shapes
 from specdec.draft.formats.spec import KINDS, HeadSpec
 from specdec.models.checkpoints.loader import build
 
@@ -27,7 +27,7 @@ def empty_head(spec: HeadSpec) -> DraftHead:
     return build(lambda: class_of(spec.kind)(spec, 1), torch.device("meta"), torch.float32)
 
 
-def wanted_tensors(spec: HeadSpec, names: Names) -> Shapes:
+def wanted_tensors(spec: HeadSpec, names: PartNames) -> Shapes:
     """Every tensor that a head of that spec needs, but for its vocabulary map, with its shape."""
     head = empty_head(spec)
     parts = [*head.parts(names)]

@@ -27,7 +27,7 @@ class HeadFiles(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Names:
+class PartNames:
     """How a layout calls the parts of a head.
 
     first: the first layer.  layers: the layers after it.  input_norm: of the layers after the first one.
@@ -46,7 +46,7 @@ class Names:
     confidence: str = "confidence_head.proj"
 
     @classmethod
-    def numbered(cls, count: int, **others: Any) -> Names:
+    def numbered(cls, count: int, **others: Any) -> PartNames:
         """Layers that are called by their number."""
         first, *layers = (f"layers.{index}" for index in range(count))
         return cls(first, tuple(layers), **others)
@@ -62,7 +62,7 @@ class ParsedHead:
     """
 
     spec: HeadSpec
-    names: Names
+    names: PartNames
     beside: Mapping[str, str]
     meanings: Mapping[str, str]
     copies: bool = False

@@ -20,7 +20,7 @@ VERSION = "speculators_version"
 AUX = "eagle_aux_hidden_state_layer_ids"
 
 
-class Key(NamedTuple):
+class ReleasedKey(NamedTuple):
     """first, last: the releases that wrote the key.
 
     absent: what a head of a release before the first one means; such a head may say it too.  only: the values that the library
@@ -37,36 +37,36 @@ _EVERY = {
     **dict.fromkeys(
         "architectures auto_map dtype speculators_config speculators_model_type speculators_version torch_dtype "
         "transformer_layer_config transformers_version".split(),
-        Key(1),
+        ReleasedKey(1),
     ),
     # Names of transformers' own classes, which got into the files until the library left them out.
-    "has_no_defaults_at_init": Key(1, 4, only=(False,)),
-    "base_model_ep_plan": Key(1, 4, only=(None,)),
-    "tie_word_embeddings": Key(5, absent=False, only=(False,)),
+    "has_no_defaults_at_init": ReleasedKey(1, 4, only=(False,)),
+    "base_model_ep_plan": ReleasedKey(1, 4, only=(None,)),
+    "tie_word_embeddings": ReleasedKey(5, absent=False, only=(False,)),
 }
 _EAGLE3 = {
     **_EVERY,
-    **dict.fromkeys(("draft_vocab_size", "norm_before_residual", "target_hidden_size"), Key(1)),
-    AUX: Key(2, absent=None),
-    "embed_requires_grad": Key(4, absent=False),
-    "norm_before_fc": Key(5, absent=False),
-    "fc_norm": Key(7, absent=False),
-    "norm_output": Key(7, absent=False),
+    **dict.fromkeys(("draft_vocab_size", "norm_before_residual", "target_hidden_size"), ReleasedKey(1)),
+    AUX: ReleasedKey(2, absent=None),
+    "embed_requires_grad": ReleasedKey(4, absent=False),
+    "norm_before_fc": ReleasedKey(5, absent=False),
+    "fc_norm": ReleasedKey(7, absent=False),
+    "norm_output": ReleasedKey(7, absent=False),
 }
 _BLOCK = {
     **_EVERY,
     **dict.fromkeys(
         "draft_vocab_size block_size target_hidden_size aux_hidden_state_layer_ids mask_token_id".split(),
-        Key(5),
+        ReleasedKey(5),
     ),
-    "sliding_window_non_causal": Key(6, absent=False),
-    "sample_from_anchor": Key(7, absent=False),
+    "sliding_window_non_causal": ReleasedKey(6, absent=False),
+    "sample_from_anchor": ReleasedKey(7, absent=False),
 }
-_EAGLE1 = dict.fromkeys(("transformer_layer_architecture", "layernorms", "fusion_bias"), Key(1))
-_PEAGLE = dict.fromkeys(("num_depths", "down_sample_ratio", "down_sample_ratio_min"), Key(6, 6))
+_EAGLE1 = dict.fromkeys(("transformer_layer_architecture", "layernorms", "fusion_bias"), ReleasedKey(1))
+_PEAGLE = dict.fromkeys(("num_depths", "down_sample_ratio", "down_sample_ratio_min"), ReleasedKey(6, 6))
 _MARKOV = dict.fromkeys(
     ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
-    Key(7),
+    ReleasedKey(7),
 )
 
 
@@ -75,14 +75,14 @@ class KindKeys(NamedTuple):
 
     first: int
     last: int
-    keys: dict[str, Key]
+    keys: dict[str, ReleasedKey]
 
 
 KINDS = {
     "eagle": KindKeys(1, 6, {**_EVERY, **_EAGLE1}),
     "eagle3": KindKeys(1, NEWEST, _EAGLE3),
-    "peagle": KindKeys(6, NEWEST, {**_EAGLE3, "mask_token_id": Key(6), **_PEAGLE}),
-    "dflash": KindKeys(5, NEWEST, {**_BLOCK, "max_anchors": Key(5, 6)}),
+    "peagle": KindKeys(6, NEWEST, {**_EAGLE3, "mask_token_id": ReleasedKey(6), **_PEAGLE}),
+    "dflash": KindKeys(5, NEWEST, {**_BLOCK, "max_anchors": ReleasedKey(5, 6)}),
     "dspark": KindKeys(7, NEWEST, {**_BLOCK, **_MARKOV}),
     "mtp": KindKeys(6, NEWEST, {}),
     "dflash2": KindKeys(8, NEWEST, {}),
@@ -184,7 +184,7 @@ def _named(raw: dict[str, Any], where: str) -> Release:
     return Release(min(max(oldest, 1), NEWEST), min(newest, NEWEST), name)
 
 
-def _span(key: Key) -> str:
+def _span(key: ReleasedKey) -> str:
     if key.first == key.last:
         return f"0.{key.first}"
     return f"0.{key.first} and later" if key.last == NEWEST else f"0.{key.first} to 0.{key.last}"

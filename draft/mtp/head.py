@@ -48,7 +48,7 @@ class MtpLayer(nn.Module):
         return self.norm.add(x, delta)
 
 
-class Before(NamedTuple):
+class StatesBefore(NamedTuple):
     """Where the states before some pairs are: layer k reads, with each pair, what layer k - 1 made of the pair before.
 
     states_NX: of N pairs that came before the pass.  index_T: int64, for each pair of the pass the one before it among these N,
@@ -132,7 +132,7 @@ class MtpHead(StepHead):
         features_TH: Tensor,
         positions_T: Tensor,
         attn: AttentionFn,
-        before: Before,
+        before: StatesBefore,
         rows_R: Tensor | None = None,
     ) -> Tensor:
         """[T, X]: the states of pairs with true features, of all tokens.  Several layers.

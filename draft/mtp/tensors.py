@@ -5,14 +5,14 @@ from __future__ import annotations
 from specdec.draft.formats.reading import Shapes, may_be_read
 from specdec.draft.mtp.fill import empty_mtp, fill
 from specdec.draft.mtp.spec import MtpSpec
-from specdec.models.checkpoints.checkpoint import Asked, Checkpoint
+from specdec.models.checkpoints.checkpoint import AssumedCheckpoint, Checkpoint
 from specdec.models.checkpoints.stored import SAFE_DTYPES
 from specdec.models.schemes.source import WeightFormat
 
 
 def wanted_tensors(spec: MtpSpec) -> Shapes:
     """All that the layers need, as ordinary numbers: what filling them asks for."""
-    asked = Asked()
+    asked = AssumedCheckpoint()
     fill(empty_mtp(spec), asked)
     return asked.shapes
 

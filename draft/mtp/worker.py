@@ -16,7 +16,7 @@ from specdec.batch.ragged import RaggedPrompts
 from specdec.draft.drafter import DrafterContext
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.eagle.worker import DraftWorker
-from specdec.draft.mtp.head import Before, MtpHead
+from specdec.draft.mtp.head import MtpHead, StatesBefore
 from specdec.limits import DUMMY_PAGE
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
@@ -68,7 +68,7 @@ class MtpWorker(DraftWorker):
         index_BE = B + arange(B * E, device).view(B, E) - 1
         index_BE = torch.where(arange(E, device) == 0, arange(B, device)[:, None], index_BE)
         asked_R = None if own.rows_plan is None else last_B + arange(B, device, E)
-        before, attn = Before(rows.level1_hidden_BH, index_BE.flatten()), self.attention_of(tables)
+        before, attn = StatesBefore(rows.level1_hidden_BH, index_BE.flatten()), self.attention_of(tables)
         states_TX = self.layers.read(tokens_BE.flatten(), features_TH, own.plan.positions_T, attn, before, asked_R)
         self.ends.write(own.slots_T, states_TX)
         take_rows(states_TX.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
@@ -78,7 +78,7 @@ class MtpWorker(DraftWorker):
         (own,), part_T, B = tables, prompts.part_T, prompts.rows_B.shape[0]
         index_T = B + arange(part_T.shape[0], part_T.device) - 1
         is_first_T = (part_T != part_T.roll(1)) | (arange(part_T.shape[0], part_T.device) == 0)
-        before = Before(self._before(prompts), torch.where(is_first_T, part_T.clamp(min=0), index_T))
+        before = StatesBefore(self._before(prompts), torch.where(is_first_T, part_T.clamp(min=0), index_T))
         attn = self.attention_of(tables)
         states_TX = self.layers.read(next_ids_T, features_TH, prompts.positions_T, attn, before, prompts.last_B)
         self.ends.write(own.slots_T, states_TX)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from specdec.bench.encode import with_seeds
-from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, PlainCell, Side, repeat_ratio
+from specdec.bench.measurement import Cell, Divergence, MemoryUse, Outputs, Phases, PlainCell, SideResult, repeat_ratio
 from specdec.bench.warm_up import Laps, warm_up
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
@@ -110,7 +110,7 @@ def _run_sides(
 class _SideRun:
     """One side's passes.  `passes` keeps the outputs of those that were measured, to be compared later."""
 
-    memory: Memory
+    memory: MemoryUse
     reasons: list[str]
 
     def __init__(
@@ -159,13 +159,15 @@ class _SideRun:
         self.phases = Phases(wall, dict(phases.seconds), dict(phases.calls), share)
         self.laps.lap("phases")
 
-    def side(self) -> Side:
+    def side(self) -> SideResult:
         assert self.phases is not None
         requests = [output.stats for outputs in self.timed for output in outputs]
         tokens = [sum(len(output.token_ids) for output in outputs) for outputs in self.timed]
         lengths = [stats.accept_length for stats in requests if stats.rounds]
         mean = sum(lengths) / len(lengths) if lengths else 0.0
-        return Side(self.seconds, tokens, Stats.total(requests), self.phases, self.rounds, mean, self.cold, self.cold_timed)
+        return SideResult(
+            self.seconds, tokens, Stats.total(requests), self.phases, self.rounds, mean, self.cold, self.cold_timed
+        )
 
     def _run(self, prompts: list[list[int]]) -> tuple[float, list[Generation]]:
         """These prompts, the first ones, once.  Returns the wall seconds that they took, too."""
@@ -219,18 +221,18 @@ def _is_empty(output: Generation, has_text: bool) -> bool:
     return not output.text if has_text else len(output.token_ids) == (output.finish_reason != "length")
 
 
-def _memory(session: Session) -> Memory:
+def _memory(session: Session) -> MemoryUse:
     modules = [session.model] + ([session.head] if session.head is not None else [])
     tensors = {t.data_ptr(): t for module in modules for t in module.parameters()}  # shared ones once
     planes = {id(part): part for module in modules for part in module.modules() if isinstance(part, LosslessParameters)}
     weights = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(p.weight.num_bytes for p in planes.values())
     pool, device = session.kv_pool_bytes, session.settings.device
     if device.type == "cuda":
-        return Memory(weights, pool, torch.cuda.max_memory_allocated(device), "GPU allocator, this row")
+        return MemoryUse(weights, pool, torch.cuda.max_memory_allocated(device), "GPU allocator, this row")
     import resource  # not there on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Memory(weights, pool, peak, "whole process so far")
+    return MemoryUse(weights, pool, peak, "whole process so far")
 
 
 def _wait(device: torch.device) -> None:

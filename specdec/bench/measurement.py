@@ -101,7 +101,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Side:
+class SideResult:
     """What one side, baseline or speculative, took.  Lists have one entry a timed repeat; counters are summed over them.
 
     batch_rounds: rounds of the batch, or steps of plain decoding.  accept_length_by_request: the mean of each request's own.
@@ -176,7 +176,7 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes.  peak: of the GPU's allocator over this cell, or of the whole process so far on a CPU (`peak_of` says which)."""
 
     weights: int
@@ -195,11 +195,11 @@ class Cell:
 
     batch_size: int
     spec: tuple[int | str, int, int]
-    baseline: Side
-    speculative: Side
+    baseline: SideResult
+    speculative: SideResult
     outputs: Outputs
     repeat_ratio: float
-    memory: Memory
+    memory: MemoryUse
     reasons: list[str] = field(default_factory=list)
     bench_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -262,10 +262,10 @@ class PlainCell:
     """
 
     batch_size: int
-    baseline: Side
+    baseline: SideResult
     empty: list[int]
     repeat_ratio: float
-    memory: Memory
+    memory: MemoryUse
     bench_seconds: dict[str, float] = field(default_factory=dict)
 
 

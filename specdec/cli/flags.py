@@ -47,7 +47,7 @@ class FlagParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-class Once(argparse.Action):
+class StoreOnce(argparse.Action):
     """Stores a value, and refuses a second one, of which there may be several in another command."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:

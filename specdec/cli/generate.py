@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     prompt = "the text to go on from, which only a terminal shows again; default: read from stdin"
     add("prompt", nargs="?", metavar="PROMPT", help=prompt)
-    add("--spec", type=flags.tree_shape, action=flags.Once, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16")
+    add("--spec", type=flags.tree_shape, action=flags.StoreOnce, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
     add("--max-tokens", type=int, default=128, metavar="N", help="the most tokens to generate; default: %(default)s")
     add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")

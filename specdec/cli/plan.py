@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.flags import SPEC_HELP, Once, add_option_flags, not_empty, pair_of, tree_shape
+from specdec.cli.flags import SPEC_HELP, StoreOnce, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.terminal.output import console
 from specdec.cli.terminal.waiting import over
 from specdec.draft.kinds import listed
@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--target", type=not_empty, metavar="DIR", help=target)
     draft = f"folder or hub id of its draft head, or {listed(lambda kind: kind.name)}; without it, a --target is planned alone"
     add("--draft", type=not_empty, metavar="DIR", help=draft)
-    add("--spec", type=tree_shape, action=Once, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
+    add("--spec", type=tree_shape, action=StoreOnce, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
     add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB; default: this machine's GPU, or the usual ones")

@@ -28,7 +28,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_option_flags(parser.add_argument_group("server"), ServeOptions, ())
     parser.add_argument(
-        "--spec", type=flags.tree_shape, action=flags.Once, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16"
+        "--spec", type=flags.tree_shape, action=flags.StoreOnce, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16"
     )
     flags.add_engine_flags(parser, "serve")
     parser.set_defaults(around=_own_process)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from specdec.ops.products.tuned.table import Product
-    from specdec.tune.measure import Bench
-    from specdec.tune.run import Row
+    from specdec.tune.measure import ProductBench
+    from specdec.tune.run import TunedRow
 
 HELP = "measure which tiles this GPU's products should take, and keep them"
 ROWS = (1, 6, 8, 16, 32, 48, 64)
@@ -41,7 +41,7 @@ class MeasuredGpu(NamedTuple):
 
     device: torch.device
     gpu: str
-    make_bench: Callable[[Product, torch.device], Bench]
+    make_bench: Callable[[Product, torch.device], ProductBench]
 
 
 def run(args: argparse.Namespace, machine: MeasuredGpu | None = None) -> int:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, machine: MeasuredGpu | None = None) -> int:
     out = console()
     out.print(f"{len(products)} products on {gpu}, at {', '.join(map(str, args.rows))} rows")
 
-    def show(row: Row, done: int, of: int) -> None:
+    def show(row: TunedRow, done: int, of: int) -> None:
         out.print(line_of(row, done, of), highlight=False, soft_wrap=True)
 
     table = tune(products, args.rows, args.name or str(args.target), device, show, gpu, make_bench)
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace, machine: MeasuredGpu | None = None) -> int:
 def this_machine(name: str) -> MeasuredGpu:
     import torch
 
-    from specdec.tune.measure import Bench
+    from specdec.tune.measure import ProductBench
 
     device = tunable_gpu(name)
-    return MeasuredGpu(device, torch.cuda.get_device_name(device), Bench)
+    return MeasuredGpu(device, torch.cuda.get_device_name(device), ProductBench)
 
 
 def tunable_gpu(name: str) -> torch.device:
@@ -122,7 +122,7 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path} can't be written: {problem}; nearest thing that works: {nearest}")
 
 
-def line_of(row: Row, done: int, of: int) -> str:
+def line_of(row: TunedRow, done: int, of: int) -> str:
     product, tiles = row.product, "cuBLAS" if row.tiles is None else ",".join(map(str, row.tiles))
     kind, rows = " (gate and up)" if product.gated else "", "1 row" if row.M == 1 else f"{row.M} rows"
     verdict = f"-> {row.after:.1f} us with {tiles}" if row.is_kept else "as it was"

@@ -24,7 +24,7 @@ USUAL_PROMPTS = 8
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flags.add_prompt_flags(parser, num_prompts=str(USUAL_PROMPTS))
-    add("--spec", type=flags.tree_shape, action=flags.Once, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16")
+    add("--spec", type=flags.tree_shape, action=flags.StoreOnce, metavar="S,k,nd", help=f"{flags.SPEC_HELP}; default: 5,4,16")
     add("--json", type=flags.not_empty, metavar="FILE", help="write every finding, the settings and definitions")
     flags.add_sampling_flags(parser)
     flags.add_grammar_flags(parser)

@@ -17,7 +17,7 @@ FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chun
 GRANULES = (256, 128)
 
 
-class Left(NamedTuple):
+class PromptRest(NamedTuple):
     """The part of a prompt that has not run yet: `tokens` tokens from position `start` on."""
 
     start: int
@@ -42,7 +42,7 @@ class ChunkBudget:
         """The cost of `count` tokens from position `start` on."""
         return count * (1 + (start + count / 2) / self.doubling)
 
-    def affordable(self, left: Left, budget: float) -> int:
+    def affordable(self, left: PromptRest, budget: float) -> int:
         """How many of a prompt's next tokens a chunk can hold at a cost of at most `budget`."""
         low, high = 0, left.tokens if self.most is None else min(left.tokens, self.most)
         while low < high:
@@ -50,7 +50,7 @@ class ChunkBudget:
             low, high = (middle, high) if self.cost(left.start, middle) <= budget else (low, middle - 1)
         return low
 
-    def is_burst(self, prompts: Sequence[Left], running: int) -> bool:
+    def is_burst(self, prompts: Sequence[PromptRest], running: int) -> bool:
         """Whether so many short prompts wait that the rows that run had better wait for them: half as many as rows run.
 
         A round between two chunks then serves few rows in almost the time of a full batch.  A prompt is short if one chunk
@@ -58,7 +58,7 @@ class ChunkBudget:
         """
         return 2 * sum(self.cost(*left) <= self.beside_rounds for left in prompts) >= running
 
-    def share(self, prompts: Sequence[Left], running: int) -> list[int]:
+    def share(self, prompts: Sequence[PromptRest], running: int) -> list[int]:
         """How many tokens of each prompt the next chunk holds.  A prompt that waits gets 0; all together get at least one.
 
         prompts: what is left of each, in order of arrival.  running: how many running rows wait for the chunk.
@@ -82,14 +82,14 @@ class ChunkBudget:
                 spent += self.cost(start, count)
                 continue
             most = count if self.most is None else min(count, self.most - shares[index])
-            part = self.affordable(Left(start, most), for_parts - spent)
+            part = self.affordable(PromptRest(start, most), for_parts - spent)
             shares[index] += part
             spent += self.cost(start, part)
         if not any(shares):
             shares[by_cost[0]] = 1
         return self._trimmed(prompts, shares)
 
-    def _trimmed(self, prompts: Sequence[Left], shares: list[int]) -> list[int]:
+    def _trimmed(self, prompts: Sequence[PromptRest], shares: list[int]) -> list[int]:
         """Shortens the longest part that does not end its prompt, so that the chunk's tokens are a multiple of a granule."""
         parts = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.tokens]
         granule = next((granule for granule in GRANULES if granule <= sum(shares)), 1)

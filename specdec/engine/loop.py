@@ -45,7 +45,7 @@ class Engine(Generic[R]):
     @property
     def running(self) -> list[Request]:
         """The requests whose prompts have run, in the order of their rows."""
-        return [seat.request for seat in self.scheduler.seats if seat.runs]
+        return [state.request for state in self.scheduler.states if state.runs]
 
     def totals(self) -> Totals:
         """What the engine has done since its start and what it holds now.  Any thread may ask."""
@@ -80,7 +80,7 @@ class Engine(Generic[R]):
                 self.runner.run(entering)
             launch = self.scheduler.next()
             is_unread = launch is not None and self._launch(launch)
-            while self.scheduler.seats and len(self._unread) > (self.depth if is_unread else 0):
+            while self.scheduler.states and len(self._unread) > (self.depth if is_unread else 0):
                 self._collect()
             self._settle()
 
@@ -113,7 +113,7 @@ class Engine(Generic[R]):
             # With several ranks the runner has ended all of them by now, and the next step fails with the reason.
             if not isinstance(launch.step, RunChunk):
                 raise
-            self.scheduler.fail(launch.seats, error)
+            self.scheduler.fail(launch.states, error)
             return False
         self.scheduler.launched(launch)
         assert pending is not None, "chunks and rounds can be waited for"
@@ -169,7 +169,7 @@ class Engine(Generic[R]):
 
     def _settle(self) -> None:
         """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
-        if not self.scheduler.seats:
+        if not self.scheduler.states:
             for pending in (*(pending for pending, *_ in self._unread), *self._silent):
                 pending.drop()
             self._unread.clear()

@@ -8,7 +8,7 @@ from itertools import islice
 from math import inf
 
 from specdec.config import SamplingParams
-from specdec.engine.chunks import Left
+from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Generation, Stats, TokenLogprob
@@ -127,8 +127,8 @@ class Request:
 
 
 @dataclass(eq=False)
-class Seat:
-    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row."""
+class RequestState:
+    """A request that holds a row of the batch; its index in `Scheduler.states` is the row."""
 
     request: Request
     done: int  # how many prompt tokens are in the cache or in chunks that have been planned
@@ -137,9 +137,9 @@ class Seat:
     unread: int = 0  # launches that emit tokens for the request and have not been read yet
 
     @property
-    def left(self) -> Left:
+    def left(self) -> PromptRest:
         """The part of the prompt that no chunk has been planned for."""
-        return Left(self.done, len(self.request.prompt_ids) - self.done)
+        return PromptRest(self.done, len(self.request.prompt_ids) - self.done)
 
     @property
     def tokens_left(self) -> int:

@@ -18,7 +18,7 @@ from specdec.engine.failures import no_token
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
-from specdec.engine.request import Request, Seat
+from specdec.engine.request import Request, RequestState
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
 
@@ -33,14 +33,14 @@ class Launch:
     """One chunk or round for the runner.
 
     before: steps that must run before it.
-    seats: who held each part of the chunk, or each row of the round, when it was planned; None for a row of a round that does
-        not run.
+    states: of the requests that held each part of the chunk, or each row of the round, when it was planned; None for a row of a
+        round that does not run.
     speculates: of a round, which of its rows may accept draft tokens.
     """
 
     before: list[steps.Step]
     step: steps.RunChunk | steps.RunRound
-    seats: list[Seat | None]
+    states: list[RequestState | None]
     speculates: tuple[bool, ...] = ()
 
     @property
@@ -69,7 +69,7 @@ class Scheduler:
         self.admission, self.budget, self.speculation, self.sharing = admission, budget, speculation, sharing
         self.rows, self.pads_rows = rows, pads_rows
         self.waiting: deque[Request] = deque()
-        self.seats: list[Seat] = []
+        self.states: list[RequestState] = []
         self.totals = Totals()
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
         # What the runner has not been told yet about rows that ended.  _moved: target row -> the row where the runner still has
@@ -82,7 +82,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.seats)
+        return not (self.waiting or self.states)
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
@@ -90,7 +90,7 @@ class Scheduler:
         pages, local = admission.pool.capacity, admission.local.capacity if admission.local else 0
         return replace(
             self.totals,
-            running=len(self.seats),
+            running=len(self.states),
             waiting=len(self.waiting),
             pages_used=pages - admission.free_pages,
             pages_total=pages,
@@ -109,18 +109,18 @@ class Scheduler:
         if request.is_done:
             return
         request.cancelled = True
-        if seat := next((seat for seat in self.seats if seat.request is request), None):
-            self._leave(seat)
+        if state := next((state for state in self.states if state.request is request), None):
+            self._leave(state)
         else:
             self.waiting.remove(request)
             self._ended(request)
 
-    def fail(self, seats: list[Seat | None], error: BaseException) -> None:
-        """Ends the requests of these seats with that error, except those that have ended already."""
-        for seat in seats:
-            if seat is not None and not seat.request.is_done:
-                seat.request.error = error
-                self._leave(seat)
+    def fail(self, states: list[RequestState | None], error: BaseException) -> None:
+        """Ends the requests of these rows with that error, except those that have ended already."""
+        for state in states:
+            if state is not None and not state.request.is_done:
+                state.request.error = error
+                self._leave(state)
 
     def fail_all(self, error: BaseException) -> None:
         """Ends all requests that hold rows with that error, and turns all rows into padding.
@@ -128,10 +128,10 @@ class Scheduler:
         It does not matter which of the earlier changes of rows the runner has been told.  An interrupt may have come just after
         a request's last token, while its text was made: that request fails too.
         """
-        for seat in list(self.seats):
-            if not seat.request.cancelled and seat.request.error is None:
-                seat.request.error = error
-            self._leave(seat)
+        for state in list(self.states):
+            if not state.request.cancelled and state.request.error is None:
+                state.request.error = error
+            self._leave(state)
         self._moved, self._cleared = {}, set(range(self.rows))
 
     def fail_waiting(self, error: BaseException) -> None:
@@ -163,10 +163,10 @@ class Scheduler:
             if self._is_too_long(len(request.prompt_ids)):
                 request.drafted_until = 0
             speculates = self._speculates(request)
-            found = self.admission.find(request, speculates) if len(self.seats) < self.rows else None
+            found = self.admission.find(request, speculates) if len(self.states) < self.rows else None
             if found is None:
                 break
-            entering = [seat.request for seat in self.seats if not seat.runs]
+            entering = [state.request for state in self.states if not state.runs]
             if speculates:  # the pages of the others will lack the drafter's keys and values
                 entering = [other for other in entering if self._speculates(other)]
             if entering and self.admission.should_wait(request, found, entering):
@@ -179,16 +179,16 @@ class Scheduler:
             options, rules, _, grammar = request.choice
             encoder_input = self._encoder_input(request)
             entries.append(
-                steps.RowEntry(len(self.seats), allocation.tables, options, speculates, rules, encoder_input, grammar)
+                steps.RowEntry(len(self.states), allocation.tables, options, speculates, rules, encoder_input, grammar)
             )
-            self.seats.append(Seat(request, allocation.start, next(self._arrivals)))
+            self.states.append(RequestState(request, allocation.start, next(self._arrivals)))
             self._rows_changed()
         return steps.EnterRows(tuple(entries)) if entries else None
 
     def next(self) -> Launch | None:
         """The next chunk or round; the two take turns while both are possible.  None: there is nothing to launch."""
-        entering = any(not seat.runs for seat in self.seats)
-        running = sum(seat.runs and seat.tokens_left > 0 for seat in self.seats)
+        entering = any(not state.runs for state in self.states)
+        running = sum(state.runs and state.tokens_left > 0 for state in self.states)
         if entering and (self._chunk_is_next or not running):
             self._chunk_is_next = False
             return self._next_chunk(running)
@@ -198,14 +198,14 @@ class Scheduler:
     def launched(self, launch: Launch) -> None:
         """Records that the runner has taken the launch: from now on other requests can share the pages of its prompts."""
         if isinstance(launch.step, steps.RunChunk):
-            for part, seat in zip(launch.step.parts, launch.seats, strict=True):
-                if seat is not None:
-                    request = seat.request
+            for part, state in zip(launch.step.parts, launch.states, strict=True):
+                if state is not None:
+                    request = state.request
                     self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
 
     def make_ready(self, sizes: Sequence[int]) -> list[steps.Step]:
         """The steps that capture what rounds of so many rows may need; none given: of any number.  To be run while idle."""
-        assert not self.seats
+        assert not self.states
         return self.speculation.make_ready(sizes or self.sizes())
 
     def sizes(self) -> list[int]:
@@ -223,80 +223,84 @@ class Scheduler:
         if isinstance(step, steps.RunRound) and seconds is not None:
             drafting = [row for row, speculates in zip(emitted, launch.speculates, strict=False) if speculates]
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
-            self.speculation.observe(step, seconds, accepted, best, _tokens(launch.seats))
+            self.speculation.observe(step, seconds, accepted, best, _tokens(launch.states))
         for index in ended:
-            if (seat := launch.seats[index]) is not None:
-                seat.request.drafted_until = max(0, _tokens([seat]) - self.speculation.pause)
-        for index, (seat, row) in enumerate(zip(launch.seats, emitted, strict=False)):  # a round's padding comes last
-            if seat is None or not row.tokens:
+            if (state := launch.states[index]) is not None:
+                state.request.drafted_until = max(0, _tokens([state]) - self.speculation.pause)
+        for index, (state, row) in enumerate(zip(launch.states, emitted, strict=False)):  # a round's padding comes last
+            if state is None or not row.tokens:
                 continue
-            seat.unread -= 1
-            if not seat.request.is_done:
+            state.unread -= 1
+            if not state.request.is_done:
                 tree = None
                 if isinstance(step, steps.RunRound):
                     tree = (step.drafted, step.depths) if launch.speculates[index] else (0, 0)
-                self._hand_out(seat, row, tree)
+                self._hand_out(state, row, tree)
 
     def _next_chunk(self, running: int) -> Launch:
-        entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
-        entering.sort(key=lambda row_seat: row_seat[1].arrival)  # not in the order of rows, because rows move when others leave
-        shares = self.budget.share([seat.left for _, seat in entering], running)
+        entering = [(row, state) for row, state in enumerate(self.states) if not state.runs]
+        entering.sort(key=lambda entry: entry[1].arrival)  # not in the order of rows, because rows move when others leave
+        shares = self.budget.share([state.left for _, state in entering], running)
         parts: list[steps.PromptPart] = []
-        seats: list[Seat | None] = []
-        for (row, seat), tokens in zip(entering, shares, strict=True):
+        states: list[RequestState | None] = []
+        for (row, state), tokens in zip(entering, shares, strict=True):
             if not tokens:
                 continue
-            prompt, end = seat.request.prompt_ids, seat.done + tokens
+            prompt, end = state.request.prompt_ids, state.done + tokens
             next_token = prompt[end] if end < len(prompt) else -1
-            encoder_input = None if seat.done else self._encoder_input(seat.request)
-            parts.append(steps.PromptPart(row, prompt[seat.done : end], seat.done, next_token, encoder_input))
-            seats.append(seat)
-            seat.done = end
+            encoder_input = None if state.done else self._encoder_input(state.request)
+            parts.append(steps.PromptPart(row, prompt[state.done : end], state.done, next_token, encoder_input))
+            states.append(state)
+            state.done = end
             if next_token < 0:
-                seat.runs, seat.unread = True, 1
+                state.runs, state.unread = True, 1
                 self._rows_changed()
-        ending = [seat.request for seat in seats if seat is not None and seat.runs]
+        ending = [state.request for state in states if state is not None and state.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
-        drafted = any(self._speculates(seat.request) for seat in seats if seat is not None)
-        return Launch([], steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), seats)
+        drafted = any(self._speculates(state.request) for state in states if state is not None)
+        return Launch([], steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), states)
 
     def _next_round(self) -> Launch:
-        seats = [seat if seat.runs else None for seat in self.seats]
-        while seats[-1] is None:  # rows after the last running one need not be computed
-            seats.pop()
-        rows = self._padded(len(seats))
-        before: list[steps.Step] = self._stop_drafting(seats)
-        running = [seat.request for seat in seats if seat is not None]
-        speculates = tuple(seat is not None and self._speculates(seat.request) for seat in seats)
+        states = [state if state.runs else None for state in self.states]
+        while states[-1] is None:  # rows after the last running one need not be computed
+            states.pop()
+        rows = self._padded(len(states))
+        before: list[steps.Step] = self._stop_drafting(states)
+        running = [state.request for state in states if state is not None]
+        speculates = tuple(state is not None and self._speculates(state.request) for state in states)
         speculating = sum(speculates)
         if self.sharing is not None and self.sharing.group is None:
             # A page that is read for many rows at once reaches all of them if it holds NaN.  So while the drafter runs, rows
             # share no page that it has not written, although only rows that do not speculate would read that page.
-            pages = [self.admission.fixed_pages(seat.request, speculating > 0) if seat else [] for seat in seats]
+            pages = [self.admission.fixed_pages(state.request, speculating > 0) if state else [] for state in states]
             if share := self.sharing.choose(pages):
                 before.append(share)
         shared = bool(self.sharing and self.sharing.shares)
         first, step = self.speculation.next_round(
-            rows, self._needs(running), shared, speculating / len(running), _tokens(seats) if self.speculation.controller else 0
+            rows,
+            self._needs(running),
+            shared,
+            speculating / len(running),
+            _tokens(states) if self.speculation.controller else 0,
         )
         before += first
-        for seat in seats:
-            if seat is not None:
-                seat.unread += 1
-        return Launch(before, step, seats, speculates)
+        for state in states:
+            if state is not None:
+                state.unread += 1
+        return Launch(before, step, states, speculates)
 
     def _padded(self, rows: int) -> int:
         """How many rows a round computes for so many running ones."""
         return min(self.rows, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
-    def _stop_drafting(self, seats: list[Seat | None]) -> list[steps.Step]:
+    def _stop_drafting(self, states: list[RequestState | None]) -> list[steps.Step]:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
         rows = []
-        for row, seat in enumerate(seats):
-            if seat is not None and self._speculates(seat.request) and self._is_too_long(length := _tokens([seat])):
-                seat.request.drafted_until = length - self.speculation.pause
+        for row, state in enumerate(states):
+            if state is not None and self._speculates(state.request) and self._is_too_long(length := _tokens([state])):
+                state.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()
         return [steps.StopDrafting(tuple(rows))] if rows else []
@@ -308,7 +312,7 @@ class Scheduler:
 
     def _end_pause(self) -> None:
         """Forgets the pause if no running row speculates: then no token is left that the drafter has not seen."""
-        if not any(seat.runs and self._speculates(seat.request) for seat in self.seats):
+        if not any(state.runs and self._speculates(state.request) for state in self.states):
             self.speculation.pause = 0
 
     def _needs(self, requests: list[Request]) -> steps.Needs:
@@ -329,12 +333,12 @@ class Scheduler:
 
     # ---- endings ----
 
-    def _hand_out(self, seat: Seat, emitted: steps.Emitted, tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, state: RequestState, emitted: steps.Emitted, tree: tuple[int, int] | None) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
         tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
         """
-        request, before = seat.request, len(seat.request.output.token_ids)
+        request, before = state.request, len(state.request.output.token_ids)
         try:
             if emitted.tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
                 raise no_token(request, emitted.tokens[:-1], is_first=tree is None)
@@ -349,22 +353,22 @@ class Scheduler:
             request.error = error
         self.totals.output_tokens += len(request.output.token_ids) - before
         if request.is_done:
-            self._leave(seat)
+            self._leave(state)
 
-    def _leave(self, seat: Seat) -> None:
+    def _leave(self, state: RequestState) -> None:
         """Frees the request's pages and its row.  The last row moves into the gap, so that no free row lies between others."""
-        row, last, request = self.seats.index(seat), len(self.seats) - 1, seat.request
-        self.seats[row] = self.seats[last]
-        self.seats.pop()
+        row, last, request = self.states.index(state), len(self.states) - 1, state.request
+        self.states[row] = self.states[last]
+        self.states.pop()
         source = self._moved.pop(last, last)
         if row != last:
             self._moved[row] = source
         self._cleared.add(last)
         if request.error is None:  # after an error nobody knows which keys and values were written
-            written = request.prompt_ids + request.output.token_ids if seat.runs else request.prompt_ids[: seat.done + 1]
+            written = request.prompt_ids + request.output.token_ids if state.runs else request.prompt_ids[: state.done + 1]
             speculates = self._speculates(request)
             unseen = self.speculation.pause if speculates else 0  # tokens at the end that the drafter may not have seen
-            reach = len(written) + self.admission.lookahead * max(1, seat.unread)  # what launches in flight may write
+            reach = len(written) + self.admission.lookahead * max(1, state.unread)  # what launches in flight may write
             if request.drafted_until:  # later pages lack the drafter's keys and values
                 written, speculates = written[: request.drafted_until], True
             self.admission.keep(request, written[: max(0, len(written) - unseen)], speculates, reach)
@@ -372,7 +376,7 @@ class Scheduler:
         self._ended(request)
         self._rows_changed()
         self._end_pause()
-        if not self.seats:
+        if not self.states:
             self._chunk_is_next = True
 
     def _ended(self, request: Request) -> None:
@@ -384,7 +388,7 @@ class Scheduler:
             self.sharing.forget()
 
 
-def _tokens(seats: Sequence[Seat | None]) -> int:
+def _tokens(states: Sequence[RequestState | None]) -> int:
     """Tokens of all rows together, prompts included, as far as they were handed out."""
-    requests = [seat.request for seat in seats if seat is not None]
+    requests = [state.request for state in states if state is not None]
     return sum(len(request.prompt_ids) + len(request.output.token_ids) for request in requests)

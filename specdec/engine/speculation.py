@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.engine.control.controller import Controller, Size
+from specdec.engine.control.controller import Controller, RoundSize
 from specdec.engine.control.costs import Shape
 from specdec.limits import MAX_PAUSE
 from specdec.steps import CatchUp, Needs, RunRound, Step, Try
 
 
-class Batch(NamedTuple):
+class RoundKey(NamedTuple):
     """What a round's graph depends on, besides the shape of the tree.
 
     rows: of the batch, padding included.  needs: see RunRound.  shared: whether rows read common pages together.
@@ -51,18 +51,18 @@ class Speculation:
         self.controller = Controller(shapes, ready_seconds, first_accepted) if is_auto else None
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried
-        self._ready: dict[Batch, tuple[Shape, ...]] = {}  # what has been captured, where anything is
+        self._ready: dict[RoundKey, tuple[Shape, ...]] = {}  # what has been captured, where anything is
 
     def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.
 
-        rows, needs, shared: see Batch.  share: the share of the running rows that speculate, from 0 to 1.  tokens: of all
+        rows, needs, shared: see RoundKey.  share: the share of the running rows that speculate, from 0 to 1.  tokens: of all
         rows together, as far as they are known.
         """
         if not share:
             assert not self.pause, "tokens that the drafter has not seen belong to a row that speculates"
             return [], RunRound(rows, "plain", None, needs, shared)
-        batch, size = Batch(rows, needs, shared), Size(rows, needs.grammar)
+        batch, size = RoundKey(rows, needs, shared), RoundSize(rows, needs.grammar)
         if self.controller is None:
             (spec,) = self.shapes
             return [], RunRound(rows, "speculative", spec, needs, shared)
@@ -93,7 +93,7 @@ class Speculation:
         steps = list[Step]()
         for needs in list(dict.fromkeys(batch.needs for batch in self._ready)):
             for rows in sizes:
-                batch = Batch(rows, needs, shared=False)
+                batch = RoundKey(rows, needs, shared=False)
                 missing = [shape for shape in (None, *self.shapes) if shape not in self._ready.get(batch, ())]
                 self._made_ready(batch, missing)
                 steps += self._tries(batch, missing)
@@ -112,31 +112,31 @@ class Speculation:
         seconds: from the end of the round before it.  best: see Emitted; None for a chain.  tokens: of all rows at its start.
         """
         if self.controller is not None:
-            self.controller.observe(Size(step.rows, step.needs.grammar), step.spec, seconds, accepted, best, tokens)
+            self.controller.observe(RoundSize(step.rows, step.needs.grammar), step.spec, seconds, accepted, best, tokens)
 
     def tried(self, step: Try, seconds: float) -> None:
         """Records the seconds of a step that was tried."""
         if self.controller is not None and isinstance(step.step, RunRound):
-            size = Size(step.step.rows, step.step.needs.grammar)
+            size = RoundSize(step.step.rows, step.step.needs.grammar)
             self.controller.tried(size, step.step.spec, seconds, self._tokens)
 
     def reasons(self) -> list[str]:
         """For each size that has run: which shape runs, and why.  Nothing where the shape is fixed."""
         return [] if self.controller is None else [self.controller.reason(size) for size in sorted(self.controller.books)]
 
-    def _made_ready(self, batch: Batch, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    def _made_ready(self, batch: RoundKey, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """Everything that is ready, now that these shapes are, in one order."""
         ready = self._ready.get(batch, ())
         if shapes:
             ready = self._ready[batch] = tuple(shape for shape in (None, *self.shapes) if shape in ready or shape in shapes)
         return ready
 
-    def _tries(self, batch: Batch, shapes: Sequence[Shape]) -> list[Step]:
+    def _tries(self, batch: RoundKey, shapes: Sequence[Shape]) -> list[Step]:
         catch_up = [Try(CatchUp(*batch))] if None in shapes else []
         return [*(Try(_round(batch, shape)) for shape in shapes), *catch_up]
 
 
-def _round(batch: Batch, shape: Shape) -> RunRound:
+def _round(batch: RoundKey, shape: Shape) -> RunRound:
     """A timed round of a batch."""
     rows, needs, shared = batch
     return RunRound(rows, "speculative" if shape else "paused", shape, needs, shared, timed=True)

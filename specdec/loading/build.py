@@ -97,7 +97,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     is_sharded = settings.options.decode_context_parallel_size > 1
     may_share = model.config.most_read is None and not settings.numerics.is_invariant and not is_sharded
     reads_together = settings.options.prefix_caching and may_share
-    queries = devices.MAX_PACKED // model.config.heads_a_key
+    queries = devices.MAX_QUERIES_A_KEY // model.config.heads_a_key
     shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))

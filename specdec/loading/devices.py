@@ -16,7 +16,7 @@ CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow
 MIN_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
 # A threshold for queries x heads of a row that read each key.  Above it a row alone does so much arithmetic on each key that
 # nothing is gained by reading the key less often.
-MAX_PACKED = 64
+MAX_QUERIES_A_KEY = 64
 # Both decide whether a chunk is captured: the seconds that a slow host needs to launch a layer, and how many products of two
 # numbers a GPU computes in a second.
 LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14

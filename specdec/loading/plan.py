@@ -46,7 +46,7 @@ TOGETHER = (
 )
 
 
-class Models(NamedTuple):
+class CountedModels(NamedTuple):
     """What is to be counted of a target, and of its drafter if there is one."""
 
     configs: tuple[ModelConfig, ...]
@@ -137,7 +137,7 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
-def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:
+def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
     """Bytes by what takes them, for a full batch of longest sequences."""
     options, dtype = settings.options, settings.dtype.itemsize
     groups = layer_groups(models.configs, settings)
@@ -168,7 +168,7 @@ def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, items
     return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
 
 
-def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
+def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     own, config, drafter = pair.checkpoint, pair.chosen.config, pair.drafter
     mtp = mtp_prefixes(config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
@@ -176,12 +176,12 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> Models:
     packs = settings.options.pack_weights
     packed = packed_bytes(own, without, config.tie_embeddings) if packs else 0
     if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
-        return Models(pair.configs, (weights,), scratch=scratch, packed=packed)
+        return CountedModels(pair.configs, (weights,), scratch=scratch, packed=packed)
     without, (layers, *_) = drafter.unkept(own), drafter.model.needs.models
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
     packed += packed_bytes(drafter.checkpoint, without) if packs else 0
     kept = drafter.model.needs.page_values * settings.dtype.itemsize
-    return Models(pair.configs, (weights, drafted), drafter.model.feature_size, kept, scratch, packed)
+    return CountedModels(pair.configs, (weights, drafted), drafter.model.feature_size, kept, scratch, packed)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:

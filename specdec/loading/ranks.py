@@ -23,19 +23,19 @@ from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
-from specdec.parallel.launched import follow_first, launched, meet_others
-from specdec.parallel.processes import Followers, Line, Rendezvous, start
-from specdec.runner.runner import Call, DeviceRunner
+from specdec.parallel.launched import launched, meet_others, run_other_rank
+from specdec.parallel.processes import OtherRanks, RankPipe, Rendezvous, start
+from specdec.runner.runner import DeviceRunner, RankCall
 from specdec.steps import Step
 
 
-class Load(NamedTuple):
+class LoadShare(NamedTuple):
     """The message that has other ranks load their shares, in place of what they held."""
 
     wanted: WantedPair
 
 
-class Build(NamedTuple):
+class BuildRunner(NamedTuple):
     """The message that has other ranks make a runner, in place of the last one, for the steps that follow.
 
     drafts: with the draft head.
@@ -54,7 +54,7 @@ class Ranks:
     def __init__(self, options: EngineOptions) -> None:
         check_devices(options)
         self.size = options.tensor_parallel_size
-        self._followers: Followers | None = None
+        self._other_ranks: OtherRanks | None = None
         self._finalizer: weakref.finalize[Any, Ranks] | None = None  # for a decoder that is forgotten, or not closed at the end
 
     def load(self, wanted: WantedPair) -> Loaded:
@@ -62,28 +62,28 @@ class Ranks:
         if self.size == 1:
             return wanted.load(ALONE, wanted.options)
         wanted.check(self.size)
-        if self._followers is None:
+        if self._other_ranks is None:
             process = launched(self.size)
-            self._followers = start(self.size, run_rank) if process is None else meet_others(process)
-            self._finalizer = weakref.finalize(self, self._followers.close)
-        followers, options = self._followers, options_of(wanted.options, 0)
-        followers.send(Load(wanted))
-        with _explained(followers):
-            if followers.group is ALONE:
-                followers.join(resolve_device(options.device))
-            loaded = wanted.load(followers.group, options)
-        followers.wait("loaded")
+            self._other_ranks = start(self.size, run_rank) if process is None else meet_others(process)
+            self._finalizer = weakref.finalize(self, self._other_ranks.close)
+        other_ranks, options = self._other_ranks, options_of(wanted.options, 0)
+        other_ranks.send(LoadShare(wanted))
+        with _explained(other_ranks):
+            if other_ranks.group is ALONE:
+                other_ranks.join(resolve_device(options.device))
+            loaded = wanted.load(other_ranks.group, options)
+        other_ranks.wait("loaded")
         return loaded
 
     def build_engine(self, model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
         """See build.py.  All ranks make a runner, in place of the last one, and from now on run every step of this rank's."""
-        followers = self._followers
-        if followers is None:
+        other_ranks = self._other_ranks
+        if other_ranks is None:
             return build_engine(model, head, settings)
-        followers.send(Build(settings, head is not None))
-        with _explained(followers):
+        other_ranks.send(BuildRunner(settings, head is not None))
+        with _explained(other_ranks):
             engine = build_engine(model, head, settings)
-        engine.runner.lead(followers)
+        engine.runner.lead(other_ranks)
         return engine
 
     def close(self) -> None:
@@ -93,15 +93,15 @@ class Ranks:
 
 
 @contextmanager
-def _explained(followers: Followers) -> Iterator[None]:
+def _explained(other_ranks: OtherRanks) -> Iterator[None]:
     """Errors of the block are those of the rank that failed first, but for what was asked wrongly: all ranks find the same."""
     try:
         yield
     except (TypeError, ValueError):
-        followers.check()  # what a rank that failed did not send may be a number that makes no sense
+        other_ranks.check()  # what a rank that failed did not send may be a number that makes no sense
         raise
     except BaseException as error:
-        raise followers.explain(error) from error
+        raise other_ranks.explain(error) from error
 
 
 @contextmanager
@@ -125,28 +125,28 @@ def serve_first_rank(options: EngineOptions) -> None:
     process = launched(options.tensor_parallel_size)
     if process is not None and process.rank > 0:
         check_devices(options)
-        follow_first(process, run_rank)
+        run_other_rank(process, run_rank)
         raise SystemExit(0)
 
 
-class Follower:
+class RankWorker:
     """Another rank: what it holds, as the first rank's messages change it."""
 
-    def __init__(self, rendezvous: Rendezvous, line: Line) -> None:
-        self._rendezvous, self._line = rendezvous, line
+    def __init__(self, rendezvous: Rendezvous, pipe: RankPipe) -> None:
+        self._rendezvous, self._pipe = rendezvous, pipe
         self._group: Group | None = None
         self._held: tuple[Target, DraftModel | None, torch.device] | None = None
         self._runner: DeviceRunner | None = None
 
     def take(self, message: Any) -> None:
         """Does what a message says."""
-        if isinstance(message, Load):
+        if isinstance(message, LoadShare):
             self._load(message.wanted)
-        elif isinstance(message, Build):
+        elif isinstance(message, BuildRunner):
             self._build(message.settings, message.drafts)
         else:
-            assert self._runner is not None, "steps come after Build"
-            follow(self._runner, message)
+            assert self._runner is not None, "steps come after BuildRunner"
+            run_step(self._runner, message)
 
     def _load(self, wanted: WantedPair) -> None:
         options = options_of(wanted.options, self._rendezvous.rank)
@@ -154,17 +154,17 @@ class Follower:
         if self._group is None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            self._line.tell("here")
+            self._pipe.tell("here")
             self._group = self._rendezvous.join(device)
         self._runner = self._held = None
         free_memory(device)
         model, head, settings, _ = wanted.load(self._group, options)
         use_threads(settings.threads)  # this thread runs all steps
         self._held = model, head, device
-        self._line.tell("loaded")
+        self._pipe.tell("loaded")
 
     def _build(self, settings: EngineSettings, drafts: bool) -> None:
-        assert self._held is not None, "Build comes after Load"
+        assert self._held is not None, "BuildRunner comes after LoadShare"
         model, head, device = self._held
         head = head if drafts else None
         self._runner = None
@@ -173,16 +173,16 @@ class Follower:
         self._runner = build_runner(model, head, settings, plan_pool(model, head, settings))
 
 
-def run_rank(rendezvous: Rendezvous, line: Line) -> None:
+def run_rank(rendezvous: Rendezvous, pipe: RankPipe) -> None:
     """What the process of another rank does: whatever the first rank's messages say."""
-    follower = Follower(rendezvous, line)
-    for message in line.messages():
-        follower.take(message)
+    worker = RankWorker(rendezvous, pipe)
+    for message in pipe.messages():
+        worker.take(message)
 
 
-def follow(runner: DeviceRunner, step: Step | Call) -> None:
+def run_step(runner: DeviceRunner, step: Step | RankCall) -> None:
     """Runs a step of the first rank on another one, which reads no tokens back."""
-    if isinstance(step, Call):
+    if isinstance(step, RankCall):
         runner.together(step.function, *step.given)
     elif (pending := runner.run(step)) is not None:
         pending.drop()

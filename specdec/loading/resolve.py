@@ -12,7 +12,7 @@ import torch
 
 from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.attention.capability import GRAPHS, Feature
-from specdec.attention.flash.rule import Reads
+from specdec.attention.flash.rule import AttentionShape
 from specdec.attention.invariant.plan import MAX_COLUMNS, column_parts
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
@@ -280,7 +280,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         Feature.CONTEXT_PARALLEL: options.decode_context_parallel_size > 1,
         Feature.SHARED_PREFIXES: options.prefix_caching,
     }
-    packed = (spec.num_draft_tokens if spec else 1) * target.heads_a_key
+    seqlen_q_packgqa = (spec.num_draft_tokens if spec else 1) * target.heads_a_key
     return AttentionNeeds(
         settings.device,
         settings.dtype,
@@ -293,5 +293,5 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         kv_cache_dtype=options.kv_cache_dtype,
         page_size=options.page_size,
         features=GRAPHS[settings.cuda_graphs].union(feature for feature, is_asked in asked.items() if is_asked),
-        most=Reads(options.max_batch_size, target.num_kv_heads, packed, settings.max_seq_len),
+        largest=AttentionShape(options.max_batch_size, target.num_kv_heads, seqlen_q_packgqa, settings.max_seq_len),
     )

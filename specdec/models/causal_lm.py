@@ -20,7 +20,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 from specdec.parallel.group import ALONE
@@ -33,7 +33,7 @@ class PreNormLayer(nn.Module):
 
     self_attn, mlp: the two modules of the block, called as SelfAttention and MLP are.  Latent attention and mixtures of experts
     take the same arguments, so every family's layers share this forward pass.
-    norm_follows: whether a norm adds the output to the residual stream; it can add up terms, too.
+    norm_follows: whether a norm adds the output to the residual stream; it can add up split-K partials, too.
     """
 
     norm_follows = True
@@ -53,7 +53,7 @@ class PreNormLayer(nn.Module):
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Terms]:
+    ) -> tuple[Tensor, Tensor | Partials]:
         """The pair (residual stream, MLP output that the caller still has to add to the stream), each [T, H] or [R, H].
 
         The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.
@@ -63,7 +63,7 @@ class PreNormLayer(nn.Module):
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.post_attention_layernorm.add(x, attended)
-        return x, self.mlp(normed, terms=True) if self.norm_follows and isinstance(self.mlp, MLP) else self.mlp(normed)
+        return x, self.mlp(normed, partials=True) if self.norm_follows and isinstance(self.mlp, MLP) else self.mlp(normed)
 
 
 class DecoderLayer(PreNormLayer):

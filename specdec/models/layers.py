@@ -20,7 +20,7 @@ from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
@@ -52,14 +52,14 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x_TH: Tensor, delta_TH: Tensor | Terms, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+        self, x_TH: Tensor, delta_TH: Tensor | Partials, out_TH: Tensor | None = None, below_CH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
         delta: this rank's term of what the layer before computed.
         out_TH: memory for the sum.  below_CH: rows that follow the normed ones, so that the second result is [T + C, H].
         """
-        if isinstance(delta_TH, Terms):
+        if isinstance(delta_TH, Partials):
             assert self.group.size == 1, "ranks exchange sums"
             return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
         return self.group.add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
@@ -159,13 +159,13 @@ class SelfAttention(nn.Module):
 
     def forward(
         self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None
-    ) -> Tensor | Terms:
+    ) -> Tensor | Partials:
         """From x [T, in_features] to [T, H], or to [R, H] with rows_R.  The caller adds the result to the residual stream."""
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
-        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1), terms=True)
+        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1), partials=True)
 
     @property
     def scoring(self) -> Scoring:
@@ -182,6 +182,6 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear.column(config.hidden_size, parts, config.shard, config.mlp_bias)
         self.down_proj = Linear.row(config.intermediate_size, config.hidden_size, config.shard, config.mlp_bias)
 
-    def forward(self, x: Tensor, terms: bool = False) -> Tensor | Terms:
-        """terms: as of Linear, so that on an H200 a forward hook may find `Terms` in place of a tensor."""
-        return self.down_proj(self.gate_up_proj.gated(x), terms=terms)
+    def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
+        """partials: see Linear.  With it a forward hook may find `Partials` in place of a tensor on an H200."""
+        return self.down_proj(self.gate_up_proj.gated(x), partials=partials)

@@ -27,8 +27,8 @@ from specdec.ops.products.formats.lossless import EIGHT, pack_weight
 from specdec.ops.products.gpus import Kind
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.quantised import QuantisedWeight
-from specdec.ops.products.terms import Terms
 from specdec.ops.products.weight import Weight
 from specdec.parallel.shard import Shard
 
@@ -97,7 +97,7 @@ class Linear(Multiplying):
     in_features: K.  parts: rows of the parts, as of `PartRows`; N is their sum.
 
     Ranks that share a model hold a cut of a matrix each.  `column`: some rows of each part, so that a rank has some of the
-    outputs.  `row`: some columns, so that each rank's product is one of the terms of the output.  All sizes are the rank's own.
+    outputs.  `row`: some columns, so that the ranks' products add up to the output.  All sizes are the rank's own.
     unread: endings of tensors of the checkpoint of which this rank holds nothing.
     weight, quantised: the matrix if it is dense, or if it is quantised; the other one is None.
     lossless: the dense matrix once more in 12 bits, for products of few rows; None unless `keep_lossless` was called.
@@ -158,9 +158,9 @@ class Linear(Multiplying):
         shared.weight, shared.bias = weight_NK, bias_N
         return shared
 
-    def forward(self, x: Tensor, terms: bool = False) -> Tensor | Terms:
-        """terms: whether the reader can add up terms, as norms do (RMSNorm.add).  Ranks that share columns exchange sums."""
-        return self.stored.matmul(x, self.bias, self.numerics, terms=terms and self.shape()[1] == self.in_features)
+    def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
+        """partials: whether the caller can add up split-K partials, as RMSNorm.add does.  Ranks that share columns get sums."""
+        return self.stored.matmul(x, self.bias, self.numerics, partials=partials and self.shape()[1] == self.in_features)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""

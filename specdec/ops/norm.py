@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import define, use_operator
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(
     x_TH: Tensor,
-    delta_TH: Tensor | Terms,
+    delta_TH: Tensor | Partials,
     weight_H: Tensor,
     eps: float,
     out_TH: Tensor | None = None,
@@ -45,7 +45,7 @@ def add_rms_norm(
         from specdec.ops.norm_triton import launch_add_rms_norm
 
         return launch_add_rms_norm(x_TH, delta_TH, weight_H, eps, out_TH=out_TH, below_CH=below_CH)
-    if isinstance(delta_TH, Terms):
+    if isinstance(delta_TH, Partials):
         delta_TH = delta_TH.tensor()
     if use_operator(x_TH):
         total_TH, normed_TH = ADD_RMS_NORM(x_TH, delta_TH, weight_H, eps)

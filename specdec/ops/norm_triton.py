@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     ids,  # [T] int64: rows of x, if EMBEDS
     x,
-    delta,  # [T, H], or [TERMS, T, H] float32, whose sum is rounded first
+    delta,  # [T, H], or [PARTIALS, T, H] float32, whose sum is rounded first
     weight,
     below,  # [C, H]
     total,
@@ -28,7 +28,7 @@ def add_rms_norm_kernel(
     rows,  # T
     stride_x,
     stride_delta,
-    stride_term,
+    stride_partial,
     stride_below,
     stride_total,
     eps,
@@ -36,7 +36,7 @@ def add_rms_norm_kernel(
     PADDED: tl.constexpr,
     EMBEDS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-    TERMS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     HAS_BELOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -59,8 +59,8 @@ def add_rms_norm_kernel(
     value = tl.load(x + source * stride_x + h, mask=ok, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta + row * stride_delta + h, mask=ok, other=0.0)
-        for s in tl.static_range(1, TERMS):
-            added += tl.load(delta + s * stride_term + row * stride_delta + h, mask=ok, other=0.0)
+        for s in tl.static_range(1, PARTIALS):
+            added += tl.load(delta + s * stride_partial + row * stride_delta + h, mask=ok, other=0.0)
         value = (value.to(tl.float32) + added.to(value.dtype).to(tl.float32)).to(value.dtype)
     if HAS_DELTA or EMBEDS:
         tl.store(total + row * stride_total + h, value, mask=ok)
@@ -93,7 +93,7 @@ def pair_rms_norm_kernel(
 
 def launch_add_rms_norm(
     x: Tensor,
-    delta: Tensor | Terms | None,
+    delta: Tensor | Partials | None,
     weight_H: Tensor,
     eps: float,
     *,
@@ -108,13 +108,13 @@ def launch_add_rms_norm(
     x_TH, H = _rows(x), x.shape[-1]
     shape = x.shape if ids_T is None else (*ids_T.shape, H)
     T, C = math.prod(shape[:-1]), 0 if below_CH is None else below_CH.shape[0]
-    if isinstance(delta, Terms):
-        terms_STH = delta.terms_STH
-        assert delta.dtype == x.dtype and terms_STH.dtype == torch.float32 and terms_STH.is_contiguous()
+    if isinstance(delta, Partials):
+        sums_SMN = delta.sums_SMN
+        assert delta.dtype == x.dtype and sums_SMN.dtype == torch.float32 and sums_SMN.is_contiguous()
     else:
-        terms_STH = (x_TH if delta is None else _rows(delta))[None]
+        sums_SMN = (x_TH if delta is None else _rows(delta))[None]
         assert delta is None or delta.dtype == x.dtype
-    delta_TH, stride_term = terms_STH[0], terms_STH.stride(0) if len(terms_STH) > 1 else 0
+    delta_TH, stride_partial = sums_SMN[0], sums_SMN.stride(0) if len(sums_SMN) > 1 else 0
     normed = x.new_empty(shape if below_CH is None else (T + C, H))
     total = x
     if delta is not None or ids_T is not None:
@@ -128,9 +128,9 @@ def launch_add_rms_norm(
     if T + C:
         add_rms_norm_kernel[(T + C,)](
             x_TH if ids_T is None else ids_T, x_TH, delta_TH, weight_H, below, total_TH, normed, T,
-            x_TH.stride(0), delta_TH.stride(0), stride_term, below.stride(0), total_TH.stride(0), eps,
+            x_TH.stride(0), delta_TH.stride(0), stride_partial, below.stride(0), total_TH.stride(0), eps,
             SIZE=H, PADDED=triton.next_power_of_2(H), EMBEDS=ids_T is not None, HAS_DELTA=delta is not None,
-            TERMS=len(terms_STH), HAS_BELOW=below_CH is not None, num_warps=_warps(H), **chained(x.device),
+            PARTIALS=len(sums_SMN), HAS_BELOW=below_CH is not None, num_warps=_warps(H), **chained(x.device),
         )  # fmt: skip
     return total, normed
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from specdec.parallel.processes import PATIENCE, Followers, Line, RankWork, Rendezvous, follow_line
+from specdec.parallel.processes import PATIENCE, OtherRanks, RankPipe, RankWork, Rendezvous, run_work
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _meetings = count()  # of this process; all ranks make the same ones, in the same order
@@ -48,7 +48,7 @@ def launched(size: int) -> LaunchedProcess | None:
     return LaunchedProcess(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
-def meet_others(process: LaunchedProcess) -> Followers:
+def meet_others(process: LaunchedProcess) -> OtherRanks:
     """The other ranks, once all of them have connected to this one, the first."""
     store = _meet(process)
     host, key = os.environ["MASTER_ADDR"], secrets.token_bytes(32)
@@ -61,11 +61,11 @@ def meet_others(process: LaunchedProcess) -> Followers:
             deliver_challenge(pipe, key)
             answer_challenge(pipe, key)
             pipes[pipe.recv()] = pipe
-    return Followers(Rendezvous(0, process.size, store), [pipes[rank] for rank in range(1, process.size)], [])
+    return OtherRanks(Rendezvous(0, process.size, store), [pipes[rank] for rank in range(1, process.size)], [])
 
 
-def follow_first(process: LaunchedProcess, work: RankWork) -> None:
-    """Runs the work of this rank, which is not the first.  See `follow_line`."""
+def run_other_rank(process: LaunchedProcess, work: RankWork) -> None:
+    """Runs the work of this rank, which is not the first.  See `run_work`."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
     store = _meet(process)
@@ -75,7 +75,7 @@ def follow_first(process: LaunchedProcess, work: RankWork) -> None:
     answer_challenge(pipe, bytes.fromhex(key))
     deliver_challenge(pipe, bytes.fromhex(key))
     pipe.send(process.rank)
-    follow_line(work, Rendezvous(process.rank, process.size, store), Line(pipe))
+    run_work(work, Rendezvous(process.rank, process.size, store), RankPipe(pipe))
 
 
 def _meet(process: LaunchedProcess) -> dist.Store:

@@ -64,7 +64,7 @@ class Rendezvous(NamedTuple):
         return connect(NcclGroup(name, self.rank, self.size, device), device)
 
 
-class Line:
+class RankPipe:
     """Another rank's end of the pipe to the first rank."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -97,11 +97,11 @@ class Line:
         os._exit(1)
 
 
-# What another rank runs: it is given its place, and its line to the first rank.
-RankWork = Callable[[Rendezvous, Line], None]
+# What another rank runs: it is given its place, and its pipe to the first rank.
+RankWork = Callable[[Rendezvous, RankPipe], None]
 
 
-class Followers:
+class OtherRanks:
     """All ranks but the first, as the first one sees them.
 
     pipes: to each.  processes: theirs, if this process has started them.  silence: see SILENCE_SECONDS.
@@ -281,7 +281,7 @@ class Followers:
                     line.shutdown(socket.SHUT_RDWR)
 
 
-def start(size: int, work: RankWork) -> Followers:
+def start(size: int, work: RankWork) -> OtherRanks:
     """Starts all ranks but the first as processes of this machine.  work: what they run, a function of a module (pickled)."""
     context = multiprocessing.get_context("spawn")  # CUDA forbids fork
     store = dist.TCPStore(HOST, 0, size, is_master=True, timeout=PATIENCE, wait_for_workers=False)
@@ -295,7 +295,7 @@ def start(size: int, work: RankWork) -> Followers:
         theirs.close()  # so that the pipe ends when the process does
         pipes.append(mine)
         processes.append(process)
-    return Followers(Rendezvous(0, size, store), pipes, processes)
+    return OtherRanks(Rendezvous(0, size, store), pipes, processes)
 
 
 def _run(work: RankWork, rank: int, size: int, port: int, pipe: Connection) -> None:
@@ -303,17 +303,17 @@ def _run(work: RankWork, rank: int, size: int, port: int, pipe: Connection) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
     warnings.filterwarnings("ignore", module=r"specdec\.")  # the first rank is on this machine, and warns of the same
     store = dist.TCPStore(HOST, port, size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
-    follow_line(work, Rendezvous(rank, size, store), Line(pipe))
+    run_work(work, Rendezvous(rank, size, store), RankPipe(pipe))
     os._exit(0)  # Python's own end would give back the device's memory piece by piece, while the first rank waits
 
 
-def follow_line(work: RankWork, rendezvous: Rendezvous, line: Line) -> None:
+def run_work(work: RankWork, rendezvous: Rendezvous, pipe: RankPipe) -> None:
     """Runs the work of another rank.  An error is told to the first rank and ends this process at once.
 
     A rank that failed leaves others waiting on the device, which nothing of this process may wait for in turn.
     """
     try:
-        work(rendezvous, line)
+        work(rendezvous, pipe)
     except BaseException as error:
-        line.tell("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        pipe.tell("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         os._exit(1)

@@ -49,7 +49,7 @@ class GrammarRow:
     is_unreported: bool = False  # whether its drafts have ended here, and the scheduler does not know yet
 
 
-class Unread(NamedTuple):
+class UnreadTokens(NamedTuple):
     """Tokens that a pass has emitted and no matcher has taken: of these texts, at these places of the copy."""
 
     ticket: Ticket
@@ -67,7 +67,7 @@ class GrammarRows:
         self._readback, self._vocab_size, self._group = readback, vocab_size, group
         self.library: Grammars | None = None
         self._rows: dict[int, GrammarRow] = {}
-        self._unread: deque[Unread] = deque()
+        self._unread: deque[UnreadTokens] = deque()
         self._follows = True  # whether texts go on along what rounds emit
         self._buffers: dict[tuple[int, int], BitMasks] = {}  # by B and N, since graphs read them
 
@@ -110,12 +110,12 @@ class GrammarRows:
             row.runs = True
         if texts and self._group.rank == 0:
             read = partial(FirstTokens.read, is_last=[part.is_last for part in parts])
-            self._unread.append(Unread(self._readback.start(first.tokens_B[: len(parts)]), texts, read))
+            self._unread.append(UnreadTokens(self._readback.start(first.tokens_B[: len(parts)]), texts, read))
 
     def follow_round(self, emitted: EmittedRows) -> None:
         """Has the texts take what a round emits, once it is on the host."""
         if self._follows and self._group.rank == 0 and (texts := self._running(len(emitted.numbers_BX))):
-            self._unread.append(Unread(self._readback.start(emitted.numbers_BX), texts, EmittedRows.read))
+            self._unread.append(UnreadTokens(self._readback.start(emitted.numbers_BX), texts, EmittedRows.read))
 
     @contextmanager
     def only_trying(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specdec.parallel.processes import Followers
+from specdec.parallel.processes import OtherRanks
 
 R = TypeVar("R")
 
@@ -25,7 +25,7 @@ class Readback:
         self.device = device
         self.waits = 0
         self.wait_seconds = 0.0
-        self.followers: Followers | None = None  # other ranks; if one fails, what was waited for means nothing
+        self.other_ranks: OtherRanks | None = None  # if one fails, what was waited for means nothing
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
 
     def start(self, source: Tensor, begun: Any = None) -> Ticket:
@@ -73,13 +73,13 @@ class Ticket:
             try:
                 self.done.synchronize()
             except RuntimeError as error:  # the device has failed, perhaps because another rank has
-                if self._owner.followers is not None:
-                    raise self._owner.followers.explain(error) from error
+                if self._owner.other_ranks is not None:
+                    raise self._owner.other_ranks.explain(error) from error
                 raise
             self._owner.wait_seconds += time.perf_counter() - start
             self._owner.waits += 1
-        if self._owner.followers is not None:
-            self._owner.followers.check()
+        if self._owner.other_ranks is not None:
+            self._owner.other_ranks.check()
         values = of(self._host)
         self.drop()
         return values

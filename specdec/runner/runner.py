@@ -25,7 +25,7 @@ from specdec.limits import DUMMY_PAGE
 from specdec.ops.compiling.known import num_loaded
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
-from specdec.parallel.processes import Followers
+from specdec.parallel.processes import OtherRanks
 from specdec.runner.first_passes import FirstPasses, compile_steps
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.pending import EmittedPending, TryPending
@@ -41,7 +41,7 @@ R = TypeVar("R")
 TRIES = 3  # runs of a step that is tried; the last of them is measured
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     """What other ranks call with their workers, as the first one does: see `DeviceRunner.together`."""
 
     function: Callable[..., Any]
@@ -65,7 +65,7 @@ class DeviceRunner:
         spec: SpecConfig | None = None,
     ) -> None:
         self.workers, self.shared = workers, shared
-        self._followers: Followers | None = None
+        self._other_ranks: OtherRanks | None = None
         self.device = workers.state.lens_B.device
         # Callers' threads may have other streams current; all steps of a batch must run in order, so they share one.
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -115,10 +115,10 @@ class DeviceRunner:
         """Launches the step, as `Runner.run` describes it."""
         return self._on_all_ranks(step, lambda: self._run(step))
 
-    def lead(self, followers: Followers) -> None:
+    def lead(self, other_ranks: OtherRanks) -> None:
         """Has the other ranks run every step from now on, and fails with the reason if one of them does."""
-        self._followers = followers
-        self.readback.followers = followers
+        self._other_ranks = other_ranks
+        self.readback.other_ranks = other_ranks
 
     def close(self) -> None:
         """Ends what goes on beside steps.  No step may be under way, and none may follow."""
@@ -131,19 +131,19 @@ class DeviceRunner:
 
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
-        return self._on_all_ranks(Call(function, given), lambda: function(self.workers, *given))
+        return self._on_all_ranks(RankCall(function, given), lambda: function(self.workers, *given))
 
-    def _on_all_ranks(self, message: steps.Step | Call, run: Callable[[], R]) -> R:
+    def _on_all_ranks(self, message: steps.Step | RankCall, run: Callable[[], R]) -> R:
         """run(), of which the other ranks are told."""
-        if self._followers is not None:
-            self._followers.send(message)
+        if self._other_ranks is not None:
+            self._other_ranks.send(message)
         try:
             with self._in_order():
                 return run()
         except BaseException as error:  # an interrupt too: the others run the whole step, and wait for this rank in it
-            if self._followers is None:
+            if self._other_ranks is None:
                 raise
-            raise self._followers.explain(error) from error
+            raise self._other_ranks.explain(error) from error
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:

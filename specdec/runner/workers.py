@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec.batch.state import BatchState
-from specdec.draft.drafter import Drafter, Paged
+from specdec.draft.drafter import CachedBySlot, Drafter
 from specdec.verify.verifier import TargetVerifier
 
 
@@ -21,7 +21,7 @@ class Workers:
     state: BatchState
 
     @property
-    def caches(self) -> Sequence[Paged]:
+    def caches(self) -> Sequence[CachedBySlot]:
         """What both models keep by slot."""
         return (self.verifier.cache, *(self.drafter.caches if self.drafter else ()))
 

@@ -14,7 +14,7 @@ from starlette.types import Receive
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.serve.limits import KeyCheck, Queue
 from specdec.serve.options import ServeOptions
-from specdec.serve.times import TIMES, Times
+from specdec.serve.times import TIMES, ServeTimes
 from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutting_down
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Door:
     max_seq_len: the most tokens of a prompt and its output.  piece: the text of a token.
     """
 
-    def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions, times: Times = TIMES) -> None:
+    def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions, times: ServeTimes = TIMES) -> None:
         self.decoder, self.options, self.times = decoder, options, times
         self.key_check = KeyCheck(options.api_key)
         settings = decoder.decoder.settings

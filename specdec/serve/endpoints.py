@@ -15,7 +15,7 @@ from specdec.serve.gate import ENTRY
 from specdec.serve.generate import make_requests, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.stream import EventStream
-from specdec.serve.wire.answers import Heading, model_card, whole_answer
+from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
 from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
 from specdec.serve.wire.requests import read_plan, unknown_model
@@ -76,7 +76,7 @@ class Endpoints:
         body = await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds)
         plan = read_plan(parse_object(body), path, door.options.name, door.options.max_tokens_cap)
         entry.plan(plan, door.options.log_prompts)
-        heading = Heading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), door.options.name)
+        heading = AnswerHeading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), door.options.name)
         with ExitStack() as held:
             door.check_open()  # again: the body may have taken its time
             queued = held.enter_context(door.queue.enter(plan.choices, "n" if plan.n > 1 else plan.prompt_field))

@@ -13,12 +13,12 @@ from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.serve.wire.errors import REQUEST_FAILED, ApiError, engine_failed, request_failed, wrong
 from specdec.serve.wire.fields import COMPLETIONS
-from specdec.serve.wire.requests import Plan
+from specdec.serve.wire.requests import RequestPlan
 
 NO_TEMPLATE = "this model has no chat template: neither chat_template.jinja nor tokenizer_config.json in its folder holds one"
 
 
-async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) -> list[Request]:
+async def make_requests(decoder: AsyncSpecDecoder, plan: RequestPlan, cap: int | None) -> list[Request]:
     """The engine's requests, in the order of the choices: prompt by prompt, choice by choice.  None of them runs yet.
 
     cap: the most tokens of a choice where the plan names no number.
@@ -36,7 +36,7 @@ async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) 
     return requests
 
 
-def _of_prompt(decoder: SpecDecoder, plan: Plan, index: int, cap: int | None) -> list[Request]:
+def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | None) -> list[Request]:
     """The requests of one prompt's choices."""
     name, max_tokens = plan.name_of(index), plan.max_tokens
     ids = decoder.encode(plan.prompts[index], name)
@@ -49,7 +49,7 @@ def _of_prompt(decoder: SpecDecoder, plan: Plan, index: int, cap: int | None) ->
     ]
 
 
-def _wrong_prompt(decoder: SpecDecoder, plan: Plan, error: ValueError | TypeError) -> ApiError:
+def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | TypeError) -> ApiError:
     if isinstance(error, PromptTooLong):
         return wrong(plan.prompt_field, str(error), "context_length_exceeded")
     if plan.is_chat and not decoder.tokenizer.has_chat_template:

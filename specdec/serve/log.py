@@ -18,7 +18,7 @@ from specdec.serve.process.output import json_line
 from specdec.serve.wire.answers import FINISH_REASONS, usage
 from specdec.serve.wire.errors import LONGEST_MESSAGE, REQUEST_FAILED, ApiError
 from specdec.serve.wire.fields import UNKNOWN_FIELD
-from specdec.serve.wire.requests import Plan
+from specdec.serve.wire.requests import RequestPlan
 
 DEVICE_MODULES = ("torch", "triton")  # their errors speak of memory and kernels; a tokenizer's may quote what it was given
 CLIENT_GONE = 499  # the status in the log where nobody was left to answer to
@@ -39,12 +39,12 @@ class LogEntry:
     first_text: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def plan(self, plan: Plan, log_prompts: bool) -> None:
+    def plan(self, plan: RequestPlan, log_prompts: bool) -> None:
         self.notes |= {"stream": plan.stream, "prompts": len(plan.prompts), "choices": plan.choices}
         if log_prompts:
             self.notes["prompt_texts"] = list(plan.prompts)
 
-    def finished(self, plan: Plan, generations: Sequence[Generation], log_prompts: bool) -> None:
+    def finished(self, plan: RequestPlan, generations: Sequence[Generation], log_prompts: bool) -> None:
         counted = usage(plan, generations)
         self.notes |= {name: counted[name] for name in ("prompt_tokens", "completion_tokens")}
         self.notes |= counted["prompt_tokens_details"] | counted["completion_tokens_details"]

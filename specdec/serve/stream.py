@@ -20,9 +20,9 @@ from specdec.generation import Chunk
 from specdec.serve.door import Door
 from specdec.serve.generate import failure_of
 from specdec.serve.log import CLIENT_GONE, LogEntry
-from specdec.serve.wire.answers import ChunkWriter, Heading, error_event
+from specdec.serve.wire.answers import AnswerHeading, ChunkWriter, error_event
 from specdec.serve.wire.errors import ApiError, ClientGone
-from specdec.serve.wire.requests import Plan
+from specdec.serve.wire.requests import RequestPlan
 
 News = list[tuple[int, Chunk | None]]  # choices, and what has come of each; None: it has ended
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not collect chunks
@@ -38,8 +38,8 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, door: Door, plan: Plan, requests: Sequence[Request], heading: Heading, queued: AbstractContextManager[object],
-        entry: LogEntry,
+        self, door: Door, plan: RequestPlan, requests: Sequence[Request], heading: AnswerHeading,
+        queued: AbstractContextManager[object], entry: LogEntry,
     ) -> None:  # fmt: skip
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Times(NamedTuple):
+class ServeTimes(NamedTuple):
     """Seconds."""
 
     look: float = 1.0  # between two looks at all connections
@@ -17,4 +17,4 @@ class Times(NamedTuple):
     last: float = 3.0  # for requests that were cut off to be answered, and for connections to close
 
 
-TIMES = Times()
+TIMES = ServeTimes()

@@ -25,7 +25,7 @@ from specdec.train.states import TargetStates
 ENTROPY, OVERLAP, ESTIMATE = 0.1, 0.9, 1.0  # weights of a DSpark head's three losses, as DeepSpec trains them
 
 
-class Drafted(NamedTuple):
+class DraftedBlocks(NamedTuple):
     """What a head drafts from the anchors of some rows, and what it should have drafted.
 
     logits_BASV: the head's.  teacher_BASV: the target's distribution over the draft vocabulary.
@@ -85,7 +85,7 @@ def _choose(rows_BT: Tensor, anchors: int, generator: torch.Generator) -> tuple[
 
 def _drafted(
     head: BlockHead, seen: TargetStates, anchors_BA: Tensor, steps: int, draft_ids_V: Tensor, weight_VH: Tensor
-) -> Drafted:
+) -> DraftedBlocks:
     """What the head drafts from the anchors."""
     (B, T), ids_BT, device = seen.rows_BT.shape, seen.ids_BT, seen.rows_BT.device
     hidden_BASH = head.drafts(seen.features_BTF, ids_BT, anchors_BA, steps)
@@ -102,10 +102,12 @@ def _drafted(
     if head.reads_drafts:  # a token after one that can't be drafted is never reached
         counted_BAS = counted_BAS.cumprod(-1).bool()
     logits_BASV = head.walk(hidden_BASH, tokens_BAS).float()
-    return Drafted(logits_BASV, teacher_BASV, place_BAS, counted_BAS, None if estimate_BAS is None else estimate_BAS.float())
+    return DraftedBlocks(
+        logits_BASV, teacher_BASV, place_BAS, counted_BAS, None if estimate_BAS is None else estimate_BAS.float()
+    )
 
 
-def _losses(part: Drafted) -> Tensor:
+def _losses(part: DraftedBlocks) -> Tensor:
     """[B, A, S]: the loss of each drafted token."""
     entropy_BAS = -(part.teacher_BASV * part.logits_BASV.log_softmax(-1)).sum(-1)
     if part.estimate_BAS is None:

@@ -43,7 +43,7 @@ from specdec.train.heads.fresh import new_head, spec_of
 from specdec.train.loop import Progress, TrainingCheckpoint, fit, make_optimizer, schedule_of
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
-from specdec.train.states import States, TargetStates
+from specdec.train.states import StateStore, TargetStates
 from specdec.train.text.documents import Document
 from specdec.train.text.heldout import load_corpus
 from specdec.train.unroll import head_loss
@@ -210,12 +210,14 @@ def _loss_of(model: Target, head: DraftHead, draft_ids_V: Tensor, run: HeadRun) 
     return lambda seen, _: head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
 
 
-def _states(model: Target, rows: Tensor, layers: tuple[int, ...], run: HeadRun) -> States:
+def _states(model: Target, rows: Tensor, layers: tuple[int, ...], run: HeadRun) -> StateStore:
     with show_progress("train", "texts") as show:
-        return States(model, rows, layers, run.keep_states << 20, show)
+        return StateStore(model, rows, layers, run.keep_states << 20, show)
 
 
-def objective(states: States, loss_of: Loss, rows: Tensor, run: HeadRun) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
+def objective(
+    states: StateStore, loss_of: Loss, rows: Tensor, run: HeadRun
+) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
     """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     train = len(rows) - min(256, max(1, len(rows) // 20))
 

@@ -22,7 +22,7 @@ from specdec.train.settings import HeadRun, TargetRun
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TrainSchedule:
     """The optimizer's settings of a run.
 
     steps: optimizer steps.  lr: peak learning rate.  warmup: steps until the rate reaches its peak.  weight_decay: AdamW's.
@@ -51,11 +51,11 @@ class Progress:
     history: list[tuple[int, float, float]] = field(default_factory=list)
 
 
-def schedule_of(run: HeadRun | TargetRun) -> Schedule:
-    return Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
+def schedule_of(run: HeadRun | TargetRun) -> TrainSchedule:
+    return TrainSchedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
 
 
-def learning_rate(schedule: Schedule, step: int) -> float:
+def learning_rate(schedule: TrainSchedule, step: int) -> float:
     """The rate of a 0-based step: a linear warm-up, then half a cosine that ends at a hundredth of the peak."""
     if step < schedule.warmup:
         return schedule.lr * (step + 1) / schedule.warmup
@@ -63,7 +63,7 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     return schedule.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def make_optimizer(model: torch.nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module, schedule: TrainSchedule) -> torch.optim.AdamW:
     """AdamW over the model's trainable parameters.  Weight decay applies to matrices only, not to gains of norms."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     gains = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
@@ -109,7 +109,7 @@ class TrainingCheckpoint:
 
 
 def fit(
-    schedule: Schedule,
+    schedule: TrainSchedule,
     checkpoint: TrainingCheckpoint,
     progress: Progress,
     loss_at: Callable[[int], torch.Tensor],

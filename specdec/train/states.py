@@ -50,7 +50,7 @@ def read_rows(model: Target, rows_BT: Tensor, aux_layers: tuple[int, ...]) -> Ta
     return TargetStates(rows_BT, out.hidden_TH.unflatten(0, (B, T)), features.unflatten(0, (B, T)))
 
 
-class States:
+class StateStore:
     """The states of all rows that a head learns from.
 
     keep_bytes: how much memory they may take.  If they take more, nothing is kept.  show: told how many rows were read.

@@ -30,7 +30,7 @@ MAX_ERROR = 2e-2  # of a result in 16 bits, against float32
 Multiply = Callable[[Tensor, Tensor, bool, ProductTiles | None], Tensor]
 
 
-class Bench:
+class ProductBench:
     """Times one product on the current GPU, with random weights.
 
     multiply: computes it, given x, a weight, whether it is gated, and tiles.  cold_bytes: of copies of the weight.

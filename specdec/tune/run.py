@@ -17,13 +17,13 @@ from specdec.ops.products.tiles.dense import ProductTiles
 from specdec.ops.products.tuned.here import look_for
 from specdec.ops.products.tuned.table import MeasuredProduct, Origin, Product, TunedTable, path_for
 from specdec.tune.candidates import candidates
-from specdec.tune.measure import Bench
+from specdec.tune.measure import ProductBench
 
 GAIN = 0.98  # what is kept must take at most this share of the time that the GPU kind's own tiles take: less is noise
 FINALISTS = 3  # that are timed again, beside the kind's own
 
 
-class Row(NamedTuple):
+class TunedRow(NamedTuple):
     """What was measured for a number of rows of a product.  before, after: microseconds with the kind's tiles, and the best."""
 
     product: Product
@@ -40,9 +40,9 @@ def tune(
     rows: Sequence[int],
     target: str,
     device: torch.device,
-    show: Callable[[Row, int, int], None] = lambda row, done, of: None,
+    show: Callable[[TunedRow, int, int], None] = lambda row, done, of: None,
     gpu: str = "",
-    make_bench: Callable[[Product, torch.device], Bench] = Bench,
+    make_bench: Callable[[Product, torch.device], ProductBench] = ProductBench,
 ) -> TunedTable:
     """Measures, and writes the table after each product.  Returns the table with what it had before.
 
@@ -69,7 +69,7 @@ def tune(
     return table
 
 
-def measure_rows(bench: Bench, M: int, rehearsals: Rehearsals | None) -> Row:
+def measure_rows(bench: ProductBench, M: int, rehearsals: Rehearsals | None) -> TunedRow:
     """The best tiles for M rows: all candidates once, then the best of them again, in turns with the kind's own."""
     own, *others = candidates(M, bench.product, bench.match)
     bench.compile(M, [own, *others], rehearsals)
@@ -82,4 +82,4 @@ def measure_rows(bench: Bench, M: int, rehearsals: Rehearsals | None) -> Row:
     best = min(times, key=lambda tiles: min(times[tiles]))
     before, after = min(times[own]), min(times[best])
     is_kept = after <= GAIN * before
-    return Row(bench.product, M, 1 + len(others), before, after, best if is_kept else own, is_kept)
+    return TunedRow(bench.product, M, 1 + len(others), before, after, best if is_kept else own, is_kept)

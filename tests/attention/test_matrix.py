@@ -27,7 +27,7 @@ from toolkit.attention.cells import (
     LAYERS,
     PASSES,
     WALKED,
-    Cell,
+    MatrixCell,
     combinations_of,
     label,
 )
@@ -177,7 +177,7 @@ def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: p
         return
     others = {each: found for each, found in fake_flash.VERSIONS.items() if each != package}
     fake_flash.install(monkeypatch, others | ({package: version} if version else {}))
-    if version is None or TABLE[name].machine.least_version > (0, 0):
+    if version is None or TABLE[name].machine.min_version > (0, 0):
         hold_refusal(name, WANTED)
         assert (version or "not installed") in why_not(name, WANTED)
 
@@ -261,7 +261,7 @@ def test_command_line_and_settings_page_say_what_the_table_says(capsys: pytest.C
 # ---- what is answered, is right ----
 
 
-def skip_what_is_absent(cell: Cell) -> None:
+def skip_what_is_absent(cell: MatrixCell) -> None:
     package = TABLE[cell.backend].machine.package
     if package and HAS_GPU and not installed(package):
         pytest.skip(f"{package} is not installed")
@@ -269,7 +269,7 @@ def skip_what_is_absent(cell: Cell) -> None:
 
 @pytest.mark.slow_cases(keep=30)
 @pytest.mark.parametrize("cell", WALKED, ids=label)
-def test_what_is_answered_equals_dense_masked_attention(cell: Cell) -> None:
+def test_what_is_answered_equals_dense_masked_attention(cell: MatrixCell) -> None:
     """Keeps out: a combination that runs and reads other keys than its layers, its tree and its cache say."""
     skip_what_is_absent(cell)
     world = World(cell)
@@ -279,7 +279,7 @@ def test_what_is_answered_equals_dense_masked_attention(cell: Cell) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", CAPTURED, ids=label)
-def test_a_captured_pass_equals_dense_masked_attention(cell: Cell) -> None:
+def test_a_captured_pass_equals_dense_masked_attention(cell: MatrixCell) -> None:
     """Keeps out: what a graph froze: lengths, starts, splits, a scale.  "step": one pass a graph; "round": two, in which the
     second begins a token later."""
     skip_what_is_absent(cell)

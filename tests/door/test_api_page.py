@@ -1,7 +1,8 @@
 """docs/API.md against the code: every public name is on the page, and the page has no name that is not in the code.
 
 The page's own rules: a class has a section `## Name`, a method with settings worth a table a section `### Class.method`, and a
-command a section `### specdec NAME`; in each, the first cell of every table row names what the row is about, in backticks.
+command a section `### specdec NAME`.  The first cell of every table row names what the row is about, in backticks.  A command's
+section names all of its flags in backticks, in tables or in sentences; flags of several commands have sections of their own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from specdec import shipped
 from specdec.bench.measurement import Measurement
 from specdec.bench.prompt_file import read_prompts
 from specdec.cli.entry import build_parser
+from specdec.cli.flags import flag_of
 from specdec.train.__main__ import build_parser as train_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "API.md").read_text()
 CLASSES = {name: getattr(specdec, name) for name in specdec.__all__}
+SERVING = (ROOT / "docs" / "SERVING.md").read_text()
 SHARED_FLAGS = "Flags of `specdec bench`, `specdec verify` and `specdec generate`"
 SHARING = ("bench", "verify", "generate")
+TRAINING = {"head": "specdec train", "target": "scripts/train_target"}
 SETTINGS = ("EngineOptions", "SamplingParams", "SpecConfig")  # classes that callers make, of which defaults matter
 METHOD_SECTIONS = re.findall(r"^### ([A-Z]\w+\.\w+)$", PAGE, re.M)
 
@@ -46,9 +50,14 @@ def first_cells(text: str) -> list[str]:
     return [cell for cell in rows if cell.startswith("`")]
 
 
+def items(text: str) -> list[str]:
+    """What the rows of a section are about, as it is written; a row may be about several things."""
+    return [item for cell in first_cells(text) for item in re.findall(r"`([^`]+)`", cell)]
+
+
 def names(text: str) -> list[str]:
     """The names that the rows of a section are about; of a method, its name."""
-    return [re.match(r"`([\w.]+)", cell)[1] for cell in first_cells(text)]  # type: ignore[index]
+    return [re.match(r"[\w.]+", item)[0] for item in items(text)]  # type: ignore[index]
 
 
 def members(cls: type) -> set[str]:
@@ -88,9 +97,16 @@ def flags(parser: argparse.ArgumentParser) -> set[str]:
     return found - {"-h", "--help"}
 
 
-def documented_flags(heading: str) -> set[str]:
-    """The first word of everything in backticks in the first cells: `--seed N` is about --seed."""
-    return {flag for cell in first_cells(section(heading)) for flag in re.findall(r"`([^ `]+)[^`]*`", cell)}
+def documented_flags(heading: str, page: str = PAGE) -> set[str]:
+    """The flags and the arguments in capitals that a section names in backticks: `--seed N` is about --seed."""
+    text = re.sub(r"^```.*?^```$", "", section(heading, page), flags=re.S | re.M)
+    return set(re.findall(r"`(--[a-z][\w-]*|[A-Z]+(?=`))", text)) - {"--help"}
+
+
+def engine_flags() -> set[str]:
+    """Those of all commands that run a model; of them only the commands that take rows have one for max_batch_size."""
+    fields = {flag_of(field.name) for field in dataclasses.fields(specdec.EngineOptions)}
+    return (fields - {"--max-batch-size"}) | {"--no-smoke"}
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -100,9 +116,11 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 def test_the_page_is_read_as_it_is_meant() -> None:
     """Keeps out: a reader of the page that finds nothing, or takes the rows of another section."""
-    page = "## A\n| name |\n|---|\n| `x` | `y` |\n| `f(a, b)` | z |\n### A.f\n| `a` |\n## B\n| `--seed N`, `-s` |\n"
-    assert names(section("A", page)) == ["x", "f"] and names(section("A.f", page)) == ["a"]
-    assert first_cells(section("B", page)) == ["`--seed N`, `-s`"] and section("C", page) == ""
+    page = "## A\n| name |\n|---|\n| `x` | `y` |\n| `f(a, b)`, `g` | z |\n### A.f\n| `a` |\n## B\n| `--seed N` | x |\n"
+    page += "`--off` is for `FILE`, `NO_COLOR` and `x`.\n```sh\n--other\n```\n"
+    assert items(section("A", page)) == ["x", "f(a, b)", "g"] and names(section("A", page)) == ["x", "f", "g"]
+    assert names(section("A.f", page)) == ["a"] and section("C", page) == ""
+    assert documented_flags("B", page) == {"--seed", "--off", "FILE"}
     assert members(specdec.Chunk) == {"text", "token_ids", "origins", "logprobs"} and "engine" in members(specdec.SpecDecoder)
 
 
@@ -118,12 +136,12 @@ def test_methods_are_shown_with_their_parameters(name: str) -> None:
     """Keeps out: a parameter that the page does not name, or names otherwise."""
     for method, function in methods(CLASSES[name]).items():
         expected, own = parameters(function), section(f"{name}.{method}")
-        (cell,) = [cell for cell in first_cells(section(name)) if re.match(rf"`{method}\b", cell)]
+        (item,) = [item for item in items(section(name)) if re.match(rf"{method}\b", item)]
         if own:
             assert names(own) == expected, f"docs/API.md, section {name}.{method}"
-            assert cell == f"`{method}(...)`"
+            assert item == f"{method}(...)"
         else:
-            assert cell == f"`{method}({', '.join(expected)})`"
+            assert item == f"{method}({', '.join(expected)})"
 
 
 @pytest.mark.parametrize("heading", [name for name in CLASSES if name in SETTINGS] + METHOD_SECTIONS)
@@ -152,17 +170,27 @@ def test_every_flag_is_on_the_page_and_no_other() -> None:
     """Keeps out: a flag that --help knows and the page does not, and the reverse."""
     parsers, shared = subparsers(build_parser()), documented_flags(SHARED_FLAGS)
     assert set(re.findall(r"^### specdec ([\w-]+)$", PAGE, re.M)) == set(parsers)
-    assert flags(build_parser()) == documented_flags("The command line")
+    assert flags(build_parser()) == {"--version"} and "`specdec --version`" in section("The command line")
     for command, parser in parsers.items():
-        listed = documented_flags(f"specdec {command}") | (shared if command in SHARING else set())
+        listed = documented_flags(f"specdec {command}")
+        listed |= shared | engine_flags() if command in SHARING else set()
+        listed |= documented_flags("Flags of the server", SERVING) | engine_flags() if command == "serve" else set()
         assert listed == flags(parser), f"docs/API.md, section specdec {command}"
 
 
-def test_every_training_flag_is_on_the_page_and_no_other() -> None:
-    """Keeps out: a setting of a training run that the page does not name, and the reverse."""
-    sections = {"head": "specdec train", "target": "scripts/train_target"}
+def test_every_training_flag_is_on_the_page_with_its_default() -> None:
+    """Keeps out: a setting of a training run that the page does not name or whose default has changed, and the reverse."""
     for command, parser in subparsers(train_parser()).items():
-        assert documented_flags(sections[command]) == flags(parser), f"docs/API.md, section {sections[command]}"
+        assert documented_flags(TRAINING[command]) == flags(parser), f"docs/API.md, section {TRAINING[command]}"
+        given = dict(re.findall(r"`--([\w-]+) ([\w.-]+)`", section(TRAINING[command]).split("explains:")[1].split(".\n")[0]))
+        defaults = {name: str(parser.get_default(name.replace("-", "_"))) for name in given}
+        assert len(given) > 15 and given == defaults, f"docs/API.md, section {TRAINING[command]}"
+
+
+def test_help_explains_every_flag() -> None:
+    """Keeps out: a flag of which the page gives only the name, and --help nothing."""
+    for parser in (*subparsers(build_parser()).values(), *subparsers(train_parser()).values()):
+        assert [action.dest for action in parser._actions if not action.help] == []
 
 
 def test_the_keys_of_a_prompt_file_are_on_the_page(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_chunks_and_rounds_take_turns() -> None:
         engine.step()
     engine.submit([new_request([5] * 95, 3)])
     first = len(engine.runner.steps)
-    while not engine.scheduler.seats[-1].runs or len(engine.scheduler.seats) < 2:
+    while not engine.scheduler.states[-1].runs or len(engine.scheduler.states) < 2:
         engine.step()
     kinds = [type(step) for step in engine.runner.steps[first:] if isinstance(step, RunChunk | RunRound)]
     assert kinds.count(RunChunk) == 10 and all(a != b for a, b in zip(kinds, kinds[1:], strict=False))
@@ -194,10 +194,10 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     engine.step()
     chunk = engine.runner.steps[-1]
     assert isinstance(chunk, RunChunk) and PromptPart(1, [1] * 10, 0, -1) in chunk.parts
-    before = engine.scheduler.seats[0].done
+    before = engine.scheduler.states[0].done
     chunks = 0
     while not long.output.token_ids and chunks < 200:
-        if len(engine.scheduler.seats) < 7:
+        if len(engine.scheduler.states) < 7:
             engine.submit([new_request([1] * 14, 1)])
         engine.step()
         chunks += 1
@@ -283,7 +283,7 @@ def test_the_oldest_prompt_keeps_its_share_when_rows_move() -> None:
     old, young = new_request([5] * 400, 2), new_request([6] * 300, 2)
     engine.submit([old])
     engine.submit([young])
-    while engine.scheduler.seats[0].request is not young:  # the first request ends, and the last row takes its place
+    while engine.scheduler.states[0].request is not young:  # the first request ends, and the last row takes its place
         engine.step()
     engine.step()
     engine.step()

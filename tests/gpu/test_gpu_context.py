@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from toolkit.deepseek import DeepseekZoo
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
@@ -18,7 +17,7 @@ from specdec.loading.ranks import Ranks
 from specdec.options import EngineOptions
 from specdec.prompts.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(2)]
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
 PROMPTS = [prompt * 2 for prompt in ragged_prompts(40, 3, seed=5)]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from toolkit.deepseek import DEEPSEEKS, SPARSES, DeepseekZoo, SparseZoo, save_sparse
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.gpus import in_turn
@@ -64,7 +63,7 @@ def test_families_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
         assert texts(zoo.decoder(family, "eagle3", spec, max_batch_size=6, prefill_chunk=7, **settings), prompts) == want
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("family", ["llama", "v2-lite"])
 def test_two_ranks_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
     """Keeps out: an exchange whose sum or norm depends on how many rows meet.  Other bits than one rank's are right."""

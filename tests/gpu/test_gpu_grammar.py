@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from toolkit.models import save_eagle3, save_target
 from toolkit.parallel.gpus import in_turn
 from toolkit.parallel.many import GRAMMARS, WORDS
@@ -86,7 +85,7 @@ def test_graphs_read_completed_trees(spec: SpecConfig) -> None:
     assert abs(sum(eager) - sum(accepted["cpu", False])) <= 0.05 * sum(eager)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.ranks(2)
 def test_two_ranks_obey_the_first_one_s_grammars(tmp_path: Path) -> None:
     """Keeps out: a rank whose target reads the drafted tree, or chooses with the masks of another round."""
     target = save_target(tmp_path / "target", "bytes", eos_token_id=383)

@@ -29,7 +29,7 @@ from specdec.parallel.symmetric import inbox
 from specdec.prompts.tokenizer import Tokenizer
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(2)]
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
 PROMPTS = ragged_prompts(40, 5, seed=5)

@@ -60,7 +60,7 @@ class Native:
         return load_target(folder, choice)
 
 
-class Head:
+class HeadLoads:
     """Loads a head for a target."""
 
     def __init__(self, target: Target) -> None:
@@ -87,8 +87,8 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
     pair, target = (load_target(f, choose_target(f)) for f in (shipped.target_folder(), llama))
     return {
         "shipped target": (shipped.target_folder(), Native()),
-        "shipped head": (shipped.draft_folder(), Head(pair)),
-        "eagle1": (save_eagle1(root / "eagle1", llama), Head(target)),
+        "shipped head": (shipped.draft_folder(), HeadLoads(pair)),
+        "eagle1": (save_eagle1(root / "eagle1", llama), HeadLoads(target)),
         "mistral": (save_target(root / "mistral", "mistral"), Native()),
         "qwen2": (save_target(root / "qwen2", "qwen2"), Native()),
         "llama3 rope": (save_target(root / "llama3", "llama3-tied-dim8"), Native()),

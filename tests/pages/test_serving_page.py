@@ -39,7 +39,7 @@ from specdec.serve.times import TIMES
 from specdec.serve.wire import errors, fields
 from specdec.serve.wire.answers import usage
 from specdec.serve.wire.body import MIN_RATE
-from specdec.serve.wire.requests import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, Plan
+from specdec.serve.wire.requests import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, RequestPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "SERVING.md").read_text()
@@ -100,7 +100,7 @@ def page_used(page: str) -> list[Row]:
 
 
 def code_used() -> list[Row]:
-    given = {item.name: item.default for cls in (Plan, SamplingParams) for item in dataclasses.fields(cls)}
+    given = {item.name: item.default for cls in (RequestPlan, SamplingParams) for item in dataclasses.fields(cls)}
     given["temperature"] = DEFAULT_TEMPERATURE
     texts = {name: "" if default in (None, dataclasses.MISSING) else json.dumps(default) for name, default in given.items()}
     texts["max_tokens"] = f"{DEFAULT_MAX_TOKENS} of a completion; of a chat, what the context has left"
@@ -203,8 +203,8 @@ def faults(check: str, page: str) -> list[str]:
     return [f"only on the page: {item}" for item in on_page - in_code] + [f"missing: {item}" for item in in_code - on_page]
 
 
-def plan() -> Plan:
-    return Plan(fields.CHAT, [[]], "messages", SamplingParams(), None)
+def plan() -> RequestPlan:
+    return RequestPlan(fields.CHAT, [[]], "messages", SamplingParams(), None)
 
 
 def generation() -> Generation:

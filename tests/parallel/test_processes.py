@@ -28,7 +28,7 @@ from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 from specdec.parallel import processes
 from specdec.parallel.group import Group
-from specdec.parallel.processes import SILENCE_SECONDS, Followers, Line, RankFailed
+from specdec.parallel.processes import SILENCE_SECONDS, OtherRanks, RankFailed, RankPipe
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.readback import Readback, Ticket
 
@@ -76,7 +76,7 @@ def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo) -> None:
         assert decoder.verify(PROMPTS[:1], SAMPLINGS[0]).passed  # dense passes, in which both ranks take part
         with ended_soon():
             os.kill(child.pid, signal.SIGKILL)
-            Driver(decoder).followers.word_seconds = SOON / 2  # the machine may be busy
+            Driver(decoder).other_ranks.word_seconds = SOON / 2  # the machine may be busy
             with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code (-9|None)"):
                 decoder.generate(PROMPTS, SAMPLINGS)
             decoder.close()
@@ -104,7 +104,7 @@ def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Z
         model, head, settings, folder = started.load(FailingPair(wanted, rank, call))
         with SpecDecoder(model, head, settings, Tokenizer(folder), started) as decoder, ended_soon():
             # Where this rank fails, no other one will say that it failed first; else the machine may be busy.
-            Driver(decoder).followers.word_seconds = 0.2 if rank == 0 else SOON / 2
+            Driver(decoder).other_ranks.word_seconds = 0.2 if rank == 0 else SOON / 2
             with pytest.raises(RuntimeError, match=reason):
                 decoder.generate(PROMPTS, SAMPLINGS)
             with pytest.raises(RuntimeError, match=f"rank {rank} failed: RuntimeError: no more room"):
@@ -115,9 +115,9 @@ def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Z
 def follows(first: Connection, pipe: Connection, reads: bool) -> None:
     first.close()
     processes.END_SECONDS = 0.2
-    line = Line(pipe)
+    rank_pipe = RankPipe(pipe)
     if reads:
-        list(line.messages())
+        list(rank_pipe.messages())
     time.sleep(2 * SOON)
 
 
@@ -148,11 +148,11 @@ class Blocked:
 def test_a_rank_that_fails_while_ranks_connect_is_named() -> None:
     """Keeps out: a first rank that waits for ever, in NCCL for example, for one that had no room to begin."""
     mine, theirs = multiprocessing.Pipe()
-    followers = Followers(Blocked(), [mine], [])  # type: ignore[arg-type]
+    other_ranks = OtherRanks(Blocked(), [mine], [])  # type: ignore[arg-type]
     theirs.send(("here", ""))
     threading.Timer(0.1, lambda: theirs.send(("failed", "no room"))).start()
     with ended_soon(), pytest.raises(RankFailed, match="rank 1 failed: no room"):
-        followers.join(torch.device("cpu"))
+        other_ranks.join(torch.device("cpu"))
     theirs.close()
 
 
@@ -161,7 +161,7 @@ def test_the_rank_that_ended_is_named_and_not_one_that_noticed(silent: bool) -> 
     """Keeps out: with more than two ranks, "connection reset" of a rank that is well; a wait for a rank that is well too."""
     pipes = [multiprocessing.Pipe() for _ in range(2)]
     silence = SOON if silent else SILENCE_SECONDS  # the timer below is late on a busy machine
-    followers = Followers(Blocked(), [mine for mine, _ in pipes], [], silence)  # type: ignore[arg-type]
+    other_ranks = OtherRanks(Blocked(), [mine for mine, _ in pipes], [], silence)  # type: ignore[arg-type]
     (_, first), (_, second) = pipes
     first.send(("failed", "connection reset"))
     first.close()
@@ -171,7 +171,7 @@ def test_the_rank_that_ended_is_named_and_not_one_that_noticed(silent: bool) -> 
         ended_soon(),
         pytest.raises(RankFailed, match="rank 2 failed: it has ended" if silent else "rank 1 failed: connection"),
     ):
-        followers.wait("here")
+        other_ranks.wait("here")
     leaves.join()
     second.close()
 
@@ -190,7 +190,7 @@ def test_a_device_that_fails_with_another_rank_names_it() -> None:
             return RankFailed(f"rank 1 failed, and then {error}")
 
     readback, failing = Readback(torch.device("cpu")), Failing()
-    readback.followers = failing
+    readback.other_ranks = failing
     with pytest.raises(RankFailed, match="rank 1 failed, and then CUDA error"):
         Ticket(readback, torch.zeros(1), None, failing, torch.zeros(1)).read(torch.Tensor.tolist)
 

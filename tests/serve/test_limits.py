@@ -15,7 +15,7 @@ from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import SpecDecoder
 from specdec.serve.options import ServeOptions
-from specdec.serve.times import Times
+from specdec.serve.times import ServeTimes
 
 PATH = "/v1/completions"
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 2}
@@ -191,5 +191,5 @@ def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder) -> None:
         assert error["code"] == "engine_failed" and "the GPU is gone" in error["message"]
         assert served.get("/health").status_code == 503 and "the GPU is gone" in served.get("/health").text
         assert error_of(served.get("/ready"), 503)["code"] == error_of(served.post(PATH, GOOD), 503)["code"] == "engine_failed"
-        served.door.times = Times(failed=0.0)
+        served.door.times = ServeTimes(failed=0.0)
         wait_until(lambda: not served.is_running, "the server ends, so that whoever supervises it starts a new one")

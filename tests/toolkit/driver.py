@@ -20,7 +20,7 @@ from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
 from specdec.engine.needs import union
 from specdec.engine.request import Request
-from specdec.parallel.processes import Followers
+from specdec.parallel.processes import OtherRanks
 from specdec.runner.phase_clock import PhaseClock
 from specdec.steps import ForceAcceptance
 from toolkit.drafters import Script
@@ -96,7 +96,7 @@ class Driver(Hooks):
         self.decoder.owner.turn.release()
 
     def cancel_all(self) -> None:
-        for request in [*(seat.request for seat in self._scheduler.seats), *self.waiting]:
+        for request in [*(state.request for state in self._scheduler.states), *self.waiting]:
             self.cancel(request)
 
     @property
@@ -106,8 +106,8 @@ class Driver(Hooks):
 
     def request_in(self, row: int) -> Request | None:
         """The running request of a row; None: the row is padding for rounds."""
-        seats = self._scheduler.seats
-        return seats[row].request if row < len(seats) and seats[row].runs else None
+        states = self._scheduler.states
+        return states[row].request if row < len(states) and states[row].runs else None
 
     @property
     def waiting(self) -> list[Request]:
@@ -201,7 +201,7 @@ class Driver(Hooks):
             owned = [page for pages in each._owned.values() for page in pages]
             assert sorted(owned + each._free) == list(range(1, each.num_pages))  # each page once, the dummy never
         if admission.cache is not None:
-            check_books(admission, [seat.request for seat in self._scheduler.seats])
+            check_books(admission, [state.request for state in self._scheduler.states])
 
     def assert_nothing_leaked(self) -> None:
         """Asserts that the engine is idle: no request, no round in flight, every page free, every row padding."""
@@ -292,10 +292,10 @@ class Driver(Hooks):
             for cache in self.caches:
                 for buffers in cache.buffers_of.values():
                     buffers["kv"][:, slots.to(buffers["kv"].device)] = torch.nan
-            state.bonus_B[len(self._scheduler.seats) :].random_(0, vocab_size)
+            state.bonus_B[len(self._scheduler.states) :].random_(0, vocab_size)
             for tensor in self.drafter.rows.tensors():
                 if tensor.is_floating_point():
-                    tensor[len(self._scheduler.seats) :] = torch.nan
+                    tensor[len(self._scheduler.states) :] = torch.nan
 
     def blind_tables(self, rows: int, pages: int) -> None:
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
@@ -351,9 +351,9 @@ class Driver(Hooks):
         """Makes both models' attention run on this backend."""
         self._workers.verifier.backend = self.drafter.backend = backend
 
-    def lead(self, followers: Followers) -> None:
+    def lead(self, other_ranks: OtherRanks) -> None:
         """Has other ranks told each step before it runs."""
-        self._runner.lead(followers)
+        self._runner.lead(other_ranks)
 
     def force_acceptance(self, probs: list[float]) -> Tensor:
         """Makes rounds accept draft tokens with these probabilities by level, and returns the tensor that they read."""

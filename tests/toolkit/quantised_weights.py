@@ -42,13 +42,13 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def check_tiles(tiles: QuantisedTiles, T: int, N: int, K: int, bits: int, width: int, terms: bool = False) -> None:
+def check_tiles(tiles: QuantisedTiles, T: int, N: int, K: int, bits: int, width: int, partials: bool = False) -> None:
     """Fails if tiles for T rows and a weight [N, K] do not fit a Hopper GPU.
 
-    bits: of a number of the weight.  width: columns of a slice.  terms: whether a norm adds up what splits compute.
+    bits: of a number of the weight.  width: columns of a slice.  partials: whether a norm adds up what splits compute.
     """
     more = two_parts(tiles.block_m)[1]
-    assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (terms or tiles.splits == 1))
+    assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (partials or tiles.splits == 1))
     stage = tiles.block_n * tiles.block_k * bits // 8 + (T > 1) * tiles.block_m * tiles.block_k * 2
     sums = 4 * tiles.block_n * tiles.block_m if tiles.slices > 1 else 0
     row = 2 * -(-K // tiles.splits) + 2 * tiles.block_k + 512 * tiles.warps if T == 1 else 0

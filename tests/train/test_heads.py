@@ -25,7 +25,7 @@ from specdec.models.layers import HeadsRMSNorm
 from specdec.models.yarn import YarnRope
 from specdec.shipped import draft_folder, target_folder
 from specdec.train import head as training
-from specdec.train.block_loss import Drafted, _choose, _losses
+from specdec.train.block_loss import DraftedBlocks, _choose, _losses
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head, spec_of
 from specdec.train.selftext import write_rows
@@ -154,7 +154,7 @@ def test_an_estimate_learns_from_the_drafts_and_not_they_from_it() -> None:
     teacher = torch.randn(1, 2, 3, 5, generator=generator).softmax(-1)
     logits.requires_grad_(), estimate.requires_grad_()
     none = torch.zeros(1, 2, 3, dtype=torch.int64)
-    _losses(Drafted(logits, teacher, none, none.bool(), estimate)).sum().backward()
+    _losses(DraftedBlocks(logits, teacher, none, none.bool(), estimate)).sum().backward()
     got, of_estimate = logits.grad, estimate.grad
     overlap = torch.minimum(logits.softmax(-1), teacher).sum()
     entropy = -(teacher * logits.log_softmax(-1)).sum()

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdec.train.loop import Progress, Schedule, TrainingCheckpoint, fit, learning_rate, make_optimizer
+from specdec.train.loop import Progress, TrainingCheckpoint, TrainSchedule, fit, learning_rate, make_optimizer
 from specdec.train.text.rows import SIDE_ENDS, TokenRows, mixed_batches
 
-SCHEDULE = Schedule(steps=8, lr=0.1, warmup=2, weight_decay=0.1, eval_every=4)
+SCHEDULE = TrainSchedule(steps=8, lr=0.1, warmup=2, weight_decay=0.1, eval_every=4)
 ROWS = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -60,7 +60,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 
 def test_the_rate_rises_to_its_peak_and_falls_to_a_hundredth() -> None:
     """Keeps out: a first step of rate 0, which trains nothing, and a fall that ends early, late or at 0."""
-    schedule = Schedule(steps=104, lr=1.0, warmup=4, weight_decay=0.0, eval_every=1)
+    schedule = TrainSchedule(steps=104, lr=1.0, warmup=4, weight_decay=0.0, eval_every=1)
     assert [learning_rate(schedule, step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert learning_rate(schedule, 54) == pytest.approx(0.505) and learning_rate(schedule, 104) == pytest.approx(0.01)
     assert all(learning_rate(schedule, step) > learning_rate(schedule, step + 1) for step in range(4, 103))

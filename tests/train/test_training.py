@@ -21,7 +21,7 @@ from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
 from specdec.train.selftext import frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
-from specdec.train.states import States, read_rows
+from specdec.train.states import StateStore, read_rows
 from specdec.train.target import train_target
 from specdec.train.unroll import draft_steps
 
@@ -161,7 +161,7 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
 def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
     """Keeps out: rows that learn from another row's states, and states that change with the memory they may take."""
     rows = torch.tensor([ROW, ROW[::-1], [7, *ROW[:-3], -1, -1]])
-    kept, computed = (States(pair.model, rows, (1, 13), size, at_once=2) for size in (1 << 30, 0))
+    kept, computed = (StateStore(pair.model, rows, (1, 13), size, at_once=2) for size in (1 << 30, 0))
     assert kept.kept is not None and computed.kept is None
     for a, b in zip(kept.of(torch.tensor([2, 0])), computed.of(torch.tensor([2, 0])), strict=True):
         torch.testing.assert_close(a, b)

@@ -74,7 +74,7 @@ def test_a_product_is_right_within_16_bits(gated: bool) -> None:
         return run
 
     for share, right in ((1.0, True), (1.01, True), (1.05, False), (0.9, False), (0.0, False)):
-        bench = measure.Bench(Product(64, 32, gated, torch.float32), torch.device("cpu"), gives(share), cold_bytes=1)
+        bench = measure.ProductBench(Product(64, 32, gated, torch.float32), torch.device("cpu"), gives(share), cold_bytes=1)
         assert bench.is_right(3, None) is right
 
 

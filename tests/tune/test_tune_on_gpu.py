@@ -12,7 +12,7 @@ from specdec.ops.products import dense as products
 from specdec.ops.products.dense import gated_linear, linear
 from specdec.ops.products.tuned.here import tuned_table
 from specdec.ops.products.tuned.table import Product, path_for
-from specdec.tune.run import Row, tune
+from specdec.tune.run import TunedRow, tune
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def test_products_take_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a table that is written and not read, wrong sums by tiles that won, and a doctor that says nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    device, seen = torch.device("cuda", torch.cuda.current_device()), list[Row]()
+    device, seen = torch.device("cuda", torch.cuda.current_device()), list[TunedRow]()
     qkv, pair = Product(3072, 2048, False, torch.bfloat16), Product(8192, 2048, True, torch.bfloat16)
     tuned_table.cache_clear()
     try:

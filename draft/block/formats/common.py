@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers, width_of_features
-from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
+from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
@@ -135,7 +135,7 @@ def block_reading(
         width_of_features(files.raw, model.hidden_size, target, files.where),
         **{"draft_vocab_size": model.vocab_size, "own_lm_head": False, "format": name, "block": block, **own},
     )
-    names = Names.numbered(model.num_layers)
+    names = PartNames.numbered(model.num_layers)
     return ParsedHead(spec, names, {}, {**meanings, **block_meanings(model, block)})
 
 

@@ -11,7 +11,7 @@ from specdec.draft.block.formats.common import block_meanings, mask_id
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, three_layers
 from specdec.draft.eagle.formats.specforge import NESTED
 from specdec.draft.formats.body import aux_layers_of, check_features, check_nested, head_layers
-from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
+from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.draft.formats.spec import BlockSpec
 from specdec.models.checkpoints.config_values import flag, mapping
 from specdec.models.config import ModelConfig
@@ -41,7 +41,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
         **block_meanings(model, block),
     }
     return eagle3_reading(
-        files, model, target, aux_layers, Names.numbered(model.num_layers), meanings, t2d="must", full="must", format=NAME,
+        files, model, target, aux_layers, PartNames.numbered(model.num_layers), meanings, t2d="must", full="must", format=NAME,
         kind="p-eagle", norm_before_residual=before, own_embeddings=True, own_lm_head=True, block=block,
     )  # fmt: skip
 

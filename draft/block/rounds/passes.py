@@ -40,20 +40,20 @@ if TYPE_CHECKING:
     from specdec.draft.block.peagle import PEagleHead
 
 
-class Pages(NamedTuple):
+class PassPages(NamedTuple):
     """Where rows lie, for each group of the cache's layers.  shared: pages that the rows of the group read together."""
 
     tables: list[PageTable]
     shared: list[SharedPrefix | None]
 
     @classmethod
-    def of_rows(cls, state: BatchState, groups: Sequence[int]) -> Pages:
+    def of_rows(cls, state: BatchState, groups: Sequence[int]) -> PassPages:
         """The rows of a running batch."""
         states = [state.of_group(group) for group in groups]
         return cls([each.pages for each in states], [each.shared for each in states])
 
     @classmethod
-    def of_prompts(cls, state: BatchState, groups: Sequence[int], rows_B: Tensor) -> Pages:
+    def of_prompts(cls, state: BatchState, groups: Sequence[int], rows_B: Tensor) -> PassPages:
         """The rows that the parts of a chunk of prompts belong to."""
         whole = [state.of_group(group).prompt_pages for group in groups]
         return cls([PageTable(each.table.index_select(0, rows_B), each.page_size) for each in whole], [None] * len(whole))
@@ -66,7 +66,7 @@ class BlockPass(ABC):
         self.backend, self.cache, self.steps = backend, cache, steps
 
     @abstractmethod
-    def after(self, new: NewTokens, lens_B: Tensor, pages: Pages, out: Tensor | None = None) -> Tensor:
+    def after(self, new: NewTokens, lens_B: Tensor, pages: PassPages, out: Tensor | None = None) -> Tensor:
         """[B, S, H]: the pass over a batch of rows.
 
         new: with features.  lens_B: int32, the lengths with them.  out: memory for the result, contiguous.
@@ -85,7 +85,7 @@ class PairPass(BlockPass):
         self.head = head
         self.mask_1H = head.mask_feature().detach()
 
-    def after(self, new: NewTokens, lens_B: Tensor, pages: Pages, out: Tensor | None = None) -> Tensor:
+    def after(self, new: NewTokens, lens_B: Tensor, pages: PassPages, out: Tensor | None = None) -> Tensor:
         assert new.features_BEF is not None
         (B, E), S = new.tokens_BE.shape, self.steps
         W = E + S - 1
@@ -112,7 +112,7 @@ class PairPass(BlockPass):
         last_ids_B1 = ids_T.index_select(0, prompts.last_B)[:, None]
         before_B = (prompts.lens_B - 1).clamp(min=0)
         new = NewTokens(before_B, last_ids_B1, torch.zeros_like(prompts.last_B), last_features_B1F)
-        return self.after(new, prompts.lens_B, Pages.of_prompts(state, groups, prompts.rows_B))
+        return self.after(new, prompts.lens_B, PassPages.of_prompts(state, groups, prompts.rows_B))
 
 
 class ContextPass(BlockPass):
@@ -121,9 +121,9 @@ class ContextPass(BlockPass):
     def __init__(self, head: DFlashHead, backend: Backend, cache: KVCache, steps: int) -> None:
         super().__init__(backend, cache, steps)
         self.head = head
-        self.ways = [Way.of(head, index) for index in range(head.config.model.num_layers)]
+        self.ways = [BlockMasking.of(head, index) for index in range(head.config.model.num_layers)]
 
-    def after(self, new: NewTokens, lens_B: Tensor, pages: Pages, out: Tensor | None = None) -> Tensor:
+    def after(self, new: NewTokens, lens_B: Tensor, pages: PassPages, out: Tensor | None = None) -> Tensor:
         assert new.features_BEF is not None
         block = self.head.block
         made = [
@@ -138,7 +138,7 @@ class ContextPass(BlockPass):
 
     def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         groups, block = self.cache.group_numbers, self.head.block
-        pages = Pages.of_prompts(state, groups, prompts.rows_B)
+        pages = PassPages.of_prompts(state, groups, prompts.rows_B)
         anchors_B = prompts.next_ids(first_B).index_select(0, prompts.last_B)
         ids_BN = self.head.block_ids(anchors_B)
         made = []
@@ -148,7 +148,7 @@ class ContextPass(BlockPass):
             made.append(BlockTables(ids_BN, at_T, torch.cat((rows.slots.flatten(), kept.slots_T)), rows.ends_PB[-1]))
         return self._run(made, prompts.lens_B, features_TF, pages)
 
-    def _run(self, made: list[BlockTables], lens_B: Tensor, features_CF: Tensor, pages: Pages) -> Tensor:
+    def _run(self, made: list[BlockTables], lens_B: Tensor, features_CF: Tensor, pages: PassPages) -> Tensor:
         """made: for each group of layers.  lens_B: int32, where blocks begin.  features_CF: of the new context rows."""
         head, (B, N) = self.head, made[0].ids_BN.shape
         positions_T = made[0].positions_T[: B * N]
@@ -165,7 +165,7 @@ class ContextPass(BlockPass):
         return hidden_TH.view(B, N, -1)[:, first : first + self.steps]
 
 
-class Way(NamedTuple):
+class BlockMasking(NamedTuple):
     """How layers read a block.  causal: whether its rows read no later ones.  window: of layers whose windows are counted back
     from the block's first row; 0: each row's own kind says what it reads of the context.
     """
@@ -174,7 +174,7 @@ class Way(NamedTuple):
     window: int
 
     @classmethod
-    def of(cls, head: DFlashHead, layer: int) -> Way:
+    def of(cls, head: DFlashHead, layer: int) -> BlockMasking:
         kind: LayerKind = head.config.model.layer_kinds[layer]
         is_anchored = head.block.anchored_windows and kind.window is not None
         return cls(head.block.causal[layer], (kind.window or 0) if is_anchored else 0)

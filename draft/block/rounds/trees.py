@@ -48,7 +48,7 @@ def tree_of_levels(head: Head, hidden_BSH: Tensor, bonus_B: Tensor, spec: SpecCo
     return best_paths(logp_BSK, tokens_BSK, bonus_B, spec.num_draft_tokens)
 
 
-class Walk:
+class MarkovWalk:
     """A DSpark head's drafts of one round.
 
     hidden_BSH: the rows of the blocks.  stop_below: see STOP_BELOW.

@@ -15,7 +15,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.block.head import BlockHead
-from specdec.draft.block.rounds.passes import Pages
+from specdec.draft.block.rounds.passes import PassPages
 from specdec.draft.block.rounds.rows import BlockRows
 from specdec.draft.drafter import DrafterContext
 from specdec.draft.paused import PausingDrafter
@@ -40,7 +40,7 @@ class BlockWorker(PausingDrafter[BlockRows]):
         return self.head.tree(hidden_BSH, state.bonus_B, spec, self._noise(state, needs))
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
-        self.run.after(new, state.lens_B, Pages.of_rows(state, self.groups), self.rows_of(state).hidden_BSH)
+        self.run.after(new, state.lens_B, PassPages.of_rows(state, self.groups), self.rows_of(state).hidden_BSH)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.rows.hidden_BSH.index_copy_(0, prompts.rows_B, self.run.prefill(state, prompts, first_B, features_TF))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.draft.formats.body import check_nested, width_of_features
-from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
+from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.formats.vocabulary import Presence, read_draft_ids
 from specdec.models.checkpoints.config_values import flag, mapping, whole
@@ -21,7 +21,7 @@ def eagle3_reading(
     model: ModelConfig,
     target: ModelConfig | None,
     aux_layers: tuple[int, ...],
-    names: Names,
+    names: PartNames,
     meanings: Mapping[str, str],
     *,
     draft_size: int | None = None,

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, refuse_bias
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers
-from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
+from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.models.config import ModelConfig
 
 NAME, DEEP = "modelopt", "LlamaForCausalLMEagle3Deep"
@@ -58,7 +58,7 @@ def _check_top(raw: dict[str, Any], where: str) -> None:
     refuse_bias(raw, where)
 
 
-def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> Names:
+def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> PartNames:
     """By generation: midlayer, or midlayer.0 and on, or layers.0 and on; Megatron's deep export renames later input norms."""
     is_deep = (raw.get("architectures") or [""])[0] == DEEP
     held = files.checkpoint.names()
@@ -74,4 +74,4 @@ def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> Names:
     first, *others = generations[found[0]]
     if len(others) + 1 != count:
         raise ValueError(f"{files.where}: num_hidden_layers is {count}, but the checkpoint holds one layer, {first}")
-    return Names(first, tuple(others), "hidden_norm" if is_deep else "input_layernorm")
+    return PartNames(first, tuple(others), "hidden_norm" if is_deep else "input_layernorm")

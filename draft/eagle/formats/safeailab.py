@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers, width_of_features
-from specdec.draft.formats.reading import HeadFiles, HeadFormat, Names, ParsedHead
+from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead, PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.config_values import flag
 from specdec.models.config import ModelConfig
@@ -48,7 +48,7 @@ def _eagle1(files: HeadFiles, model: ModelConfig, width: int, has_bias: bool, me
     if only := [key for key in EAGLE3_KEYS if files.raw.get(key) is not None]:
         raise ValueError(f"{where}: {', '.join(only)} belong to EAGLE-3, but the tensors are an EAGLE-1/2 head's")
     spec = HeadSpec(model, "eagle1", (), width, model.vocab_size, has_bias, own_lm_head=False, format=NAME)
-    names = Names.numbered(model.num_layers)
+    names = PartNames.numbered(model.num_layers)
     beside = {"embed_tokens.weight": "not read: the target's are used, as EAGLE-1/2 never trains them"}
     held = {name: what for name, what in beside.items() if name in files.checkpoint}
     return ParsedHead(spec, names, held, {**meanings, "bias": f"fc has {'a' if has_bias else 'no'} bias"})
@@ -68,7 +68,7 @@ def _eagle3(files: HeadFiles, model: ModelConfig, target: ModelConfig | None, me
     }
     aux_layers = aux_layers_of(ids, target, where, any_order=True)
     return eagle3_reading(
-        files, model, target, aux_layers, Names("midlayer"), meanings, draft_size=model.vocab_size, format=NAME,
+        files, model, target, aux_layers, PartNames("midlayer"), meanings, draft_size=model.vocab_size, format=NAME,
         norm_before_residual=before,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, refuse_bias, three_layers
 from specdec.draft.eagle.formats.safeailab import NESTED_KEYS
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers
-from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
+from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.models.checkpoints.config_values import flag
 from specdec.models.config import ModelConfig
 
@@ -34,7 +34,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
         "norm_output": f"{norms_logits}: the head's logits read the {'normed' if norms_logits else 'raw'} output; what is "
         "recycled is raw, as in SpecForge's trainer (SGLang and vLLM recycle the normed output if it is true)",
     }
-    names, norm = Names("midlayer", feature_norms=norms), "each" if has_fc_norm else "none"
+    names, norm = PartNames("midlayer", feature_norms=norms), "each" if has_fc_norm else "none"
     return eagle3_reading(
         files, model, target, aux_layers, names, meanings, t2d="must", full="must", format=NAME, feature_norm=norm,
         norms_logits=norms_logits,

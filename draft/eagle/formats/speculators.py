@@ -19,7 +19,7 @@ from specdec.draft.formats.body import (
     width_of_features,
     windows_by_type,
 )
-from specdec.draft.formats.reading import HeadFiles, Names, ParsedHead
+from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.draft.formats.releases import AUX, VERSION, Release, passed_over, release_of
 from specdec.draft.formats.spec import FeatureNorm, HeadSpec
 from specdec.models.checkpoints.config_values import flag, mapping
@@ -62,7 +62,7 @@ def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> Pars
     norm: FeatureNorm = "joint" if flags["norm_before_fc"] else "each" if flags["fc_norm"] else "none"
     count = len(aux_layers) or 3  # as many as DEFAULT
     norms = {"none": (), "joint": ("input_norm",), "each": tuple(f"fc_norm.{index}" for index in range(count))}[norm]
-    names = Names.numbered(model.num_layers, feature_norms=norms)
+    names = PartNames.numbered(model.num_layers, feature_norms=norms)
     has_embeddings = is_trained or release.newest < 2 or "embed_tokens.weight" in checkpoint
     shared = {"embed_tokens": not has_embeddings, "lm_head": "lm_head.weight" not in checkpoint}
     meanings |= {name: "absent: the target's" for name, is_shared in shared.items() if is_shared}
@@ -104,7 +104,7 @@ def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
         "num_hidden_layers": f"{inner.get('num_hidden_layers')}: the head has one layer, always",
         "rope": rope + other,
     }
-    return ParsedHead(spec, Names("transformer", fc="fusion_fc"), {}, {**meanings, **passed_over(raw)})
+    return ParsedHead(spec, PartNames("transformer", fc="fusion_fc"), {}, {**meanings, **passed_over(raw)})
 
 
 def check_proposals(raw: dict[str, Any], where: str) -> None:

@@ -23,7 +23,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and th
 DRAFTED, OWN, PROMPT = "32", "35", "2"  # green, magenta, dim: as parameters of the sequence that selects them
 
 
-class Pieces:
+class TokenPieces:
     """Cuts the text of a stream into the texts of its tokens.
 
     A token's text is what becomes certain with it.  So a character that several tokens make belongs to the last of them, and so
@@ -55,14 +55,14 @@ class Screen:
     """One or more texts after the same prompt, on a terminal.
 
     prompt: as the user gave it.  goes_on: whether the text follows it on its line, as an answer does not.
-    decode, prompt_ids: see Pieces.  is_plain: whether there is no drafter, so that there is nothing to tell apart.
+    decode, prompt_ids: see TokenPieces.  is_plain: whether there is no drafter, so that there is nothing to tell apart.
     """
 
     def __init__(self, prompt: str, goes_on: bool, decode: Decode, prompt_ids: Sequence[int], is_plain: bool) -> None:
         self._prompt, self._goes_on, self._is_plain = prompt, goes_on, is_plain
         self._decode, self._prompt_ids = decode, prompt_ids
         self._has_colours = has_colours()
-        self._pieces: Pieces | None = None
+        self._pieces: TokenPieces | None = None
         self._clock: list[tuple[float, int]] = []  # when chunks of rounds came, and with how many tokens altogether
         self._tokens = 0
 
@@ -107,7 +107,7 @@ class Screen:
         if self._pieces is None and self._has_colours and not self._is_plain and sys.stderr.isatty():
             drafted, own = _painted("accepted drafts", DRAFTED), _painted("the target's own", OWN)
             print(f"{_painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
-        self._pieces = Pieces(self._decode, self._prompt_ids)
+        self._pieces = TokenPieces(self._decode, self._prompt_ids)
         left_out = len(self._prompt) - LONGEST_PROMPT
         shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-LONGEST_PROMPT:]}"
         self._write(shown, PROMPT)

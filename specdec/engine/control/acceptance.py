@@ -62,7 +62,7 @@ class Branching:
         self.value = min(MAX_BRANCHING, max(0.0, self.value + surprise / self.information))
 
 
-class Sums(NamedTuple):
+class LevelSums(NamedTuple):
     """Of all rounds up to one: for each level, how many rows reached it, and how many of these accepted there."""
 
     reached: list[int]
@@ -81,7 +81,7 @@ class Acceptance:
     def __init__(self, levels: int, first_guess: float | None = None) -> None:
         self.first_guess = FIRST_GUESS if first_guess is None else first_guess
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
-        self._sums = Sums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
+        self._sums = LevelSums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
         self._marks = deque([self._copied()], maxlen=WINDOWS[-1] + 1)  # these, at the ends of the last blocks
         self._since = 0  # observations since the last of them
         self.branching = Branching()
@@ -194,8 +194,8 @@ class Acceptance:
         """Tokens of a round by its levels alone, the bonus token included."""
         return _tokens(self._shifted(chain, shape, doubts))[-1]
 
-    def _copied(self) -> Sums:
-        return Sums(list(self._sums.reached), list(self._sums.accepted))
+    def _copied(self) -> LevelSums:
+        return LevelSums(list(self._sums.reached), list(self._sums.accepted))
 
     def _drop_what_is_over(self) -> None:
         """Forgets what is older than the last blocks if these show that the text has changed."""
@@ -212,7 +212,7 @@ class Acceptance:
             while len(self._marks) > found:
                 self._marks.popleft()
 
-    def _apart(self, mark: Sums) -> float:
+    def _apart(self, mark: LevelSums) -> float:
         """How many standard deviations, squared, the rounds since a mark are from older ones: at the level with the most."""
         most = 0.0
         for level, whole in enumerate(self.reached):

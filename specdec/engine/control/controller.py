@@ -30,7 +30,7 @@ TRUST = 10.0  # what was observed before a pause counts as so many observations 
 FIRST_RUNS = 3  # where shapes can't be tried on the side, the first ones run so often to be measured; the first compiles
 
 
-class Size(NamedTuple):
+class RoundSize(NamedTuple):
     """What a round's cost depends on besides its shape.
 
     rows: of the batch.  grammar: whether the round runs phase by phase, for the masks of a grammar (see `Needs`).
@@ -44,7 +44,7 @@ class Size(NamedTuple):
 
 
 @dataclass
-class Book:
+class SizeStats:
     """What is known of one size."""
 
     costs: Costs
@@ -82,7 +82,7 @@ class Controller:
         self.all: tuple[Shape, ...] = (None, *self.shapes)
         self.has_looked = first_accepted is not None
         self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted)
-        self.books: dict[Size, Book] = {}
+        self.books: dict[RoundSize, SizeStats] = {}
         # The last rounds, if they had one shape and as many rows: the shape, accepted, best (see observe), how many rounds.
         self._alike: tuple[SpecConfig, list[int], list[tuple[int, int]] | None, int] | None = None
 
@@ -90,7 +90,7 @@ class Controller:
 
     def observe(
         self,
-        size: Size,
+        size: RoundSize,
         shape: Shape,
         seconds: float,
         accepted: Sequence[int],
@@ -118,13 +118,13 @@ class Controller:
             self.acceptance.observe(shape, accepted, best, rounds)
             self._alike = None
 
-    def tried(self, size: Size, shape: Shape, seconds: float, tokens: int = 0) -> None:
+    def tried(self, size: RoundSize, shape: Shape, seconds: float, tokens: int = 0) -> None:
         """A shape was tried on the side, with rows of so many tokens together."""
         self._book(size).costs.tried(shape, seconds, tokens)
 
     # ---- what runs next ----
 
-    def wanted(self, size: Size, share: float, ready: Collection[Shape]) -> list[Shape]:
+    def wanted(self, size: RoundSize, share: float, ready: Collection[Shape]) -> list[Shape]:
         """The shapes to make ready before the next round: the first ones, and later one that is worth it.
 
         A shape is worth it once the rounds without it have lost as much time as it takes to make ready.  So no more is ever
@@ -149,7 +149,7 @@ class Controller:
         book.missed.clear()
         return [best]
 
-    def choose(self, size: Size, share: float, pause: int, ready: Sequence[Shape] | None = None) -> Shape:
+    def choose(self, size: RoundSize, share: float, pause: int, ready: Sequence[Shape] | None = None) -> Shape:
         """The shape of the next round; None: no levels.
 
         share: of the running rows, those that speculate; the others gain nothing from a draft and wait for it.
@@ -167,7 +167,7 @@ class Controller:
         book.rounds += 1
         return self._look(book, share, pause)
 
-    def _is_due(self, book: Book) -> bool:
+    def _is_due(self, book: SizeStats) -> bool:
         """Whether all shapes are to be judged now: seldom where no levels run and nothing was told of drafts since."""
         tells = book.best is not None or self._alike is not None
         return book.rounds % (JUDGE_EVERY if tells else MAX_PAUSE) == 0
@@ -179,7 +179,7 @@ class Controller:
             return best
         return now if rates[now] >= (1 + GAIN / 2) * rates.get(None, 0.0) else None
 
-    def rates(self, size: Size, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
+    def rates(self, size: RoundSize, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
         """Tokens a second and row: as expected, or where a shape runs, what others may well reach of which less is known."""
         costs, lengths = self._book(size).costs, self.acceptance.accept_lengths(shapes, runs)
         found = dict[Shape, float]()
@@ -188,7 +188,7 @@ class Controller:
             found[shape] = (1 + share * (length - 1)) / (least * costs.of(shape))
         return found
 
-    def reason(self, size: Size, share: float = 1.0) -> str:
+    def reason(self, size: RoundSize, share: float = 1.0) -> str:
         """What runs at that size, and why.  Any thread may ask, so nothing is learned here."""
         book = self.books.get(size)
         if book is None or not book.rounds or not book.costs.is_known(book.best):
@@ -205,7 +205,7 @@ class Controller:
             f"a chain's levels are accepted with {levels}"
         )
 
-    def _measured_so_far(self, size: Size, share: float) -> str:
+    def _measured_so_far(self, size: RoundSize, share: float) -> str:
         """What is known before anything is chosen: the first shapes run one after the other, so that their costs show."""
         book = self.books.get(size)
         if book is None:
@@ -217,29 +217,29 @@ class Controller:
         found = f"measured so far: {', '.join(known)}" if known else found
         return f"{found}; to be measured: {missing}" if missing else found
 
-    def _line(self, size: Size, shape: Shape, share: float) -> str:
+    def _line(self, size: RoundSize, shape: Shape, share: float) -> str:
         tokens, cost = self._tokens(shape, share), self._book(size).costs.of(shape)
         return f"{label(shape)} with {tokens:.2f} tokens in {1e3 * cost:.2f} ms"
 
     def _tokens(self, shape: Shape, share: float) -> float:
         return 1 + share * (self.acceptance.accept_lengths([shape])[0] - 1)
 
-    def _book(self, size: Size) -> Book:
+    def _book(self, size: RoundSize) -> SizeStats:
         """The size's own book, which begins with what the nearest one says, of those with a grammar or without, as it is."""
         if size not in self.books:
 
-            def unlike(other: Size) -> tuple[bool, float]:
+            def unlike(other: RoundSize) -> tuple[bool, float]:
                 return other.grammar != size.grammar, abs(math.log(other.rows / size.rows))
 
             near = min(self.books, key=unlike, default=None)
             if near is None:
-                self.books[size] = Book(Costs(first_counts=self.tries), first_shapes(self.shapes))
+                self.books[size] = SizeStats(Costs(first_counts=self.tries), first_shapes(self.shapes))
             else:
                 book = self.books[near]
-                self.books[size] = Book(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
+                self.books[size] = SizeStats(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
         return self.books[size]
 
-    def _unmeasured(self, book: Book, usable: Sequence[Shape], share: float) -> list[Shape]:
+    def _unmeasured(self, book: SizeStats, usable: Sequence[Shape], share: float) -> list[Shape]:
         """The shapes to run because too little is known of costs; none if enough is.
 
         Where a shape can't be tried on the side, its first rounds cost what they cost.  So no levels run first, then the shape
@@ -257,7 +257,7 @@ class Controller:
             return unmeasured if worth >= 1 + GAIN else []
         return unmeasured
 
-    def _look(self, book: Book, share: float, pause: int) -> Shape:
+    def _look(self, book: SizeStats, share: float, pause: int) -> Shape:
         """The best shape, or another one to be looked at."""
         best, rates = book.best, book.rates
         if best is not None:

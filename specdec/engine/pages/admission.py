@@ -39,7 +39,7 @@ class PageAllocation:
         return (self.table,) if self.local is None else (self.table, self.local)
 
 
-class Found(NamedTuple):
+class PrefixHit(NamedTuple):
     """What the prefix cache holds of a prompt: its leading pages in order, and the number of tokens in them."""
 
     path: list[Node]
@@ -130,7 +130,7 @@ class Admission:
                 + (f"setting that works: max_tokens={most}" if most > 0 else "thing that works: a shorter prompt")
             )
 
-    def find(self, request: Request, drafted: bool) -> Found | None:
+    def find(self, request: Request, drafted: bool) -> PrefixHit | None:
         """What the prefix cache holds of the prompt; None if there are certainly not enough pages for the request.
 
         drafted: whether the request needs the drafter's keys and values too.
@@ -139,15 +139,15 @@ class Admission:
         if self.local is not None and self.local.pages_for(needed) > self.free_local_pages:
             return None
         if self.cache is None:
-            return Found([], 0) if self.pool.can_admit(needed) else None
+            return PrefixHit([], 0) if self.pool.can_admit(needed) else None
         if self.pool.pages_for(needed) - len(request.prompt_ids) // size > self.free_pages:
             return None
         path = self.cache.find(request.prompt_ids, drafted)
         if self.copies is not None:
             path = path[: self.copies.usable(path)]
-        return Found(path, len(path) * size)
+        return PrefixHit(path, len(path) * size)
 
-    def should_wait(self, request: Request, found: Found, others: Sequence[Request]) -> bool:
+    def should_wait(self, request: Request, found: PrefixHit, others: Sequence[Request]) -> bool:
         """Whether the request had better enter after the prompts of `others` have run.
 
         That is so if the prefix cache would then hold at least least_shared_to_wait more tokens of its prompt.
@@ -159,7 +159,7 @@ class Admission:
         shared = max(common_pages(request.prompt_ids, other.prompt_ids, size) for other in others) * size
         return shared - found.tokens >= self.least_shared_to_wait
 
-    def admit(self, request: Request, found: Found) -> bool:
+    def admit(self, request: Request, found: PrefixHit) -> bool:
         """Gives the request its pages.  Returns whether there were enough; if not, nothing has changed."""
         needed = self.tokens_needed(request)
         if self.cache is None:
@@ -184,7 +184,7 @@ class Admission:
         request.stats.cached_tokens = found.tokens
         return True
 
-    def _local_table(self, request: Request, found: Found) -> list[int] | None:
+    def _local_table(self, request: Request, found: PrefixHit) -> list[int] | None:
         """Gives the request its ring, and orders the copies of what it has found; None where there is one group of layers."""
         if self.local is None:
             return None

@@ -55,7 +55,7 @@ def _machine(c: Capability) -> str:
 
 
 def _package(c: Capability) -> str:
-    least = c.machine.least_version
+    least = c.machine.min_version
     return (c.machine.package or "nothing") + (f" {'.'.join(map(str, least))}+" if any(least) else "")
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec import shipped
-from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
+from specdec.attention.caches.quant_cache import FP8_MIN_ARCHITECTURE
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability import Feature
 from specdec.attention.needs import AttentionNeeds, architecture_of
@@ -75,8 +75,8 @@ def kernels_line(capability: tuple[int, int]) -> str:
     kinds = [f"Triton's for any GPU, {products}"]
     if capability == (9, 0):
         kinds.append("Hopper's own" if has_gluon() else "none of Hopper's own, because this Triton has no Gluon")
-    at_least = ".".join(map(str, FP8_LEAST_ARCHITECTURE))
-    kinds.append("float8" if capability >= FP8_LEAST_ARCHITECTURE else f"no float8, which takes {at_least}")
+    at_least = ".".join(map(str, FP8_MIN_ARCHITECTURE))
+    kinds.append("float8" if capability >= FP8_MIN_ARCHITECTURE else f"no float8, which takes {at_least}")
     return "; ".join(kinds)
 
 

@@ -276,7 +276,7 @@ class Checkpoint:
         return stored.read()
 
 
-class Asked(Checkpoint):
+class AssumedCheckpoint(Checkpoint):
     """A checkpoint that has whatever it is asked for, as ordinary numbers, and has none.  No file is read.
 
     shapes: of the tensors that were taken, by name: what fills a module so says which tensors the module needs.

@@ -71,7 +71,7 @@ GROUPS = (
             "quantised_experts": "topk_ids qweight counts",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
-            "wide_linear": "weight",
+            "large_n_linear": "weight",
             "x_first_linear": "weight",
             "quantised_linear": "qweight",
         },
@@ -97,7 +97,7 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "What the indexer, its selection and attention over chosen keys read before their waits lies further in front.",
+        "What the indexer, its selection and attention over selected keys read before their waits lies further in front.",
         "latent_merge",
         {
             "rows_hopper": "counts",

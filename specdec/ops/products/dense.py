@@ -2,9 +2,9 @@
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in stream_triton.py or, on an H200, the one in stream_hopper.py, which also serves some of up to 192 rows that a norm
-follows.  Products of up to 192 rows with wide weights use the one in wide_triton.py, and gated products of many rows the
-one in gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The
-policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
+follows.  Large-N products of up to 192 rows use the kernel in large_n_triton.py, and gated large-M products the one in
+gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy
+decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
 
 Shapes: M rows, K in, N out, F of a gated pair, R rows asked for.
 """
@@ -22,7 +22,7 @@ from specdec.ops.launch import has_pdl, shared_memory, use_kernels
 from specdec.ops.operator import define, is_traced, use_operator
 from specdec.ops.products.gpus import H100, Kind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.dense import FEW, ProductTiles
 from specdec.ops.products.tuned.here import tuned_table
 
@@ -54,18 +54,18 @@ def gated_linear(x_MK: Tensor, weight_2FK: Tensor, bias_2F: Tensor | None = None
 
 
 class DenseWeight(NamedTuple):
-    """A weight whose numbers are stored as they are (see `Weight`)."""
+    """A weight whose values are stored as they are (see `Weight`)."""
 
     values_NK: Tensor
 
-    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
-        """The bias is a part of the first term; `linear` adds it last.  The sum of terms is `linear`, bit for bit, up to FEW
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
+        """The bias is a part of the first term; `linear` adds it last.  The sum of partials is `linear`, bit for bit, up to FEW
         rows; with more, cuBLAS may compute `linear`.
         """
-        if terms and not is_traced(x_MK) and not numerics.is_invariant:
-            tiles = _tiles(x_MK, self.values_NK, False, numerics, terms=True)
+        if partials and not is_traced(x_MK) and not numerics.is_invariant:
+            tiles = _tiles(x_MK, self.values_NK, False, numerics, partials=True)
             if tiles is not None and tiles.kernel == "stream_hopper" and tiles.splits > 1:
-                return Terms(_launch(x_MK, self.values_NK, bias_N, False, tiles, leaves=True), x_MK.dtype)
+                return Partials(_launch(x_MK, self.values_NK, bias_N, False, tiles, partials=True), x_MK.dtype)
         return linear(x_MK, self.values_NK, bias_N, numerics)
 
     def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
@@ -96,10 +96,10 @@ def silu_mul(gate_up_M2F: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, terms: bool = False) -> ProductTiles | None:
+def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, partials: bool = False) -> ProductTiles | None:
     """The kernel's tiles; None where the kernel can't run, or was not measured because launches can't be chained.
 
-    terms: whether a norm may add up what splits have computed.
+    partials: whether the caller, a norm, adds up split-K partials.
     """
     if not use_kernels(x) or not has_pdl(x.device) or x.dim() != 2 or x.stride(1) != 1:
         return None
@@ -108,7 +108,7 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, terms: bo
     N, K = weight.shape
     match, tma = match_of(x.device), tma_reads(x, weight)
     kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
-    tiles = numerics.product_tiles(x.shape[0], N, K, x.dtype, gated, kind, tuned_table(x.device) if tma else None, terms)
+    tiles = numerics.product_tiles(x.shape[0], N, K, x.dtype, gated, kind, tuned_table(x.device) if tma else None, partials)
     if tiles is None or tiles.shared_bytes(x.element_size()) > shared_memory(x.device):
         return None
     return tiles if tiles.kernel == "stream_triton" or tma else None
@@ -127,21 +127,21 @@ def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, nume
 
 
 def tma_reads(*matrices: Tensor) -> bool:
-    """Whether the GPU's copy engine (TMA) can read these matrices: every row must start at a multiple of 16 bytes."""
+    """Whether TMA can read these matrices: every row must start at a multiple of 16 bytes."""
     return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles, leaves: bool = False) -> Tensor:
-    """The product by the kernel that the tiles name.  leaves: as of stream_hopper.py's."""
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles, partials: bool = False) -> Tensor:
+    """The product by the kernel that the tiles name.  partials: as of stream_hopper.py's `store_partials`."""
     match tiles.kernel:
         case "stream_triton":
             from specdec.ops.products.kernels.dense.stream_triton import launch_linear
 
             return launch_linear(x, weight, bias, gated, tiles)
-        case "wide_triton":
-            from specdec.ops.products.kernels.dense.wide_triton import launch_wide_linear
+        case "large_n_triton":
+            from specdec.ops.products.kernels.dense.large_n_triton import launch_large_n_linear
 
-            return launch_wide_linear(x, weight, bias, gated, tiles)
+            return launch_large_n_linear(x, weight, bias, gated, tiles)
         case "tiled_triton":
             from specdec.ops.products.kernels.dense.tiled_triton import launch_tiled_linear
 
@@ -149,7 +149,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: 
         case "stream_hopper":
             from specdec.ops.products.kernels.dense.stream_hopper import launch_hopper_linear
 
-            return launch_hopper_linear(x, weight, bias, gated, tiles, leaves)
+            return launch_hopper_linear(x, weight, bias, gated, tiles, partials)
         case "gated_hopper":
             from specdec.ops.products.kernels.dense.gated_hopper import launch_gated_hopper
 

@@ -18,7 +18,7 @@ from specdec.ops.products.dense import DenseWeight, tma_reads
 from specdec.ops.products.formats.lossless import Packed
 from specdec.ops.products.gpus import Kind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 
@@ -28,13 +28,13 @@ class LosslessWeight(NamedTuple):
     dense: DenseWeight
     packed: Packed
 
-    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
         tiles = self._tiles(x_MK, False, numerics)
         if tiles is None:
-            return self.dense.matmul(x_MK, bias_N, numerics, terms=terms)
-        leaves = terms and tiles.splits > 1
-        y = self._launch(x_MK, bias_N, False, tiles, leaves)
-        return Terms(y, x_MK.dtype) if leaves else y
+            return self.dense.matmul(x_MK, bias_N, numerics, partials=partials)
+        store_partials = partials and tiles.splits > 1
+        y = self._launch(x_MK, bias_N, False, tiles, store_partials)
+        return Partials(y, x_MK.dtype) if store_partials else y
 
     def gated(self, x_MK: Tensor, bias_2F: Tensor | None, numerics: Numerics) -> Tensor:
         if tiles := self._tiles(x_MK, True, numerics):
@@ -52,10 +52,10 @@ class LosslessWeight(NamedTuple):
             return packed.num_bytes
         return self.dense.read_bytes(rows)
 
-    def _launch(self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, leaves: bool = False) -> Tensor:
+    def _launch(self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, partials: bool = False) -> Tensor:
         from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-        return launch_quantised_hopper(x, self.packed, bias, gated, tiles, leaves)
+        return launch_quantised_hopper(x, self.packed, bias, gated, tiles, partials)
 
     def _tiles(self, x: Tensor, gated: bool, numerics: Numerics) -> QuantisedTiles | None:
         """The kernel's tiles; None where the dense weight is read."""

@@ -39,29 +39,29 @@ class Numerics:
 
     def product_tiles(
         self, M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, tuned: TunedTable | None = None,
-        terms: bool = False,
+        partials: bool = False,
     ) -> ProductTiles | None:  # fmt: skip
         """The tiles of a product of M rows with a weight [N, K]; None: cuBLAS computes it.
 
         gated: whether the weight holds gate and up rows.
         kind: the kind of GPU whose tiles are taken.
         tuned: what was measured on this machine, which counts before the kind's.
-        terms: whether a norm adds up what programs that share columns have computed.
+        partials: whether a norm adds up split-K partials.
         """
         if tuned is not None:
             is_known, tiles = tuned.find(M, Product(N, K, gated, dtype))
             if is_known:
                 return tiles
-        return product_tiles(M, N, K, dtype, gated, kind, terms)
+        return product_tiles(M, N, K, dtype, gated, kind, partials)
 
     def quantised_tiles(
-        self, M: int, N: int, K: int, values: Values, group: int, zeros: bool, gated: bool, terms: bool, hopper: bool
+        self, M: int, N: int, K: int, values: Values, group: int, zeros: bool, gated: bool, partials: bool, hopper: bool
     ) -> QuantisedTiles | None:
         """Those of a quantised weight [N, K], of the kind `values`; None: it is dequantised, and cuBLAS computes the product.
 
         group, zeros: as of hopper_tiles.  hopper: whether the kernels for Hopper GPUs can run.
         """
-        tiles = hopper_tiles(M, N, K, values, group, zeros, gated, terms) if hopper else None
+        tiles = hopper_tiles(M, N, K, values, group, zeros, gated, partials) if hopper else None
         return tiles or quantised_tiles(M, N, K, values)
 
     def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:

@@ -20,7 +20,7 @@ from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.quantised import QuantisedMatrix, dequantise
 from specdec.ops.products.gpus import Kind, match_of
 from specdec.ops.products.numerics import Numerics
-from specdec.ops.products.terms import Terms
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 from specdec.ops.rows import take_columns
 
@@ -35,13 +35,13 @@ class QuantisedWeight(NamedTuple):
     matrix: QuantisedMatrix
     order_K: Tensor | None = None
 
-    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
-        """With more than FEW rows tiles may differ where terms are asked for, and so may the last bits of their sum."""
+    def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
+        """With more than FEW rows tiles may differ where partials are asked for, and so may the last bits of their sum."""
         x_MK = self._ordered(x_MK)
-        if terms:
-            tiles = self._tiles(x_MK, False, numerics, terms=True)
+        if partials:
+            tiles = self._tiles(x_MK, False, numerics, partials=True)
             if tiles is not None and tiles.kernel != "stream_triton" and tiles.splits > 1:
-                return Terms(self._launch(x_MK, bias_N, False, tiles, leaves=True), x_MK.dtype)
+                return Partials(self._launch(x_MK, bias_N, False, tiles, leaves=True), x_MK.dtype)
         if tiles := self._tiles(x_MK, False, numerics):
             return self._launch(x_MK, bias_N, False, tiles)
         return F.linear(x_MK, self._dequantised(x_MK), bias_N)
@@ -85,15 +85,15 @@ class QuantisedWeight(NamedTuple):
 
         return launch_quantised_hopper(x, self.matrix, bias, gated, tiles, leaves)
 
-    def _tiles(self, x: Tensor, gated: bool, numerics: Numerics, terms: bool = False) -> QuantisedTiles | None:
-        """A kernel's tiles; None where none runs.  terms: whether a norm may add up what splits have computed."""
+    def _tiles(self, x: Tensor, gated: bool, numerics: Numerics, partials: bool = False) -> QuantisedTiles | None:
+        """A kernel's tiles; None where none runs.  partials: whether a norm may add up what splits have computed."""
         if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
             return None
         weight = self.matrix
         hopper = x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.qweight_NJ)
         return numerics.quantised_tiles(
             x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group,
-            weight.zero_points_NG is not None, gated, terms, hopper,
+            weight.zero_points_NG is not None, gated, partials, hopper,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Line, Rendezvous, start
+from specdec.parallel.processes import RankPipe, Rendezvous, start
 from specdec.parallel.symmetric.group import SymmetricGroup
 
 ROWS, HIDDEN = (1, 8, 64, 1024), 4096
@@ -52,11 +52,11 @@ def measure(size: int) -> AllReduceTimes:
     return AllReduceTimes(size, "" if isinstance(group, SymmetricGroup) else "; ".join(str(each.message) for each in said), us)
 
 
-def _take_part(rendezvous: Rendezvous, line: Line) -> None:
+def _take_part(rendezvous: Rendezvous, pipe: RankPipe) -> None:
     torch.cuda.set_device(rendezvous.rank)
-    line.tell("here")
+    pipe.tell("here")
     _times(rendezvous.join(torch.device("cuda", rendezvous.rank)))
-    line.tell("measured")
+    pipe.tell("measured")
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from specdec.serve.process.descriptors import REFUSED_AT_ONCE
 from specdec.serve.process.episode import Episode
-from specdec.serve.times import TIMES, Times
+from specdec.serve.times import TIMES, ServeTimes
 
 Closed = Callable[[], None]  # what a connection's protocol calls when the connection has ended
 BACKLOG = 2048  # connections that the system keeps until they are accepted; it may keep fewer
@@ -36,7 +36,7 @@ class Acceptor:
         make: Callable[[bool, Closed], asyncio.Protocol],
         make_room: Callable[[], bool],
         most: int,
-        times: Times = TIMES,
+        times: ServeTimes = TIMES,
     ) -> None:
         self.open, self.most = 0, most
         self._listener, self._make, self._make_room, self._retry = listener, make, make_room, times.retry

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specdec import shipped
 from specdec.checks import nearest_name
 from specdec.config import SpecConfig
-from specdec.serve.replicas.options import ReplicaOptions, Settings
+from specdec.serve.replicas.options import ReplicaOptions, ReplicaSettings
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -61,7 +61,7 @@ def application(
         raise TypeError(f"spec must be a SpecConfig or None, got {spec!r} of type {type(spec).__name__}")
     if spec is not None and target is not None and draft is None:
         raise ValueError("spec would do nothing without draft; nearest setting that works: spec=None")
-    checked = Settings.of(settings, None if target is None else Path(target).resolve().name)
+    checked = ReplicaSettings.of(settings, None if target is None else Path(target).resolve().name)
     pair = (shipped.target_folder(), shipped.draft_folder()) if target is None else (target, draft)
 
     import ray
@@ -76,7 +76,7 @@ def application(
     return serve.deployment(serve.ingress()(Replica)).options(**options).bind(*pair, spec, checked.door, checked.options)
 
 
-def options_for_ray(settings: Settings, more: dict[str, Any], known: list[str], scales: bool) -> dict[str, Any]:
+def options_for_ray(settings: ReplicaSettings, more: dict[str, Any], known: list[str], scales: bool) -> dict[str, Any]:
     """What Ray is asked for.
 
     more: options of the caller.  TypeError for those that are not among the known, ValueError for those that settings of

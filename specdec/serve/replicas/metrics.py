@@ -14,7 +14,7 @@ REPLICAS = ("specdec_replicas", "Replicas that have told their numbers")
 
 
 @dataclass
-class Merged(Collector):
+class MergedMetrics(Collector):
     """by_replica: what each replica's own collector gives."""
 
     by_replica: Mapping[str, Families]
@@ -32,4 +32,4 @@ class Merged(Collector):
 
 def exposition(by_replica: Mapping[str, Families]) -> bytes:
     """The page in Prometheus' text format."""
-    return generate_latest(Merged(by_replica))
+    return generate_latest(MergedMetrics(by_replica))

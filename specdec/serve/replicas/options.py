@@ -63,7 +63,7 @@ class ReplicaOptions:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReplicaSettings:
     """All settings of an application, checked."""
 
     replicas: ReplicaOptions
@@ -71,7 +71,7 @@ class Settings:
     options: EngineOptions
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], model_name: str | None) -> Settings:
+    def of(cls, given: Mapping[str, Any], model_name: str | None) -> ReplicaSettings:
         """Sorts keywords.  TypeError for an unknown one, ValueError for values that can't work, alone or together.
 
         model_name: what requests call the model where no keyword says so.

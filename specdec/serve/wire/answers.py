@@ -11,14 +11,14 @@ from typing import Any
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.wire.errors import ApiError, json_bytes
 from specdec.serve.wire.logprobs import Piece, chat_logprobs, completion_logprobs
-from specdec.serve.wire.requests import Plan
+from specdec.serve.wire.requests import RequestPlan
 
 FINISH_REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length"}
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Heading:
+class AnswerHeading:
     """What all chunks of one answer say of it."""
 
     id: str
@@ -29,7 +29,7 @@ class Heading:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def whole_answer(heading: Heading, plan: Plan, generations: Sequence[Generation], piece: Piece) -> dict[str, Any]:
+def whole_answer(heading: AnswerHeading, plan: RequestPlan, generations: Sequence[Generation], piece: Piece) -> dict[str, Any]:
     """The answer that is not streamed; the generations are in the order of the choices.  piece: the text of a token."""
     choices: list[dict[str, Any]] = []
     for index, generation in enumerate(generations):
@@ -44,7 +44,7 @@ def whole_answer(heading: Heading, plan: Plan, generations: Sequence[Generation]
     return {**heading.as_json(kind), "choices": choices, "usage": usage(plan, generations)}
 
 
-def usage(plan: Plan, generations: Sequence[Generation]) -> dict[str, Any]:
+def usage(plan: RequestPlan, generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens of all choices.  A prompt with several choices counts once."""
     stats = [generation.stats for generation in generations]
     prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations[:: plan.n])
@@ -69,7 +69,7 @@ class ChunkWriter:
     it is made once.
     """
 
-    def __init__(self, heading: Heading, plan: Plan, piece: Piece) -> None:
+    def __init__(self, heading: AnswerHeading, plan: RequestPlan, piece: Piece) -> None:
         self._plan, self._piece = plan, piece
         self._offsets = [0] * plan.choices
         self._heading = heading.as_json("chat.completion.chunk" if plan.is_chat else "text_completion")
@@ -123,7 +123,7 @@ class ChunkWriter:
         return before, after
 
 
-def _said_of(tokens: Generation | Chunk, plan: Plan, piece: Piece, offset: int) -> dict[str, Any]:
+def _said_of(tokens: Generation | Chunk, plan: RequestPlan, piece: Piece, offset: int) -> dict[str, Any]:
     """What a choice says of single tokens: log-probabilities in the form of the plan's endpoint, and origins, an extension.
 
     Without being asked for, the former are null, and the latter are not there.  offset: see `completion_logprobs`.

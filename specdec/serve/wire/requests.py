@@ -1,5 +1,5 @@
-"""Turns the fields of a body into a Plan: prompts, sampling and how the answer is sent.  Knows no tokenizer and no limit of
-a model, so what depends on these is checked later."""
+"""Turns the fields of a body into a RequestPlan: prompts, sampling and how the answer is sent.  Knows no tokenizer and no limit
+of a model, so what depends on these is checked later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in a
 
 
 @dataclass(frozen=True)
-class Plan:
+class RequestPlan:
     """What a request asks for."""
 
     path: str  # the endpoint
@@ -61,7 +61,7 @@ class Plan:
         return replace(self.sampling, max_tokens=max_tokens, min_tokens=self.min_tokens, seed=seed)
 
 
-def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None) -> Plan:
+def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None) -> RequestPlan:
     """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
     values = fields.used_fields(body, path)
     _check_model(values.get("model"), model_name)
@@ -69,7 +69,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
     stream, include_usage = _streaming(values)
     prompts, is_list = _messages(values) if path == fields.CHAT else _prompts(values)
     _checked("user", _require_text, values.get("user", ""))
-    return Plan(
+    return RequestPlan(
         path=path,
         prompts=prompts,
         prompt_field="messages" if path == fields.CHAT else "prompt",

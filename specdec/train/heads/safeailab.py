@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.formats import parts
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.head import DraftHead
 from specdec.models.config import RopeConfig
 from specdec.models.yarn import YarnRope
@@ -35,7 +35,7 @@ def config_of(head: DraftHead) -> dict[str, Any]:
 
 def tensors_of(head: DraftHead) -> dict[str, Tensor]:
     """Every tensor of the layout, by name."""
-    return parts.tensors_of([*head.parts(Names("midlayer")), ("lm_head", head.lm_head)]) | vocabulary_map(head)
+    return parts.tensors_of([*head.parts(PartNames("midlayer")), ("lm_head", head.lm_head)]) | vocabulary_map(head)
 
 
 def vocabulary_map(head: DraftHead) -> dict[str, Tensor]:

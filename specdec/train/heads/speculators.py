@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specdec.draft.formats import parts
-from specdec.draft.formats.reading import Names
+from specdec.draft.formats.reading import PartNames
 from specdec.draft.head import DraftHead
 from specdec.train.heads.safeailab import vocabulary_map
 
@@ -76,7 +76,7 @@ def tensors_of(head: DraftHead) -> dict[str, Tensor]:
     """Every tensor of the layout, by name; the ranks' shares of a head can't be written."""
     spec = head.config
     norms = {"none": (), "joint": ("input_norm",), "each": tuple(f"fc_norm.{index}" for index in range(len(spec.aux_layers)))}
-    named = [*head.parts(Names.numbered(spec.model.num_layers, feature_norms=norms[spec.feature_norm]))]
+    named = [*head.parts(PartNames.numbered(spec.model.num_layers, feature_norms=norms[spec.feature_norm]))]
     is_whole = spec.draft_vocab_size == spec.model.vocab_size
     named += [("embed_tokens", head.embed_tokens)] if spec.reads_pairs else []
     named += [("lm_head", head.lm_head)] if spec.reads_pairs or not is_whole else []

@@ -21,7 +21,7 @@ from specdec.attention.capabilities import TABLE, choose_backend, installed
 from specdec.attention.capability import Feature
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.flash.queries import float8_queries
-from specdec.attention.flash.rule import Reads, is_faster
+from specdec.attention.flash.rule import AttentionShape, is_faster
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.needs import AttentionNeeds
 from specdec.attention.pages import PageTable
@@ -236,27 +236,27 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
         check_conventions("fa4", queries(4), view, segments(table, lens, 16)["chain"][0])
 
 
-MOST, CHAIN = Reads(8, 8, 256, 8192), frozenset[Feature]()
+LARGEST, CHAIN = AttentionShape(8, 8, 256, 8192), frozenset[Feature]()
 
 
 @pytest.mark.parametrize(
     ("gpu", "asked", "change"),
     [
         ("H100", "fa4", dict()),
-        ("H100", "triton", dict(most=MOST._replace(rows=4))),
-        ("H100", "triton", dict(most=MOST._replace(packed=128))),
-        ("H100", "triton", dict(most=MOST._replace(keys=1024))),
+        ("H100", "triton", dict(largest=LARGEST._replace(rows=4))),
+        ("H100", "triton", dict(largest=LARGEST._replace(seqlen_q_packgqa=128))),
+        ("H100", "triton", dict(largest=LARGEST._replace(keys=1024))),
         ("H100", "triton", dict(features=CHAIN)),
         ("H100", "triton", dict(head_dims=(128, 64))),
         ("H100", "triton", dict(architecture=(8, 0))),
         ("H100", "triton", dict(page_size=128)),
         ("H100", "triton", dict(kv_cache_dtype="fp8")),
         ("H200", "fa3", dict()),
-        ("H200", "fa3", dict(most=MOST._replace(packed=128))),
-        ("H200", "fa3", dict(most=MOST._replace(packed=24))),  # for its prompts
+        ("H200", "fa3", dict(largest=LARGEST._replace(seqlen_q_packgqa=128))),
+        ("H200", "fa3", dict(largest=LARGEST._replace(seqlen_q_packgqa=24))),  # for its prompts
         ("H200", "fa3", dict(features=CHAIN)),
-        ("H200", "triton", dict(most=MOST._replace(keys=1024))),
-        ("H200", "triton", dict(most=MOST._replace(keys=4080), features=CHAIN)),
+        ("H200", "triton", dict(largest=LARGEST._replace(keys=1024))),
+        ("H200", "triton", dict(largest=LARGEST._replace(keys=4080), features=CHAIN)),
         ("H200", "triton", dict(head_dims=(64,))),
         ("H200", "triton", dict(kv_cache_dtype="fp8")),
         ("", "triton", dict()),
@@ -265,13 +265,15 @@ MOST, CHAIN = Reads(8, 8, 256, 8192), frozenset[Feature]()
 def test_auto_takes_what_measured_faster(gpu: str, asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a library where our own kernel answers sooner, or on a GPU that nobody measured, and no reason given."""
     fake_flash.install(monkeypatch)
-    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), gpu, features=frozenset({Feature.TREES}), most=MOST)
+    needs = AttentionNeeds(
+        torch.device("cuda"), torch.bfloat16, (9, 0), gpu, features=frozenset({Feature.TREES}), largest=LARGEST
+    )
     choice = choose_backend("auto", replace(needs, **change))
     assert choice.name == asked and choice.reason and choice.by_rule == (asked != "triton")
 
 
 @pytest.mark.parametrize(
-    ("rows", "packed", "keys", "prompts", "faster"),
+    ("rows", "seqlen_q_packgqa", "keys", "prompts", "faster"),
     [
         (1, 4096, 1024, True, True),
         (8, 1024, 256, True, False),
@@ -281,17 +283,19 @@ def test_auto_takes_what_measured_faster(gpu: str, asked: str, change: dict[str,
         (32, 24, 131072, False, False),
     ],
 )
-def test_the_rule_of_an_h200_says_what_was_measured(rows: int, packed: int, keys: int, prompts: bool, faster: bool) -> None:
+def test_the_rule_of_an_h200_says_what_was_measured(
+    rows: int, seqlen_q_packgqa: int, keys: int, prompts: bool, faster: bool
+) -> None:
     """Keeps out: a threshold that is moved without a measurement (flash_h200.json, flash_prompts_h200.json)."""
-    assert is_faster("fa3", "H200", Reads(rows, 8, packed, keys, prompts)) == faster
-    assert not is_faster("fa3", "H100", Reads(rows, 8, packed, keys, prompts))
+    assert is_faster("fa3", "H200", AttentionShape(rows, 8, seqlen_q_packgqa, keys, prompts)) == faster
+    assert not is_faster("fa3", "H100", AttentionShape(rows, 8, seqlen_q_packgqa, keys, prompts))
 
 
 def test_the_rule_counts_a_prompts_own_keys() -> None:
     """Keeps out: a short prompt that counts for a long one because its page table has room."""
     from specdec.attention.flash.backend import FlashBackend
 
-    seen: list[Reads] = []
+    seen: list[AttentionShape] = []
     table, lens, view = world(P, LENS)
     shapes = segments(torch.nn.functional.pad(table, (0, 4)), lens, P)
     prompts, count = shapes["prompts"]
@@ -300,7 +304,11 @@ def test_the_rule_counts_a_prompts_own_keys() -> None:
     for segment, queried in ((prompts, count), (captured, count), shapes["prefix"]):
         backend.partial_splits(queries(queried), view, segment, PLAIN)
     # The longest prompt has 300 queries, and another one 471 keys before its own queries.
-    assert seen == [Reads(4, K, 600, 771, True), Reads(4, K, 600, 300, True), Reads(4, K, 10, 1792, False)]
+    assert seen == [
+        AttentionShape(4, K, 600, 771, True),
+        AttentionShape(4, K, 600, 300, True),
+        AttentionShape(4, K, 10, 1792, False),
+    ]
 
 
 class Asked(Exception):

@@ -103,7 +103,7 @@ def test_rows_of_slots(eight_bits: bool) -> None:
     segment, view = rows([128, 0, 1, 64, 65, 127, 2], 128, eight_bits)
     q_THL = queries(7, 64)
     assert adapters.reads_rows(q_THL, view, segment) == eight_bits, "few rows in 16 bits are our kernel's"
-    backend = FlashMLABackend(least_rows=1)
+    backend = FlashMLABackend(min_rows=1)
     for _ in range(2):  # the second call uses the first one's schedule
         check(backend.run(q_THL, view, segment, SCORING), q_THL, view, segment)
 
@@ -165,7 +165,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, kind: str, monk
 
     fake_flash.install(monkeypatch, flash_mla=fake_flashmla.module(wrong))
     with pytest.raises(RuntimeError, match="flashmla: the installed library .* attention='triton'"):
-        FlashMLABackend(least_rows=1).run(q_THL, view, segment, SCORING)
+        FlashMLABackend(min_rows=1).run(q_THL, view, segment, SCORING)
 
 
 @pytest.mark.gpu

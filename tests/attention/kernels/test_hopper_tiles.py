@@ -23,14 +23,16 @@ SHARED_MEMORY = 232_448 - 1024  # bytes of a program alone on an SM, without wha
 def test_tiles_fit_the_shared_memory_of_an_sm() -> None:
     """Keeps out: tiles of which fewer programs fit an SM than `splits_for` plans for."""
     taken = 0
-    for packed, D, branches, pairs, keys in itertools.product(
+    for seqlen_q_packgqa, D, branches, pairs, keys in itertools.product(
         (1, 4, 16, 24, 64, 128, 240, 1024), (64, 128, 256), (False, True), (1, 8, 64, 256), (16, 1100, 32_768)
     ):
-        tiles = _tiles(packed, D, branches, pairs, keys, 132)
+        tiles = _tiles(seqlen_q_packgqa, D, branches, pairs, keys, 132)
         if tiles is None:
             continue
         taken += 1
-        assert tiles.hopper and tiles.block_n * D * 4 * tiles.stages + tiles.block_m * D * 2 <= SHARED_MEMORY // tiles.an_sm
+        assert (
+            tiles.hopper and tiles.block_n * D * 4 * tiles.stages + tiles.block_m * D * 2 <= SHARED_MEMORY // tiles.ctas_per_sm
+        )
     assert taken > 100
 
 

@@ -163,7 +163,7 @@ def test_a_private_prefix_of_slots_is_no_suffix(monkeypatch: pytest.MonkeyPatch)
     table_BW = torch.randperm(400, generator=torch.Generator().manual_seed(30)).view(2, 200).int().to(DEVICE)
     table_BW[1, :150] = table_BW[0, :150]
     view, lens_B = MHAView(rand(400, 2, K, D, seed=31)), ints(200, 160)
-    shared = SharedPrefix.empty(table_BW, most_queries=4)
+    shared = SharedPrefix.empty(table_BW, max_queries=4)
     shared.set([0, 1], table_BW[0, :150].tolist(), 150)
     own = causal_segment(PageTable(table_BW), lens_B, 1)
     segments, launched, merged = split_shared(own, shared), [], []
@@ -260,8 +260,10 @@ FORMATS = [
 @pytest.mark.parametrize(("itemsize", "quant", "int8_queries"), FORMATS)
 def test_tiles_fit_shared_memory(itemsize: int, quant: str, int8_queries: bool) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
-    packed, dims = (1, 4, 24, 64, 128, 240, 4096), (8, 24, 64, 80, 128, 256)
-    for queries, head_dim, causal, waves, keys in itertools.product(packed, dims, (False, True), (0.06, 2.0), (2048, 65536)):
+    seqlen_q_packgqa, dims = (1, 4, 24, 64, 128, 240, 4096), (8, 24, 64, 80, 128, 256)
+    for queries, head_dim, causal, waves, keys in itertools.product(
+        seqlen_q_packgqa, dims, (False, True), (0.06, 2.0), (2048, 65536)
+    ):
         tiles = paged_tiles(queries, head_dim, itemsize, quant, causal, waves, keys, int8_queries)
         row = padded(head_dim) * itemsize
         narrow = tiles.stages * padded(head_dim) + row  # 8-bit blocks, and one made wider

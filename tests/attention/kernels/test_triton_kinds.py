@@ -272,9 +272,9 @@ def test_first_keys(kind: LayerKind, per_base: int) -> None:
     generator = torch.Generator().manual_seed(1)
     positions_T = torch.randint(200, (210,), generator=generator)
     base_B = torch.randint(100, (210 // per_base,), generator=generator).int() if per_base else None
-    for least_T in (None, torch.randint(200, (210,), generator=generator).int()):
-        want = first_keys(kind, positions_T, base_B, least_T)
-        args = [None if x is None else x.to(DEVICE) for x in (positions_T, base_B, least_T)]
+    for lower_T in (None, torch.randint(200, (210,), generator=generator).int()):
+        want = first_keys(kind, positions_T, base_B, lower_T)
+        args = [None if x is None else x.to(DEVICE) for x in (positions_T, base_B, lower_T)]
         got = launch_first_keys(kind, *args)
         assert got.dtype == want.dtype == torch.int32 and torch.equal(got.cpu(), want)
 

@@ -76,9 +76,11 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
         pytest.skip(f"needs a GPU of compute capability 9.x, this one has {generation}.x")
     chosen = set()
 
-    def spy(packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, *gpu: Any) -> LatentTiles:
+    def spy(
+        seqlen_q_packgqa: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, *gpu: Any
+    ) -> LatentTiles:
         assert scaled == eight_bits
-        tiles = latent_tiles(packed, dims, dtype, local or not hopper, scaled, *gpu)
+        tiles = latent_tiles(seqlen_q_packgqa, dims, dtype, local or not hopper, scaled, *gpu)
         chosen.add((local, tiles.hopper))
         return tiles
 

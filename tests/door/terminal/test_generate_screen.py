@@ -27,7 +27,7 @@ from toolkit.models import save_eagle3, save_target
 from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
-from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Pieces, Screen, harmless
+from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Screen, TokenPieces, harmless
 from specdec.generation import Generation
 from specdec.steps import Emitted
 
@@ -148,7 +148,7 @@ def test_a_piece_is_the_text_of_its_token(name: str) -> None:
         stop = chance.choice([None, "a", "xy", "ing b", "日!"])
         params = SamplingParams(max_tokens=len(ids) - chance.randrange(4), stop=stop)
         request = new_request(prompt, params, decode=decode, streaming=True)
-        pieces, shown = Pieces(decode, prompt), list[tuple[str, int]]()
+        pieces, shown = TokenPieces(decode, prompt), list[tuple[str, int]]()
         request.take_first(Emitted([ids[0]]))
         while not request.is_done:
             taken = len(request.output.token_ids)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from specdec.config import SpecConfig
-from specdec.draft.block.rounds.trees import STOP_BELOW, STOPPED, Walk
+from specdec.draft.block.rounds.trees import STOP_BELOW, STOPPED, MarkovWalk
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 
 B, S, H, RANK, W = 3, 4, 5, 4, 9
 
 
-class Head:
+class WalkedHead:
     """What a walk asks of a head: logits, the Markov head's term of the token before, and estimates from 0 to 1."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -49,7 +49,7 @@ class Head:
         return float(self.confidences(hidden_H, self._table_Wr[before]).sigmoid())
 
 
-def best_paths(head: Head, hidden_SH: Tensor, bonus: int, spec: SpecConfig) -> set[tuple[int, ...]]:
+def best_paths(head: WalkedHead, hidden_SH: Tensor, bonus: int, spec: SpecConfig) -> set[tuple[int, ...]]:
     """By the definition: each path alone."""
     placed, found = {(): 0.0}, dict[tuple[int, ...], float]()
     for level in range(S):
@@ -71,10 +71,10 @@ def test_a_branch_is_stopped_by_its_own_estimates(shape: tuple[int, int, int], s
     """Keeps out: the estimate of another branch, of another sequence, or of another level, which would stop a path that is sure
     and go on with one that is not."""
     generator, spec = torch.Generator().manual_seed(seed), SpecConfig(*shape)
-    head: Any = Head(generator)
+    head: Any = WalkedHead(generator)
     hidden_BSH = torch.randn(B, S, H, generator=generator, dtype=torch.float64)
     bonus_B = torch.randint(W, (B,), generator=generator)
-    tree = Walk(head, hidden_BSH, None).tree(bonus_B, spec)
+    tree = MarkovWalk(head, hidden_BSH, None).tree(bonus_B, spec)
     for row in range(B):
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(tree.tokens_BN[row, 1:].tolist(), tree.parents_BN[row, 1:].tolist(), strict=True):

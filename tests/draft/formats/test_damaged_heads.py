@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from specdec.draft.broken import replaced_parts
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import build_head
-from specdec.draft.smoke import DOUBTFUL, MIN_ACCEPTED, MIN_GAIN, MIN_RATIO, Finding, Look, Misreading, TargetPass
+from specdec.draft.smoke import DOUBTFUL, MIN_ACCEPTED, MIN_GAIN, MIN_RATIO, Finding, HeadLook, Misreading, TargetPass
 
 STORIES = "stories260K"
 
@@ -75,7 +75,7 @@ def test_heads_that_read_the_final_state(shared: Path) -> None:
     assert "nothing but zeros stands in fc" in said["fc of zeros"]
 
 
-class Told(Look):
+class Told(HeadLook):
     """A look at readings whose chains are given: each is a row of (name, the drafts that are accepted of each chain)."""
 
     def __init__(self, as_read: list[int], others: dict[str, list[int]]) -> None:
@@ -92,7 +92,7 @@ class Told(Look):
         yield from ((name, name, ()) for name in self.others)
 
 
-class Reads:
+class FinalStateHead:
     """A head that reads the final hidden state."""
 
     class needs:
@@ -105,7 +105,7 @@ def test_the_number_that_is_printed_ranks() -> None:
     """Keeps out: readings ranked by another number than the printed one, and one named that is not clearly better; passes for
     readings that can't be.
     """
-    ids_T, head, seen = torch.zeros(40, dtype=torch.int64), Reads(), object()
+    ids_T, head, seen = torch.zeros(40, dtype=torch.int64), FinalStateHead(), object()
 
     def find(as_read: list[int], **others: list[int]) -> Finding:
         found = Told(as_read, others).find(head, None, ids_T, seen)  # type: ignore[arg-type]

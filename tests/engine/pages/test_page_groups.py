@@ -17,7 +17,7 @@ from specdec import SpecConfig
 from specdec.attention.kinds import LayerKind
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
-from specdec.engine.pages.admission import Admission, Found
+from specdec.engine.pages.admission import Admission, PrefixHit
 from specdec.engine.pages.groups import page_groups
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
@@ -181,7 +181,7 @@ def balanced(engine: Engine[Memory]) -> None:
     """Every page of both pools is free or has one owner, and each node has at most one copy."""
     admission = engine.scheduler.admission
     if admission.cache is not None:
-        check_books(admission, [seat.request for seat in engine.scheduler.seats])
+        check_books(admission, [state.request for state in engine.scheduler.states])
     for pool in (admission.pool, admission.local):
         if pool is not None:
             owned = [page for pages in pool._owned.values() for page in pages]
@@ -217,7 +217,7 @@ def test_random_traffic_reads_its_own_text(
     local = PagePool(rows * ring + 1 + rng.choice([40, 900]) // page_size, page_size, ring)
 
     class Noting(Admission):
-        def admit(self, request: Request, found: Found) -> bool:
+        def admit(self, request: Request, found: PrefixHit) -> bool:
             done = super().admit(request, found)
             if done:
                 memory.requests[tuple(self.allocations[request].table)] = request.prompt_ids
@@ -246,7 +246,7 @@ def test_random_traffic_reads_its_own_text(
         try:
             engine.step()
         except MemoryError:
-            assert memory.copies_fail and not scheduler.seats
+            assert memory.copies_fail and not scheduler.states
         if number % 5 == 0:  # a page that is lost stays lost
             balanced(engine)
     balanced(engine)

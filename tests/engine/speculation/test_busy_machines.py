@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from toolkit.inside.simulated import Busy, Machine, Text, on_cpu
+from toolkit.inside.simulated import Busy, SimulatedDevice, Text, on_cpu
 from toolkit.paths import ROOT
 
 from specdec import SpecConfig, SpecDecoder, shipped
@@ -61,7 +61,7 @@ def test_less_work_costs_no_more() -> None:
 def test_what_is_worth_no_more_than_plain_decoding_ends(shapes: tuple[SpecConfig, ...]) -> None:
     """Rounds of all shapes take as long, so a chain of which nothing is accepted emits just what plain decoding does.
     Keeps out: a chain that goes on because nothing else promises more, with a drafter's memory and power spent for nothing."""
-    made = Machine(Speculation(shapes, is_auto=True), cost=lambda rows, shape: 0.02, uneven=0.0)
+    made = SimulatedDevice(Speculation(shapes, is_auto=True), cost=lambda rows, shape: 0.02, uneven=0.0)
     made.run(4, 60, Text.of(3))
     assert None not in made.shapes[-30:]
     made.run(4, 300, Text(0.0))
@@ -76,7 +76,7 @@ def test_looks_lose_no_more_than_the_page_says(rows: int) -> None:
     found = re.search(r"looks lose at most ([\d.]+) % of the time, and half of that the longer they find nothing", page)
     assert found, "the page has other words"
     promised = float(found[1]) / 100
-    made = Machine(Speculation(SHAPES, is_auto=True), cost=on_cpu)
+    made = SimulatedDevice(Speculation(SHAPES, is_auto=True), cost=on_cpu)
     made.run(rows, 100, Text(1.0))
     while made.round(rows, Text(0.0)) is not None:
         pass

@@ -5,11 +5,11 @@ import pickle
 import random
 
 import pytest
-from toolkit.inside.simulated import A_TOKEN, Machine, Text, best_on_h200, best_rate, cost, on_h200, plain_cost
+from toolkit.inside.simulated import A_TOKEN, SimulatedDevice, Text, best_on_h200, best_rate, cost, on_h200, plain_cost
 
 from specdec import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
-from specdec.engine.control.controller import LOOKING, Controller, Size
+from specdec.engine.control.controller import LOOKING, Controller, RoundSize
 from specdec.engine.control.costs import Costs
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
@@ -18,10 +18,10 @@ from specdec.steps import Needs, RunRound, Try
 SHAPES = SpecConfig("auto", 4, 16).shapes
 
 
-def machine(ready: tuple[int, ...] = (), captures: bool = True, seed: int = 0) -> Machine:
+def machine(ready: tuple[int, ...] = (), captures: bool = True, seed: int = 0) -> SimulatedDevice:
     """ready: numbers of rows for which everything is captured ahead."""
     speculation = Speculation(SHAPES, 0.15 if captures else 0.0, is_auto=True)
-    made = Machine(speculation, seed)
+    made = SimulatedDevice(speculation, seed)
     if ready:
         made.run(ready[0], 3, Text(0.5))
         made.prepare(speculation.make_ready(ready)) if not speculation.pause else None
@@ -73,7 +73,7 @@ def test_close_to_the_best_with_costs_as_measured(rows: int, taus: tuple[float, 
     """Costs of an H200, which no line goes through, and texts that grow, end and begin anew.  Keeps out: a shape that is ruled
     out by a cost from a longer text, or by what others showed in their first rounds; a better depth that is never tried."""
     speculation = Speculation(SHAPES, 0.15, is_auto=True)
-    made = Machine(speculation, cost=on_h200, a_token=A_TOKEN, uneven=0.04)
+    made = SimulatedDevice(speculation, cost=on_h200, a_token=A_TOKEN, uneven=0.04)
     made.run(rows, 3, Text(0.5))
     made.prepare(speculation.make_ready([rows]) if not speculation.pause else [])
     shares = []
@@ -217,8 +217,8 @@ def test_few_rows_that_speculate_do_not_slow_many_that_do_not() -> None:
     made.run(16, 300, Text.of(4.5))
     controller = made.speculation.controller
     assert controller is not None
-    alike = [controller.choose(Size(16), 1.0, 0) for _ in range(20)]
-    few = [controller.choose(Size(16), 1 / 16, 0) for _ in range(20)]
+    alike = [controller.choose(RoundSize(16), 1.0, 0) for _ in range(20)]
+    few = [controller.choose(RoundSize(16), 1 / 16, 0) for _ in range(20)]
     assert None not in alike and few.count(None) >= 19
 
 
@@ -226,12 +226,12 @@ def test_rounds_with_a_grammar_have_costs_of_their_own() -> None:
     """Keeps out: rounds that run phase by phase, by whose costs the fused ones are judged."""
     controller, shape = Controller((SpecConfig(2, 1),)), SpecConfig(2, 1)
     for _ in range(8):
-        controller.observe(Size(4), shape, 0.01, [1])
-    before = controller.books[Size(4)].costs.of(shape)
+        controller.observe(RoundSize(4), shape, 0.01, [1])
+    before = controller.books[RoundSize(4)].costs.of(shape)
     for _ in range(8):
-        controller.observe(Size(4, grammar=True), shape, 0.05, [1])
-    assert controller.books[Size(4)].costs.of(shape) == before
-    assert controller.books[Size(4, grammar=True)].costs.of(shape) > 2 * before
+        controller.observe(RoundSize(4, grammar=True), shape, 0.05, [1])
+    assert controller.books[RoundSize(4)].costs.of(shape) == before
+    assert controller.books[RoundSize(4, grammar=True)].costs.of(shape) > 2 * before
 
 
 def test_a_measured_round_goes_into_the_book_of_its_kind() -> None:
@@ -241,8 +241,8 @@ def test_a_measured_round_goes_into_the_book_of_its_kind() -> None:
     for has_grammar in (False, True):
         step = RunRound(4, "speculative", SHAPES[0], Needs.of(*["grammar"] * has_grammar), timed=True)
         speculation.observe(step, 1e-3, [0] * 4)
-        assert set(speculation.controller.books) == {Size(4), Size(4, grammar=True)} - (
-            {Size(4, True)} - {Size(4, has_grammar)}
+        assert set(speculation.controller.books) == {RoundSize(4), RoundSize(4, grammar=True)} - (
+            {RoundSize(4, True)} - {RoundSize(4, has_grammar)}
         )
 
 
@@ -280,7 +280,7 @@ def test_looks_lose_no_more_than_their_share() -> None:
 def test_looks_wait_for_the_drafter_to_catch_up_and_for_captures() -> None:
     """Keeps out: a look that makes the drafter catch up early, or that captures a graph in the middle of a text."""
     speculation = Speculation(SHAPES, 1e9, is_auto=True)
-    made = Machine(speculation)
+    made = SimulatedDevice(speculation)
     made.run(8, 40, Text(0.0))
     tried, pauses = list[Try](), list[int]()
     for _ in range(1500):
@@ -351,7 +351,7 @@ def test_the_reason_names_what_runs() -> None:
     assert made.speculation.reasons()[0].startswith("8 rows: ")
     made.run(8, 300, Text.of(4.5))
     (reason,) = made.speculation.reasons()
-    shape = made.speculation.controller.books[Size(8)].best
+    shape = made.speculation.controller.books[RoundSize(8)].best
     assert shape is not None and made.shapes[-1] == shape
     assert reason.startswith(f"8 rows: chain {shape.label} with ")
     assert "; next best " in reason and reason.count(f" {shape.label} ") == 1, "the next best is another one"
@@ -360,7 +360,7 @@ def test_the_reason_names_what_runs() -> None:
 
 def test_the_reason_says_what_is_known_before_anything_is_chosen() -> None:
     """Keeps out: "nothing was measured" after a text whose rounds were all counted."""
-    shapes, size = (SpecConfig(2, 1), SpecConfig(5, 1), SpecConfig(5, 4, 16)), Size(1)
+    shapes, size = (SpecConfig(2, 1), SpecConfig(5, 1), SpecConfig(5, 4, 16)), RoundSize(1)
     controller = Controller(shapes)
     assert controller.reason(size) == "1 row: none yet; no round ran"
     controller.observe(size, controller.choose(size, 1.0, 0), 0.5, [])

@@ -7,7 +7,7 @@ import pytest
 
 from specdec import SpecConfig
 from specdec.engine.control.acceptance import MAX_BRANCHING, MEMORY_ROUNDS, Acceptance, Branching
-from specdec.engine.control.controller import JUDGE_EVERY, MIN_WAIT, Controller, Size
+from specdec.engine.control.controller import JUDGE_EVERY, MIN_WAIT, Controller, RoundSize
 from specdec.engine.control.costs import Costs
 from specdec.limits import MAX_PAUSE
 
@@ -65,7 +65,7 @@ def test_a_node_costs_what_it_costs_where_it_is_cheapest() -> None:
 
 def test_a_shape_is_made_ready_once_it_has_been_missed_for_as_long_as_that_takes() -> None:
     """Keeps out: the loss of every fourth round alone, counted where shapes are judged so often."""
-    size, ready, best = Size(1), (None, CHAIN, LONG), SpecConfig(3, 1, 4)
+    size, ready, best = RoundSize(1), (None, CHAIN, LONG), SpecConfig(3, 1, 4)
     controller = Controller((CHAIN, best, LONG), ready_seconds=10.0)
     controller.acceptance.observe(LONG, [3] * 900)
     for shape, seconds in ((None, 1.0), (CHAIN, 1.2), (LONG, 1.8)):
@@ -83,16 +83,16 @@ def test_a_shape_is_made_ready_once_it_has_been_missed_for_as_long_as_that_takes
 def test_a_grammar_s_rounds_are_told_by_other_rounds_with_a_grammar() -> None:
     """Keeps out: costs of rounds that run as one graph for rounds that run phase by phase, because they have as many rows."""
     controller = Controller((CHAIN, LONG))
-    for size, seconds in ((Size(4), 1.0), (Size(1, grammar=True), 5.0)):
+    for size, seconds in ((RoundSize(4), 1.0), (RoundSize(1, grammar=True), 5.0)):
         for _ in range(4):
             controller.observe(size, LONG, seconds, [1])
-    assert controller._book(Size(4, grammar=True)).costs.like is controller.books[Size(1, grammar=True)].costs
-    assert controller._book(Size(8)).costs.like is controller.books[Size(4)].costs
+    assert controller._book(RoundSize(4, grammar=True)).costs.like is controller.books[RoundSize(1, grammar=True)].costs
+    assert controller._book(RoundSize(8)).costs.like is controller.books[RoundSize(4)].costs
 
 
 def test_looks_are_some_rounds_apart() -> None:
     """Keeps out: a drafter that costs next to nothing looked at in every round in which it must catch up."""
-    size, controller, looks = Size(1), Controller((CHAIN,)), list[int]()
+    size, controller, looks = RoundSize(1), Controller((CHAIN,)), list[int]()
     for number in range(300):
         shape = controller.choose(size, 1.0, MAX_PAUSE)
         controller.observe(size, shape, 1.0 if shape is None else 1.001, [] if shape is None else [0])
@@ -103,7 +103,7 @@ def test_looks_are_some_rounds_apart() -> None:
 
 def test_no_look_costs_more_than_a_few_rounds() -> None:
     """Keeps out: time saved up through a long text, and spent on one look that holds every row up."""
-    size, controller, looks = Size(1), Controller((CHAIN,)), 0
+    size, controller, looks = RoundSize(1), Controller((CHAIN,)), 0
     for number in range(3000):
         shape = controller.choose(size, 1.0, MAX_PAUSE)
         controller.observe(size, shape, 1.0 if shape is None else 10.0, [] if shape is None else [0])

@@ -11,7 +11,7 @@ from toolkit.checkpoints.native import NativeZoo
 from toolkit.paths import ROOT
 
 from specdec.models.causal_lm import DecoderLayer
-from specdec.models.checkpoints.checkpoint import Asked
+from specdec.models.checkpoints.checkpoint import AssumedCheckpoint
 from specdec.models.checkpoints.frame import empty, fill_target, open_target
 from specdec.models.checkpoints.loader import build, fill_layer
 from specdec.models.config import ModelConfig
@@ -80,7 +80,7 @@ class LayerWithOneMoreNorm(DecoderLayer):
 
 
 def asked_of(layer: type[DecoderLayer]) -> dict[str, tuple[int, ...]]:
-    config, asked = ModelConfig("llama", 24, 40, 1, 4, 2, 6, 30, 1e-5), Asked()
+    config, asked = ModelConfig("llama", 24, 40, 1, 4, 2, 6, 30, 1e-5), AssumedCheckpoint()
     fill_layer(build(lambda: layer(config), torch.device("meta"), torch.float32), asked, "model.layers.0")
     return asked.shapes
 
@@ -95,7 +95,7 @@ def test_a_norm_of_a_layer_is_filled_by_its_name() -> None:
 def test_filling_asks_for_what_checkpoints_hold(tmp_path: Path, family: str) -> None:
     """Keeps out: a tensor that a target takes by another shape than it has: MTP layers are read strictly by this."""
     folder = NativeZoo(tmp_path).changed(family, {}, tmp_path / "copies")[0]
-    choice, asked = choose_target(folder, "native"), Asked()
+    choice, asked = choose_target(folder, "native"), AssumedCheckpoint()
     assert choice.native is not None
     fill_target(empty(choice.native, choice.config), asked, choice.native.parts)
     held = open_target(folder, choice.config)

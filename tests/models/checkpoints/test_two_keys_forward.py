@@ -37,7 +37,7 @@ MIXED = [WINDOWED, FULL]  # unlike max_window_layers, which windows the last lay
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-class Group(NamedTuple):
+class KeyGroup(NamedTuple):
     """keys: those that say one thing.  rows: families, changes, and what comes of them.
 
     least: how many of the keys a family must know to have rows; 1: the other side is a size or a tensor that every model has.
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
 
 GROUPS = {
-    "rope": Group(
+    "rope": KeyGroup(
         "rope_parameters rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings initial_context_length",
         [
             (ALL, {"rope_parameters": DEFAULT, "rope_theta": 900.0}, SAME),  # what stands within counts
@@ -67,7 +67,7 @@ GROUPS = {
             (GPT, {"rope_parameters": YARN, "initial_context_length": 64}, SAME),
         ],
     ),
-    "rope's factors": Group(
+    "rope's factors": KeyGroup(
         "rope_parameters max_position_embeddings",
         [
             (LLAMAS, {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # 64 times as long, factor 2
@@ -79,12 +79,12 @@ GROUPS = {
             ),
         ],
     ),
-    "length": Group(
+    "length": KeyGroup(
         "max_position_embeddings max_sequence_length model_max_length",
         [((*LLAMAS, *GPT), {"max_position_embeddings": 128, "max_sequence_length": 9, "model_max_length": 9}, SAME)],
     ),
-    "family": Group("model_type architectures", [(ALL, {"architectures": ["GemmaForCausalLM"]}, SAME)]),
-    "window": Group(
+    "family": KeyGroup("model_type architectures", [(ALL, {"architectures": ["GemmaForCausalLM"]}, SAME)]),
+    "window": KeyGroup(
         "sliding_window use_sliding_window max_window_layers layer_types",
         [
             (("llama",), {"sliding_window": 8}, "sliding_window must be null or absent in a llama model, got 8.* 'mistral'"),
@@ -113,7 +113,7 @@ GROUPS = {
             (GPT, {"sliding_window": None, "layer_types": [WINDOWED] * 2}, "layer_types has .* but sliding_window is null"),
         ],
     ),
-    "width of a head": Group(
+    "width of a head": KeyGroup(
         "head_dim qk_head_dim qk_rope_head_dim",
         [
             ((*LLAMAS, *GPT), {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
@@ -125,7 +125,7 @@ GROUPS = {
         ],
         least=1,
     ),
-    "heads of keys": Group(
+    "heads of keys": KeyGroup(
         "num_key_value_heads",
         [
             ((*LLAMAS, *GPT), {"num_key_value_heads": 4}, "k_proj.weight' must have shape .* num_key_value_heads"),
@@ -135,7 +135,7 @@ GROUPS = {
         ],
         least=1,
     ),
-    "output layer": Group(
+    "output layer": KeyGroup(
         "tie_word_embeddings",
         [
             (UNTIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
@@ -145,7 +145,7 @@ GROUPS = {
         ],
         least=1,
     ),
-    "biases": Group(
+    "biases": KeyGroup(
         "attention_bias mlp_bias qkv_bias use_bias",
         [
             (("llama", "qwen3", "diffllama", *DEEPSEEKS[:3]), {"attention_bias": True}, ".bias' is missing"),
@@ -159,7 +159,7 @@ GROUPS = {
             (GPT, {"mlp_bias": True}, SAME),
         ],
     ),
-    "experts": Group(
+    "experts": KeyGroup(
         "n_routed_experts num_local_experts num_experts",
         [
             (DEEPSEEKS, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
@@ -169,11 +169,11 @@ GROUPS = {
             (GPT, {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
         ],
     ),
-    "experts of a token": Group(
+    "experts of a token": KeyGroup(
         "num_experts_per_tok experts_per_token",
         [(GPT, {"experts_per_token": 3}, "experts_per_token must be num_experts_per_tok, 2, or absent, got 3")],
     ),
-    "dense layers": Group(
+    "dense layers": KeyGroup(
         "first_k_dense_replace mlp_layer_types moe_layer_freq",
         [
             (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
@@ -181,7 +181,7 @@ GROUPS = {
             (SPARSE, {"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense", "sparse"]}, SAME),
         ],
     ),
-    "layers of MTP": Group(
+    "layers of MTP": KeyGroup(
         "num_nextn_predict_layers num_mtp_layers",
         [
             (("deepseek_v3", *SPARSE), {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* got 2 and 1"),
@@ -189,14 +189,14 @@ GROUPS = {
             (("deepseek_v3",), {"num_nextn_predict_layers": ABSENT, "num_mtp_layers": 1}, SAME),
         ],
     ),
-    "shared indexers": Group(
+    "shared indexers": KeyGroup(
         "indexer_types index_topk_pattern index_topk_freq index_skip_topk_offset",
         [
             (("glm_moe_dsa",), {"indexer_types": ["full"] * 2, "index_topk_pattern": "FS"}, "indexer_types must be what"),
             (("glm_moe_dsa",), {"index_topk_pattern": "FF", "index_topk_freq": 7, "index_skip_topk_offset": 1}, SAME),
         ],
     ),
-    "weights in few bits": Group(
+    "weights in few bits": KeyGroup(
         "quantization_config compression_config",
         [((*LLAMAS, *GPT), {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
     ),

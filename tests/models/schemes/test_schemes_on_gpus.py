@@ -53,7 +53,7 @@ def test_a_quantised_target_writes_one_text_everywhere(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("options", [{"quantize": "fp8"}, {"quantize": "int4"}, {"quantize": "int4", "draft_quantize": "fp8"}])
 def test_rounded_models_write_one_text_everywhere(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Keeps out: a quantised head whose levels no graph holds, and terms of a quantised product that nobody adds up."""
+    """Keeps out: a quantised head whose levels no graph holds, and partials of a quantised product that nobody adds up."""
     _, plain = save_quantised(tmp_path, SCHEMES["fp8 channel"], **LARGE)
     pair = plain, save_eagle3(tmp_path / "head", plain)
     with load(pair, TREE, "cpu", max_batch_size=1, **options) as decoder:

@@ -33,8 +33,8 @@ def load(pair: tuple[Path, Path], spec: SpecConfig, **settings: Any) -> SpecDeco
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "fp8"}, {"kv_cache_dtype": "fp8"}, {"prefix_caching": True}], ids=str)
 def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Keeps out: copies of a weight before it was filled, terms that nobody adds up, passes that read no copy; with the target
-    in 8 bits, a head and an output layer without copies.  Every token is held to the target in float32.
+    """Keeps out: copies of a weight before it was filled, partials that nobody adds up, passes that read no copy; with the
+    target in 8 bits, a head and an output layer without copies.  Every token is held to the target in float32.
     """
     target = save_target(tmp_path / "target", "llama", **SIZES)
     pair = target, save_eagle3(tmp_path / "head", target, intermediate_size=2048)
@@ -58,9 +58,9 @@ def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.
         assert max(map(max, read.values())) <= 64
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.ranks(2)
 def test_two_ranks_pack_their_shares(tmp_path: Path) -> None:
-    """Keeps out: copies of a whole matrix where a rank has a share of it, and terms where ranks exchange sums."""
+    """Keeps out: copies of a whole matrix where a rank has a share of it, and partials where ranks exchange sums."""
     target = save_target(tmp_path / "target", "llama", **SIZES)
     pair = target, save_eagle3(tmp_path / "head", target, intermediate_size=2048)
     for mode, spec in CELLS:

@@ -16,7 +16,7 @@ from specdec.ops.products.formats.lossless import Packed, pack_weight
 from specdec.ops.products.gpus import H100, H200, match_of
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
-from specdec.ops.products.terms import Terms, added_up
+from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.products.tiles.lossless import packed_tiles
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 
@@ -78,14 +78,16 @@ def test_the_kernels_compute_the_product(wide: bool) -> None:
             y = launch_quantised_hopper(x, packed, b, gated, tiles)
             assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, O, I, gated)
             if not gated:
-                terms = Terms(launch_quantised_hopper(x, packed, b, gated, tiles, leaves=True), x.dtype)
-                assert terms.terms_STH.shape[0] == tiles.splits and error(terms.tensor(), exact(x, weight, gated, b)) < 4e-3
-                assert error(terms.terms_STH.sum(0), exact(x, weight, gated, b)) < 1e-5, "far numbers that are not exact"
+                partials = Partials(launch_quantised_hopper(x, packed, b, gated, tiles, leaves=True), x.dtype)
+                assert (
+                    partials.sums_SMN.shape[0] == tiles.splits and error(partials.tensor(), exact(x, weight, gated, b)) < 4e-3
+                )
+                assert error(partials.sums_SMN.sum(0), exact(x, weight, gated, b)) < 1e-5, "far numbers that are not exact"
 
 
 @pytest.mark.parametrize("width", [0.0, 1.0])
 def test_chosen_tiles_compute_the_product(width: float) -> None:
-    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for, and terms that are not the
+    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for, and partials that are not the
     product's, bit for bit.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
@@ -105,8 +107,10 @@ def test_chosen_tiles_compute_the_product(width: float) -> None:
                     y = stored.gated(x, None, FAST)
                     assert error(y, exact(x, weight, True)) < 6e-3
                     continue
-                y, terms = added_up(stored.matmul(x, None, FAST)), stored.matmul(x, None, FAST, terms=True)
-                assert tiles is None or (isinstance(terms, Terms) == (tiles.splits > 1) and torch.equal(added_up(terms), y))
+                y, partials = added_up(stored.matmul(x, None, FAST)), stored.matmul(x, None, FAST, partials=True)
+                assert tiles is None or (
+                    isinstance(partials, Partials) == (tiles.splits > 1) and torch.equal(added_up(partials), y)
+                )
                 assert error(y, exact(x, weight, False)) < 4e-3
 
 
@@ -119,7 +123,7 @@ def test_the_copy_is_read_by_few_rows_alone() -> None:
     def reads(rows: int, numerics: Numerics, dtype: torch.dtype = torch.bfloat16) -> bool:
         x = torch.randn(rows, 1024, device=DEVICE, dtype=dtype)
         stored = LosslessWeight(DenseWeight(zeros.to(dtype)), packed)
-        products = stored.matmul, partial(stored.matmul, terms=True), stored.gated
+        products = stored.matmul, partial(stored.matmul, partials=True), stored.gated
         found = {bool(added_up(each(x, None, numerics)).any()) for each in products}
         assert len(found) == 1
         return found.pop()

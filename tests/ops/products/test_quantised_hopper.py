@@ -13,8 +13,8 @@ from toolkit.quantised_weights import FORMATS, check_tiles, error, exact, random
 
 from specdec.ops.products.formats.quantised import Kind, pack, pack_factor_of
 from specdec.ops.products.numerics import FAST
+from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.products.quantised import QuantisedWeight
-from specdec.ops.products.terms import Terms, added_up
 from specdec.ops.products.tiles.quantised import FEW, MANY, MANY_PLAIN, SEEN, QuantisedTiles, hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -44,13 +44,13 @@ def test_tiles_fit_a_hopper() -> None:
     rows = 1, 8, 9, 16, 17, 32, 33, FEW, FEW + 1, 128, 129, 192, 256, 500, 1024, MANY_PLAIN, MANY_PLAIN + 1
     for (kind, group, zero_points), T, (N, K, gated) in product(forms, rows, SHAPES):
         pack_factor = pack_factor_of(kind)
-        for terms in (False,) if gated else (False, True):
-            tiles = hopper_tiles(T, N, K, kind, group, zero_points, gated, terms)
+        for partials in (False,) if gated else (False, True):
+            tiles = hopper_tiles(T, N, K, kind, group, zero_points, gated, partials)
             runs = (kind, group, zero_points) in SEEN and T <= (MANY if group else MANY_PLAIN) and K % (64 * pack_factor) == 0
             assert (tiles is not None) == runs, (kind, group, T, N, K)
             if tiles is None:
                 continue
-            check_tiles(tiles, T, N, K, 16 // pack_factor, 64 * pack_factor, terms)
+            check_tiles(tiles, T, N, K, 16 // pack_factor, 64 * pack_factor, partials)
             assert tiles.kernel == "warp_hopper" or group % (tiles.block_k // 2) == 0
 
 
@@ -96,36 +96,38 @@ def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zero_points:
             y = launch_quantised_hopper(x, weight, b, gated, tiles)
             assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, N, K, gated)
             if not gated:
-                terms = Terms(launch_quantised_hopper(x, weight, b, gated, tiles, leaves=True), x.dtype)
-                assert terms.terms_STH.shape[0] == tiles.splits and error(terms.tensor(), exact(x, weight, gated, b)) < 4e-3
-                assert b is not None or torch.equal(terms.tensor(), y), (T, N, K, tiles)
+                partials = Partials(launch_quantised_hopper(x, weight, b, gated, tiles, leaves=True), x.dtype)
+                assert (
+                    partials.sums_SMN.shape[0] == tiles.splits and error(partials.tensor(), exact(x, weight, gated, b)) < 4e-3
+                )
+                assert b is not None or torch.equal(partials.tensor(), y), (T, N, K, tiles)
 
 
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(("kind", "group", "zero_points"), SEEN)
 def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zero_points: bool) -> None:
-    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for, and terms that are not the
+    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for, and partials that are not the
     product's, bit for bit where both have the same tiles.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
     shapes = (4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)
     for T, (N, K, gated) in product((1, 7, 13, 32, 64, 70, 190, 2000), shapes):
-        tiles, of_terms = (hopper_tiles(T, N, K, kind, group, zero_points, gated, terms) for terms in (False, True))
+        tiles, of_partials = (hopper_tiles(T, N, K, kind, group, zero_points, gated, partials) for partials in (False, True))
         if group and T > MANY:
             continue
-        assert tiles is not None and of_terms is not None
+        assert tiles is not None and of_partials is not None
         weight = random_weight(kind, group, zero_points, N, K)
         x = torch.randn(T, K, device=DEVICE, dtype=torch.bfloat16)
         y = launch_quantised_hopper(x, weight, None, gated, tiles)
         assert error(y, exact(x, weight, gated)) < 4e-3, (T, N, K)
         if not gated:
             with torch.no_grad():
-                terms = QuantisedWeight(weight).matmul(x, None, FAST, terms=True)
-            assert isinstance(terms, Terms) == (of_terms.splits > 1), (T, N, K)
-            assert torch.equal(added_up(terms), y) if tiles == of_terms else T > FEW, (T, N, K)
-            assert error(added_up(terms), exact(x, weight, gated)) < 4e-3, (T, N, K)
+                partials = QuantisedWeight(weight).matmul(x, None, FAST, partials=True)
+            assert isinstance(partials, Partials) == (of_partials.splits > 1), (T, N, K)
+            assert torch.equal(added_up(partials), y) if tiles == of_partials else T > FEW, (T, N, K)
+            assert error(added_up(partials), exact(x, weight, gated)) < 4e-3, (T, N, K)
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 
 
-class Stored(NamedTuple):
+class StoredExperts(NamedTuple):
     kind: Kind
     group: int
     zero_points: bool = False
@@ -36,16 +36,16 @@ class Stored(NamedTuple):
 
 
 FORMS = {
-    "fp8 rows": Stored("e4m3", 0),
-    "fp8 blocks": Stored("e4m3", 128),
-    "int8 zero points": Stored("int8", 0, zero_points=True),
-    "int4": Stored("int4", 128),
-    "int4 zero points": Stored("int4", 32, zero_points=True),
-    "mxfp4": Stored("e2m1", 32, powers=True),
+    "fp8 rows": StoredExperts("e4m3", 0),
+    "fp8 blocks": StoredExperts("e4m3", 128),
+    "int8 zero points": StoredExperts("int8", 0, zero_points=True),
+    "int4": StoredExperts("int4", 128),
+    "int4 zero points": StoredExperts("int4", 32, zero_points=True),
+    "mxfp4": StoredExperts("e2m1", 32, powers=True),
 }
 
 
-def stack(form: Stored, count: int, rows: int, columns: int) -> QuantisedStack:
+def stack(form: StoredExperts, count: int, rows: int, columns: int) -> QuantisedStack:
     """Every code occurs, but for NaN; the numbers are about 0.3."""
     R, generator = count * rows, torch.Generator(DEVICE).manual_seed(rows + columns)
     most, groups = 16 if pack_factor_of(form.kind) == 4 else 256, -(-columns // (form.group or columns))
@@ -68,7 +68,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
 
 
-def experts_of(stored: Stored, E: int, H: int, F: int, gate: SwiGlu | None = None) -> QuantisedExperts:
+def experts_of(stored: StoredExperts, E: int, H: int, F: int, gate: SwiGlu | None = None) -> QuantisedExperts:
     """gate: of experts with biases."""
     form = PLAIN if gate is None else Form(gate, rand(E, 2 * F, seed=5), rand(E, H, seed=6))
     return QuantisedExperts(stack(stored, E, 2 * F, H), stack(stored, E, H, F), form)
@@ -120,7 +120,7 @@ def test_packing_is_undone(kind: Kind, columns: int) -> None:
 
 def test_numbers_are_those_of_single_matrices() -> None:
     """Keeps out: a scale or a zero of another group, and rows of another expert among those that were asked for."""
-    for form in (Stored("int4", 32, zero_points=True), Stored("e4m3", 128)):
+    for form in (StoredExperts("int4", 32, zero_points=True), StoredExperts("e4m3", 128)):
         whole = stack(form, 3, 8, 128)
         qvalues = pack(form.kind, unpack_steps(form.kind, whole.qweight_RJ, 128))
         want = dequantise(

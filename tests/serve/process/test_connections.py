@@ -23,7 +23,7 @@ from specdec import SpecDecoder
 from specdec.serve.metrics import CUTS
 from specdec.serve.process.acceptor import Acceptor
 from specdec.serve.process.descriptors import MAX_CONNECTIONS, REFUSED_AT_ONCE, SPARE, most_connections, raised_limit
-from specdec.serve.times import Times
+from specdec.serve.times import ServeTimes
 
 PATH = "/v1/completions"
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 2}
@@ -153,7 +153,7 @@ def test_no_file_for_a_connection(capsys: pytest.CaptureFixture[str]) -> None:
         with Listener() as listener:
             listener.bind(("127.0.0.1", 0))
             made: list[asyncio.Protocol] = []
-            times = Times(retry=0.05, quiet=0.2)
+            times = ServeTimes(retry=0.05, quiet=0.2)
             taken = Acceptor(listener, lambda *_: made.append(asyncio.Protocol()) or made[-1], lambda: False, 5, times)
             _, writer = await asyncio.open_connection(*listener.getsockname())
             await asyncio.sleep(0.5)

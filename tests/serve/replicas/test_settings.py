@@ -26,15 +26,15 @@ from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.replicas import application
 from specdec.serve.replicas.application import options_for_ray
 from specdec.serve.replicas.metrics import exposition
-from specdec.serve.replicas.options import ReplicaOptions, Settings
+from specdec.serve.replicas.options import ReplicaOptions, ReplicaSettings
 from specdec.serve.replicas.replica import Replica
 
 KNOWN = ["num_replicas", "autoscaling_config", "ray_actor_options", "max_replicas_per_node", "health_check_period_s"]
 CPU, GPU = {"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}
 
 
-def settings(**given: Any) -> Settings:
-    return Settings.of(given, None)
+def settings(**given: Any) -> ReplicaSettings:
+    return ReplicaSettings.of(given, None)
 
 
 @pytest.mark.parametrize(

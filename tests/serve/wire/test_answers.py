@@ -7,15 +7,15 @@ import pytest
 
 from specdec.config import SamplingParams
 from specdec.generation import Chunk, Generation, Stats, TokenLogprob
-from specdec.serve.wire.answers import DONE, ChunkWriter, Heading, usage, whole_answer
+from specdec.serve.wire.answers import DONE, AnswerHeading, ChunkWriter, usage, whole_answer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
-from specdec.serve.wire.requests import Plan
+from specdec.serve.wire.requests import RequestPlan
 
 PIECES = ["a", "bc", "def", "\ufffd"]
 
 
-def plan(path: str = COMPLETIONS, prompts: int = 1, **more: Any) -> Plan:
-    return Plan(path, ["x"] * prompts, "prompt", SamplingParams(), None, **more)
+def plan(path: str = COMPLETIONS, prompts: int = 1, **more: Any) -> RequestPlan:
+    return RequestPlan(path, ["x"] * prompts, "prompt", SamplingParams(), None, **more)
 
 
 def generation(prompt: int, tokens: list[int], **stats: int) -> Generation:
@@ -31,8 +31,8 @@ def events(*written: bytes) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in b"".join(written).decode().split("\n\n") if event]
 
 
-def writer(of: Plan) -> ChunkWriter:
-    return ChunkWriter(Heading("id", "tiny"), of, PIECES.__getitem__)
+def writer(of: RequestPlan) -> ChunkWriter:
+    return ChunkWriter(AnswerHeading("id", "tiny"), of, PIECES.__getitem__)
 
 
 def test_usage_counts_prompts_once_and_outputs_each() -> None:
@@ -60,7 +60,9 @@ def test_offsets_of_a_stream_go_on_in_each_choice() -> None:
 def test_log_probabilities_can_be_written_as_json() -> None:
     """Keeps out: -Infinity, which is no JSON, and a chosen token that is missing among the likeliest."""
     made = Generation([7], [2], "def", "eos", Stats(), [0], logprobs(2))
-    answer = json.loads(json.dumps(whole_answer(Heading("id", "tiny"), plan(), [made], PIECES.__getitem__), allow_nan=False))
+    answer = json.loads(
+        json.dumps(whole_answer(AnswerHeading("id", "tiny"), plan(), [made], PIECES.__getitem__), allow_nan=False)
+    )
     (choice,) = answer["choices"]
     assert (
         choice["logprobs"]["top_logprobs"] == [{"def": -0.5, "a": -0.25, "bc": -9999.0}] and choice["finish_reason"] == "stop"

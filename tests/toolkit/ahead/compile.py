@@ -19,13 +19,13 @@ import warnings
 
 from triton import knobs
 
-from toolkit.ahead.machine import GPUS, Gpu, Launch, code_hash, record
+from toolkit.ahead.machine import GPUS, AheadGpu, KernelLaunch, code_hash, record
 from toolkit.ahead.passes import PASSES
 
 
-def launches_on(gpu: Gpu) -> dict[tuple[str, str], list[Launch]]:
+def launches_on(gpu: AheadGpu) -> dict[tuple[str, str], list[KernelLaunch]]:
     """By kernel and the types of what it reads, the largest first."""
-    found: dict[tuple[str, str], dict[object, Launch]] = {}
+    found: dict[tuple[str, str], dict[object, KernelLaunch]] = {}
     for run in PASSES:
         for launch in record(gpu, run):
             types = [kind for kind in map(str, launch.signature.values()) if kind.startswith(("*", "tensordesc"))]
@@ -34,7 +34,7 @@ def launches_on(gpu: Gpu) -> dict[tuple[str, str], list[Launch]]:
     return {name: sorted(each.values(), key=size, reverse=True) for name, each in sorted(found.items())}
 
 
-def size(launch: Launch) -> float:
+def size(launch: KernelLaunch) -> float:
     """About how much memory a program takes: what it works on at once, times the stages of its pipeline."""
     names = launch.kernel.arg_names
     sides = [value for (place, *_), value in launch.constants.items() if names[place].startswith(("BLOCK", "PADDED", "SLICE"))]
@@ -42,7 +42,7 @@ def size(launch: Launch) -> float:
     return math.prod(sides) * launch.options["num_stages"] * widest
 
 
-def compiled(gpu: Gpu, launch: Launch) -> dict[str, object]:
+def compiled(gpu: AheadGpu, launch: KernelLaunch) -> dict[str, object]:
     line: dict[str, object] = {"gpu": gpu.name, "kernel": launch.name, "shared": 0, "limit": gpu.shared_bytes, "problem": ""}
     try:
         kernel = launch.compiled(gpu)

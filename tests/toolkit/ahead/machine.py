@@ -29,7 +29,7 @@ ADDRESS = 1 << 20  # where every tensor's memory would begin
 NOTHING = FakeTensorMode()  # one for all tensors: some are kept from pass to pass
 
 
-class Gpu(NamedTuple):
+class AheadGpu(NamedTuple):
     """shared_bytes: what one program may take.  bandwidth: in bytes per second."""
 
     name: str
@@ -57,7 +57,7 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    name: Gpu(f"NVIDIA {name}", *facts)
+    name: AheadGpu(f"NVIDIA {name}", *facts)
     for name, facts in {
         "A100": ((8, 0), 108, 166912, 2.0e12),
         "A10": ((8, 6), 72, 101376, 0.6e12),
@@ -71,7 +71,7 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """What Triton compiles for one launch.  key: equal for launches that need the same compiled kernel."""
 
     kernel: Any
@@ -85,7 +85,7 @@ class Launch:
     def name(self) -> str:
         return str(self.kernel.__name__)
 
-    def compiled(self, gpu: Gpu) -> Any:
+    def compiled(self, gpu: AheadGpu) -> Any:
         source = ASTSource if not self.kernel.is_gluon() else self.kernel.ASTSource
         return compile_source(
             source(self.kernel, self.signature, self.constants, self.attributes), target=target_of(gpu), options=self.options
@@ -105,7 +105,7 @@ class _Pointer:
 class NoDriver:
     """What Triton asks of a driver before it launches anything."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: AheadGpu) -> None:
         self.gpu = gpu
 
     def get_current_target(self) -> GPUTarget:
@@ -118,13 +118,13 @@ class NoDriver:
         return 0
 
 
-def target_of(gpu: Gpu) -> GPUTarget:
+def target_of(gpu: AheadGpu) -> GPUTarget:
     return GPUTarget("cuda", gpu.arch, 32)
 
 
-def record(gpu: Gpu, run: Callable[[], object]) -> list[Launch]:
+def record(gpu: AheadGpu, run: Callable[[], object]) -> list[KernelLaunch]:
     """What run() launches on that GPU, each compiled kernel once."""
-    launches: dict[Hashable, Launch] = {}
+    launches: dict[Hashable, KernelLaunch] = {}
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         options = {"debug": False, "instrumentation_mode": "", **options}
@@ -132,7 +132,7 @@ def record(gpu: Gpu, run: Callable[[], object]) -> list[Launch]:
         bound, specialised, given = bind(*map(_as_asked, args), **options)
         parsed, signature, constants, attributes = self._pack_args(backend, options, bound, specialised, given)
         key = self.__module__, self.__name__, str(specialised), str(given)
-        launches.setdefault(key, Launch(self, signature, constants, attributes, dict(parsed.__dict__), key))
+        launches.setdefault(key, KernelLaunch(self, signature, constants, attributes, dict(parsed.__dict__), key))
 
     _pretend(gpu)
     JITFunction.run = note
@@ -171,11 +171,11 @@ def _part_of(x: Tensor, index: Any) -> Tensor:
     return torch.ops.aten.index(x, tensors) if tensors else x
 
 
-def _pretend(gpu: Gpu) -> None:
+def _pretend(gpu: AheadGpu) -> None:
     """Makes the GPU the current one of a machine that has all of GPUS."""
-    loose, fake, all_gpus = torch.cuda, FakeTensor, list(GPUS.values())  # type: Any, Any, list[Gpu]
+    loose, fake, all_gpus = torch.cuda, FakeTensor, list(GPUS.values())  # type: Any, Any, list[AheadGpu]
 
-    def asked(device: Any = None) -> Gpu:
+    def asked(device: Any = None) -> AheadGpu:
         index = device if isinstance(device, int | None) else torch.device(device).index
         return gpu if index is None else all_gpus[index]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE
+from specdec.attention.caches.quant_cache import FP8_MIN_ARCHITECTURE
 from specdec.parallel.symmetric.inbox import Inbox, Layout
 
 VOCABULARY, HIDDEN, PAGE = 128256, 4096, 16
@@ -39,7 +39,7 @@ def may_be_deterministic() -> bool:
 
 
 def has_float8() -> bool:
-    return torch.cuda.get_device_capability(here()) >= FP8_LEAST_ARCHITECTURE
+    return torch.cuda.get_device_capability(here()) >= FP8_MIN_ARCHITECTURE
 
 
 def inbox_of(ranks: int) -> Inbox:

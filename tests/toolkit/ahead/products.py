@@ -27,8 +27,8 @@ def products() -> None:
         for H, F in ((4096, 14336), (8192, 28672)):
             x, wide = halves(rows, H), halves(rows, F)
             linear(x, halves(H + H // 2, H))
-            DenseWeight(halves(H, H)).matmul(x, None, FAST, terms=True)
-            DenseWeight(halves(H, F)).matmul(wide, None, FAST, terms=True)
+            DenseWeight(halves(H, H)).matmul(x, None, FAST, partials=True)
+            DenseWeight(halves(H, F)).matmul(wide, None, FAST, partials=True)
             gated_linear(x, halves(2 * F, H))
             if may_be_deterministic():
                 linear(x, halves(H, H), halves(H), INVARIANT)
@@ -66,7 +66,7 @@ def quantised_products() -> None:
                         weight.gated(x, None, FAST)
                     else:
                         weight.matmul(x, None, FAST)
-                        weight.matmul(x, None, FAST, terms=True)
+                        weight.matmul(x, None, FAST, partials=True)
 
 
 def lossless_products() -> None:
@@ -78,7 +78,7 @@ def lossless_products() -> None:
         )  # fmt: skip
         weight = LosslessWeight(DenseWeight(halves(N, K)), packed)
         for rows in (1, 6, 32, 60):
-            weight.matmul(halves(rows, K), None, FAST, terms=True)
+            weight.matmul(halves(rows, K), None, FAST, partials=True)
             weight.gated(halves(rows, K), None, FAST)
 
 

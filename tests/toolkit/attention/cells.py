@@ -25,7 +25,7 @@ SHARED = list(LAYERS).index("window")  # the layer whose keys and values another
 QUERIES = " queries"  # what follows a kv_cache_dtype whose queries are rounded to int8
 CACHES = (*KV_DTYPES, "int8" + QUERIES, INT8_KEYS + QUERIES, "mla", "sparse", "sparse fp8", "split", "differential")
 RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of caches of latents, where a backend takes any
-SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer chose
+SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer selected
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
 N, H, K, E = 4, 4, 2, 8
@@ -42,7 +42,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # 
 FLOAT8_PRODUCTS = 0.12  # the tolerance where a GPU rounds softmax weights to float8: by up to 1/16 of each
 
 
-class Cell(NamedTuple):
+class MatrixCell(NamedTuple):
     """cache: a kv_cache_dtype, perhaps with QUERIES; mla; one of SPARSE; split: values of another width; or differential.
 
     capped: with softcap and sinks.  extra: one of EXTRAS.
@@ -129,7 +129,7 @@ def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
 
 
 CELLS = [
-    Cell(backend, *values)
+    MatrixCell(backend, *values)
     for backend in BACKENDS
     for values in itertools.product(
         KINDS, CACHES, (*PAGE_SIZES, *TABLE[backend].pages.only), (False, True), (False, True), GRAPHS, EXTRAS
@@ -139,7 +139,7 @@ CELLS = [
 ]
 
 
-def answered_with_all_packages() -> list[Cell]:
+def answered_with_all_packages() -> list[MatrixCell]:
     with pytest.MonkeyPatch.context() as patch:
         fake_flash.install(patch)
         return [cell for cell in CELLS if not why_not(cell.backend, cell.needs)]
@@ -150,13 +150,13 @@ PASSES = [cell for cell in ANSWERED if cell.kind == "full" and not cell.graphs] 
 CAPTURED = [cell for cell in ANSWERED if cell.kind == "full" and cell.graphs]
 
 
-def combinations_of(cell: Cell) -> set[tuple[Any, ...]]:
+def combinations_of(cell: MatrixCell) -> set[tuple[Any, ...]]:
     """A cell's backend with every two of the other things in which passes differ."""
     others = [(name, getattr(cell, name)) for name in ("cache", "page_size", "tree", "capped", "extra")]
     return {(cell.backend, *two) for two in itertools.combinations(others, 2)}
 
 
-def covering(cells: list[Cell]) -> list[Cell]:
+def covering(cells: list[MatrixCell]) -> list[MatrixCell]:
     """Some of the cells, which hold every combination that any of them holds."""
     held = {cell: combinations_of(cell) for cell in cells}
     missing, chosen = set().union(*held.values()), set()
@@ -170,6 +170,6 @@ def covering(cells: list[Cell]) -> list[Cell]:
 WALKED = PASSES if HAS_GPU else covering(PASSES)  # Triton's interpreter takes a second for a cell
 
 
-def label(cell: Cell) -> str:
+def label(cell: MatrixCell) -> str:
     shape = ("tree" if cell.tree else "chain") + ("-capped" if cell.capped else "") + (f"-{cell.extra}" if cell.extra else "")
     return f"{cell.backend}-{cell.cache}-{cell.page_size}-{shape}" + (f"-{cell.graphs}" if cell.graphs else "")

@@ -49,11 +49,11 @@ from toolkit.attention.cells import (
     SOFTCAP,
     SPARSE,
     TEXTS,
-    Cell,
     D,
     E,
     H,
     K,
+    MatrixCell,
     N,
     dtype_of,
 )
@@ -102,7 +102,7 @@ class World:
     There is a layer of every kind, and, but for latents, one more that shares the windowed layer's keys and values.
     """
 
-    def __init__(self, cell: Cell, seed: int = 0) -> None:
+    def __init__(self, cell: MatrixCell, seed: int = 0) -> None:
         self.cell, P = cell, cell.page_size
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = dtype_of(cell.backend)

@@ -210,9 +210,9 @@ class Hooks:
         return self._workers.verifier.backend
 
     @property
-    def followers(self) -> Any:
+    def other_ranks(self) -> Any:
         """The other ranks."""
-        return self._runner.readback.followers
+        return self._runner.readback.other_ranks
 
     def set_least_shared_to_wait(self, tokens: int) -> None:
         """Makes a prompt wait for another one's prefill if both share at least so many tokens that are not in the cache."""

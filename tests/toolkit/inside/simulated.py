@@ -105,7 +105,7 @@ def on_cpu(rows: int, shape: Shape) -> float:
 
 
 @dataclass
-class Machine:
+class SimulatedDevice:
     """A device that runs what `speculation` asks for; a round's result is known one launch later.
 
     cost: seconds of a round.  a_token: how much longer a round takes for each token of all rows; texts grow, and begin anew.
@@ -165,7 +165,7 @@ class Machine:
 
 
 @dataclass
-class Busy(Machine):
+class Busy(SimulatedDevice):
     """A machine on which other programs run: rounds take up to four times as long for a while.
 
     busy: the share of these whiles.  calm: seconds that all rounds and passes would have taken without them.

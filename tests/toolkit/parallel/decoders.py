@@ -11,7 +11,7 @@ from specdec import SpecConfig, SpecDecoder
 from specdec.decoder import Tokenizer
 from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
-from specdec.loading.ranks import follow
+from specdec.loading.ranks import run_step
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.steps import Step
@@ -42,7 +42,7 @@ def with_ranks(
                 for buffer in cache.buffers.values():
                     buffer.fill_(torch.nan)
             for step in iter(steps[group.rank].get, None):
-                follow(runner, step)
+                run_step(runner, step)
             return
         with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
             driver, others = Driver(decoder), Queues(steps[1:])

@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Feature:
+class PairFeature:
     """What is asked of a pair.  options: of the engine.  follows_clock: rounds depend on time, so that texts alone count."""
 
     name: str
@@ -115,25 +115,25 @@ BYTES = Pair("bytes", _plain("bytes", eos_token_id=383))
 NGRAM = Pair("ngram", _plain("bytes", eos_token_id=383), "ngram")
 WORDS: list[Any] = ["one", "two", "three", "four"]
 FEATURES = (
-    Feature("every option", QWEN3, samplings=ALL_OPTIONS),
-    Feature("every option, context parallelism", QWEN3, samplings=ALL_OPTIONS, options=CONTEXT_PARALLEL),
-    Feature("grammars", BYTES, samplings=GRAMMARS, prompts=WORDS),
-    Feature("grammars", BYTES, CHAIN, GRAMMARS, prompts=WORDS),
-    Feature("grammars, n-grams", NGRAM, samplings=GRAMMARS, prompts=WORDS),
-    Feature("n-grams", NGRAM),
-    Feature("n-grams, prompts kept", NGRAM, CHAIN, options={"prefix_caching": True}),
-    Feature("levels chosen", QWEN3, SpecConfig("auto"), follows_clock=True),
-    Feature("levels chosen, prompts kept", V3, SpecConfig("auto"), options={"prefix_caching": True}, follows_clock=True),
-    Feature("weights in fp8", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "fp8"}),
-    Feature("weights in int4", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "int4"}),
-    Feature("experts in fp8", V3, options={"quantize": "fp8"}),
-    Feature("experts in fp8, context parallelism", V3, options={"quantize": "fp8", **CONTEXT_PARALLEL}),
-    Feature("keys and values in int8", Pair("mistral-int8", _plain("mistral")), options={"kv_cache_dtype": "int8"}),
-    Feature("the drafter's window", QWEN3, options={"beyond_trained": "window"}),
-    Feature("the drafter stops", QWEN3, options={"beyond_trained": "stop"}),
-    Feature("MTP", _mtp("mimo", num_attention_heads=8)),
-    Feature("MTP, two layers", _mtp("v3-two", **LATENT)),
-    Feature("MTP, context parallelism", _mtp("v3", **LATENT), options={**CONTEXT_PARALLEL, "prefix_caching": True}),
-    Feature("MTP", _mtp("glm-dsa", **LATENT), CHAIN),
-    *(Feature("one pass", _block(name)) for name in ("p-eagle", "dflash", "dflash-pruned", "dspark", "dspark-rnn")),
+    PairFeature("every option", QWEN3, samplings=ALL_OPTIONS),
+    PairFeature("every option, context parallelism", QWEN3, samplings=ALL_OPTIONS, options=CONTEXT_PARALLEL),
+    PairFeature("grammars", BYTES, samplings=GRAMMARS, prompts=WORDS),
+    PairFeature("grammars", BYTES, CHAIN, GRAMMARS, prompts=WORDS),
+    PairFeature("grammars, n-grams", NGRAM, samplings=GRAMMARS, prompts=WORDS),
+    PairFeature("n-grams", NGRAM),
+    PairFeature("n-grams, prompts kept", NGRAM, CHAIN, options={"prefix_caching": True}),
+    PairFeature("levels chosen", QWEN3, SpecConfig("auto"), follows_clock=True),
+    PairFeature("levels chosen, prompts kept", V3, SpecConfig("auto"), options={"prefix_caching": True}, follows_clock=True),
+    PairFeature("weights in fp8", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "fp8"}),
+    PairFeature("weights in int4", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "int4"}),
+    PairFeature("experts in fp8", V3, options={"quantize": "fp8"}),
+    PairFeature("experts in fp8, context parallelism", V3, options={"quantize": "fp8", **CONTEXT_PARALLEL}),
+    PairFeature("keys and values in int8", Pair("mistral-int8", _plain("mistral")), options={"kv_cache_dtype": "int8"}),
+    PairFeature("the drafter's window", QWEN3, options={"beyond_trained": "window"}),
+    PairFeature("the drafter stops", QWEN3, options={"beyond_trained": "stop"}),
+    PairFeature("MTP", _mtp("mimo", num_attention_heads=8)),
+    PairFeature("MTP, two layers", _mtp("v3-two", **LATENT)),
+    PairFeature("MTP, context parallelism", _mtp("v3", **LATENT), options={**CONTEXT_PARALLEL, "prefix_caching": True}),
+    PairFeature("MTP", _mtp("glm-dsa", **LATENT), CHAIN),
+    *(PairFeature("one pass", _block(name)) for name in ("p-eagle", "dflash", "dflash-pruned", "dspark", "dspark-rnn")),
 )

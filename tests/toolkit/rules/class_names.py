@@ -1,4 +1,4 @@
-"""Classes of the product that share a name: a reader who has learnt one would mistake the other for it."""
+"""Classes that share a name: a reader who has learnt one would mistake the other for it."""
 
 import ast
 from collections import defaultdict
@@ -8,11 +8,20 @@ from pathlib import Path
 from toolkit.rules.source import parsed
 
 
-def shared_class_names(paths: Sequence[Path], root: Path) -> list[str]:
-    """Every class name that is defined more than once, with the places of all its definitions."""
-    places = defaultdict[str, list[str]](list)
+def shared_class_names(product: Sequence[Path], others: Sequence[Path], root: Path) -> list[str]:
+    """Every name of a product's class that another class has too, with the places of all of them.
+
+    others: files outside of the product, whose classes may share names among themselves.
+    """
+    places, shared = _places(product, root), _places(others, root)
+    everywhere = {name: [*found, *shared.get(name, ())] for name, found in sorted(places.items())}
+    return [f"{name}: {', '.join(found)}" for name, found in everywhere.items() if len(found) > 1]
+
+
+def _places(paths: Sequence[Path], root: Path) -> dict[str, list[str]]:
+    found = defaultdict[str, list[str]](list)
     for path in paths:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
-    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+                found[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
+    return found

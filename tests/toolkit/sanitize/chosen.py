@@ -15,11 +15,15 @@ CHOSEN: dict[str, list[str]] = {
     "linear_kernel": ["tests/ops/products/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
     "hopper_linear_kernel": [
         "tests/ops/products/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-True-dtype1]",
-        "tests/ops/test_terms.py::test_terms_are_the_product[1544-2088-9]",
+        "tests/ops/test_partials.py::test_partials_are_the_product[1544-2088-9]",
     ],
     "gated_linear_kernel": ["tests/ops/products/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
-    "wide_linear_kernel": ["tests/ops/products/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
-    "x_first_linear_kernel": ["tests/ops/products/test_linear.py::test_wide_equals_the_definition[72-64-150-192-gated-dtype2]"],
+    "large_n_linear_kernel": [
+        "tests/ops/products/test_linear.py::test_large_n_equals_the_definition[72-64-27-32-gated-dtype2]"
+    ],
+    "x_first_linear_kernel": [
+        "tests/ops/products/test_linear.py::test_large_n_equals_the_definition[72-64-150-192-gated-dtype2]"
+    ],
     "quantised_linear_kernel": [
         "tests/ops/products/test_quantised_linear.py::test_the_kernel_computes_the_product[int4-32-True]"
     ],

@@ -20,7 +20,7 @@ from specdec.async_decoder import AsyncSpecDecoder
 from specdec.serve.door import Door
 from specdec.serve.options import ServeOptions
 from specdec.serve.run import Server, listen
-from specdec.serve.times import Times
+from specdec.serve.times import ServeTimes
 
 PATIENCE = 120.0  # seconds after which a test gives up on what must happen at once
 # Clients are made with `verify=False`: reading the system's certificates takes longer than a request, which is plain HTTP.
@@ -47,7 +47,7 @@ class Served:
         self.decoder = decoder
         self.options = ServeOptions(**{"port": 0, "grace_seconds": 5, "model_name": "tiny", **options})
         self._async_decoder = AsyncSpecDecoder(decoder)
-        self.door = Door(self._async_decoder, self.options, Times(**(times or {})))
+        self.door = Door(self._async_decoder, self.options, ServeTimes(**(times or {})))
         self.server = Server(self.door)
         self._listener = listen(self.options)
         if send_buffer is not None:  # connections inherit it

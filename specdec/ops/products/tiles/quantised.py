@@ -124,17 +124,17 @@ WAVES: dict[tuple[int, bool], dict[tuple[int, int], float]] = {
                 (192, 128): 40.7},
 }  # fmt: skip
 # Microseconds for a million sums of splits: where a norm adds them up, and where the last program of a tile does.
-US_OF_TERMS, US_OF_SUMS = 2.0, 6.0
+US_OF_PARTIALS, US_OF_SUMS = 2.0, 6.0
 
 
 @cache
 def hopper_tiles(
-    M: int, N: int, K: int, kind: Kind, group: int, zero_points: bool, gated: bool, terms: bool = False
+    M: int, N: int, K: int, kind: Kind, group: int, zero_points: bool, gated: bool, partials: bool = False
 ) -> QuantisedTiles | None:
     """Tiles of hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns; None: another one.
 
-    group: columns of a scale, 0: all.  zero_points: whether there are any.  terms: whether splits are added up by a norm.
-     Products of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
+    group: columns of a scale, 0: all.  zero_points: whether there are any.  partials: whether a norm adds up splits.  Products
+    of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
     """
     pack_factor = pack_factor_of(kind)
     if (
@@ -145,7 +145,7 @@ def hopper_tiles(
     ):
         return None
     if M > FEW:
-        return by_waves(M, N, K, pack_factor, group > 0, terms)
+        return by_waves(M, N, K, pack_factor, group > 0, partials)
     block_m, shape = tile_rows(M), shape_of(N, K)
     choice = MEASURED[pack_factor][block_m][shape]
     if group and pack_factor == 2 and block_m == 64 and shape == "large N":
@@ -153,20 +153,22 @@ def hopper_tiles(
     return fitted(M, N, K, choice, pack_factor, 16 // pack_factor)
 
 
-def by_waves(M: int, N: int, K: int, pack_factor: int, grouped: bool, terms: bool) -> QuantisedTiles:
+def by_waves(M: int, N: int, K: int, pack_factor: int, grouped: bool, partials: bool) -> QuantisedTiles:
     """The tiles with the shortest waves: each starts when all programs of the one before have ended."""
     waves = WAVES[pack_factor, grouped]
 
     def us(size: tuple[int, int], splits: int) -> float:
         tiles_m, tiles = _parts(M, size[0]), _parts(M, size[0]) * _parts(N, size[1])
         sums = tiles_m * size[0] * N * splits / 1e6 if splits > 1 else 0
-        return _parts(tiles * splits, SMS) * waves[size] * K / PASS / splits + (US_OF_TERMS if terms else US_OF_SUMS) * sums
+        return (
+            _parts(tiles * splits, SMS) * waves[size] * K / PASS / splits + (US_OF_PARTIALS if partials else US_OF_SUMS) * sums
+        )
 
     def may(size: tuple[int, int], splits: int) -> bool:
         if splits == 1:
             return True
         halves = 2 * _parts(M, size[0]) * _parts(N, size[1])  # of tiles: two warpgroups count apart
-        is_counted = terms or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
+        is_counted = partials or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
         return is_counted and halves <= MAX_TILES and K >= 2 * splits * SIZES[size][1]
 
     size, splits = min((each for each in product(waves, (1, 2, 3, 4)) if may(*each)), key=lambda each: us(*each))

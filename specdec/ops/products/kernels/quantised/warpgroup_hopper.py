@@ -98,10 +98,12 @@ def quantised_warpgroup_kernel(
         mbarrier.init(full_w.index(s), count=1)
         mbarrier.init(full_x.index(s), count=1)
         mbarrier.init(empty.index(s), count=TILES)
-    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(summed, count=1)
-    sums = summed
+    # What a kernel doesn't need has no barrier of its own: the compiler would give its memory to other data, while it is one.
+    summed = empty
+    sums = empty
     if TURNS > 1:
+        summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(summed, count=1)
         sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     barrier()
     flat: gl.constexpr = gl.NVMMASharedLayout(

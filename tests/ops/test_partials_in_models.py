@@ -1,5 +1,5 @@
-"""Products may leave their terms to whoever reads them (ops/products/terms.py), which only Hopper GPUs do.  Here every product
-that may does, on a CPU: targets of all families, heads of all kinds, dense weights and quantised ones.
+"""Products may leave split-K partials to their caller (ops/products/partials.py), which only Hopper GPUs do.  Here every
+product that may does, on a CPU: targets of all families, heads of all kinds, dense weights and quantised ones.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec import SpecConfig, SpecDecoder
 from specdec.models.linear import Linear
 from specdec.ops.products.numerics import Numerics
-from specdec.ops.products.terms import Terms, added_up
+from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.products.weight import Weight
 
 QUANTISED = [(each.pair, each.options) for each in FEATURES if "quantize" in each.options and len(each.options) == 1]
@@ -22,23 +22,23 @@ PAIRS = [*((pair, {}) for pair in (*FAMILIES, *DRAFTED.values())), *QUANTISED]
 
 
 @pytest.mark.parametrize(("pair", "options"), PAIRS, ids=lambda each: each.name if isinstance(each, Pair) else "".join(each))
-def test_whoever_reads_a_product_takes_terms(
+def test_whoever_reads_a_product_takes_partials(
     pair: Pair, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keeps out: a family, a head or a layer's end that takes terms for the product, which only a GPU would show."""
+    """Keeps out: a family, a head or a layer's end that takes partials for the product, which only a GPU would show."""
     left = []
 
     class Leaves(NamedTuple):
-        """A weight whose products are left as terms wherever they may be."""
+        """A weight whose products are left as partials wherever they may be."""
 
         plain: Weight
 
-        def matmul(self, x: Tensor, bias: Tensor | None, numerics: Numerics, *, terms: bool = False) -> Tensor | Terms:
+        def matmul(self, x: Tensor, bias: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
             y = added_up(self.plain.matmul(x, bias, numerics))
-            if not terms:
+            if not partials:
                 return y
             left.append(y.shape)
-            return Terms(torch.stack((y.float(), torch.zeros_like(y, dtype=torch.float32))), y.dtype)
+            return Partials(torch.stack((y.float(), torch.zeros_like(y, dtype=torch.float32))), y.dtype)
 
         def gated(self, x: Tensor, bias: Tensor | None, numerics: Numerics) -> Tensor:
             return self.plain.gated(x, bias, numerics)

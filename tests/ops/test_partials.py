@@ -1,6 +1,6 @@
-"""A product whose terms the norm after it adds up.
+"""A product whose partials the norm after it adds up.
 
-Shapes: T rows, I in, H hidden, S terms.
+Shapes: M rows, K in, H hidden, S partials.
 """
 
 import pytest
@@ -19,7 +19,7 @@ from specdec.ops.norm_triton import launch_add_rms_norm
 from specdec.ops.products.dense import DenseWeight, linear
 from specdec.ops.products.gpus import H200, Match
 from specdec.ops.products.numerics import FAST, INVARIANT
-from specdec.ops.products.terms import Terms, added_up
+from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.rope import Rotation
 
 EPS = 1e-5
@@ -38,91 +38,91 @@ def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -
 
 
 class Whole(torch.nn.Module):
-    """A matrix that leaves no terms."""
+    """A matrix that leaves no partials."""
 
     def __init__(self, matrix: torch.nn.Module) -> None:
         super().__init__()
         self.matrix = matrix
 
-    def forward(self, x: Tensor, terms: bool = False) -> Tensor:
+    def forward(self, x: Tensor, partials: bool = False) -> Tensor:
         return self.matrix(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("S", [1, 2, 4])
-def test_the_norm_adds_terms_up(S: int) -> None:
-    """Keeps out: a term left out or read from another row's place, a sum that is rounded less often than the product is."""
-    T, H = 5, 300
-    x, weight = rand(T, H, dtype=torch.float16), rand(H, dtype=torch.float16)
-    terms = Terms(rand(S, T, H, dtype=torch.float32), torch.float16)
-    got = launch_add_rms_norm(x, terms, weight, EPS)
-    want = launch_add_rms_norm(x, terms.tensor(), weight, EPS)
+def test_the_norm_adds_partials_up(S: int) -> None:
+    """Keeps out: a partial left out or read from another row's place, a sum that is rounded less often than the product is."""
+    M, H = 5, 300
+    x, weight = rand(M, H, dtype=torch.float16), rand(H, dtype=torch.float16)
+    partials = Partials(rand(S, M, H, dtype=torch.float32), torch.float16)
+    got = launch_add_rms_norm(x, partials, weight, EPS)
+    want = launch_add_rms_norm(x, partials.tensor(), weight, EPS)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    defined = add_rms_norm(x.double(), Terms(terms.terms_STH.double(), torch.float64), weight.double(), EPS)
+    defined = add_rms_norm(x.double(), Partials(partials.sums_SMN.double(), torch.float64), weight.double(), EPS)
     torch.testing.assert_close(got[1].double(), defined[1], atol=4e-3, rtol=4e-3)
 
 
-def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_terms() -> None:
-    """Keeps out: terms whose number follows from tiles, in deterministic mode."""
+def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_partials() -> None:
+    """Keeps out: partials whose number follows from tiles, in deterministic mode."""
     x, weight = torch.randn(3, 16), torch.randn(8, 16)
-    assert torch.equal(added_up(DenseWeight(weight).matmul(x, None, FAST, terms=True)), linear(x, weight))
+    assert torch.equal(added_up(DenseWeight(weight).matmul(x, None, FAST, partials=True)), linear(x, weight))
     if IS_HOPPER:
         x, weight = rand(3, 4096), rand(4096, 4096)
         with torch.no_grad():
             stored = DenseWeight(weight)
-            assert isinstance(stored.matmul(x, None, FAST, terms=True), Terms)
-            assert isinstance(stored.matmul(x, None, INVARIANT, terms=True), Tensor)
+            assert isinstance(stored.matmul(x, None, FAST, partials=True), Partials)
+            assert isinstance(stored.matmul(x, None, INVARIANT, partials=True), Tensor)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [1, 6, 8, 9, 32, 48, 60, 64])
-@pytest.mark.parametrize(("I", "H"), [(4096, 4096), (14336, 4096), (1544, 2088)])
-def test_terms_are_the_product(T: int, I: int, H: int) -> None:
-    """Keeps out: memory of a term that nobody wrote, a bias in every term, rows of x or of the weight that don't exist."""
-    torch.manual_seed(T)
-    x, weight, bias = rand(T, I), rand(H, I, scale=I**-0.5), rand(H)
+@pytest.mark.parametrize("M", [1, 6, 8, 9, 32, 48, 60, 64])
+@pytest.mark.parametrize(("K", "H"), [(4096, 4096), (14336, 4096), (1544, 2088)])
+def test_partials_are_the_product(M: int, K: int, H: int) -> None:
+    """Keeps out: memory of a partial that nobody wrote, a bias in every one, rows of x or of the weight that don't exist."""
+    torch.manual_seed(M)
+    x, weight, bias = rand(M, K), rand(H, K, scale=K**-0.5), rand(H)
     with torch.no_grad():
-        poison = [torch.full((splits, T, H), torch.nan, device=DEVICE) for splits in range(2, 9)]
-        del poison  # terms may come to lie there
-        terms, with_bias = (DenseWeight(weight).matmul(x, b, FAST, terms=True) for b in (None, bias))
-        assert isinstance(terms, Terms) and isinstance(with_bias, Terms) and terms.terms_STH.shape[0] > 1
-        assert torch.equal(terms.tensor(), linear(x, weight))
+        poison = [torch.full((splits, M, H), torch.nan, device=DEVICE) for splits in range(2, 9)]
+        del poison  # partials may come to lie there
+        partials, with_bias = (DenseWeight(weight).matmul(x, b, FAST, partials=True) for b in (None, bias))
+        assert isinstance(partials, Partials) and isinstance(with_bias, Partials) and partials.sums_SMN.shape[0] > 1
+        assert torch.equal(partials.tensor(), linear(x, weight))
     exact = F.linear(x.double(), weight.double(), bias.double())
     assert (with_bias.tensor().double() - exact).norm() < 4e-3 * exact.norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [65, 97, 150, 192])
-@pytest.mark.parametrize("I", [4096, 14336])
-def test_terms_of_more_rows(T: int, I: int) -> None:
+@pytest.mark.parametrize("M", [65, 97, 150, 192])
+@pytest.mark.parametrize("K", [4096, 14336])
+def test_partials_of_more_rows(M: int, K: int) -> None:
     """Where cuBLAS computes the product.  Keeps out what the test above does, in tiles whose rows are the sum of two powers."""
-    torch.manual_seed(T)
-    x, weight, bias = rand(T, I), rand(4096, I, scale=I**-0.5), rand(4096)
+    torch.manual_seed(M)
+    x, weight, bias = rand(M, K), rand(4096, K, scale=K**-0.5), rand(4096)
     exact = F.linear(x.double(), weight.double())
     with torch.no_grad():
-        poison = [torch.full((splits, T, 4096), torch.nan, device=DEVICE) for splits in (2, 2, 3)]
+        poison = [torch.full((splits, M, 4096), torch.nan, device=DEVICE) for splits in (2, 2, 3)]
         del poison
         for b, want in ((None, exact), (bias, exact + bias.double())):
-            terms = DenseWeight(weight).matmul(x, b, FAST, terms=True)
-            assert isinstance(terms, Terms) and terms.terms_STH.shape[0] == 2
-            assert (terms.tensor().double() - want).norm() < 4e-3 * want.norm()
+            partials = DenseWeight(weight).matmul(x, b, FAST, partials=True)
+            assert isinstance(partials, Partials) and partials.sums_SMN.shape[0] == 2
+            assert (partials.tensor().double() - want).norm() < 4e-3 * want.norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [1, 32, 60])
-def test_chained_layers_in_a_graph(T: int) -> None:
-    """Keeps out: a norm that reads terms before they are complete, and replays that find old ones."""
-    H, I = 4096, 14336
-    weights = [(rand(I, H, scale=H**-0.5), rand(H, I, scale=I**-0.5), rand(H)) for _ in range(6)]
-    x0 = rand(T, H)
+@pytest.mark.parametrize("M", [1, 32, 60])
+def test_chained_layers_in_a_graph(M: int) -> None:
+    """Keeps out: a norm that reads partials before they are complete, and replays that find old ones."""
+    H, K = 4096, 14336
+    weights = [(rand(K, H, scale=H**-0.5), rand(H, K, scale=K**-0.5), rand(H)) for _ in range(6)]
+    x0 = rand(M, H)
 
-    def forward(leaves: bool) -> Tensor:
+    def forward(partials: bool) -> Tensor:
         x, normed = x0, F.rms_norm(x0, (H,), None, EPS)
         for up, down, norm in weights:
             h = linear(normed, up)
-            x, normed = add_rms_norm(x, DenseWeight(down).matmul(h, None, FAST, terms=leaves), norm, EPS)
+            x, normed = add_rms_norm(x, DenseWeight(down).matmul(h, None, FAST, partials=partials), norm, EPS)
         return normed
 
     with torch.no_grad():
@@ -138,9 +138,9 @@ def test_chained_layers_in_a_graph(T: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [1, 32])
-def test_a_layer_gives_the_same_bits(T: int) -> None:
-    """Keeps out: terms taken for the product, or left where no norm follows."""
+@pytest.mark.parametrize("M", [1, 32])
+def test_a_layer_gives_the_same_bits(M: int) -> None:
+    """Keeps out: partials taken for the product, or left where no norm follows."""
     rope = RopeConfig(10000.0)
     config = ModelConfig(
         family="llama", hidden_size=4096, intermediate_size=14336, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -149,17 +149,17 @@ def test_a_layer_gives_the_same_bits(T: int) -> None:
     layer = build(lambda: DecoderLayer(config), torch.device(DEVICE), torch.bfloat16)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02 if parameter.dim() > 1 else 1.0)
-    x, normed, at = rand(T, 4096), rand(T, 4096), torch.zeros(T, dtype=torch.int64, device=DEVICE)
+    x, normed, at = rand(M, 4096), rand(M, 4096), torch.zeros(M, dtype=torch.int64, device=DEVICE)
 
     def attn(index: int, inputs: HeadInputs, rows_R: Tensor | None, scoring: Scoring) -> Tensor:
         return inputs.qkv_TXD[:, :32].contiguous()
 
-    def run() -> tuple[Tensor, Tensor | Terms]:
+    def run() -> tuple[Tensor, Tensor | Partials]:
         return layer(x, normed, Rotation(normed, at), attn, 0)  # type: ignore[no-any-return]
 
     with torch.no_grad():
         total, delta = run()
-        assert isinstance(delta, Terms)
+        assert isinstance(delta, Partials)
         got = total, *layer.input_layernorm.add(total, delta)
         layer.norm_follows = False
         layer.self_attn.o_proj = Whole(layer.self_attn.o_proj)
