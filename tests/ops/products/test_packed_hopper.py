@@ -136,7 +136,7 @@ def test_the_copy_is_read_by_few_rows_alone() -> None:
 
 
 def test_a_product_is_the_same_each_time() -> None:
-    """Keeps out: memory that the copy engine fills while warps still read it, counts of far numbers from memory that is no
+    """Keeps out: memory that TMA fills while warps still read it, counts of far numbers from memory that is no
     longer theirs (kernels ran without end now and then), which shows in few programs, where two share an SM.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
