@@ -1,4 +1,4 @@
-"""The tiles of products with packed weights, chosen by shapes and the kind of GPU alone.
+"""The tiles of products with lossless 12-bit weights, chosen by shapes and the kind of GPU alone.
 
 They were measured on an H100 and an H200: benchmarks/products/README.md, "Lossless weights".  This module knows no tensor and
 no model.
@@ -40,9 +40,9 @@ MORE_ROWS: dict[str, dict[int, dict[str, Numbers]]] = {
 
 
 @cache
-def packed_tiles(M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
+def lossless_tiles(M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
     """Tiles of kernels/quantised/hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns;
-    None: the product takes the weight's ordinary numbers.
+    None: the product reads the dense weight.
 
     kind: of GPU, whose tiles are taken.
     """
