@@ -46,7 +46,7 @@ def copy_rows(to, base_R, ok_R, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """(the stage of a pipeline after this one, the phase of its mbarriers, which changes each time all stages have been used)."""
+    """(the stage after this one, the phase of its mbarriers, which changes each time all stages have been used)."""
     stage += 1
     if stage == STAGES:
         stage = 0

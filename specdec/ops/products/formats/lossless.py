@@ -21,8 +21,7 @@ from torch import Tensor
 
 from specdec.ops.products.formats.quantised import pack, unpack
 
-WIDTH = 128  # columns: a weight whose width is no multiple of them is not kept in 12 bits
-EIGHT = 8  # rows that kernels read together: a matrix whose rows are no multiple of them is not kept in 12 bits
+ALIGN_N, ALIGN_K = 8, 128  # rows and columns: a matrix of which one is no multiple of these is not kept in 12 bits
 EXPONENTS = 16  # that 4 bits can say
 MAX_OUTLIERS = 64  # of a row: a product reads them one after the other
 AT_ONCE = 2**24  # values that are converted at once, whose exponents take 8 bytes each meanwhile
@@ -64,20 +63,20 @@ class LosslessMatrix(NamedTuple):
 
 def lossless_bytes(rows: int, columns: int) -> int:
     """The bytes of a lossless weight without outliers, of which each takes 6."""
-    return rows * (columns * 3 // 2 + 6) + 4 + -(-rows // EIGHT) * 4
+    return rows * (columns * 3 // 2 + 6) + 4 + -(-rows // ALIGN_N) * 4
 
 
 def encode_lossless(weight_NK: Tensor) -> LosslessMatrix | None:
-    """The weight in 12 bits; None if it is not in bfloat16, its width no multiple of WIDTH, or a row has too many outliers."""
+    """The weight in 12 bits; None if it is not in bfloat16, K is no multiple of ALIGN_K, or a row has too many outliers."""
     N, K = weight_NK.shape
-    if weight_NK.dtype != torch.bfloat16 or K % WIDTH or not N * K:
+    if weight_NK.dtype != torch.bfloat16 or K % ALIGN_K or not N * K:
         return None
     pieces = [_encode_rows(rows_RK) for rows_RK in weight_NK.detach().split(max(1, AT_ONCE // K))]
     low_NJ, high_NJ, bases_N, count_N, columns_X, outliers_X = (torch.cat(buffers) for buffers in zip(*pieces))
     if count_N.max() > MAX_OUTLIERS:
         return None
     starts = torch.nn.functional.pad(count_N.cumsum(0), (1, 0)).int()
-    most_E = torch.nn.functional.pad(count_N, (0, -N % EIGHT)).view(-1, EIGHT).amax(1).int()
+    most_E = torch.nn.functional.pad(count_N, (0, -N % ALIGN_N)).view(-1, ALIGN_N).amax(1).int()
     return LosslessMatrix(low_NJ, high_NJ, bases_N, starts, columns_X, outliers_X, most_E)
 
 
