@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from specdec.attention.caches.layout import HeadsView, KVView
@@ -15,6 +16,17 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states
 from specdec.ops.rope import HeadPrep
+
+
+def is_first_call(checked: set[tuple[object, ...]], kind: tuple[object, ...], device: torch.device) -> bool:
+    """Whether a library is asked for the first time for calls of that kind, and may be checked now; `checked` then holds it.
+
+    A graph capture is no time for a check, which reads the device.
+    """
+    if kind in checked or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    checked.add(kind)
+    return True
 
 
 class Backend(ABC):

@@ -44,7 +44,7 @@ class Feature(Enum):
         "int8 queries", "multiplies queries in the models' own dtype, got int8_queries=True", "int8_queries=False",
     )  # fmt: skip
     LATENTS = "MLA", "does not read MLA's latent cache"
-    SPARSE = "sparse MLA", "does not read latents that an indexer chose"
+    SPARSE = "sparse MLA", "does not read latents that an indexer selected"
     SCORED_LATENTS = (
         "MLA with scoring", "reads MLA's latent cache without softcap, sinks or ALiBi, which these models use",
     )  # fmt: skip

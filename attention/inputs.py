@@ -129,10 +129,11 @@ class LayerInputs(ABC):
         heads = self.dense()
         return DenseHeads(heads.q_TQD, *as_stored(torch.stack(heads[1:], dim=1)).unbind(1))
 
-    def choose(self, rows: int, last: Tensor | None) -> Tensor | None:
-        """[B, S, S] bool: which of its row's S tokens each token reads over `dense`, where the layer itself chooses.
+    def select(self, rows: int, last: Tensor | None) -> Tensor | None:
+        """[B, S, S] bool: which of its row's S tokens each token reads over `dense`, where the layer itself selects keys.
 
-        rows: B.  last: what the last layer of the pass returned that chose.  None: the layer reads all that its kind lets it.
+        rows: B.  last: what the last layer of the pass that selects keys returned.  None: the layer reads all that its kind
+            lets it.
         """
         return None
 

@@ -2,12 +2,12 @@
 
 A row holds, one after the other:
 - C bytes: the normed latent divided by its scales, as float8_e4m3fn;
-- 4 * C / 128 bytes: the scales, float32, one for each 128 numbers of the latent;
+- 4 * C / 128 bytes: the scales, float32, one for each 128 elements of the latent;
 - 2 * R bytes: the rotated part of the key in bfloat16.  It is not quantised: its error would go into every head's logits.
 
 With C = 512 and R = 64, float32 items 128 to 131 of a row are its scales, and bfloat16 items 264 to 327 its rotated part.  The
 rotated part is bfloat16 in models of any dtype, because the layout is one that other programs read and write too: a model in
-float32 or float16 loses by it at most 1 part in 256 of a rotated number, where e4m3 costs the others 1 part in 16.
+float32 or float16 loses by it at most 1 part in 256 of a rotated element, where e4m3 costs the others 1 part in 16.
 
 Every token has scales of its own, so its bytes depend on its latent alone.  This module knows no kernel.
 
@@ -28,12 +28,12 @@ from specdec.attention.caches.layout import CacheBuffer, CacheLayout
 from specdec.attention.caches.quant_cache import FP8_MAX
 
 FP8_LATENTS = "fp8_ds_mla"  # the kv_cache_dtype that asks for these rows
-GROUP = 128  # numbers of a latent that share a scale
+GROUP = 128  # elements of a latent that share a scale
 MIN_LATENT_SCALE = torch.finfo(torch.float32).tiny  # the smallest normal float32, so that a latent of zeros divides to zeros
 
 
 def row_bytes(rank: int, rope_dim: int) -> int:
-    """X, the bytes of a token: 656 for rank 512 and 64 rotated numbers."""
+    """X, the bytes of a token: 656 for rank 512 and 64 rotated elements."""
     assert rank % GROUP == 0 and rope_dim % 2 == 0, (rank, rope_dim)
     return rank + 4 * (rank // GROUP) + 2 * rope_dim
 
@@ -51,16 +51,16 @@ def parts_of(rows_NX: Tensor, rank: int) -> LatentParts:
 def pack_latents(latent_NL: Tensor, rank: int) -> Tensor:
     """[N, X] uint8: the rows of these latents, which are normed and rotated.
 
-    A group's scale is its largest number / 448, at least MIN_LATENT_SCALE; a code is the e4m3 number nearest to number /
-    scale, ties to even.
+    A group's scale is its largest absolute value / 448, at least MIN_LATENT_SCALE; the quantised value is the nearest e4m3 to
+    value / scale, ties to even.
     """
     latent_NC, rope_NR = latent_NL[:, :rank].float(), latent_NL[:, rank:]
     latent_NGE = latent_NC.unflatten(1, (-1, GROUP))
     scales_NG = (latent_NGE.abs().amax(2) / FP8_MAX).clamp_(min=MIN_LATENT_SCALE)
     rows_NX = torch.empty(len(latent_NL), row_bytes(rank, rope_NR.shape[1]), dtype=torch.uint8, device=latent_NL.device)
     to = parts_of(rows_NX, rank)
-    codes_NGE = (latent_NGE / scales_NG[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    rows_NX[:, :rank] = codes_NGE.flatten(1).view(torch.uint8)
+    quantised_NGE = (latent_NGE / scales_NG[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    rows_NX[:, :rank] = quantised_NGE.flatten(1).view(torch.uint8)
     assert to.scales_NG is not None
     to.scales_NG.copy_(scales_NG)
     to.rope_NR.copy_(rope_NR)
@@ -68,10 +68,10 @@ def pack_latents(latent_NL: Tensor, rank: int) -> Tensor:
 
 
 def unpack_latents(rows_NX: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """[N, L]: what rows (uint8) stand for, multiplied in float32 and converted to that dtype."""
-    codes_NC, rope_NR, scales_NG = parts_of(rows_NX, rank)
+    """[N, L]: the dequantised latents of rows (uint8), multiplied in float32 and converted to that dtype."""
+    quantised_NC, rope_NR, scales_NG = parts_of(rows_NX, rank)
     assert scales_NG is not None
-    latent_NC = (codes_NC.float().unflatten(1, (-1, GROUP)) * scales_NG[..., None]).flatten(1)
+    latent_NC = (quantised_NC.float().unflatten(1, (-1, GROUP)) * scales_NG[..., None]).flatten(1)
     return torch.cat((latent_NC.to(dtype), rope_NR.to(dtype)), dim=1)
 
 

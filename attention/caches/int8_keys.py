@@ -1,6 +1,6 @@
 """A KV cache with keys in int8 and values in the model's own dtype ("int8_keys").
 
-Every token and kv head has a float32 scale of its own for its key, so a token's stored numbers depend on its key alone.  An
+Every token and kv head has a float32 scale of its own for its key, so a token's quantised key depends on that key alone.  An
 error in a key only shifts softmax weights; a value's error goes straight into the output, and here there is none.
 
 A token's bytes lie head by head: a head's key, and after it the head's value.  Both begin at a multiple of ALIGNMENT bytes, so

@@ -127,7 +127,7 @@ def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor, targets_BE: Tensor 
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The tensor itself, or numbers of 8 bits as bytes: neither Triton nor index_copy_ takes float8 on every device."""
+    """The tensor itself, or 8-bit values as bytes: neither Triton nor index_copy_ takes float8 on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 

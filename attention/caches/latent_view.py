@@ -15,9 +15,9 @@ from torch import Tensor
 class LatentParts(NamedTuple):
     """What slots hold, part by part: views of one cache, in which only the last dim is contiguous.
 
-    latent_NC: the latents, or their codes.
+    latent_NC: the latents, or their quantised values.
     rope_NR: the rotated parts of keys.
-    scales_NG: float32, what a group's codes are to be multiplied with; None: latent_NC holds the latents themselves.
+    scales_NG: float32, what a group's quantised values are to be multiplied with; None: latent_NC holds the latents themselves.
     """
 
     latent_NC: Tensor

@@ -1,8 +1,8 @@
 """The cache of multi-head latent attention (MLA, DeepSeek V2 and later, arXiv 2405.04434): one latent vector a token.
 
-All heads share a token's latent.  A projection turns its first C numbers, which are stored normed, into every head's key and
-value; its last R numbers are the rotated part of every head's key.  Attention treats the cache as one kv head whose key is the
-whole latent and whose value is the latent's first C numbers.  This module knows slots, not the sequences that own them.
+All heads share a token's latent.  A projection turns its first C elements, which are stored normed, into every head's key and
+value; its last R elements are the rotated part of every head's key.  Attention treats the cache as one kv head whose key is the
+whole latent and whose value is the latent's first C elements.  This module knows slots, not the sequences that own them.
 
 Shapes: T tokens, N slots, C latent rank, R rotary dim.
 """

@@ -1,9 +1,9 @@
-"""KV caches of 8-bit numbers: a stored number times its scale is the value.
+"""KV caches in 8 bits: a quantised value times its scale is the dense value.
 
 fp8: float8_e4m3fn, with one scale for each layer, kv head, and key or value.  The scales come from the checkpoint, or else from
     the largest keys and values of the first pass that stores any.  After that they never change: tokens stored under another
     scale would be misread.
-int8: one scale for each token, kv head, and key or value.  A token's stored numbers depend on its key and value alone.
+int8: one scale for each token, kv head, and key or value.  A token's quantised values depend on its key and value alone.
 
 This module knows no kernel.  Shapes: T tokens, N slots, K kv heads, D head dim.
 """
@@ -99,7 +99,7 @@ class QuantView(CachedHeads):
         return dequantised(*self.quantise(kept), kept.dtype)
 
     def quantise(self, kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
-        """The stored form of these keys and values, [T, 2, K, D], and its scales: [2, K] for fp8, [T, 2, K] for int8."""
+        """The quantised keys and values, [T, 2, K, D], and their scales: [2, K] for fp8, [T, 2, K] for int8."""
         if self.scale_2K is None:
             return to_int8(kv_T2KD)
         assert not self.needs_scale
@@ -139,7 +139,7 @@ def fp8_scale(kv_T2KD: Tensor) -> Tensor:
 
 
 def to_int8(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Heads [..., D] in int8, and their scales [...] float32: the nearest int8 of a number / scale (ties go up).
+    """Heads [..., D] in int8, and their scales [...] float32: the nearest int8 to value / scale (ties go up).
 
     A head's largest value is stored as 127.  A head of zeros has scale 0.
     """

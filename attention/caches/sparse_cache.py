@@ -1,7 +1,7 @@
 """The cache of sparse latent attention (DeepSeek V3.2): a cache of latents, and beside each latent the key of the layer's
 indexer.
 
-The indexer scores all of its keys and chooses those tokens whose latents a query reads.  This module knows slots, not the
+The indexer scores all of its keys and selects the tokens whose latents a query reads.  This module knows slots, not the
 sequences that own them, and not how latents are stored.
 
 Shapes: T tokens, N slots, I dims of the indexer's heads.
@@ -27,7 +27,7 @@ LatentFormat = LatentLayout | Fp8LatentLayout
 class SparseLatentView:
     """One layer's latents and indexer keys.
 
-    index_keys: [num_slots, I], in the model's own dtype; None: the layer reads what an earlier layer's indexer chose.
+    index_keys: [num_slots, I], in the model's own dtype; None: the layer reads what an earlier layer's indexer selected.
     """
 
     latents: LatentView

@@ -19,7 +19,7 @@ from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayou
 
 @dataclass(frozen=True)
 class SplitView(CachedHeads):
-    """One layer's keys [slots, K, D] and values [slots, K, E], views of one row of numbers a token in the model's own dtype."""
+    """One layer's keys [slots, K, D] and values [slots, K, E], views of one row a token in the model's own dtype."""
 
     k: Tensor
     v: Tensor

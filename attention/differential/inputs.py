@@ -26,7 +26,7 @@ class DifferentialInputs(LayerInputs):
     """qkv_TXD: the raw projections, query heads, then key heads, then value heads, each pair's heads side by side.
 
     prep: the rotation that queries and keys still need.
-    difference: the numbers of the layer's difference.
+    difference: the parameters of the layer's difference.
     """
 
     qkv_TXD: Tensor

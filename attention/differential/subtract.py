@@ -16,7 +16,7 @@ from specdec.ops.launch import use_kernels
 
 
 class Difference(NamedTuple):
-    """The numbers of one layer's difference.
+    """The parameters of one layer's difference.
 
     factor: float32 without dims, the factor lambda of the second softmax.
     scale: of the normed difference, 1 - lambda_init.

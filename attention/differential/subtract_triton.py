@@ -20,7 +20,7 @@ from specdec.ops.launch import chained
 @triton.jit(do_not_specialize_on_alignment=["factor"])
 def subtract_kernel(
     x,  # [T, I, 2, G, E]
-    factor,  # float32, one number
+    factor,  # float32, a scalar
     out,  # [T, I, G, E]
     scale,
     eps,

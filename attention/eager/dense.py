@@ -39,7 +39,7 @@ class DenseAttention:
         queries_as_read: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.kinds, self.batch, self.as_stored, self.queries_as_read = kinds, batch, as_stored, queries_as_read
-        self._chosen: Tensor | None = None  # by the last layer that chose its keys
+        self._selected: Tensor | None = None  # by the last layer that selects keys
         self.sources = sources or range(len(kinds))
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
 
@@ -48,9 +48,9 @@ class DenseAttention:
         if self.queries_as_read is not None:
             heads = heads._replace(q_TQD=self.queries_as_read(heads.q_TQD))
         q, k, v = (per_row(x, self.batch) for x in heads)
-        chosen = inputs.choose(self.batch, self._chosen)
-        self._chosen = self._chosen if chosen is None else chosen
-        out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring, chosen).transpose(1, 2).flatten(0, 1))
+        selected = inputs.select(self.batch, self._selected)
+        self._selected = self._selected if selected is None else selected
+        out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring, selected).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)
 
     def _with_keys(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None) -> DenseHeads:
@@ -77,18 +77,18 @@ def per_row(x_NHD: Tensor, batch: int) -> Tensor:
 
 
 def attend_rows(
-    q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring, chosen_BTT: Tensor | None = None
+    q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring, selected_BTT: Tensor | None = None
 ) -> Tensor:
     """[B, Q, T, E]: every token attends to its row's tokens up to itself, as far back as the kind allows.
 
-    chosen_BTT: bool; if given, to those of them alone for which it is True.
+    selected_BTT: bool; if given, to those of them alone for which it is True.
     """
     plain = scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None
-    if plain and kind.reads_all and chosen_BTT is None:
+    if plain and kind.reads_all and selected_BTT is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
     mask_TT = visible(q_BQTD.shape[2], kind, q_BQTD.device)
-    if chosen_BTT is not None:
-        mask_TT = mask_TT & chosen_BTT[:, None]
+    if selected_BTT is not None:
+        mask_TT = mask_TT & selected_BTT[:, None]
     if plain:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, mask_TT, enable_gqa=True, scale=scoring.scale)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)

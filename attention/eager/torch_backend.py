@@ -66,7 +66,7 @@ class TorchBackend(Backend):
         if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
             return [block for block in blocks if block.queries]  # a block without queries has no state
-        sequences = (plan.segments or plan.parts)[-1].rows  # a shared prefix stands in front of the sequences' own segment
+        sequences = (plan.segments or plan.parts)[-1].rows  # a shared prefix comes before the sequences' own segment
         return [_joined_block(tuple(_spread(part, sequences) for part in plan.parts))]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> AttentionState:

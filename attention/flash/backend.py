@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from specdec.attention.backend import is_first_call
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.layout import CachedHeads
 from specdec.attention.caches.quant_cache import QuantView
@@ -56,7 +56,8 @@ class FlashBackend(TritonBackend):
         if not self._asks_library(q_THD, view, segment):
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
         assert isinstance(view, FlashView)
-        self._check_once(q_THD, view, segment)
+        if is_first_call(self._checked, (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype, view.kv.dtype), q_THD.device):
+            check_conventions(self.library, q_THD, view, segment)
         return ADAPTERS[self.library](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: CachedHeads, segment: Segment) -> bool:
@@ -80,11 +81,3 @@ class FlashBackend(TritonBackend):
         if isinstance(view, QuantView):
             return view.scale_2K is not None and "fp8" in LIBRARIES[self.library].kv_cache_dtypes and self.rule is None
         return isinstance(view, MHAView)
-
-    def _check_once(self, q_THD: Tensor, view: FlashView, segment: Segment) -> None:
-        """Before the first call with these heads: checks the library's conventions on cases with known answers."""
-        key = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype, view.kv.dtype)
-        if key in self._checked or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self._checked.add(key)
-        check_conventions(self.library, q_THD, view, segment)

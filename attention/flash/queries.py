@@ -1,8 +1,8 @@
-"""Queries in float8, as flash-attn 3 reads them over an fp8 cache: its kernel multiplies two float8 numbers.
+"""Queries in float8, as flash-attn 3 reads them over an fp8 cache: its kernel multiplies float8 by float8.
 
-The queries of one sequence that share a kv head share one scale, a power of two.  Rounding to float8 then depends on a number's
-own digits, not on its neighbours: a query is rounded alike in a tree, a chain and a plain step, but for numbers below 2^-14 of
-the largest.  This module knows no keys and no library.
+The queries of one sequence that share a kv head share one scale, a power of two.  So an element is rounded to float8
+alike whatever its neighbours are: a query is rounded alike in a tree, a chain and a plain step, except for elements below 2^-14
+of the largest.  This module knows no keys and no library.
 
 Shapes: T queries, H heads, K kv heads, D head dim, R rows of a segment.
 """
@@ -22,9 +22,9 @@ MANTISSA = 2**23 - 1  # the bits of a float32 that hold its digits
 def float8_queries(q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """The nearest float8 (e4m3fn) of queries / scale, and scale_RK, float32.
 
-    Queries that belong to no row get numbers that nobody reads.
+    Queries that belong to no row get arbitrary values, which nobody reads.
     cu_seqlens_q: int32 [R + 1]; row r holds the queries cu_seqlens_q[r] to cu_seqlens_q[r + 1], at most max_seqlen_q.
-    A number that is not finite becomes NaN, and the scale of its row and kv head infinite.
+    An element that is not finite becomes NaN, and the scale of its row and kv head infinite.
     """
     if use_kernels(q_THD):
         from specdec.attention.flash.queries_triton import launch_float8_queries

@@ -1,4 +1,5 @@
-"""The kernels of queries.py.  One launch where a row holds few queries; of long prompts another one finds the largest numbers.
+"""The kernels of queries.py.  One launch where a row holds few queries; of long prompts another one finds the largest absolute
+values.
 
 Order of chained launches (specdec/ops/launch.py): both kernels trigger early and read nothing before their wait.
 
@@ -35,7 +36,7 @@ def largest_of(
     q, program, programs, count, start, kv_head, stride_t, stride_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The largest size of the numbers in one program's blocks; infinite if one is not finite."""
+    """The largest absolute value in one program's blocks; infinite if an element is not finite."""
     d = tl.arange(0, PADDED_DIM)
     amax_M = tl.zeros([BLOCK_M], dtype=tl.float32)
     for first in range(program * BLOCK_M, count, programs * BLOCK_M):

@@ -1,4 +1,4 @@
-"""The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of chosen slots, our kernels the rest.
+"""The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of selected slots, our kernels the rest.
 
 The rest is: ordinary heads (a draft head's), a tree's suffix and the merge of its state, segments with first keys, shared
 prefixes, ragged batches of prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.attention.backend import is_first_call
 from specdec.attention.caches.fp8_latent import Fp8LatentView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import KVView
@@ -48,7 +49,8 @@ class FlashMLABackend(TritonBackend):
         assert isinstance(view, LatentView)
         segment, scale = prepared.segments[0], scoring.latent_factor()
         assert q_THD.stride(2) == 1, "a model's absorbed queries lie densely"
-        self._check_once(q_THD, view, segment)
+        if is_first_call(self.checked, (q_THD.shape[1:], q_THD.dtype, type(view), segment.pages.page_size), q_THD.device):
+            adapters.check_conventions(q_THD, view, segment)
         state = self._library(q_THD, view, segment, scale, prepared.schedules)
         return state if prepared.suffix is None else merge_suffix(q_THD, view, prepared.suffix, scale, state)
 
@@ -85,11 +87,3 @@ class FlashMLABackend(TritonBackend):
         if T <= KEPT_ROWS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._of_rows[key] = schedule
         return schedule
-
-    def _check_once(self, q_THL: Tensor, view: LatentView, segment: Segment) -> None:
-        """Before the first call of its kind with these heads: checks the library's conventions on two known answers."""
-        key = (q_THL.shape[1:], q_THL.dtype, type(view), segment.pages.page_size)
-        if key in self.checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self.checked.add(key)
-        adapters.check_conventions(q_THL, view, segment)

@@ -55,7 +55,7 @@ def read_keys(q_MD, k_ND, v_ND, visible_MN, state, scale, softcap, SOFTCAP: tl.c
 )
 def kv_blocks_kernel(
     q,  # [T, H, D], or a KEY_PARTS-th of D
-    kv,  # [slots, 2, K, D]; the values begin stride_v numbers after the keys
+    kv,  # [slots, 2, K, D]; the values begin stride_v elements after the keys
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32

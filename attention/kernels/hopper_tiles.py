@@ -1,8 +1,8 @@
 """Which paged segments paged_hopper.py's kernel reads, and in which tiles.
 
-It runs on Hopper GPUs, and is chosen on H200s and what is nearest to them.  It reads what the copy engine brings: 16-bit keys
-and values of one width, side by side, in pages of at least 16 tokens.  Of these it takes the shapes for which it was measured
-to be faster: benchmarks/layers/README.md, "Why the tiles and rules are what they are".  The kernel itself is not imported here,
+It runs on Hopper GPUs, and is taken on H200s and the GPUs nearest to them.  It reads what TMA can load: 16-bit keys and values
+of one width, side by side, in pages of at least 16 tokens.  Of these it takes the shapes for which it was measured to be
+faster: benchmarks/layers/README.md, "Why the tiles and rules are what they are".  The kernel itself is not imported here,
 because other GPUs can't compile it.
 
 Shapes: T queries, H heads, K kv heads, D head dim.
@@ -22,7 +22,7 @@ from specdec.attention.segment import Segment
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.gpus import H200, match_of
 
-MIN_PAGE = 16  # the tensor cores sum 16 keys at a time
+MIN_PAGE = 16  # the K of a wgmma over 16-bit values
 WIDTHS = (64, 128, 256)  # head dims
 
 
@@ -54,7 +54,7 @@ def _tiles(seqlen_q_packgqa: int, D: int, branches: bool, pairs: int, max_keys: 
     """seqlen_q_packgqa: as in AttentionShape (flash/rule.py).  branches: whether queries are a tree's.  pairs: rows x kv heads.
     max_keys: the most keys of a row that the host can't exclude, mostly the table's capacity.
 
-    In most cases two programs an SM, each with two blocks under way, are fastest.  One with three is where there is just one
+    In most cases two programs an SM, each with two stages, are fastest.  One with three stages is where there is just one
     for each SM, over the many keys of one row, for small trees and for wide heads.
     """
     tiles = -(-seqlen_q_packgqa // 64)

@@ -32,7 +32,7 @@ def scale_and_inverse(amax):
 
 @triton.jit
 def size_of(x):
-    """|x|, and infinity where x is no number, which a maximum of sizes would leave out."""
+    """|x|, and infinity for NaN, which a maximum would ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 

@@ -1,13 +1,14 @@
-"""paged_attention_kernel written in Gluon for Hopper GPUs: 16-bit keys and values, read through the GPU's copy engine (TMA).
+"""paged_attention_kernel written in Gluon for Hopper GPUs: 16-bit keys and values, read by TMA.
 
-One warp of a program only loads.  Most keys of a row were stored in earlier passes, so that warp asks for the first pages of
-its split before it waits for the kernel in front (specdec/ops/launch.py), and after the wait for those with keys that this
-layer may have just stored, together with the queries.  The builder of a segment says which keys those are (`Segment.fresh`).
+The kernel is warp-specialised: one producer warp issues TMA loads, and the consumer warps compute.  Most keys of a row were
+stored in earlier passes, so the producer loads the first pages of its split before gdc_wait (specdec/ops/launch.py).  After it,
+the producer loads the queries, and the pages with keys that this layer may have just stored; the builder of a segment says
+which keys those are (`Segment.fresh`).
 
-A tile of queries x heads (packed GQA) is the first operand of the tensor cores, 64 rows for each group of four warps: a row's
-softmax needs no other warp.  The engine brings panels of 64 columns, as the tensor cores read them.  Either one request brings
-all panels of a page's keys and values of a head, and pages are multiplied one by one; or each panel has a request of its own,
-and a block's pages lie side by side (JOINED), so that fewer and larger products take them all.
+A tile of queries x heads (packed GQA) is the first operand of wgmma, 64 rows for each warpgroup, so a row's softmax needs no
+other warp.  A TMA load brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  Either one
+TMA load brings all panels of a page's keys and values of a head, and each page has a wgmma of its own; or each panel has a TMA
+load of its own, and a block's pages lie side by side (JOINED), so that fewer and larger wgmmas take them all.
 
 This module knows pages, not what the keys are, and chooses no tiles.
 
@@ -36,8 +37,8 @@ from specdec.attention.segment import Segment
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, next_stage, tma_layout, tma_load
 from specdec.ops.launch import chained
 
-LOADER = 40  # registers that a thread of the loading warp keeps
-PANEL = 64  # columns of a panel: 128 bytes, the widest row that the tensor cores read from shared memory
+PRODUCER_REGISTERS = 40  # of a thread of the producer warp
+PANEL = 64  # columns of a panel: 128 bytes, the widest swizzle of shared memory
 
 
 @gluon.jit
@@ -52,11 +53,11 @@ def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, ROWS: gl.conste
 
 
 @gluon.jit
-def _fetch_page(
+def _load_page(
     kv_tiles, kv_smem, bar, first_slot, kv_head, stage, i, pred,
     JOINED: gl.constexpr, PAGES: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the keys and values of page i of a block: with one request, or for each panel with one of its own."""
+    """Issues the TMA loads of the keys and values of page i of a block: one load, or one for each panel."""
     if JOINED:
         for part in gl.static_range(2):
             for d in gl.static_range(PANELS):
@@ -67,24 +68,24 @@ def _fetch_page(
 
 
 @gluon.jit
-def _fetch_first(
+def _load_first(
     kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, LATE: gl.constexpr, STAGES: gl.constexpr,
     JOINED: gl.constexpr, PAGES: gl.constexpr, ROWS: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the pages of the first blocks: those with keys from `settled` on if LATE, else the others."""
+    """Issues the TMA loads of the first blocks' pages: those with keys from `settled` on if LATE, else the others."""
     for s in gl.static_range(STAGES):
         for i in gl.static_range(PAGES):
             is_late = low + (s * PAGES + i + 1) * ROWS > settled
             wanted = (s < blocks) & (is_late == LATE)
-            _fetch_page(kv_tiles, kv_smem, full.index(s), slots[s * PAGES + i], kv_head, s, i, wanted, JOINED, PAGES, PANELS)
+            _load_page(kv_tiles, kv_smem, full.index(s), slots[s * PAGES + i], kv_head, s, i, wanted, JOINED, PAGES, PANELS)
 
 
 @gluon.jit
-def _logits(q_MD, kv_PND, slot, scale2, softcap, nothing, PAGES: gl.constexpr, SOFTCAP: gl.constexpr):
+def _logits(q_MD, kv_PND, stage, scale2, softcap, nothing, PAGES: gl.constexpr, SOFTCAP: gl.constexpr):
     """The logits of the queries and the keys of each page of a block, times log2(e)."""
     products = ()
     for i in gl.static_range(PAGES):
-        keys_DN = kv_PND.index((slot * PAGES + i) * 2).permute((1, 0))
+        keys_DN = kv_PND.index((stage * PAGES + i) * 2).permute((1, 0))
         products = products + (warpgroup_mma(q_MD, keys_DN, nothing, use_acc=False, is_async=True),)  # type: ignore[assignment]
     logits = ()
     for i in gl.static_range(PAGES):
@@ -106,12 +107,12 @@ def paged_hopper_kernel(
     scale, softcap, stride_row, states, tiles,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_STARTS: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr, LOADER: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all".
 
-    JOINED: whether a block's pages are multiplied together.  LOADER: registers of a thread of the loading warp.
+    JOINED: whether a block's pages are multiplied together.  PRODUCER_REGISTERS: of a thread of the producer warp.
     """
     dtype: gl.constexpr = kv_tiles.dtype
     ROWS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
@@ -153,7 +154,7 @@ def paged_hopper_kernel(
         kv_smem = gl.allocate_shared_memory(dtype, [STAGES * 2 * PANELS * PAGES, 1, 1, ROWS, 64], kv_tiles.layout)
     else:
         kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, 2, PANELS, ROWS, 64], kv_tiles.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())  # the last one is the queries'
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())  # the last mbarrier is the queries'
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
@@ -166,25 +167,27 @@ def paged_hopper_kernel(
     loads = q_tiles, kv_tiles, page_table + row.to(gl.int64) * stride_row, first + tile * (BLOCK_M // GROUP), kv_head
     gl.warp_specialize(
         [
-            (attend, (
+            (consumer, (
                 memory, shared, keys, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, AHEAD, SOFTCAP, BLOCK_M, BLOCK_N,
                 BLOCK_N if JOINED else ROWS, STAGES, PDL, num_warps,
             )),
-            (load, (
+            (producer, (
                 memory, loads, low, high, settled, GROUP, DIM, PAGE_SIZE, FRESH, BLOCK_M, BLOCK_N, ROWS, JOINED, STAGES, PDL,
             )),
         ],
-        [1], [LOADER],
+        [1], [PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit
-def load(
+def producer(
     memory, loads, low, high, settled,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ROWS: gl.constexpr, JOINED: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: old pages of all stages, then, once they exist, queries and fresh pages; then each stage again."""
+    """The producer warp fills all stages with old pages and, after gdc_wait, with the queries and fresh pages; then stage by
+    stage.
+    """
     q_smem, kv_smem, full, empty = memory
     q_tiles, kv_tiles, pages, first_query, kv_head = loads
     PAGES: gl.constexpr = BLOCK_N // ROWS
@@ -195,7 +198,7 @@ def load(
         slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
         mbarrier.expect(full.index(s), 4 * BLOCK_N * DIM, pred=s < blocks)
     if FRESH != "all":
-        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, JOINED, PAGES, ROWS, PANELS)
+        _load_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, JOINED, PAGES, ROWS, PANELS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -203,27 +206,27 @@ def load(
     for d in gl.static_range(PANELS):
         tma_load(q_tiles, [first_query, kv_head * GROUP, d * 64], full.index(STAGES), q_smem.index(d), pred=blocks > 0)
     if low + STAGES * BLOCK_N > settled:
-        _fetch_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, ROWS, PANELS)
+        _load_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, ROWS, PANELS)
     slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
-    slot = 0
+    stage = 0
     phase = 0
     for k in range(STAGES, blocks):
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(full.index(slot), 4 * BLOCK_N * DIM)
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(full.index(stage), 4 * BLOCK_N * DIM)
         for i in gl.static_range(PAGES):
-            _fetch_page(kv_tiles, kv_smem, full.index(slot), slots[i], kv_head, slot, i, True, JOINED, PAGES, PANELS)
+            _load_page(kv_tiles, kv_smem, full.index(stage), slots[i], kv_head, stage, i, True, JOINED, PAGES, PANELS)
         slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
-        slot, phase = next_stage(slot, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def attend(
+def consumer(
     memory, shared, keys,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr,
     AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """All other warps.  ROWS: keys that are multiplied together, a page or a block.
+    """The consumer warps.  ROWS: keys of one wgmma, a page or a block.
 
     whole, from_first: every query of the tile reads the keys before `whole` from `from_first` on.  begin: the first key that
     any of them reads.
@@ -260,16 +263,16 @@ def attend(
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     if PDL:
         gdc_wait()
-    slot = 0
+    stage = 0
     phase = 0
     mbarrier.wait(full.index(STAGES), 0, pred=blocks > 0)
     for k in range(blocks):
         start = low + k * BLOCK_N
-        # Loaded for every block: the assembler that Triton 3.6 brings along (ptxas 12.8) gave the registers of queries that
-        # stay in them to the softmax's weights, where a head has 64 numbers and a block one page.
+        # Loaded for every block: where a head has 64 dims and a block one page, ptxas 12.8, which Triton 3.6 bundles, gave the
+        # registers of queries that stay in registers to the softmax's weights as well.
         queries_MD = q_MD.load(gl.DotOperandLayout(0, S, 2))
-        mbarrier.wait(full.index(slot), phase)
-        logits = _logits(queries_MD, kv_PND, slot, scale2, softcap, nothing, PAGES, SOFTCAP)
+        mbarrier.wait(full.index(stage), phase)
+        logits = _logits(queries_MD, kv_PND, stage, scale2, softcap, nothing, PAGES, SOFTCAP)
         if (start + BLOCK_N > whole) | (start < from_first):
             visible = ()
             for i in gl.static_range(PAGES):
@@ -284,7 +287,7 @@ def attend(
         top_M = new_M
         if (start + BLOCK_N > high) | (start < begin):
             for i in gl.static_range(PAGES):
-                _drop_values(kv_PND.index((slot * PAGES + i) * 2 + 1), begin, start + i * ROWS, high, ROWS, DIM, WARPS)
+                _drop_values(kv_PND.index((stage * PAGES + i) * 2 + 1), begin, start + i * ROWS, high, ROWS, DIM, WARPS)
             fence_async_shared()
             barrier()
         acc_ME *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
@@ -294,13 +297,13 @@ def attend(
             p_MN = gl.exp2(logits[i] - shift_M[:, None])
             sum_MN += p_MN
             weights = gl.convert_layout(p_MN.to(dtype), gl.DotOperandLayout(0, A, 2))
-            acc = warpgroup_mma(weights, kv_PND.index((slot * PAGES + i) * 2 + 1), acc, is_async=True)
+            acc = warpgroup_mma(weights, kv_PND.index((stage * PAGES + i) * 2 + 1), acc, is_async=True)
         total_M = total_M * decay_M + gl.sum(sum_MN, 1)
         acc_ME = warpgroup_mma_wait(0, deps=(acc,))
         if k + STAGES < blocks:
-            barrier()  # all warps have read the stage
-            mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = next_stage(slot, phase, STAGES)
+            barrier()  # all consumer warps have read the stage
+            mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)
@@ -354,6 +357,6 @@ def launch_paged_hopper(
         segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=G, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
         AHEAD=segment.ahead, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, JOINED=tiles.joined, LOADER=LOADER,
-        num_warps=tiles.warps, maxnreg=tiles.registers, **chained(q_THD.device),
+        BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, JOINED=tiles.joined,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=tiles.warps, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip

@@ -8,7 +8,7 @@ With AHEAD, causal queries also read some keys after their own, as in an encoder
 distance of the key.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
-represents all 8-bit numbers exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
+represents all 8-bit values exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
 then scaled by a power of two into a range where float16 is at least as precise as bfloat16 was.  The scale of a head (fp8) is
 multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
@@ -17,12 +17,12 @@ bytes after its key.  With INT8_QUERIES, queries are rounded to int8 and multipl
 multiplied with the scales of both.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
-a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
+a model these are written before the norm ahead of the layer's projections, so they are complete when this kernel starts; any
 other caller has to make sure of the same.
 
-Values may have another width than keys; a token's keys and values lie in one row of numbers.  A key may consist of KEY_PARTS
+Values may have another width than keys; a token's keys and values lie in one row.  A key may consist of KEY_PARTS
 equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
-in the other parts its numbers are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
+in the other parts its elements are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
 
 Shapes: M rows of a tile (queries x heads of a group), N keys of a block, D key dim, E value dim, R rows, T queries, H heads, K
 kv heads, S splits.
@@ -40,7 +40,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def widened(x, to: tl.constexpr, ASM: tl.constexpr):
-    """8-bit numbers as numbers of the type `to`.
+    """8-bit values converted to the type `to`.
 
     ASM: int8 becomes float16 by bit operations, because the GPU's integer conversions are slow.
     """
@@ -66,7 +66,7 @@ def widened(x, to: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def own_part(head_G, d, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_PARTS: tl.constexpr):
-    """Where a query's numbers stand that go with the numbers d of a key, and which of these are its own part of the key.
+    """Where the elements of a query are that meet the elements d of a key, and which of the latter are its own part of the key.
 
     head_G: the query's place among the heads of its group.
     """
@@ -82,9 +82,9 @@ def own_part(head_G, d, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_PARTS: 
 def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
     """Queries divided by a power of two so that they fit float16, and that power, by which their products are to be multiplied.
 
-    STAGED: the scaled queries are written to of_MD and loaded again.  Triton then feeds products with queries from memory;
-        otherwise it would hold them in registers, of which large tiles have none to spare.  The splits of a row write the same
-        numbers.
+    STAGED: the scaled queries are written to of_MD in global memory and loaded again.  Triton then feeds products with
+        queries from shared memory; otherwise it would hold them in registers, of which large tiles have none to spare.  The
+        splits of a row write the same values.
     """
     size_MD = tl.abs(q_MD.to(tl.float32))
     amax = tl.max(tl.where(size_MD < float("inf"), size_MD, 1e-30))  # a padded row may hold inf or NaN
@@ -113,8 +113,8 @@ def narrowed(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexp
 def loaded_once(scales_N, ok_N):
     """Scales for the columns of products.
 
-    Each is a maximum of one number, so that it is loaded once: a load in the products' layout would fetch the scales of all its
-    columns in every thread, and page numbers too.
+    The maximum over an axis of size 1 makes the compiler load each scale once: a load in the products' layout would fetch the
+    scales of all columns in every thread, and page numbers too.
     """
     return tl.max(tl.load(scales_N[:, None], mask=ok_N[:, None], other=0.0), 1)
 

@@ -4,7 +4,7 @@
 in place: a thread holds both halves of a head's rotated pair, so no element is overwritten before it is read.
 
 Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait.  They were complete before the
-norm in front of the qkv projection, and the projection lets this kernel start only after that norm is complete.
+norm ahead of the qkv projection, and the projection lets this kernel start only after that norm is complete.
 
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K rows of a token, D head dim, E = D / 2.
 """

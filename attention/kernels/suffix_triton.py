@@ -8,7 +8,7 @@ Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel re
 The paged kernel lets this kernel start only after its own wait, so the store of the queries and keys is complete by then.
 
 Values may have another width than keys, and keys may have parts, as in the paged kernel.  Queries that are rounded to int8 are
-multiplied in their own type, which represents all int8 numbers exactly.
+multiplied in their own type, which represents all int8 values exactly.
 
 Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D key dim, E value dim, N keys of a
 block, S splits, C splits of a chunk.

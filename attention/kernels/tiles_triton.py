@@ -51,8 +51,8 @@ class PagedTiles(NamedTuple):
 
 
 def padded(D: int, int8_product: bool = False) -> int:
-    """The side of a tile that holds D numbers: tiles have power-of-two sides, and a tensor-core product needs at least 16
-    numbers, or 32 of 8 bits.
+    """The side of a tile that holds D elements: tiles have power-of-two sides, and a tensor-core product needs at least 16
+    elements, or 32 of 8 bits.
     """
     return max(32 if int8_product else 16, triton.next_power_of_2(D))
 

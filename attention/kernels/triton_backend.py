@@ -155,8 +155,8 @@ class TritonBackend(Backend):
         waves = segment.rows * K / programs
         wanted = seqlen_q_packgqa
         if v.shape[2] < k.shape[2] and not loads_ahead(k, v):
-            # Shared memory then holds narrow values where wide keys were.  In larger tiles the assembler that Triton 3.6 brings
-            # along (ptxas 12.8) takes their address from a register that it has not set.
+            # Shared memory then holds narrow values where wide keys were.  In larger tiles ptxas 12.8, which Triton 3.6
+            # bundles, takes their address from a register that it has not set.
             wanted = min(seqlen_q_packgqa, 32)
         kept = view.quant, segment.causal, waves, segment.max_keys, view.int8_queries
         tiles = hopper_tiles(q_THD, view, segment, scoring, programs, self.hopper)

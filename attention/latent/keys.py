@@ -12,10 +12,10 @@ from specdec.attention.caches.latent_view import LatentView
 class LatentKeys(NamedTuple):
     """What every kernel over latents is told of their cache.
 
-    pointers: latents or codes, rotated parts, and scales.  A cache without scales gives its latents in their place: kernels
-        need some pointer, and do not read it.
+    pointers: latents (or quantised latents), rotated parts, and scales.  A cache without scales gives its latents in their
+        place: kernels need some pointer, and do not read it.
     options: the kernels' constants.  Strides are among them, so that the compiler knows how far rows are aligned: 656 bytes
-        are 328 numbers of a rotated part, which Triton would otherwise take to lie anywhere.
+        are 328 elements of a rotated part, which Triton would otherwise take to lie anywhere.
     """
 
     pointers: tuple[Tensor, Tensor, Tensor]

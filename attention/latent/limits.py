@@ -18,7 +18,7 @@ class Limits:
     expanded_tokens: cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16.
     convert_from: queries a row from which on latents in 8 bits are converted first.
     workspace_tokens: latents converted at once; with DeepSeek's dims they take 75 MB in bf16.  A single row may be longer.
-    absorbed: numbers of absorbed queries at once where each token reads keys of its own.  They are four times as wide as the
+    absorbed: elements of absorbed queries at once where each token reads keys of its own.  They are four times as wide as the
         queries that they are made from, so a long prompt's take turns: at DeepSeek's dims 910 tokens, in 134 MB.
     """
 

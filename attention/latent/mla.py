@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA, arXiv 2405.04434) over a paged cache of latents.
 
-There are two ways to compute the same numbers.
+There are two ways to compute the same result.
 - Absorbed, for passes of few queries a row (decode, chains, trees, short prompts): the projection from latents to keys is
   applied to the queries, which can then be multiplied with latents as they lie in the cache; the projection from latents to
   values is applied to attention's output.
@@ -49,7 +49,7 @@ from specdec.parallel.group import ALONE, Group
 class LatentInputs(LayerInputs):
     """The inputs of a layer of latent attention.
 
-    q_THQ: queries, whose last R numbers are to be rotated and are not rotated yet.
+    q_THQ: queries, whose last R elements are to be rotated and are not rotated yet.
     latent_TL: latents, neither normed nor rotated.
     up_HXC: each head's projection from latents to keys (first N rows) and values (last V rows).
     numerics: the policy that chooses the form, and the products with up_HXC.
@@ -138,7 +138,7 @@ def store_latent(
 
 
 def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = False, numerics: Numerics = FAST) -> Tensor:
-    """[T, H, width]: queries that can be multiplied with latents.  Only their first C numbers are set; the caller sets the
+    """[T, H, width]: queries that can be multiplied with latents.  Only their first C elements are set; the caller sets the
     rest.
 
     by_head: whether all queries of a head lie together in memory, instead of all heads of a query.
@@ -170,7 +170,7 @@ def _multiply(x_THI: Tensor, weight_HOI: Tensor, out_THO: Tensor, numerics: Nume
 
 
 def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:
-    """[E, 2, H, Q]: every head's keys and values of these latents.  Values have V numbers; the rest up to Q is junk."""
+    """[E, 2, H, Q]: every head's keys and values of these latents.  Values have V elements; the rest up to Q is junk."""
     E, (H, _, C) = latent_EL.shape[0], up_HXC.shape
     both_EHX = F.linear(latent_EL[:, :C], up_HXC.flatten(0, 1)).view(E, H, -1)
     kv_E2HQ = latent_EL.new_empty(E, 2, H, N + latent_EL.shape[1] - C)

@@ -1,13 +1,13 @@
 """latent_attention_kernel written in Gluon for Hopper GPUs: the same states at DeepSeek's dims, where Triton's code is slow.
 
 Triton's compiler distributes the product of queries and keys over warps by rows.  A tile of 64 rows occupies four of eight
-warps, and the other four repeat their work; larger tiles do not fit the registers.  Here each of two warp groups takes half of
-the keys, then half of the values' columns.  A block of 64 latents is loaded by the GPU's copy engine (TMA) if it lies within
-one page, and by asynchronous copies otherwise; the next block is loaded while the current one is computed.
+warps, and the other four repeat their work; larger tiles do not fit the registers.  Here each of two warpgroups takes half of
+the keys, then half of the values' columns.  A block of 64 latents is loaded by TMA if it lies within one page, and by
+cp.async otherwise; the next block is loaded while the current one is computed.
 
-Latents in 8 bits (caches/fp8_latent.py) are loaded as codes into registers, two blocks ahead.  While the product of queries and
-keys runs over one group of 128 numbers of a block, the next block's codes of that group are multiplied with their scales and
-written to shared memory in 16 bits.
+Latents in 8 bits (caches/fp8_latent.py) are loaded as they are into registers, two blocks ahead.  While the wgmma of queries
+and keys runs over one group of 128 columns of a block, the next block's quantised values of that group are multiplied with
+their scales and written to shared memory in 16 bits.
 
 Shapes: M = 64 rows of a tile (queries x heads), N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
 of a latent.
@@ -50,9 +50,7 @@ FOUR_VALUES = gl.constexpr("""{
     cvt.rn.bf16x2.f32 $0, y, x;
     cvt.rn.bf16x2.f32 $1, w, z;
     }""")
-TILE = gl.NVMMASharedLayout(
-    swizzle_byte_width=128, element_bitwidth=16, rank=2
-)  # the layout of shared memory that products read
+TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # the layout of shared memory that wgmma reads
 
 
 @gluon.jit
@@ -87,8 +85,8 @@ def _copy_keys(
 
 
 @gluon.jit
-def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.constexpr):
-    """Loads 64 keys of one page through the copy engine."""
+def _load_keys_by_tma(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.constexpr):
+    """Issues the TMA loads of 64 keys of one page."""
     slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
     mbarrier.expect(bar, 64 * 576 * 2)
     tma_load(tiles_c, [slot, 0], bar, to_c)
@@ -101,13 +99,13 @@ def _start_loading(
     LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, TMA: gl.constexpr,
     WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block.
+    """Starts to load a block of keys into its stage.  With TMA, all blocks but a row's last one come by TMA.
 
     wide_N, narrow_N: the keys' page numbers, read before: without TMA each key may lie in a page of its own.
     """
     if TMA:
         if start + 64 <= high:
-            _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
+            _load_keys_by_tma(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
         else:
             last_wide_N = _pages_of(pages, start, high, PAGE_SIZE, WIDE)
             last_narrow_N = _pages_of(pages, start, high, PAGE_SIZE, NARROW)
@@ -120,9 +118,9 @@ def _start_loading(
 
 
 @gluon.jit
-def _wait_for_keys(bar, phase, by_engine):
-    """Waits until a block's keys have arrived, as `_start_loading` sent for them."""
-    if by_engine:
+def _wait_for_keys(bar, phase, by_tma):
+    """Waits until a block's keys have arrived, in the way in which `_start_loading` loads them."""
+    if by_tma:
         mbarrier.wait(bar, phase)
     else:
         async_copy.wait_group(0)
@@ -131,12 +129,12 @@ def _wait_for_keys(bar, phase, by_engine):
 
 
 @gluon.jit
-def _load_codes(
+def _load_quantised(
     latent, scales, page_N, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
     fours: gl.constexpr,
 ):  # fmt: skip
-    """The codes of the 64 keys from `start` on, [N, 32] for each group, four in an int32, and their scales [N]; zeros from
-    `high` on.
+    """The quantised values of the 64 keys from `start` on, [N, 32] for each group, four in an int32, and their scales [N];
+    zeros from `high` on.
     """
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, fours))
     slot_N, ok_N = page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE, key_N < high
@@ -144,7 +142,7 @@ def _load_codes(
     ok_NE = ok_N[:, None] & (e < 32)[None, :]
     at_NE = latent.to(gl.pointer_type(gl.int32)) + (slot_N * (STRIDE // 4))[:, None] + e[None, :]
     scales_N = scales + slot_N * SCALES_STRIDE
-    codes = (
+    quantised = (
         gl.load(at_NE, mask=ok_NE, other=0), gl.load(at_NE + 32, mask=ok_NE, other=0),
         gl.load(at_NE + 64, mask=ok_NE, other=0), gl.load(at_NE + 96, mask=ok_NE, other=0),
     )  # fmt: skip
@@ -152,14 +150,14 @@ def _load_codes(
         gl.load(scales_N, mask=ok_N, other=0.0), gl.load(scales_N + 1, mask=ok_N, other=0.0),
         gl.load(scales_N + 2, mask=ok_N, other=0.0), gl.load(scales_N + 3, mask=ok_N, other=0.0),
     )  # fmt: skip
-    return codes, scales
+    return quantised, scales
 
 
 @gluon.jit
-def _store_values(to, codes_NE, scale_N):
-    """Writes a group's codes, multiplied with their scales in float32 and rounded to bfloat16, to `to`, [N, 128]."""
+def _store_dequantised(to, quantised_NE, scale_N):
+    """Writes a group's quantised values, multiplied with their scales in float32 and rounded to bfloat16, to `to`, [N, 128]."""
     two_NE, more_NE = gl.inline_asm_elementwise(
-        FOUR_VALUES, "=r,=r,r,r", [codes_NE, scale_N[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        FOUR_VALUES, "=r,=r,r,r", [quantised_NE, scale_N[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     to._reinterpret(gl.int32, [64, 64], PAIRS).store(gl.join(two_NE, more_NE).reshape([64, 64]))
@@ -167,7 +165,7 @@ def _store_values(to, codes_NE, scale_N):
 
 @gluon.jit
 def absorb(s_MN, c_NC, p_s, top_M, total_M, acc_MC, A: gl.constexpr):
-    """mla_triton.absorb for two warp groups.  p_s: memory for the weights.  The caller waits for all before c_NC changes."""
+    """mla_triton.absorb for two warpgroups.  p_s: shared memory for the weights.  The caller waits before c_NC changes."""
     new_M = gl.maximum(top_M, gl.max(s_MN, 1))
     shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)
     p_MN = gl.exp2(s_MN - shift_M[:, None])
@@ -196,10 +194,10 @@ def latent_hopper_kernel(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    FOURS: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [8, 1], [1, 0])  # codes, four in an int32
+    FOURS: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [8, 1], [1, 0])  # quantised values, four in an int32
     PLACES: gl.constexpr = FOURS if SCALED else WIDE
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    CODES_AHEAD: gl.constexpr = 128 if SCALED else 64
+    LATENTS_AHEAD: gl.constexpr = 128 if SCALED else 64
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tile = gl.program_id(0) % tiles
     if CAUSAL:
@@ -221,7 +219,7 @@ def latent_hopper_kernel(
     if CAUSAL:
         whole = gl.minimum(high, length - queries + 1)
     pages = page_table + row.to(gl.int64) * stride_row
-    engine_end = high if TMA else low  # the copy engine loads the full blocks that end at or before this key
+    tma_end = high if TMA else low  # the full blocks that end at or before this key come by TMA
 
     q_c = gl.allocate_shared_memory(q.dtype.element_ty, [64, 512], SHARED)
     q_r = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
@@ -249,20 +247,22 @@ def latent_hopper_kernel(
     _copy_queries(q_r, q + 512, tile, first, queries, stride_qt, stride_qh, HEADS, 64, NARROW)
     async_copy.commit_group()
     if SCALED:
-        codes, scale_NG = _load_codes(latent, scales, wide_N, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, FOURS)
+        quantised, scale_NG = _load_quantised(latent, scales, wide_N, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, FOURS)
         _copy_keys(r_s.index(0), rope, narrow_N, low, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
         async_copy.commit_group()
         for g in gl.static_range(4):
-            _store_values(c_g.index(g), codes[g], scale_NG[g])
+            _store_dequantised(c_g.index(g), quantised[g], scale_NG[g])
         wide_N = _pages_of(pages, low + 64, high, PAGE_SIZE, PLACES)
-        codes, scale_NG = _load_codes(latent, scales, wide_N, low + 64, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, FOURS)
+        quantised, scale_NG = _load_quantised(
+            latent, scales, wide_N, low + 64, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, FOURS
+        )
     else:
         _start_loading(
             c_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, low,
             high, LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
         )  # fmt: skip
     if not TMA:  # page numbers are read one block ahead, so that the copies of the block can start at once
-        wide_N = _pages_of(pages, low + CODES_AHEAD, high, PAGE_SIZE, PLACES)
+        wide_N = _pages_of(pages, low + LATENTS_AHEAD, high, PAGE_SIZE, PLACES)
         narrow_N = _pages_of(pages, low + 64, high, PAGE_SIZE, NARROW)
     async_copy.wait_group(0)
     fence_async_shared()
@@ -278,15 +278,15 @@ def latent_hopper_kernel(
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
         to_c, to_r, bar = c_s.index((block + 1) % 2), r_s.index((block + 1) % 2), bars.index((block + 1) % 2)
         if not SCALED:
-            _wait_for_keys(bars.index(block % 2), (block // 2) % 2, start + 64 <= engine_end)
-        if SCALED:  # each group's product runs while the next block's codes of the group are converted
+            _wait_for_keys(bars.index(block % 2), (block // 2) % 2, start + 64 <= tma_end)
+        if SCALED:  # each group's wgmma runs while the next block's quantised values of the group are converted
             s = warpgroup_mma(q_r, r_NR.permute((1, 0)), nothing, use_acc=False, is_async=True)
             _copy_keys(to_r, rope, narrow_N, start + 64, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
             async_copy.commit_group()
             for g in gl.static_range(4):
                 s = warpgroup_mma(q_g.index(g), c_g.index(block % 2 * 4 + g).permute((1, 0)), s, is_async=True)
-                _store_values(c_g.index((block + 1) % 2 * 4 + g), codes[g], scale_NG[g])
-            codes, scale_NG = _load_codes(
+                _store_dequantised(c_g.index((block + 1) % 2 * 4 + g), quantised[g], scale_NG[g])
+            quantised, scale_NG = _load_quantised(
                 latent, scales, wide_N, start + 128, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, FOURS
             )  # fmt: skip
         else:
@@ -298,7 +298,7 @@ def latent_hopper_kernel(
                 LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
             )  # fmt: skip
         if not TMA:
-            wide_N = _pages_of(pages, start + 64 + CODES_AHEAD, high, PAGE_SIZE, PLACES)
+            wide_N = _pages_of(pages, start + 64 + LATENTS_AHEAD, high, PAGE_SIZE, PLACES)
             narrow_N = _pages_of(pages, start + 128, high, PAGE_SIZE, NARROW)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > whole:
@@ -311,7 +311,7 @@ def latent_hopper_kernel(
         if SCALED:
             async_copy.wait_group(0)
             fence_async_shared()
-        barrier()  # all warps are done with this block, so its buffer may be overwritten
+        barrier()  # all warps are done with this block, so its stage may be overwritten
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)
@@ -327,6 +327,6 @@ def latent_hopper_kernel(
 
 
 def blocks_of(latent: Tensor, rope: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The copy engine's descriptors of a block's latents and of their rotated part."""
+    """The TMA descriptors of a block's latents and of their rotated part."""
     wide, narrow = (TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], TILE) for x in (latent, rope))
     return wide, narrow

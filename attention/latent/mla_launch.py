@@ -109,9 +109,9 @@ def _launch_paged(
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
-        blocks = blocks_of(*keys.pointers[:2]) if by_engine else keys.pointers[:2]
-        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
+        by_tma = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
+        blocks = blocks_of(*keys.pointers[:2]) if by_tma else keys.pointers[:2]
+        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_tma, **shared)
         return
     latent_attention_kernel[grid](
         q_THL, *keys.pointers, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
@@ -162,20 +162,20 @@ def latent_tiles(
     dims: rank, and width of a latent.
     dtype: the queries'.
     local: whether queries have first keys.
-    scaled: whether the cache holds 8-bit codes with scales.
+    scaled: whether the cache holds quantised latents with scales.
     generation: the major number of the GPU's compute capability; 0 without a GPU.
     gluon: whether kernels for Hopper can be compiled.
     Measured at DeepSeek's dims: benchmarks/latent/README.md, "Why the tiles and rules are what they are".
     """
     wanted = max(16, triton.next_power_of_2(seqlen_q_packgqa))
-    if scaled and generation in (9, 10):  # codes are converted on the way into shared memory, which feeds only such tiles
+    if scaled and generation in (9, 10):  # they are dequantised on the way into shared memory, which feeds only such tiles
         wanted = max(wanted, 64)
     if dtype.itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     large = generation in (9, 10)  # 227 KB of shared memory; other GPUs may have 99
     if wanted < 64 or not large:
         ample = large and dims[1] <= 576
-        max_m = 16 if scaled and not large else 32  # codes lie there besides the numbers that they stand for
+        max_m = 16 if scaled and not large else 32  # quantised latents lie there besides dequantised ones
         return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(min(wanted, max_m), 32, 4, 2, 256)
     # An 8-bit latent's rotated part is bfloat16, and the Hopper kernel copies it as it is.
     hopper = generation == 9 and dims == (512, 576) and not local and (not scaled or dtype == torch.bfloat16) and gluon

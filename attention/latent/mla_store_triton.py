@@ -6,7 +6,7 @@ of a token handles its latent, the others its heads' queries.
 Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait, for the reason given in
 kernels/rope_store_triton.py.
 
-Shapes: T tokens, H heads, C latent rank, R rotated dim, E = R / 2, G groups of 128 numbers of a latent.
+Shapes: T tokens, H heads, C latent rank, R rotated dim, E = R / 2, G groups of 128 elements of a latent.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_FP8, MIN_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(MIN_LATENT_SCALE)
 
 @triton.jit
 def quantised(x_C, PADDED_RANK: tl.constexpr):
-    """The codes of a latent, as floats that float8 holds but for rounding, and its scales [G]."""
+    """A latent divided by its scales, as floats that are still to be rounded to float8, and the scales [G]."""
     x_GE = tl.reshape(x_C, [PADDED_RANK // 128, 128])
     scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GE), 1), MAX_FP8), MIN_SCALE)
-    code_GE = tl.clamp(tl.div_rn(x_GE, tl.broadcast_to(scale_G[:, None], [PADDED_RANK // 128, 128])), -MAX_FP8, MAX_FP8)
-    return tl.reshape(code_GE, [PADDED_RANK]), scale_G
+    value_GE = tl.clamp(tl.div_rn(x_GE, tl.broadcast_to(scale_G[:, None], [PADDED_RANK // 128, 128])), -MAX_FP8, MAX_FP8)
+    return tl.reshape(value_GE, [PADDED_RANK]), scale_G
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 Latents in 8 bits (caches/fp8_latent.py) are multiplied with their scales as they are loaded, and rounded to the queries' type,
 which is what `unpack_latents` does.
 
-A token's latent is the key of all heads, and its first RANK numbers are their value, so one load serves both products.  All
+A token's latent is the key of all heads, and its first RANK elements are their value, so one load serves both products.  All
 heads of several queries share a tile, which reads each key once.  Each split leaves a state of its own;
 `attend_latent` in mla_launch.py decides how many splits there are and merges their states.
 
@@ -29,7 +29,7 @@ def latents(
     """[N, C] of the type `to`: the latents of these slots.
 
     ok_N: slots that are not ok are not read, and give zeros; None: all are ok.
-    SCALED: the latents are codes, of which 128 neighbours share a scale.
+    SCALED: the latents are quantised; 128 adjacent elements share a scale.
     """
     c = tl.arange(0, PADDED_RANK)
     ok_NC = (c < RANK)[None, :]

@@ -21,8 +21,8 @@ from specdec.ops.rope import Rotation
 class LatentPrep:
     """What has to be done to a layer's fresh queries and latents before they are stored and attended to.
 
-    rotation: rotary positions, for the last R numbers of queries and latents.
-    norm_C, eps: the RMSNorm of a latent's first C numbers.
+    rotation: rotary positions, for the last R elements of queries and latents.
+    norm_C, eps: the RMSNorm of a latent's first C elements.
     """
 
     rotation: Rotation

@@ -1,6 +1,6 @@
 """Long prompts over 8-bit latents: the latents of a pass are converted once, to a workspace that all its queries read.
 
-The kernels multiply codes with their scales as they load them, once for each tile of queries.  For a few queries a row that
+The kernels dequantise latents as they load them, once for each tile of queries.  For a few queries a row that
 costs less than writing converted latents to memory and reading them again; for many queries it costs more.  The rule is one
 number, `convert_from` (limits.py).
 

@@ -1,6 +1,6 @@
 """The operators of ordinary heads: rotate and store, attention over pages, and suffix with merge.
 
-An operator's arguments are tensors and numbers, so this module takes views, segments and scorings apart for a trace, and puts
+An operator's arguments are tensors and scalars, so this module takes views, segments and scorings apart for a trace, and puts
 them together again where an operator computes.  On a GPU that is the `triton` backend's work, on a CPU the `torch` backend's.
 
 Shapes: T tokens or queries, Q (also H) query heads, K kv heads, X = Q + 2K, D head dim, E value dim, N slots, P positions, R

@@ -1,6 +1,6 @@
 """What is done to an indexer's fresh queries, keys and weights before they are stored and scored.
 
-A layer of sparse attention (DeepSeek V3.2) has an indexer: a small attention with one key head, whose scores choose the keys
+A layer of sparse attention (DeepSeek V3.2) has an indexer: a small attention with one key head, whose scores select the keys
 that the layer's own attention reads.  Its keys lie in a buffer of the cache beside the latents.  This module knows neither
 scores nor plans.
 
@@ -20,7 +20,7 @@ from specdec.ops.rope import Rotation
 
 @dataclass(frozen=True)
 class IndexPrep:
-    """rotation: rotary positions, for the first R numbers of queries and keys.
+    """rotation: rotary positions, for the first R elements of queries and keys.
 
     norm_I, bias_I, eps: the LayerNorm of keys, which comes before the rotation.
     scale: the factor on the weights.

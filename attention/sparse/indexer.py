@@ -37,9 +37,9 @@ def select_rows(scores_TN: Tensor, visible_T: Tensor, topk: int) -> Tensor:
     best_TI = stable_topk(torch.where(visible_TN & ~scores_TN.isnan(), scores_TN.float(), -torch.inf), min(topk, N))[1]
     counts_T = visible_T.clamp(max=min(topk, N)).int()
     # Of keys that all score -inf some may be invisible: counting from the best, only the first counts_T places are selected.
-    chosen_TI = place_N[: best_TI.shape[1]] < counts_T[:, None]
-    positions_TI = torch.where(chosen_TI, best_TI, N).sort(dim=1).values
-    return torch.where(chosen_TI, positions_TI, NOTHING).int()
+    selected_TI = place_N[: best_TI.shape[1]] < counts_T[:, None]
+    positions_TI = torch.where(selected_TI, best_TI, N).sort(dim=1).values
+    return torch.where(selected_TI, positions_TI, NOTHING).int()
 
 
 def to_slots(

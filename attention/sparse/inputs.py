@@ -1,10 +1,10 @@
 """The inputs of a layer of sparse latent attention: of all keys, each query reads the best ones by the layer's indexer.
 
-Where the host knows that no query has more keys than it may read, nothing is chosen and the layer is one of dense latent
+Where the host knows that no query has more keys than it may read, nothing is selected and the layer is one of dense latent
 attention, expanded for long prompts.  Otherwise every query gets a row of slots of its own, which holds keys of the prefix as
 well as of its path in a draft tree, so no part of the plan remains.
 
-Some models let a layer read what an earlier layer's indexer chose (GLM-5.2).  This module knows no model.
+Some models let a layer read what an earlier layer's indexer selected (GLM-5.2).  This module knows no model.
 
 Shapes: T tokens, R asked-for tokens, H heads, C latent rank, N not rotated dim, V value dim, L latent width, J heads of the
 indexer, I dims of its heads, B rows of a batch, S tokens of a row.
@@ -28,7 +28,7 @@ from specdec.attention.sparse.index_store import IndexPrep, store_index
 from specdec.attention.sparse.indexer import indexer_scores, select_rows
 from specdec.attention.sparse.segment import sparse_segment
 
-CHOSEN = "keys chosen by the last indexer"
+SELECTED = "keys selected by the last indexer"
 
 
 @dataclass
@@ -45,7 +45,7 @@ class IndexInputs:
 class SparseLatentInputs(LayerInputs):
     """latents: what a layer of dense latent attention would hand over.  topk: the most keys that a query reads.
 
-    index: of the layer's own indexer; None: the layer reads what the last indexer before it chose.
+    index: of the layer's own indexer; None: the layer reads what the last indexer before it selected.
     """
 
     latents: LatentInputs
@@ -55,13 +55,13 @@ class SparseLatentInputs(LayerInputs):
     def paged(self, call: LayerCall) -> Tensor:
         view = call.view
         assert isinstance(view, SparseLatentView), f"sparse layers need a cache of indexer keys, got {type(view).__name__}"
-        chosen = self._handed_on(call) if self.index is None else self._chosen(self.index, call, view)
-        if chosen is None:
+        selected = self._handed_on(call) if self.index is None else self._select(self.index, call, view)
+        if selected is None:
             return self.latents.paged(call._replace(view=view.latents))
         inputs, up_HXC, N, L = self.latents, self.latents.up_HXC, self.latents.nope_dim, self.latents.latent_TL.shape[1]
-        R, H, step = chosen.rows, up_HXC.shape[0], max(1, inputs.limits.absorbed // (up_HXC.shape[0] * L))
+        R, H, step = selected.rows, up_HXC.shape[0], max(1, inputs.limits.absorbed // (up_HXC.shape[0] * L))
         if R <= step:
-            return self._attended(call, view.latents, inputs.absorbed(call, view.latents), chosen)
+            return self._attended(call, view.latents, inputs.absorbed(call, view.latents), selected)
         store_latent(view.latents, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)
         q_RHQ = call.asked(inputs.q_THQ)
         out_RHV = q_RHQ.new_empty(R, H, up_HXC.shape[1] - N)
@@ -69,7 +69,7 @@ class SparseLatentInputs(LayerInputs):
             part = slice(start, min(start + step, R))
             q_rHL = absorbed_queries(q_RHQ[part, :, :N], up_HXC, L, numerics=inputs.numerics)
             q_rHL[..., view.latents.rank :] = q_RHQ[part, :, N:]
-            rows = Segment.of_slots(chosen.pages.table[part], chosen.cache_seqlens[part])
+            rows = Segment.of_slots(selected.pages.table[part], selected.cache_seqlens[part])
             out_RHV[part] = self._attended(call, view.latents, q_rHL, rows)
         return out_RHV
 
@@ -79,24 +79,24 @@ class SparseLatentInputs(LayerInputs):
         state = call.finish(call.backend.attend(q_RHL, latents, prepared, call.scoring))
         return absorbed_values(state.out_THD, self.latents.up_HXC[:, self.latents.nope_dim :], self.latents.numerics)
 
-    def _chosen(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> Segment | None:
+    def _select(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> Segment | None:
         """Stores the indexer's keys, and returns each asked-for query's row of slots; None: every query reads all keys."""
         assert view.index_keys is not None, "the cache has no keys of this layer's indexer"
         weights_TJ = store_index(view.index_keys, index.q_TJI, index.key_TI, index.weights_TJ, call.slots_T, index.prep)
-        chosen = None
+        selected = None
         if not reads_all(call.plan, self.topk):
             q_RJI, weights_RJ = call.asked(index.q_TJI), call.asked(weights_TJ)
             candidates = call.once("candidates", lambda plan: CandidateKeys.of(plan, q_RJI.shape[0]))
-            chosen = sparse_segment(q_RJI, weights_RJ, view.index_keys, candidates, self.topk)
-        call.handed_on[CHOSEN] = chosen
-        return chosen
+            selected = sparse_segment(q_RJI, weights_RJ, view.index_keys, candidates, self.topk)
+        call.handed_on[SELECTED] = selected
+        return selected
 
     def _handed_on(self, call: LayerCall) -> Segment | None:
-        """The same of the last indexer, which chose for all T tokens."""
-        chosen: Segment | None = call.handed_on[CHOSEN]
-        if chosen is None or call.rows_R is None:
-            return chosen
-        table, lens = (x.index_select(0, call.rows_R) for x in (chosen.pages.table, chosen.cache_seqlens))
+        """The same of the last indexer, which selected keys for all T tokens."""
+        selected: Segment | None = call.handed_on[SELECTED]
+        if selected is None or call.rows_R is None:
+            return selected
+        table, lens = (x.index_select(0, call.rows_R) for x in (selected.pages.table, selected.cache_seqlens))
         return Segment.of_slots(table, lens)
 
     def dense(self) -> DenseHeads:
@@ -105,17 +105,17 @@ class SparseLatentInputs(LayerInputs):
     def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
         return self.latents.dense_as_stored(as_stored)
 
-    def choose(self, rows: int, last: Tensor | None) -> Tensor:
+    def select(self, rows: int, last: Tensor | None) -> Tensor:
         if self.index is None:
             assert last is not None, "the first layer has an indexer"
             return last
         q_TJI = self.index.q_TJI.detach().clone()  # a choice has no gradient
         key_TI, weights_TJ = self.index.prep.apply_(q_TJI, self.index.key_TI.detach(), self.index.weights_TJ.detach())
         sequences = zip(*(x.detach().unflatten(0, (rows, -1)) for x in (q_TJI, weights_TJ, key_TI)), strict=True)
-        return torch.stack([chosen_keys(q_SJI, weights_SJ, key_SI, self.topk) for q_SJI, weights_SJ, key_SI in sequences])
+        return torch.stack([selected_keys(q_SJI, weights_SJ, key_SI, self.topk) for q_SJI, weights_SJ, key_SI in sequences])
 
 
-def chosen_keys(q_SJI: Tensor, weights_SJ: Tensor, key_SI: Tensor, topk: int) -> Tensor:
+def selected_keys(q_SJI: Tensor, weights_SJ: Tensor, key_SI: Tensor, topk: int) -> Tensor:
     """[S, S] bool: for each token of one sequence, the best topk keys up to its own."""
     S = q_SJI.shape[0]
     visible_S = torch.arange(1, S + 1, dtype=torch.int32, device=q_SJI.device)

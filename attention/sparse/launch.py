@@ -23,7 +23,7 @@ from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
 
 START = 4  # the time before a program of scores reads its first key, in blocks
-LONG = 1 << 18  # from here on more scores than before lie between the selection's borders
+LONG = 1 << 18  # threshold in candidates: with more, the selection's lists get twice the room
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 
@@ -39,7 +39,7 @@ class IndexerTiles(NamedTuple):
     slices: programs of the selection that an SM is given.
     sampled: how many of a sample's scores are expected among the topk best.
     sample: the most scores of a sample.
-    room: for how many scores between the borders a program of the selection has room, at least, and in multiples of topk.
+    room: for how many scores between the cutoffs a program of the selection has room, at least, and in multiples of topk.
     """
 
     row: int = 128

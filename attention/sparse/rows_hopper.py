@@ -1,11 +1,11 @@
 """Latent attention over rows of slots on Hopper GPUs, in Gluon: one query reads one row, as sparse attention's queries do.
 
-A program takes 64 heads of a query and a part (split) of its row.  Asynchronous copies gather the row's latents, in blocks of
-64 keys, into two buffers.  Slots are read from the table a block before the copies need them, so that no copy waits for a
-slot.  Each of two warp groups takes half of a block's keys, then half of the values' columns, as in latent/mla_hopper.py.
+A program takes 64 heads of a query and a part (split) of its row.  cp.async gathers the row's latents, in blocks of 64 keys,
+into two stages.  Slots are read from the table one block before the copies need them, so that no copy waits for a slot.  Each
+of two warpgroups takes half of a block's keys, then half of the values' columns, as in latent/mla_hopper.py.
 
-The state of a split is kept in groups of 8 columns, [C / 8, 64 heads, 8]: so the registers of a product's result go to memory
-in whole sectors.  `merge_rows_kernel` in rows_merge_triton.py reads that form.
+The state of a split is kept in groups of 8 columns, [C / 8, 64 heads, 8]: so the registers of a wgmma's result go to
+memory in whole sectors.  `merge_rows_kernel` in rows_merge_triton.py reads that form.
 
 Shapes: M = 64 heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
 """
@@ -131,8 +131,8 @@ def rows_hopper_kernel(
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
             s_MN = gl.where((key_N < high)[None, :], s_MN, -float("inf"))
         top_M, total_M, acc_MC = absorb(s_MN, c_NC, p_s, top_M, total_M, acc_MC, A)
-        barrier()  # all warps are done with this block, so its buffer may be overwritten
-        # The copies of the next block may still be under way: two blocks are, so that no copy waits for another's end.
+        barrier()  # all warps are done with this block, so its stage may be overwritten
+        # The copies of the next block may still be in flight: two blocks are, so that no copy waits for another's end.
         if block + 2 < blocks:
             _gather(c_NC, r_NR, latent, wide_N, narrow_N, start + 128, high, stride_slot, WIDE, NARROW)
             wide_N, narrow_N = _slots(table, start + 192, high, WIDE), _slots(table, start + 192, high, NARROW)

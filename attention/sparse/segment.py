@@ -13,7 +13,7 @@ from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.indexer import NOTHING, indexer_scores, select_rows, to_slots
 from specdec.ops.launch import use_kernels
 
-GATHERED = 1 << 24  # numbers of keys that the pure version gathers at once
+GATHERED = 1 << 24  # elements of keys that the pure version gathers at once
 
 
 def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int) -> Segment:
@@ -46,8 +46,8 @@ def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candi
         scores_tN = torch.stack(
             [indexer_scores(q[None], w[None], keys_XD[slots_N])[0] for q, w, slots_N in zip(q_THD[part], w_TH[part], slots_tN)]
         )
-        chosen = select_rows(scores_tN, candidates.visible_T[part], topk)
-        slots_TI[part], counts_T[part] = _slots(chosen, candidates, part)
+        selected = select_rows(scores_tN, candidates.visible_T[part], topk)
+        slots_TI[part], counts_T[part] = _slots(selected, candidates, part)
     return Segment.of_slots(slots_TI, counts_T)
 
 

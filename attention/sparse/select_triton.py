@@ -1,13 +1,13 @@
 """The kernels that select each query's best scores, exactly: ties go to the lower position, and slots leave in position order.
 
 There are two launches.  Several programs share a query, each with a range (slice) of its scores.
-- `filter_kernel` finds two borders by a sample of the query's scores, which the kernels of the scores left; they are the same
-  in each of a query's programs.  Somewhat more than topk scores reach the lower border, and somewhat fewer the upper one.  It
-  counts each slice's scores from the upper border on, which are all selected, and lists those between the borders at the
+- `filter_kernel` finds two cutoffs by a sample of the query's scores, which the kernels of the scores left; they are the same
+  in each of a query's programs.  Somewhat more than topk scores reach the lower cutoff, and somewhat fewer the upper one.  It
+  counts each slice's scores from the upper cutoff on, which are all selected, and lists those between the cutoffs at the
   beginning of the slice's part of the list.
 - `select_kernel` searches the last selected score among all the query's listed ones, and writes the slots of a slice's selected
   positions after those of earlier slices.
-The sample only decides how long the list is.  If the last selected score does not lie between the borders, or more scores do
+The sample only decides how long the list is.  If the last selected score does not lie between the cutoffs, or more scores do
 than a program takes (many equal ones, say), one program reads all of the query's scores as often as its search needs: slow, and
 as exact.
 
@@ -27,7 +27,7 @@ from specdec.ops.topk_triton import ordered_32
 
 MIN_32 = tl.constexpr(-2147483648)  # lower than any ordered score
 MAX_32 = tl.constexpr(2147483647)
-STEPS = tl.constexpr(24)  # of the search for borders: enough for scores of which the largest is a million times too large
+STEPS = tl.constexpr(24)  # of the search for cutoffs: enough for scores of which the largest is a million times too large
 
 
 @triton.jit
@@ -39,16 +39,16 @@ def slice_of(visible, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def borders(s_M, ok_M, expected):
-    """(lower, upper): at least `expected` of the ok scores and 4.5 times its root more reach the lower border, and at most as
-    many fewer the upper one.  Infinite where no border was found.
+def cutoffs(s_M, ok_M, expected):
+    """(lower, upper): at least `expected` of the ok scores and 4.5 times its root more reach the lower cutoff, and at most as
+    many fewer the upper one.  Infinite where no cutoff was found.
 
     The two are searched together, by halving ranges of scores, until they are about as near as that.  Scores that are not ok
     are -inf.
     """
     margin = 4.5 * tl.sqrt(expected)
     above = (expected + margin).to(tl.int32) + 4
-    below = tl.maximum(expected - margin, -1.0).to(tl.int32)  # 0: above all of the sample; -1: there is no upper border
+    below = tl.maximum(expected - margin, -1.0).to(tl.int32)  # 0: above all of the sample; -1: there is no upper cutoff
     lower, upper = -float("inf"), float("inf")
     low_a = tl.min(tl.where(ok_M, s_M, float("inf")), 0)
     high_a = tl.max(s_M, 0)
@@ -76,7 +76,7 @@ def filter_kernel(
     scores,  # [queries, stride_scores] float32
     sample,  # [queries, stride_sample] float32: of a query's scores the first one and every EVERY-th after it
     listed,  # [queries, stride_scores] int32: ordered scores
-    counts,  # [queries, slices, 2] int32: how many scores of each slice are listed, and how many are above the upper border
+    counts,  # [queries, slices, 2] int32: how many scores of each slice are listed, and how many are above the upper cutoff
     paged_T,  # [T] int32
     path_T,  # [T] int32
     first_token,
@@ -111,7 +111,7 @@ def filter_kernel(
         m = tl.arange(0, SAMPLE)
         ok_M = m * EVERY < visible
         s_M = tl.load(sample + place * stride_sample + m, mask=ok_M, other=-float("inf"))
-        lower, upper = borders(s_M, ok_M, topk.to(tl.float32) / EVERY)
+        lower, upper = cutoffs(s_M, ok_M, topk.to(tl.float32) / EVERY)
     listed += place * stride_scores + begin
     found = 0
     above_N = tl.zeros([BLOCK_N], tl.int32)
@@ -135,14 +135,14 @@ def extremes(score_L, ok_L):
 
 @triton.jit
 def halved(low, high, middle, count, wanted):
-    """The next (low, high) of a search for a number that `wanted` scores reach; `count` scores reach `middle`."""
+    """The next (low, high) of a search for a threshold that `wanted` scores reach; `count` scores reach `middle`."""
     next_low = tl.where(count >= wanted, middle, low)
     return next_low, tl.where(count > wanted, high, tl.where(count == wanted, middle, middle - 1))
 
 
 @triton.jit
 def last_of(score_L, ok_L, wanted):
-    """The `wanted`-th largest of ordered scores, or a number between it and the next smaller one."""
+    """The `wanted`-th largest of ordered scores, or a value between it and the next smaller one."""
     low, high = extremes(score_L, ok_L)
     while low < high:
         middle = low + (high - low + 1) // 2

@@ -3,17 +3,17 @@
     PYTHONPATH=FOLDER python benchmarks latent.flashmla --out benchmarks/latent/results/flashmla_h200.json
 
 FOLDER holds the package `flash_mla`, or vLLM's build of its operators (`_flashmla_C.abi3.so`).  The shape is 128 heads, latents
-of 512 + 64, bf16, scattered pages of 64, and 2,048 keys where a query reads chosen keys.
+of 512 + 64, bf16, scattered pages of 64, and 2,048 keys where a query reads selected keys.
 
 Times are medians of CUDA-graph replays, per layer.  A graph holds several layers with caches of their own, so that a layer
 finds its latents in memory and not in L2, as in a model.  FlashMLA divides its work by the rows' lengths with a kernel that
 runs once a pass, here before the graph.  Each side leaves outputs and lse as it computes them.  `apart` is the relative
 distance of the outputs of the two sides.
 
-FlashMLA reads chosen keys from 656 bytes a token (fp8_ds_mla) with its decode kernel, and from latents in 16 bits with its
+FlashMLA reads selected keys from 656 bytes a token (fp8_ds_mla) with its decode kernel, and from latents in 16 bits with its
 prefill kernel, which divides no query's keys over the GPU.
 
-Shapes: B rows, L keys of each, N queries of a row, T = B * N, H heads, C rank, R rotated dim, I chosen keys, X slots.
+Shapes: B rows, L keys of each, N queries of a row, T = B * N, H heads, C rank, R rotated dim, I selected keys, X slots.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ MIN_LAYERS = 4  # of a graph, so that its start counts little
 COLD_BYTES = 120_000_000  # of the layers of one graph: they do not fit L2
 READ_BANDWIDTH = 4.48e12  # bytes a second, measured on an H200
 PRODUCTS = 798e12  # operations a second, measured on an H100 80GB with 8192^3; an H200 reaches the same
-CHOSEN = ("sparse", "prompt")  # kinds of cases in which a query reads chosen keys
+SELECTED = ("sparse", "prompt")  # kinds of cases in which a query reads selected keys
 
 
 class Case(NamedTuple):
-    """kind: "decode" (causal over pages), "prefix" (a tree's pages), "sparse" (chosen keys), "prompt" (the same for many
+    """kind: "decode" (causal over pages), "prefix" (a tree's pages), "sparse" (selected keys), "prompt" (the same for many
     queries)."""
 
     kind: str
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        return self.B * self.N * (TOPK if self.kind in CHOSEN else self.L)
+        return self.B * self.N * (TOPK if self.kind in SELECTED else self.L)
 
 
 SIZES = tuple(itertools.product((1, 8, 32), (8192, 32768, 131072)))
@@ -107,7 +107,7 @@ class World:
         self.counts_T = torch.full((B * N,), TOPK, dtype=torch.int32, device=DEVICE)
 
     @cached_property
-    def chosen_TI(self) -> Tensor:
+    def selected_TI(self) -> Tensor:
         """[T, I] int32: the slots of random keys of the row that a query belongs to."""
         _, B, L, N = self.case
         places = torch.stack([torch.randperm(L, device=DEVICE)[:TOPK] for _ in range(B * N)])
@@ -115,8 +115,8 @@ class World:
 
     @property
     def plan(self) -> AttentionPlan:
-        if self.case.kind in CHOSEN:
-            return AttentionPlan((Segment.of_slots(self.chosen_TI, self.counts_T),))
+        if self.case.kind in SELECTED:
+            return AttentionPlan((Segment.of_slots(self.selected_TI, self.counts_T),))
         build = causal_segment if self.case.kind == "decode" else prefix_segment
         return AttentionPlan((build(PageTable(self.table, P), self.lens_B, self.case.N),))
 
@@ -164,13 +164,13 @@ def sparse_decode(world: World) -> Callable[[], list[Tensor]]:
     """FlashMLA's sparse decode over rows of 656 bytes."""
     _, B, _, N = world.case
     flash_mla, (schedule, _), views = library(), library().get_mla_metadata(), world.views(True)
-    q_BNHL, chosen_BNI = world.q_THL.unflatten(0, (B, N)), world.chosen_TI.unflatten(0, (B, N))
+    q_BNHL, selected_BNI = world.q_THL.unflatten(0, (B, N)), world.selected_TI.unflatten(0, (B, N))
     caches = [view.rows.unflatten(0, (-1, P))[:, :, None] for view in views]
 
     def layers() -> list[Tensor]:
         return [
             flash_mla.flash_mla_with_kvcache(
-                q_BNHL, cache, None, None, C, schedule, softmax_scale=SCALING.scale, is_fp8_kvcache=True, indices=chosen_BNI
+                q_BNHL, cache, None, None, C, schedule, softmax_scale=SCALING.scale, is_fp8_kvcache=True, indices=selected_BNI
             )[0].flatten(0, 1)
             for cache in caches
         ]  # fmt: skip
@@ -180,12 +180,12 @@ def sparse_decode(world: World) -> Callable[[], list[Tensor]]:
 
 def sparse_prefill(world: World) -> Callable[[], list[Tensor]]:
     """FlashMLA's sparse prefill over latents in 16 bits, with the queries' counts of keys."""
-    flash_mla, views, chosen_T1I = library(), world.views(False), world.chosen_TI[:, None]
+    flash_mla, views, selected_T1I = library(), world.views(False), world.selected_TI[:, None]
 
     def layers() -> list[Tensor]:
         return [
             flash_mla.flash_mla_sparse_fwd(
-                world.q_THL, view.latent[:, None], chosen_T1I, SCALING.scale, topk_length=world.counts_T
+                world.q_THL, view.latent[:, None], selected_T1I, SCALING.scale, topk_length=world.counts_T
             )[0]
             for view in views
         ]  # fmt: skip
@@ -206,7 +206,7 @@ def timed(layers: Callable[[], list[Tensor]], replays: int) -> tuple[float, Tens
 
 def measure(case: Case, pool: Pool, replays: int) -> dict[str, Any]:
     world = World(case, pool)
-    sides: list[tuple[str, Side]] = [("ours", ours(False)), ("flashmla", sparse_prefill if case.kind in CHOSEN else dense)]
+    sides: list[tuple[str, Side]] = [("ours", ours(False)), ("flashmla", sparse_prefill if case.kind in SELECTED else dense)]
     if case.kind == "sparse":
         sides += [("ours_8_bits", ours(True)), ("flashmla_8_bits", sparse_decode)]
     row: dict[str, Any] = {**case._asdict(), "layers": world.layers}
@@ -218,7 +218,7 @@ def measure(case: Case, pool: Pool, replays: int) -> dict[str, Any]:
         mine, other = (outs[side + name].double() for side in ("ours", "flashmla"))
         row[f"apart{name}"] = float((mine - other).norm() / mine.norm())
         row[f"faster{name}"] = round(row[f"ours{name}_us"] / row[f"flashmla{name}_us"], 2)
-    tokens = case.B * case.N * TOPK if case.kind in CHOSEN else case.B * case.L
+    tokens = case.B * case.N * TOPK if case.kind in SELECTED else case.B * case.L
     row["bytes_us"] = round(tokens * 2 * (C + R) / READ_BANDWIDTH * 1e6, 2)
     row["products_us"] = round(2.0 * case.pairs * H * (2 * C + R) / PRODUCTS * 1e6, 2)
     return row

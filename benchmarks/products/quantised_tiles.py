@@ -40,7 +40,7 @@ from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequ
 from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.products.tiles.lossless import packed_tiles
-from specdec.ops.products.tiles.quantised import ALONE, Kernel, QuantisedTiles, hopper_tiles
+from specdec.ops.products.tiles.quantised import MAX_WARP_M, Kernel, QuantisedTiles, hopper_tiles
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))
@@ -76,9 +76,9 @@ def trials() -> list[Trial]:
     found = []
     for block_m, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128, 96, 192), FORMATS, SHAPES):
         for block_n, block_k, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_m, {}).get(shape, ()):
-            alone = block_m <= ALONE
-            a_word = 2 if kind == "packed" else pack_factor_of(kind)
-            width = slices * 64 * a_word if alone else block_k
+            alone = block_m <= MAX_WARP_M
+            pack_factor = 2 if kind == "packed" else pack_factor_of(kind)
+            width = slices * 64 * pack_factor if alone else block_k
             kernel: Kernel = "warp_hopper" if alone else "warpgroup_hopper"
             tiles = QuantisedTiles(kernel, block_m, block_n, width, splits, warps, stages, slices, registers)
             found.append(Trial(kind, group, shape, tiles))

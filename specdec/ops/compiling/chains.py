@@ -65,15 +65,15 @@ GROUPS = (
         "late",
         "The norm in front of the qkv projection is complete when the store behind it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
-        "product of experts of codes reads their choices, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear quantised_sliced quantised_hopper",
+        "product of quantised experts reads topk_ids, which the first one has waited for.",
+        "tiled_linear experts_linear weighted_sum each_linear quantised_warp quantised_warpgroup",
         {
-            "quantised_experts": "chosen codes counts",
+            "quantised_experts": "topk_ids qweight counts",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
-            "wide_linear": "weight",
+            "large_n_linear": "weight",
             "x_first_linear": "weight",
-            "quantised_linear": "codes",
+            "quantised_linear": "qweight",
         },
     ),
     KernelGroup(
@@ -97,7 +97,7 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "What the indexer, its selection and attention over chosen keys read before their waits lies further in front.",
+        "What the indexer, its selection and attention over selected keys read before their waits lies further in front.",
         "latent_merge",
         {
             "rows_hopper": "counts",

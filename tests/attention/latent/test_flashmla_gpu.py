@@ -1,4 +1,4 @@
-"""FlashMLA as an independent reader of what specdec's kernels wrote: rows of 656 bytes, and rows of chosen slots.
+"""FlashMLA as an independent reader of what specdec's kernels wrote: rows of 656 bytes, and rows of selected slots.
 
 Rows that no index names hold only bits of NaN, slot 0 among them.
 
@@ -36,7 +36,7 @@ def library() -> object:
     return found
 
 
-def chosen() -> Segment:
+def selected() -> Segment:
     """A row of slots for each query, each named once; slot 0 is none of them."""
     slots_TI = 1 + torch.randperm(X - 1, device="cuda")[: len(COUNTS) * I].view(-1, I)
     return Segment.of_slots(slots_TI.int(), torch.tensor(COUNTS, dtype=torch.int32, device="cuda"))
@@ -75,7 +75,7 @@ def test_flashmla_reads_our_656_bytes(n: int, library: object) -> None:
     """Keeps out: bytes that only specdec's own kernels understand: another order of parts, codes, scales or groups."""
     from specdec.attention.kernels.triton_backend import TritonBackend
 
-    segment = chosen()
+    segment = selected()
     read = torch.arange(I, device="cuda") < segment.cache_seqlens[:, None]
     view = stored(segment.pages.table[read].long())
     assert view.rows.shape == (X, 656)
@@ -98,7 +98,7 @@ def test_flashmla_reads_our_rows_of_slots(library: object) -> None:
     """Keeps out: rows that mean other keys than those in the slots that they name."""
     from specdec.attention.kernels.triton_backend import TritonBackend
 
-    segment = chosen()
+    segment = selected()
     read = torch.arange(I, device="cuda") < segment.cache_seqlens[:, None]
     latent = torch.full((X, C + R), torch.nan, dtype=torch.bfloat16, device="cuda")
     latent[segment.pages.table[read].long()] = torch.randn(int(read.sum()), C + R, device="cuda").bfloat16()

@@ -86,13 +86,15 @@ def flash_mla_with_kvcache(
         assert indices.shape[2] % 64 == 0, "params.topk % TOPK_BLOCK_SIZE == 0"
         schedule.use(B, n, H, indices.shape[2])
         rows_XB, answers = k_cache.flatten(0, 2), []
-        for queries, chosen in zip(q, indices, strict=True):
-            parts = [attend(one[None], chosen_keys(rows_XB, slots), scale) for one, slots in zip(queries, chosen, strict=True)]
+        for queries, selected in zip(q, indices, strict=True):
+            parts = [
+                attend(one[None], selected_keys(rows_XB, slots), scale) for one, slots in zip(queries, selected, strict=True)
+            ]
             answers.append((torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])))
     return torch.stack([out for out, _ in answers]), torch.stack([lse for _, lse in answers]).transpose(1, 2)
 
 
-def chosen_keys(rows_XB: Tensor, slots_I: Tensor) -> Tensor:
+def selected_keys(rows_XB: Tensor, slots_I: Tensor) -> Tensor:
     """[N, L]: the latents of the rows that are named by no -1; the library converts them to bfloat16."""
     return unpack_latents(rows_XB[slots_I[slots_I >= 0].long()], RANK, torch.bfloat16)
 
