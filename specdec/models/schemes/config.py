@@ -89,7 +89,7 @@ def _in_words(made: Quantization | None) -> tuple[str, str]:
     if made is None:
         return "that weights are unquantised", ""
     kept = sorted({rule.what for rule in made.kept} - {rule.what for rule in made.optional})
-    return f"that weights are in {made}", f"that unquantised are {', '.join(kept) or 'no matrices'}"
+    return f"that weights are in {made}", f"that {', '.join(kept) or 'no matrices'} stay unquantised"
 
 
 def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:

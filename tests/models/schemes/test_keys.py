@@ -190,7 +190,11 @@ def test_two_places_that_say_how_weights_are_stored_must_agree(tmp_path: Path) -
         ),
         ({"quant_algo": "FP8"}, CT, r"quantization says .* \(modelopt\), but .* says .* \(compressed-tensors\); expected"),
         ({"kv_cache_quant_algo": "FP8"}, NVFP4, "says that weights are unquantised, but .* says .* nvfp4"),
-        ({"quant_algo": "NVFP4", "exclude_modules": ["a"]}, NVFP4, "numbers are a, but .* numbers are no matrices; expected"),
+        (
+            {"quant_algo": "NVFP4", "exclude_modules": ["a"]},
+            NVFP4,
+            "that a stay unquantised, but .* no matrices stay unquantised; expected",
+        ),
         ({"quant_algo": "NVFP4", "rotation": 1}, NVFP4, "hf_quant_config.json: quantization: unknown keys rotation"),
         ({"quant_algo": "INT4"}, None, "hf_quant_config.json: quantization: quant_algo must be 'FP8' or"),
         (None, None, "hf_quant_config.json: quantization: quant_algo must be 'FP8' or"),

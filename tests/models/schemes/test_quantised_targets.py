@@ -187,10 +187,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "fp8 channel",
         {},
         {"ignore": ["lm_head", "re:.*q_proj"]},
-        "parts of one matrix must be stored alike, but .*q_proj is ordinary",
+        "parts of one matrix must be stored alike, but .*q_proj is unquantised",
     ),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: None}, {}, f"tensor '{Q}.weight_scale' is missing"),
-    ("fp8 channel", {}, {"ignore": []}, "'lm_head.weight' is not quantised .F32., but .* or the matrix named in ignore$"),
+    ("fp8 channel", {}, {"ignore": []}, "'lm_head.weight' is not quantised .F32., but .* or named in ignore$"),
     ("w4a16 g0", {}, {"ignore": []}, "'lm_head.weight' is not quantised .F32., but .* in int4, .* named in ignore$"),
     ("gptq4 v1", {}, {"lm_head": True}, "'lm_head.weight' is not quantised .*named in dynamic .*, or lm_head false$"),
     ("nvfp4", {f"{Q}.weight_global_scale": torch.zeros(1)}, {}, "weight_global_scale' divides all .* must be above 0, got 0"),
@@ -269,7 +269,7 @@ def test_broken_checkpoints_are_refused(
         outputs(folder)
 
 
-def test_matrices_left_alone_are_ordinary(tmp_path: Path) -> None:
+def test_matrices_left_alone_are_unquantised(tmp_path: Path) -> None:
     """An unquantised attention in a target of 8 bits, named by an expression."""
     folder, plain = save_quantised(tmp_path, SCHEMES["fp8 channel"])
     kept = [f"model.layers.{layer}.self_attn.{letter}_proj" for layer in (0, 1) for letter in "qkvo"]
