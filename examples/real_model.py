@@ -28,8 +28,7 @@ SPECDEC = [sys.executable, "-P", "-m", "specdec.cli"]  # the server is a process
 def run(*arguments: str) -> None:
     print(f"\n$ specdec {shlex.join(arguments)}", flush=True)
     began = time.time()
-    if code := specdec(arguments):
-        sys.exit(code)
+    specdec(arguments) and sys.exit(f"specdec {arguments[0]} failed")
     print(f"({time.time() - began:.0f} s)", flush=True)
 
 

@@ -16,7 +16,7 @@ from specdec import checks
 from specdec.grammar.keywords import schema_as_json
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
-LARGEST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
 MIN_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
 MIN_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
@@ -154,7 +154,7 @@ def option(default: Any, check: Callable[[str, Any], Any], meaning: str = "", *,
 
 IDLE: dict[str, Any] = {"greedy": False}  # of an option that only sampling looks at
 SAMPLED = {**IDLE, "drafted": True}  # of one that drafters look at too
-SEED = partial(checks.require_int, low=-(2**63), high=LARGEST_SEED)
+SEED = partial(checks.require_int, low=-(2**63), high=MAX_SEED)
 
 
 def number(default: float, bounds: tuple[float, float], step: str, metavar: str, meaning: str, **more: Any) -> Any:
@@ -269,9 +269,9 @@ class SamplingParams:
             yield "min_tokens", f"{fault}; nearest setting that works: min_tokens={self.max_tokens}"
         if self.logprobs is None and self.logprobs_mode != "raw":
             yield "logprobs_mode", "logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0"
-        if self.seed is not None and self.seed + self.n - 1 > LARGEST_SEED:
-            fault = f"seed + n - 1 must be at most {LARGEST_SEED}, got {self.seed} + {self.n} - 1"
-            yield "seed", f"{fault}; nearest setting that works: seed={LARGEST_SEED - self.n + 1}"
+        if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
+            fault = f"seed + n - 1 must be at most {MAX_SEED}, got {self.seed} + {self.n} - 1"
+            yield "seed", f"{fault}; nearest setting that works: seed={MAX_SEED - self.n + 1}"
         kinds = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
         if len(kinds) > 1:
             fault = f"{kinds[0]} and {kinds[1]} both say what the text must be"

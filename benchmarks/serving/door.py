@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.decoder import SpecDecoder
-from specdec.serve.door import Door
 from specdec.serve.options import ServeOptions
 from specdec.serve.run import Server, listen
+from specdec.serve.state import ServerState
 
 
 @contextmanager
 def http_door(decoder: SpecDecoder, options: ServeOptions) -> Iterator[str]:
     """The base URL of the API, served as `specdec serve` does.  The end of the block closes the decoder too."""
     with decoder, listen(options) as listener:
-        server = Server(Door(AsyncSpecDecoder(decoder), options))
+        server = Server(ServerState(AsyncSpecDecoder(decoder), options))
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="http door")
         thread.start()
         try:

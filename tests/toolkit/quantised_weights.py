@@ -54,7 +54,7 @@ def check_tiles(tiles: QuantisedTiles, T: int, N: int, K: int, bits: int, width:
     row = 2 * -(-K // tiles.splits) + 2 * tiles.block_k + 512 * tiles.warps if T == 1 else 0
     assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
     assert tiles.kernel == "warp_hopper" or tiles.block_n // tiles.of_program in (64, 128)
-    assert 24 <= tiles.others <= 256 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
+    assert 24 <= tiles.consumer_registers <= 256 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
     counted = -(-N // tiles.block_n) * -(-T // tiles.block_m) * tiles.of_program
     assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-K // tiles.block_k))
     assert tiles.kernel == "warpgroup_hopper" or tiles.block_k == tiles.slices * width

@@ -90,7 +90,7 @@ def quantised_experts(
 
 
 def by_expert(topk_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(the numbers of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
+    """(the indices of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
     counts_E = torch.zeros(experts, dtype=torch.int32, device=topk_ids_TK.device)
     counts_E.index_add_(0, topk_ids_TK.flatten(), counts_E.new_ones(topk_ids_TK.numel()))
     return topk_ids_TK.flatten().argsort(stable=True), counts_E

@@ -41,7 +41,7 @@ class QuantisedWeight(NamedTuple):
         if partials:
             tiles = self._tiles(x_MK, False, numerics, partials=True)
             if tiles is not None and tiles.kernel != "stream_triton" and tiles.splits > 1:
-                return Partials(self._launch(x_MK, bias_N, False, tiles, leaves=True), x_MK.dtype)
+                return Partials(self._launch(x_MK, bias_N, False, tiles, store_partials=True), x_MK.dtype)
         if tiles := self._tiles(x_MK, False, numerics):
             return self._launch(x_MK, bias_N, False, tiles)
         return F.linear(x_MK, self._dequantised(x_MK), bias_N)
@@ -76,14 +76,16 @@ class QuantisedWeight(NamedTuple):
 
         return launch_dequantise(self.matrix, x.dtype)
 
-    def _launch(self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, leaves: bool = False) -> Tensor:
+    def _launch(
+        self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, store_partials: bool = False
+    ) -> Tensor:
         if tiles.kernel == "stream_triton":
             from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
 
             return launch_quantised_linear(x, self.matrix, bias, gated, tiles)
         from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-        return launch_quantised_hopper(x, self.matrix, bias, gated, tiles, leaves)
+        return launch_quantised_hopper(x, self.matrix, bias, gated, tiles, store_partials)
 
     def _tiles(self, x: Tensor, gated: bool, numerics: Numerics, partials: bool = False) -> QuantisedTiles | None:
         """A kernel's tiles; None where none runs.  partials: whether a norm may add up what splits have computed."""

@@ -27,7 +27,7 @@ class Weight(Protocol):
         """silu(gate) * up: [M, F].  The first F rows of the weight are the gate's, the other F are up's."""
 
     def rows(self, ids_R: Tensor) -> Tensor:
-        """The rows [R, K] of these numbers."""
+        """[R, K]: the rows with these indices."""
 
     def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
         """Bytes of the weight that a product of that many rows reads.  kind: of GPU; None: of the one where the weight lies."""

@@ -27,11 +27,11 @@ SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
 def test_words_are_pieces_of_consecutive_columns(kind: Kind) -> None:
     """What the kernels do with words, in torch.  Keeps out: another order of columns in `pack`, which they would not notice."""
-    a_word = pack_factor_of(kind)
-    qvalues_NK = torch.randint(0, 256 // (a_word - 1) ** 3 if a_word == 2 else 16, (3, 128), dtype=torch.uint8)
+    pack_factor = pack_factor_of(kind)
+    qvalues_NK = torch.randint(0, 256 // (pack_factor - 1) ** 3 if pack_factor == 2 else 16, (3, 128), dtype=torch.uint8)
     words_NJ = pack(kind, qvalues_NK).view(torch.int16).int() & 0xFFFF
-    bits = 16 // a_word
-    of_word = torch.stack([words_NJ >> n * bits & (1 << bits) - 1 for n in range(a_word)], dim=-1)  # [N, J, code]
+    bits = 16 // pack_factor
+    of_word = torch.stack([words_NJ >> n * bits & (1 << bits) - 1 for n in range(pack_factor)], dim=-1)  # [N, J, code]
     pieces = of_word.unflatten(1, (-1, 16)).transpose(2, 3)  # [N, J / 16, code, 16]
     assert torch.equal(pieces.flatten(1), qvalues_NK.int())
 
@@ -43,14 +43,14 @@ def test_tiles_fit_a_hopper() -> None:
     forms = dict.fromkeys((*FORMATS, *SEEN))
     rows = 1, 8, 9, 16, 17, 32, 33, FEW, FEW + 1, 128, 129, 192, 256, 500, 1024, MANY_PLAIN, MANY_PLAIN + 1
     for (kind, group, zero_points), T, (N, K, gated) in product(forms, rows, SHAPES):
-        a_word = pack_factor_of(kind)
+        pack_factor = pack_factor_of(kind)
         for partials in (False,) if gated else (False, True):
             tiles = hopper_tiles(T, N, K, kind, group, zero_points, gated, partials)
-            runs = (kind, group, zero_points) in SEEN and T <= (MANY if group else MANY_PLAIN) and K % (64 * a_word) == 0
+            runs = (kind, group, zero_points) in SEEN and T <= (MANY if group else MANY_PLAIN) and K % (64 * pack_factor) == 0
             assert (tiles is not None) == runs, (kind, group, T, N, K)
             if tiles is None:
                 continue
-            check_tiles(tiles, T, N, K, 16 // a_word, 64 * a_word, partials)
+            check_tiles(tiles, T, N, K, 16 // pack_factor, 64 * pack_factor, partials)
             assert tiles.kernel == "warp_hopper" or group % (tiles.block_k // 2) == 0
 
 
@@ -134,7 +134,7 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zero_points: b
 @needs_hopper
 @pytest.mark.parametrize(("kind", "group", "zero_points"), SEEN)
 def test_a_product_is_the_same_each_time(kind: Kind, group: int, zero_points: bool) -> None:
-    """Keeps out: memory that the copy engine fills while warps still read it, which shows in few programs now and then."""
+    """Keeps out: memory that TMA fills while warps still read it, which shows in few programs now and then."""
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
     for T, (N, K, gated) in product((1, 5, 8, 16, 60, 192), ((28672, 4096, True), (4096, 14336, False))):

@@ -18,12 +18,16 @@ def patches(paths: Sequence[Path]) -> dict[Path, int]:
 def _patches(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    *owners, name = ast.unparse(node.func).split(".")
-    if name == "setattr" and not owners:
-        return True
+    name, owned = _last_name(node.func), isinstance(node.func, ast.Attribute)
+    owner = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     return (
-        (name in METHODS and bool(owners))
+        (name == "setattr" and not owned)
+        or (name in METHODS and owned)
         or name == "patch"
-        or "patch" in owners[-1:]
-        and name in {"object", "dict", "multiple"}
+        or (owner == "patch" and name in {"object", "dict", "multiple"})
     )
+
+
+def _last_name(node: ast.expr) -> str:
+    """c of a.b.c; empty if the expression ends in no name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.decoder import SpecDecoder
-from specdec.serve.door import Door
 from specdec.serve.options import ServeOptions
 from specdec.serve.run import Server, listen
+from specdec.serve.state import ServerState
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def open_door(
     with decoder, listen(options) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
-        server = Server(Door(AsyncSpecDecoder(decoder), options))
+        server = Server(ServerState(AsyncSpecDecoder(decoder), options))
         server.config.timeout_keep_alive = keep_alive
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="http door")
         thread.start()

@@ -19,7 +19,7 @@ FEW = 16  # threshold: where the grammar allows at most so many tokens, all of t
 FIRST_WORDS = 16  # of a mask, where a banned token is looked for first: nearly every mask bans one there
 
 
-class Completion:
+class TreeCompletion:
     """One tree under a grammar.
 
     tokens, parents: the nodes so far, padding left out; parents come before their children.
