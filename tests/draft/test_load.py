@@ -174,8 +174,7 @@ def test_default_aux_layers(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("in_bits", [True, False])
 def test_a_copy_beside_a_matrix_in_few_bits_counts(zoo: Zoo, in_bits: bool) -> None:
-    """Keeps out: a plan of memory without the head's own copy of the target's last matrix, which stays where that one has 8 bits
-    or fewer."""
+    """Keeps out: a plan of memory without the head's copy of the target's last matrix, which stays where that has few bits."""
 
     class Target:
         def format_of(self, name: str) -> object:
