@@ -32,14 +32,14 @@ from torch import Tensor
 from products.tile_candidates import CANDIDATES, Stored
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.products.dense import silu_mul
-from specdec.ops.products.formats.lossless import Packed, pack_weight, unpack_weight
+from specdec.ops.products.formats.lossless import LosslessMatrix, decode_lossless, encode_lossless
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack_factor_of, row_bytes
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 from specdec.ops.products.partials import Partials, added_up
-from specdec.ops.products.tiles.lossless import packed_tiles
+from specdec.ops.products.tiles.lossless import lossless_tiles
 from specdec.ops.products.tiles.quantised import MAX_WARP_M, Kernel, QuantisedTiles, hopper_tiles
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -85,10 +85,10 @@ def trials() -> list[Trial]:
     return found
 
 
-def random_weight(kind: Stored, O: int, I: int, group: int) -> QuantisedMatrix | Packed:
+def random_weight(kind: Stored, O: int, I: int, group: int) -> QuantisedMatrix | LosslessMatrix:
     if kind != "packed":
         return random_quantised(kind, O, I, group)
-    packed = pack_weight((torch.randn(O, I, device="cuda") * 0.02).bfloat16())
+    packed = encode_lossless((torch.randn(O, I, device="cuda") * 0.02).bfloat16())
     assert packed is not None
     return packed
 
@@ -119,8 +119,8 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
         return f"{trial}: {type(error).__name__} {str(error)[-200:]}", trial
 
 
-def difference(y: Tensor, x: Tensor, weight: QuantisedMatrix | Packed, gated: bool) -> float:
-    numbers = unpack_weight(weight).double() if isinstance(weight, Packed) else dequantise(weight, torch.float64)
+def difference(y: Tensor, x: Tensor, weight: QuantisedMatrix | LosslessMatrix, gated: bool) -> float:
+    numbers = decode_lossless(weight).double() if isinstance(weight, LosslessMatrix) else dequantise(weight, torch.float64)
     want = x.double() @ numbers.T
     if gated:
         gate, up = want.chunk(2, -1)
@@ -188,7 +188,7 @@ def compiled(todo: list[Trial], seconds: float, processes: int) -> set[Any]:
     return done
 
 
-def copies(kind: Stored, O: int, I: int, group: int) -> list[QuantisedMatrix | Packed]:
+def copies(kind: Stored, O: int, I: int, group: int) -> list[QuantisedMatrix | LosslessMatrix]:
     """As many weights as spill over L2, and as layers have."""
     return [random_weight(kind, O, I, group) for _ in range(max(LAYERS, math.ceil(COLD_BYTES / (bytes_of_row(kind, I) * O))))]
 
@@ -202,7 +202,7 @@ def timed(
     T: int,
     kind: Stored,
     group: int,
-    weights: dict[str, list[QuantisedMatrix | Packed]],
+    weights: dict[str, list[QuantisedMatrix | LosslessMatrix]],
     x: dict[int, Tensor],
 ) -> tuple[list[dict[str, Any]], dict[str, list[Choice]]]:
     """A row for each tiling, and each shape's tilings, the policy's first, then from the fastest on."""
@@ -212,7 +212,7 @@ def timed(
     for name, (O, I) in SHAPES.items():
         gated = name == "gate_up"
         policy = (
-            packed_tiles(T, O, I, gated, match_of(torch.device("cuda", 0)).kind)
+            lossless_tiles(T, O, I, gated, match_of(torch.device("cuda", 0)).kind)
             if kind == "packed"
             else hopper_tiles(T, O, I, kind, group, False, gated, name in ("o", "down"))
         )
@@ -241,7 +241,7 @@ def layers(
     T: int,
     kind: Stored,
     best: dict[str, list[Choice]],
-    weights: dict[str, list[QuantisedMatrix | Packed]],
+    weights: dict[str, list[QuantisedMatrix | LosslessMatrix]],
     x: dict[int, Tensor],
     until: float,
 ) -> list[dict[str, Any]]:
@@ -278,7 +278,7 @@ def lists(choice: dict[str, Choice]) -> dict[str, list[Any] | None]:
     return {name: tiles and list(tiles) for name, tiles in choice.items()}
 
 
-def layer(choice: dict[str, Choice], weights: dict[str, list[QuantisedMatrix | Packed]], x: dict[int, Tensor]) -> float:
+def layer(choice: dict[str, Choice], weights: dict[str, list[QuantisedMatrix | LosslessMatrix]], x: dict[int, Tensor]) -> float:
     norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     for capture in (False, True):
@@ -291,7 +291,7 @@ def layer(choice: dict[str, Choice], weights: dict[str, list[QuantisedMatrix | P
     return replay_us(graph, 9) / LAYERS
 
 
-def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | Packed) -> Tensor | Partials:
+def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | LosslessMatrix) -> Tensor | Partials:
     """As a layer computes it: a norm adds up the partials of o and down."""
     if tiles is None:
         assert isinstance(weight, QuantisedMatrix)
@@ -302,7 +302,9 @@ def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | Pa
     return Partials(y, x.dtype) if leaves else y
 
 
-def measure(weights: list[QuantisedMatrix | Packed], product: Callable[[QuantisedMatrix | Packed], Tensor | Partials]) -> float:
+def measure(
+    weights: list[QuantisedMatrix | LosslessMatrix], product: Callable[[QuantisedMatrix | LosslessMatrix], Tensor | Partials]
+) -> float:
     """Microseconds of a product."""
     todo = weights * (1 if len(weights) > 5 else 2)
     product(weights[0])

@@ -23,7 +23,7 @@ from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.schemes.stacks import StackParameters
 from specdec.ops.products.dense import DenseWeight
 from specdec.ops.products.formats.experts import QuantisedStack
-from specdec.ops.products.formats.lossless import EIGHT, pack_weight
+from specdec.ops.products.formats.lossless import ALIGN_N, encode_lossless
 from specdec.ops.products.gpus import Kind
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, Numerics
@@ -236,10 +236,10 @@ class Linear(Multiplying):
         self.quantised.put(rows, own)
 
     def keep_lossless(self) -> None:
-        """Keeps the dense weight once more in 12 bits, if it can be (`pack_weight`).  It must not change then."""
-        if self.weight is not None and self.may_be_lossless and self.out_features % EIGHT == 0:
-            packed = pack_weight(self.weight)
-            self.lossless = None if packed is None else LosslessParameters(packed)
+        """Keeps the dense weight once more in 12 bits, if it can be (`encode_lossless`).  It must not change then."""
+        if self.weight is not None and self.may_be_lossless and self.out_features % ALIGN_N == 0:
+            matrix = encode_lossless(self.weight)
+            self.lossless = None if matrix is None else LosslessParameters(matrix)
 
     def holds(self, table: Tensor) -> bool:
         """Whether the weight is this very tensor, as the language-model head of a model with tied embeddings is."""

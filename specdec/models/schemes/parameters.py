@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.schemes.rows import QuantisedRows
-from specdec.ops.products.formats.lossless import Packed
+from specdec.ops.products.formats.lossless import LosslessMatrix
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, row_bytes
 
 
@@ -92,11 +92,11 @@ class QuantisedParameters(KeptParameters):
 class LosslessParameters(KeptParameters):
     """The tensors of a matrix in 12 bits.  They are buffers: copies, and no weights of the model."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, matrix: LosslessMatrix) -> None:
         super().__init__()
-        for name, tensor in packed._asdict().items():
+        for name, tensor in matrix._asdict().items():
             self.register_buffer(name, tensor, persistent=False)
 
     @property
-    def weight(self) -> Packed:
-        return Packed(*(self.get_buffer(name) for name in Packed._fields))
+    def weight(self) -> LosslessMatrix:
+        return LosslessMatrix(*(self.get_buffer(name) for name in LosslessMatrix._fields))

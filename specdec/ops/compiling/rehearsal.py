@@ -242,7 +242,7 @@ def _likeness(value: Any) -> Hashable:
     """What a kernel that is compiled for an argument depends on, or more than that."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT
-    if hasattr(value, "block_shape"):  # a descriptor of tiles, for the copy engine
+    if hasattr(value, "block_shape"):  # a TMA descriptor of tiles
         return (
             _likeness(value.base),
             *map(tuple, (value.shape, value.strides, value.block_shape)),

@@ -21,7 +21,7 @@ from specdec.ops.products.formats.quantised import Kind as Values
 from specdec.ops.products.gpus import H100, Kind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tiles.experts import ExpertTiles, StackedTiles, expert_tiles, stacked_tiles
-from specdec.ops.products.tiles.lossless import packed_tiles
+from specdec.ops.products.tiles.lossless import lossless_tiles
 from specdec.ops.products.tiles.quantised import QuantisedTiles, hopper_tiles, quantised_tiles
 from specdec.ops.products.tuned.table import Product, TunedTable
 
@@ -65,8 +65,8 @@ class Numerics:
         return tiles or quantised_tiles(M, N, K, values)
 
     def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
-        """Those of a weight that is kept in 12 bits too; None: the product takes its ordinary numbers."""
-        return packed_tiles(M, N, K, gated, kind)
+        """Those of a weight that is kept in 12 bits too; None: the product reads the dense weight."""
+        return lossless_tiles(M, N, K, gated, kind)
 
     def expert_tiles(self, pairs: int, experts: int) -> ExpertTiles:
         """Those of a mixture of quantised experts."""

@@ -134,7 +134,7 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zero_points: b
 @needs_hopper
 @pytest.mark.parametrize(("kind", "group", "zero_points"), SEEN)
 def test_a_product_is_the_same_each_time(kind: Kind, group: int, zero_points: bool) -> None:
-    """Keeps out: memory that the copy engine fills while warps still read it, which shows in few programs now and then."""
+    """Keeps out: memory that TMA fills while warps still read it, which shows in few programs now and then."""
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
     for T, (N, K, gated) in product((1, 5, 8, 16, 60, 192), ((28672, 4096, True), (4096, 14336, False))):

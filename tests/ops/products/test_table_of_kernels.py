@@ -57,8 +57,8 @@ def test_choices_are_in_their_lines() -> None:
         for kind, partials in product((H100, H200), (False, True)):
             if tiles := FAST.product_tiles(M, N, K, torch.bfloat16, gated, kind, partials=partials):
                 see(f"dense/{tiles.kernel}", 16, M, "H200" if tiles.kernel.endswith("hopper") else "9.0")
-            if packed := FAST.lossless_tiles(M, N, K, gated, kind):
-                see(f"quantised/{packed.kernel}", 12, M, "9.0")
+            if lossless := FAST.lossless_tiles(M, N, K, gated, kind):
+                see(f"quantised/{lossless.kernel}", 12, M, "9.0")
         tiles = INVARIANT.product_tiles(M, N, K, torch.bfloat16, gated)
         see(f"dense/{tiles.kernel}", 16, M, "9.0")
         for values, group in product(("e4m3", "int4"), (0, 128)):

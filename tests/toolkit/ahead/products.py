@@ -11,7 +11,7 @@ from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
 from specdec.ops.products.experts import Form, QuantisedExperts, SwiGlu, has_experts_kernel, quantised_experts
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
-from specdec.ops.products.formats.lossless import Packed
+from specdec.ops.products.formats.lossless import LosslessMatrix
 from specdec.ops.products.formats.quantised import QuantisedMatrix, row_bytes
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
@@ -71,12 +71,12 @@ def quantised_products() -> None:
 
 def lossless_products() -> None:
     for N, K in ((6144, 4096), (4096, 14336), (28672, 4096)):
-        packed = Packed(
+        lossless = LosslessMatrix(
             torch.empty(N, row_bytes("int8", K), dtype=torch.uint8), torch.empty(N, row_bytes("int4", K), dtype=torch.uint8),
             torch.empty(N, dtype=torch.int16), counts(N + 1), counts(1 << 16), torch.empty(1 << 16, dtype=torch.int16),
             counts(N // 8),
         )  # fmt: skip
-        weight = LosslessWeight(DenseWeight(halves(N, K)), packed)
+        weight = LosslessWeight(DenseWeight(halves(N, K)), lossless)
         for rows in (1, 6, 32, 60):
             weight.matmul(halves(rows, K), None, FAST, partials=True)
             weight.gated(halves(rows, K), None, FAST)

@@ -29,12 +29,12 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "quantised_warp_kernel": [
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[False-int4-64-True]",
-        "tests/ops/products/test_packed_hopper.py::test_the_kernels_compute_the_product[False]",
+        "tests/ops/products/test_lossless_hopper.py::test_the_kernels_compute_the_product[False]",
     ],
     "quantised_warpgroup_kernel": [
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-64-True]",
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-128-True]",
-        "tests/ops/products/test_packed_hopper.py::test_the_kernels_compute_the_product[True]",
+        "tests/ops/products/test_lossless_hopper.py::test_the_kernels_compute_the_product[True]",
     ],
     "dequantise_kernel": ["tests/ops/products/test_quantised_linear.py::test_the_kernel_dequantises[int4-32-True]"],
     "tiled_linear_kernel": [

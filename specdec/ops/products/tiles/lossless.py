@@ -1,4 +1,4 @@
-"""The tiles of products with packed weights, chosen by shapes and the kind of GPU alone.
+"""The tiles of products with lossless 12-bit weights, chosen by shapes and the kind of GPU alone.
 
 They were measured on an H100 and an H200: benchmarks/products/README.md, "Lossless weights".  This module knows no tensor and
 no model.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from specdec.ops.products.formats.lossless import EIGHT, WIDTH
+from specdec.ops.products.formats.lossless import ALIGN_K, ALIGN_N
 from specdec.ops.products.gpus import Kind
 from specdec.ops.products.tiles.quantised import FEW, QuantisedTiles, TileSizes, fitted, shape_of, tile_rows
 
@@ -40,13 +40,13 @@ MORE_ROWS: dict[str, dict[int, dict[str, TileSizes]]] = {
 
 
 @cache
-def packed_tiles(M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
+def lossless_tiles(M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
     """Tiles of kernels/quantised/hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns;
     None: the product takes the dense weight.
 
     kind: of GPU, whose tiles are taken.
     """
-    if not 0 < M <= FEW or N % (2 * EIGHT if gated else EIGHT) or K % WIDTH:
+    if not 0 < M <= FEW or N % (2 * ALIGN_N if gated else ALIGN_N) or K % ALIGN_K:
         return None
     rows = tile_rows(M)
     choice = (FEW_ROWS | MORE_ROWS[kind.name])[rows].get(shape_of(N, K))

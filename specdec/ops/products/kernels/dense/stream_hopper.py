@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
 
 GROUP_M = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
-EIGHT = 8  # rows of the gate that alternate with as many of up
+INTERLEAVE = 8  # rows of the gate that alternate with as many of up
 OVERLAP_ABOVE = 16  # threshold in rows of a tile of x: of more, a step's wgmma is in flight while the next one is issued
 
 
@@ -217,7 +217,7 @@ def launch_hopper_linear(
     (M, K), rows = x_MK.shape, weight_NK.shape[0]
     N, parts = (rows // 2, 2) if gated else (rows, 1)
     low, high = two_parts(tiles.block_m)
-    assert M > 0 and weight_NK.shape[1] == K and weight_NK.is_contiguous() and x_MK.stride(1) == 1 and N % EIGHT == 0
+    assert M > 0 and weight_NK.shape[1] == K and weight_NK.is_contiguous() and x_MK.stride(1) == 1 and N % INTERLEAVE == 0
     assert x_MK.dtype == weight_NK.dtype and x_MK.element_size() == 2 and (bias_N is None or bias_N.shape == (rows,))
     assert tiles.splits == 1 or M <= tiles.block_m
     num_tiles = triton.cdiv(rows, tiles.block_n)
@@ -241,7 +241,7 @@ def rows_of(x_MK: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def groups_of(weight_NK: Tensor, parts: int, rows: int, columns: int) -> TensorDescriptor:
     """The TMA descriptor of a weight's tiles, in which 8 rows of each part alternate; also of words of codes."""
-    (whole, K), groups = weight_NK.shape, rows // parts // EIGHT
+    (whole, K), groups = weight_NK.shape, rows // parts // INTERLEAVE
     N = whole // parts
-    shape, strides = [N // EIGHT, parts, EIGHT, K], [EIGHT * K, N * K, K, 1]
-    return TensorDescriptor(weight_NK, shape, strides, [groups, parts, EIGHT, columns], tma_layout(4, columns))
+    shape, strides = [N // INTERLEAVE, parts, INTERLEAVE, K], [INTERLEAVE * K, N * K, K, 1]
+    return TensorDescriptor(weight_NK, shape, strides, [groups, parts, INTERLEAVE, columns], tma_layout(4, columns))

@@ -5,9 +5,10 @@ quantised values instead of dense ones: TMA fills all stages with words of the w
 words go from shared memory to registers, are converted there to bfloat16, in which every quantised value is exact, and are the
 first operand of the tensor cores.  Scales multiply float32 sums.  So nothing is rounded before the end.
 
-- A scale for each row is applied once, to the complete sum. - A lossless weight (ops/products/formats/lossless.py) has words of
-8 bits and of 4 in stages of their own, and no scales. - Scales for groups of columns, and zero points, are read into registers
-a step ahead, the first before the wait, since no kernel writes them.  A group's sum is multiplied by its scale.
+- A scale for each row is applied once, to the complete sum.
+- A lossless weight (ops/products/formats/lossless.py) has words of 8 bits and of 4 in stages of their own, and no scales.
+- Scales for groups of columns, and zero points, are read into registers a step ahead, the first before the wait, since no
+  kernel writes them.  A group's sum is multiplied by its scale.
 
 One warp of a program is the producer, which only loads, and gives most of its registers to the consumer warps, which multiply.
 A stage has three mbarriers: two say that its words and its columns of x are there (full), and one that they were read (empty).
@@ -32,9 +33,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.ops.hopper import tma_layout
 from specdec.ops.launch import chained
-from specdec.ops.products.formats.lossless import WIDTH, Packed
+from specdec.ops.products.formats.lossless import ALIGN_K, LosslessMatrix
 from specdec.ops.products.formats.quantised import pack_factor_of
-from specdec.ops.products.kernels.dense.stream_hopper import EIGHT, groups_of, rows_of
+from specdec.ops.products.kernels.dense.stream_hopper import INTERLEAVE, groups_of, rows_of
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.quantised.warp_hopper import quantised_warp_kernel
 from specdec.ops.products.kernels.quantised.warpgroup_hopper import quantised_warpgroup_kernel
@@ -66,9 +67,9 @@ class _Operands(NamedTuple):
     has_zero_points: bool
 
 
-def _operands(weight: QuantisedMatrix | Packed) -> _Operands:
-    if isinstance(weight, Packed):
-        words_NJ, high_NJ = weight.low_OJ.view(torch.int16), weight.high_OJ.view(torch.int16)
+def _operands(weight: QuantisedMatrix | LosslessMatrix) -> _Operands:
+    if isinstance(weight, LosslessMatrix):
+        words_NJ, high_NJ = weight.low_NJ.view(torch.int16), weight.high_NJ.view(torch.int16)
         return _Operands("lossless", 2, words_NJ, high_NJ, weight[2:], weight.columns, 1, 0, False)
     assert weight.zero_points_NG is None or weight.group
     words_NJ, scales_NG, zero_points_NG = weight.qweight_NJ.view(torch.int16), weight.scales_NG, weight.zero_points_NG
@@ -81,13 +82,13 @@ def _operands(weight: QuantisedMatrix | Packed) -> _Operands:
 
 def launch_quantised_hopper(
     x_MK: Tensor,
-    weight: QuantisedMatrix | Packed,
+    weight: QuantisedMatrix | LosslessMatrix,
     bias_N: Tensor | None,
     gated: bool,
     tiles: QuantisedTiles,
     store_partials: bool = False,
 ) -> Tensor:
-    """[M, N], or [M, F] if gated, in bfloat16.  Rows of x must start at multiples of 16 bytes, and N be one of 8.
+    """[M, N], or [M, F] if gated, in bfloat16.  Rows of x must start at multiples of 16 bytes, and N be a multiple of 8.
 
     store_partials: the result is [splits, M, N] float32, what each split has computed.
     """
@@ -95,8 +96,8 @@ def launch_quantised_hopper(
     (M, K), rows = x_MK.shape, len(of.words_NJ)
     N, parts = (rows // 2, 2) if gated else (rows, 1)
     is_warp = tiles.kernel == "warp_hopper"
-    assert 0 < M and (M <= tiles.block_m or not is_warp) and of.columns == K and x_MK.stride(1) == 1 and N % EIGHT == 0
-    assert of.kind != "lossless" or K % WIDTH == 0
+    assert 0 < M and (M <= tiles.block_m or not is_warp) and of.columns == K and x_MK.stride(1) == 1 and N % INTERLEAVE == 0
+    assert of.kind != "lossless" or K % ALIGN_K == 0
     assert x_MK.dtype == torch.bfloat16 and (bias_N is None or bias_N.shape == (rows,))
     num_tiles = triton.cdiv(rows, tiles.block_n) * triton.cdiv(M, tiles.block_m)
     assert not (store_partials and gated)
@@ -145,7 +146,7 @@ def _launch_warpgroup(
     is_lossless, slices, store_partials = of.kind == "lossless", tiles.slices, common["STORE_PARTIALS"]
     steps = triton.cdiv(x_MK.shape[1], tiles.block_k)
     assert of.group in (0, tiles.block_k // 2) or of.group % tiles.block_k == 0, of.group
-    assert tiles.block_k % (WIDTH if is_lossless else 32 * of.pack_factor) == 0
+    assert tiles.block_k % (ALIGN_K if is_lossless else 32 * of.pack_factor) == 0
     assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
     block_n, block_j = tiles.block_n // tiles.of_program, tiles.block_k // of.pack_factor
     qweight_tiles = groups_of(of.words_NJ, parts, block_n, block_j)
@@ -163,6 +164,6 @@ def _launch_warpgroup(
 def _slices_of(words_NJ: Tensor, width: int, parts: int, block_n: int, slices: int) -> TensorDescriptor:
     """`groups_of` in slices of `width` words, each of which lies in shared memory by itself."""
     rows, J = words_NJ.shape
-    N, groups = rows // parts, block_n // parts // EIGHT
-    shape, strides = [J // width, N // EIGHT, parts, EIGHT, width], [width, EIGHT * J, N * J, J, 1]
-    return TensorDescriptor(words_NJ, shape, strides, [slices, groups, parts, EIGHT, width], tma_layout(5, width))
+    N, groups = rows // parts, block_n // parts // INTERLEAVE
+    shape, strides = [J // width, N // INTERLEAVE, parts, INTERLEAVE, width], [width, INTERLEAVE * J, N * J, J, 1]
+    return TensorDescriptor(words_NJ, shape, strides, [slices, groups, parts, INTERLEAVE, width], tma_layout(5, width))
