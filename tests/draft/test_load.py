@@ -176,10 +176,10 @@ def test_default_aux_layers(zoo: Zoo) -> None:
 def test_a_copy_beside_a_matrix_in_few_bits_counts(zoo: Zoo, in_bits: bool) -> None:
     """Keeps out: a plan of memory without the head's copy of the target's last matrix, which stays where that has few bits."""
 
-    class Target:
+    class FewBits:
         def format_of(self, name: str) -> object:
             return object() if in_bits and name == "lm_head" else None
 
     drafter = HeadDrafter(zoo.head("llama", "dspark-gated"), read_target_config(zoo.target("llama")), HowToRead())
     assert drafter.opened.parsed.copies
-    assert ("lm_head.weight" in drafter.unkept(Target())) != in_bits  # type: ignore[arg-type]
+    assert ("lm_head.weight" in drafter.unkept(FewBits())) != in_bits  # type: ignore[arg-type]

@@ -13,12 +13,12 @@ class Tickets:
     def __init__(self) -> None:
         self.open: set[int] = set()
 
-    def start(self, source: torch.Tensor, begun: Any = None) -> "Ticket":
+    def start(self, source: torch.Tensor, begun: Any = None) -> "CountedTicket":
         self.open.add(id(source))
-        return Ticket(self, id(source))
+        return CountedTicket(self, id(source))
 
 
-class Ticket:
+class CountedTicket:
     done = 0.0
 
     def __init__(self, owner: Tickets, name: int) -> None:
