@@ -21,11 +21,11 @@ class Tickets:
 class CountedTicket:
     done = 0.0
 
-    def __init__(self, owner: Tickets, name: int) -> None:
-        self.owner, self.name = owner, name
+    def __init__(self, counter: Tickets, name: int) -> None:
+        self.counter, self.name = counter, name
 
     def drop(self) -> None:
-        self.owner.open.remove(self.name)
+        self.counter.open.remove(self.name)
 
 
 def test_all_copies_are_given_back() -> None:
