@@ -27,9 +27,11 @@ FP8_MIN_ARCHITECTURE = (8, 9)  # the first compute capability with instructions 
 # Later passes may hold larger values than the first pass, so its largest value takes a quarter of float8's range.  That costs
 # two of the eighteen powers of two that e4m3 spans.
 HEADROOM = 4.0
-MIN_STEP = 2.0**-120  # threshold for int8 scales: a head with a smaller scale is stored as 0, since 1 / scale would overflow
+MIN_INT8_SCALE = (
+    2.0**-120
+)  # threshold for int8 scales: a head with a smaller scale is stored as 0, since 1 / scale would overflow
 # The first prompt may be short and hold none of the model's large values: with this lower bound every head can store +-7.
-MIN_SCALE = 2.0**-6
+MIN_FP8_SCALE = 2.0**-6
 
 
 @dataclass
@@ -135,7 +137,7 @@ def fp8_scale(kv_T2KD: Tensor) -> Tensor:
     ignored.
     """
     sizes_T2KD = torch.where(kv_T2KD.isfinite(), kv_T2KD, 0).abs().float()
-    return (sizes_T2KD.amax((0, 3)) * (HEADROOM / FP8_MAX)).clamp_(min=MIN_SCALE)
+    return (sizes_T2KD.amax((0, 3)) * (HEADROOM / FP8_MAX)).clamp_(min=MIN_FP8_SCALE)
 
 
 def to_int8(heads: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,9 +147,9 @@ def to_int8(heads: Tensor) -> tuple[Tensor, Tensor]:
     """
     heads = heads.float()
     scales = heads.abs().amax(-1) * (1 / INT8_MAX)
-    inverse = torch.where(scales > MIN_STEP, 1 / scales, 0.0)
-    steps = (heads * inverse[..., None]).clamp_(-INT8_MAX, INT8_MAX)
-    return (steps + 0.5).floor_().to(torch.int8), scales
+    inverse = torch.where(scales > MIN_INT8_SCALE, 1 / scales, 0.0)
+    scaled = (heads * inverse[..., None]).clamp_(-INT8_MAX, INT8_MAX)
+    return (scaled + 0.5).floor_().to(torch.int8), scales
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _state(out_THC: Tensor, lse_TH: Tensor) -> AttentionState:
 def check_conventions(q_THL: Tensor, view: LatentView, like: Segment) -> None:
     """Asks the library for two results that are known: that lse is a natural log, and that a row without keys is empty.
 
-    The question uses the dtype and heads of q and the kind of call that `like` is.  Raises RuntimeError if the installed
+    The check's call has the dtype and heads of q, and is of the kind of `like`.  Raises RuntimeError if the installed
     library answers otherwise.
     """
     (_, H, L), device, scale, keys = q_THL.shape, q_THL.device, 1 / 64, 3

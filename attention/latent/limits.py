@@ -19,7 +19,7 @@ class Limits:
     convert_from: queries a row from which on latents in 8 bits are converted first.
     workspace_tokens: latents converted at once; with DeepSeek's dims they take 75 MB in bf16.  A single row may be longer.
     absorbed: elements of absorbed queries at once where each token reads keys of its own.  They are four times as wide as the
-        queries that they are made from, so a long prompt's take turns: at DeepSeek's dims 910 tokens, in 134 MB.
+        queries that they are made from, so a long prompt is processed in parts: at DeepSeek's dims of 910 tokens, in 134 MB.
     """
 
     expand_above: int = 512

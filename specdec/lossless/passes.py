@@ -57,7 +57,7 @@ class DensePasses:
         attn = DenseAttention(
             config.layer_kinds,
             as_stored=self._as_stored,
-            sources=config.kv_source,
+            kv_layers=config.kv_source,
             queries_as_read=self._queries_as_read,
         )
         return self.model(

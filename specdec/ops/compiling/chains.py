@@ -50,7 +50,7 @@ GROUPS = (
             "subtract": "factor",
             "rope_store": "positions slots table",
             "sinks": "sinks",
-            "suffix_merge": "at cache_seqlens kv q scales slopes slot_table starts",
+            "suffix_merge": "cache_seqlens kv q q_positions scales slopes slot_table starts",
             "fill_pairs": "mask",
         },
     ),

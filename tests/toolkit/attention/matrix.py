@@ -142,8 +142,8 @@ class World:
             layout = Int8KeysLayout(K, own, self.dtype, self.cell.int8_queries)
         elif self.cell.kv_cache_dtype != "auto":
             layout = QuantLayout(self.cell.kv_cache_dtype, K, own, device, int8_queries=self.cell.int8_queries)
-        kinds, sources = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
-        return KVCache(layout, kinds, num_slots, device=device, sources=sources)
+        kinds, kv_layers = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
+        return KVCache(layout, kinds, num_slots, device=device, kv_layers=kv_layers)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
