@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, Stats, shipped
-from specdec.grammar import completion
+from specdec.grammar import tree_completion
 from specdec.grammar.tree_completion import TreeCompletion
 from texts.grammar_texts import random_schema
 
@@ -110,10 +110,10 @@ def main() -> None:
     )
     parser.add_argument("--num-prompts", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--few", type=int, default=completion.FEW, help="another threshold for tokens that are few")
+    parser.add_argument("--few", type=int, default=tree_completion.FEW, help="another threshold for tokens that are few")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    completion.FEW = args.few
+    tree_completion.FEW = args.few
     lines = [json.loads(line) for line in args.prompts.read_text().splitlines()]
     prompts = [lines[i % len(lines)].get("prompt") or lines[i % len(lines)]["token_ids"] for i in range(args.num_prompts)]
     rows = []

@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _own_process() -> Iterator[None]:
-    """What the process is given that a server needs, and that an application that embeds the door decides by itself."""
+    """What the process is given that a server needs, and that an application that embeds the server decides by itself."""
     with raised_limit(), output_that_never_waits():
         yield
 

@@ -1,4 +1,4 @@
-"""docs/SERVING.md against the code of the HTTP door: what either has and the other has not is named.
+"""docs/SERVING.md against the code of the HTTP server: what either has and the other has not is named.
 
 Each check compares the rows of some tables of the page with what the code gives.  The checks themselves are held too: a page
 that lacks any one of these rows, or has one more, fails.

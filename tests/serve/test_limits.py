@@ -1,4 +1,4 @@
-"""The limits of the door: the key, the size of bodies, the queue, the cap of max_tokens, and the pool."""
+"""The limits of the server: the key, the size of bodies, the queue, the cap of max_tokens, and the pool."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answer_to(connection: socket.socket) -> bytes:
 
 
 def test_a_key_is_asked_for(pair: SpecDecoder) -> None:
-    """Keeps out: an open door with a key in its options, a key that is compared in part, and probes that need one."""
+    """Keeps out: an open server with a key in its options, a key that is compared in part, and probes that need one."""
     with Served(pair, api_key="sesame-9") as served:
         for given in ("", "sesame-9", "Bearer", "Bearer sesame", "Bearer sesame-99", "Basic sesame-9", "Bearer é"):
             for path in (PATH, "/v1/chat/completions", "/v1/models", "/nowhere"):

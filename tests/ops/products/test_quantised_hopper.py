@@ -96,7 +96,7 @@ def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zero_points:
             y = launch_quantised_hopper(x, weight, b, gated, tiles)
             assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, N, K, gated)
             if not gated:
-                partials = Partials(launch_quantised_hopper(x, weight, b, gated, tiles, leaves=True), x.dtype)
+                partials = Partials(launch_quantised_hopper(x, weight, b, gated, tiles, store_partials=True), x.dtype)
                 assert (
                     partials.sums_SMN.shape[0] == tiles.splits and error(partials.tensor(), exact(x, weight, gated, b)) < 4e-3
                 )

@@ -1,4 +1,4 @@
-"""A server of the HTTP door for tests: on loopback, on a thread of the test process, with the real web server."""
+"""A server of the HTTP server for tests: on loopback, on a thread of the test process, with the real web server."""
 
 from __future__ import annotations
 
