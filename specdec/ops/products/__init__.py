@@ -1,6 +1,6 @@
 """All products of activations with weights: which kernel serves which rows, and the policy that is asked about such choices.
 
-A weight is an object that multiplies (`Weight` in weight.py): `DenseWeight`, `LosslessWeight` (12 bits a value, beside the
+A weight is an object that multiplies (`Weight` in weight.py): `DenseWeight`, `LosslessWeight` (12 bits a number, beside the
 dense weight) or `QuantisedWeight` (8 and 4 bits); experts.py and stacked.py multiply with stacks of matrices.  Each asks the
 policy (numerics.py), whose answer (tiles/) names a kernel in kernels/ and its tiles, or leaves the product to a library.
 
@@ -16,7 +16,7 @@ M is the rows of x, N the rows of the weight, K the columns of both.
 | quantised/stream_triton | 8, 4 | 1-64 | 9.0 and later | forms and GPUs that the kernels for Hopper don't take |
 | quantised/warp_hopper | 12, 8, 4 | 1-8 | 9.0 | latency: warps that multiply alone wait for each other once a step |
 | quantised/warpgroup_hopper | 12, 8, 4 | 9-2048 | 9.0 | as above with wgmma; in 12 bits up to 64 rows |
-| quantised/dequantise_triton | 8, 4 | 1- | all | dequantised values, for cuBLAS, where no kernel above multiplies |
+| quantised/dequantise_triton | 8, 4 | 1- | all | the dense weight, for cuBLAS, where no kernel above multiplies |
 | experts/mixture_triton | 8, 4 | 1- | 9.0 and later | 1.7 to 7 times as fast as dequantising first |
 | experts/stacked_triton | 16 | 1- | 9.0, deterministic | experts, heads and routers in one order of sums; sums of experts |
 
