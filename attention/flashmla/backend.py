@@ -1,7 +1,8 @@
 """The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of selected slots, our kernels the rest.
 
-The rest is: ordinary heads (a draft head's), a tree's suffix and the merge of its state, segments with first keys, shared
-prefixes, ragged batches of prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
+The rest is: a draft head's ordinary heads, a tree's suffix and the merge of its state, segments with first keys, and shared
+prefixes.  Ragged batches of prompts, pages of latents in 8 bits and what else `reads_pages` and `reads_rows` refuse belong to
+it, too.
 
 Shapes: T queries, H heads, C latent rank, L latent width.
 """

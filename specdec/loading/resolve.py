@@ -173,7 +173,7 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
     if settings.target_backend != "native":
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
     if target.quantization is not None:
-        refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
+        refuse(f"computes targets whose weights are unquantised, got {target.quantization}")
     if target.keeps_latents and not column_parts(target.latent_rank):
         refuse(
             f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "

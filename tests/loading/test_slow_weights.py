@@ -60,7 +60,7 @@ def test_a_quantised_checkpoint_is_warned_of(name: str, tmp_path: Path) -> None:
     """Keeps out: a checkpoint in 8 or 4 bits, for which nobody gave a setting, that is slow without a word."""
     quantised, _ = save_quantised(tmp_path, SCHEMES[name])
     (warning,) = said(lambda: load(quantised, None))
-    assert "on a CPU" in warning and warning.endswith("a checkpoint in ordinary numbers")
+    assert "on a CPU" in warning and warning.endswith("an unquantised checkpoint")
 
 
 def test_a_plan_is_for_a_gpu() -> None:

@@ -87,7 +87,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
 
 
 def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization:
-    """Experts in mxfp4, all else in ordinary numbers: nothing of the scheme is free."""
+    """Experts in mxfp4, all else unquantised: nothing of the scheme is free."""
     scheme, where = scheme_of(raw, where)
     if scheme.get("quant_method") != METHOD:
         raise ValueError(

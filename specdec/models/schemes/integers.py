@@ -190,7 +190,9 @@ _NEAREST = "nearest thing that works: a checkpoint without act order"
 
 def _describe(bits: int, group: int, symmetric: bool, in_act_order: bool = False) -> str:
     run = f"{group} columns" if group else "row"
-    return f"int{bits}, a scale{'' if symmetric else ' and a zero'} for each {run}{', in act order' if in_act_order else ''}"
+    return (
+        f"int{bits}, a scale{'' if symmetric else ' and a zero point'} for each {run}{', in act order' if in_act_order else ''}"
+    )
 
 
 def _missing(key: str) -> str:

@@ -16,8 +16,8 @@ M is the rows of x, N the rows of the weight, K the columns of both.
 | quantised/stream_triton | 8, 4 | 1-64 | 9.0 and later | forms and GPUs that the kernels for Hopper don't take |
 | quantised/warp_hopper | 12, 8, 4 | 1-8 | 9.0 | latency: warps that multiply alone wait for each other once a step |
 | quantised/warpgroup_hopper | 12, 8, 4 | 9-2048 | 9.0 | as above with wgmma; in 12 bits up to 64 rows |
-| quantised/dequantise_triton | 8, 4 | 1- | all | the numbers, for cuBLAS, where no kernel above multiplies |
-| experts/mixture_triton | 8, 4 | 1- | 9.0 and later | 1.7 to 7 times as fast as computing numbers first |
+| quantised/dequantise_triton | 8, 4 | 1- | all | the dense weight, for cuBLAS, where no kernel above multiplies |
+| experts/mixture_triton | 8, 4 | 1- | 9.0 and later | 1.7 to 7 times as fast as dequantising first |
 | experts/stacked_triton | 16 | 1- | 9.0, deterministic | experts, heads and routers in one order of sums; sums of experts |
 
 Measured: benchmarks/products/README.md.  cuBLAS, or torch's grouped product (grouped.py), takes the rest on a GPU; a CPU,

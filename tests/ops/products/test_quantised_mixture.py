@@ -2,7 +2,7 @@
 
 On a GPU in bfloat16, else in float16 under Triton's interpreter.
 
-Shapes: T tokens, H hidden size, E experts, K experts of a token, F intermediate size of an expert.
+Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), F intermediate size of an expert.
 """
 
 from typing import NamedTuple

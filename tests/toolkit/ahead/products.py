@@ -90,11 +90,11 @@ def coded_mixtures() -> None:
         gpt_oss = kind == "e2m1"
 
         def stack(O: int, I: int) -> QuantisedStack:
-            planes = torch.empty(E * O, steps_of(I) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
+            qweight = torch.empty(E * O, steps_of(I) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
             scales = halves(E * O, -(-I // group) if group else 1)  # noqa: B023
             if gpt_oss:  # noqa: B023
                 scales = torch.empty(E * O, 4 * steps_of(I), dtype=torch.uint8)  # noqa: B023
-            return QuantisedStack(kind, E, planes, scales, None, I, group)  # noqa: B023
+            return QuantisedStack(kind, E, qweight, scales, None, I, group)  # noqa: B023
 
         form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
         experts = QuantisedExperts(stack(2 * F, H), stack(H, F), form)

@@ -240,7 +240,7 @@ def rows_of(x_MK: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def groups_of(weight_NK: Tensor, parts: int, rows: int, columns: int) -> TensorDescriptor:
-    """The TMA descriptor of a weight's tiles, in which 8 rows of each part alternate; also of words of codes."""
+    """The TMA descriptor of a weight's tiles, in which 8 rows of each part alternate; also of words of quantised values."""
     (whole, K), groups = weight_NK.shape, rows // parts // INTERLEAVE
     N = whole // parts
     shape, strides = [N // INTERLEAVE, parts, INTERLEAVE, K], [INTERLEAVE * K, N * K, K, 1]
