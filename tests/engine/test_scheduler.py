@@ -351,7 +351,7 @@ def test_the_drafter_knows_no_text_after_the_runner_ended_its_drafts(pause: int)
 def test_the_drafter_knows_no_text_after_it_was_stopped(pause: int) -> None:
     """Keeps out: pages beyond the length at which drafting stops, or that the drafter has not caught up on, kept as drafted."""
     engine, stopped = engine_of(1, ChunkBudget(16, 16, 16)), list[int]()
-    engine.scheduler.speculation.most_tokens = 20
+    engine.scheduler.speculation.max_draft_length = 20
     request = new_request([5] * 10, 30)
     engine.submit([request])
     while not engine.is_idle:
