@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout, RoundingView
+from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout, LossyView
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
@@ -50,7 +50,7 @@ class QuantView(CachedHeads):
     scales_N2K: Tensor | None = None
     needs_scale: bool = False
     int8_queries: bool = False
-    rounds: ClassVar[bool] = True
+    is_lossy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
@@ -115,9 +115,9 @@ def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
     they are.
     """
     views = [cache.view(layer) for layer in range(len(cache.kinds))]
-    rounding = [view for view in views if isinstance(view, RoundingView) and view.rounds]
-    assert len(rounding) in (0, len(views)), "some layers round what they keep, others do not"
-    return (lambda layer, kept: rounding[layer].as_stored(kept)) if rounding else None
+    lossy = [view for view in views if isinstance(view, LossyView) and view.is_lossy]
+    assert len(lossy) in (0, len(views)), "some layers round what they keep, others do not"
+    return (lambda layer, kept: lossy[layer].as_stored(kept)) if lossy else None
 
 
 def dequantised(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

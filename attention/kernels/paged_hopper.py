@@ -6,9 +6,9 @@ the producer loads the queries, and the pages with keys that this layer may have
 which keys those are (`Segment.fresh`).
 
 A tile of queries x heads (packed GQA) is the first operand of wgmma, 64 rows for each warpgroup, so a row's softmax needs no
-other warp.  A TMA load brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  Either one
-TMA load brings all panels of a page's keys and values of a head, and each page has a wgmma of its own; or each panel has a TMA
-load of its own, and a block's pages lie side by side (JOINED), so that fewer and larger wgmmas take them all.
+other warp.  TMA brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  There are two ways:
+- One TMA load brings all panels of a page's keys and values of a head, and each page has a wgmma of its own.
+- Each panel has a TMA load of its own, and a block's pages lie side by side (JOINED), so that fewer and larger wgmmas do.
 
 This module knows pages, not what the keys are, and chooses no tiles.
 

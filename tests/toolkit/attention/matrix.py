@@ -263,7 +263,7 @@ class World:
             seen_NX &= of_kind(kind, L + self.depth_N, at_X)
             if isinstance(view, SparseLatentView):
                 tokens_NX = self.last[layer].flatten(1)[b * N : (b + 1) * N]
-                seen_NX = sparse_cells.chosen(view, self.slots(b, L + N), tokens_NX, seen_NX)
+                seen_NX = sparse_cells.selected(view, self.slots(b, L + N), tokens_NX, seen_NX)
             distance_NX = at_X - (L + self.depth_N)[:, None]
             q_NHD = queries_as_read(view, q_NHD.double())
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])
