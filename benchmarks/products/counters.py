@@ -126,7 +126,9 @@ def profile(arguments: Sequence[str], raw: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 192], help="rows of the products with bf16 weights")
-    parser.add_argument("--quantised-rows", type=int, nargs="+", default=[1, 32], help="rows of those with fp8 and int4 weights")
+    parser.add_argument(
+        "--quantised-rows", type=int, nargs="+", default=[1, 32], help="rows of those with fp8 and int4 weights"
+    )
     parser.add_argument("--raw", type=Path, help="where Nsight Compute's own table goes; without it, it is thrown away")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--multiply", action="store_true", help=argparse.SUPPRESS)  # what runs under ncu
