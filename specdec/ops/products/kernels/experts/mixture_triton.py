@@ -34,7 +34,7 @@ from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert
 from specdec.ops.products.tiles.experts import MAX_READ
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import SwiGlu
+    from specdec.ops.products.experts import SwiGLU
     from specdec.ops.products.formats.experts import QuantisedStack
     from specdec.ops.products.tiles.experts import ExpertTiles
 
@@ -260,7 +260,7 @@ def launch_quantised_experts(
     topk_ids_P: Tensor,
     counts_E: Tensor | None,
     top_k: int,
-    gate: SwiGlu | None,
+    gate: SwiGLU | None,
     tiles: ExpertTiles,
 ) -> Tensor:
     """[P, N]: each pair's product with its expert's matrix, in the order of the pairs.
