@@ -55,7 +55,8 @@ class Numerics:
         return product_tiles(M, N, K, dtype, gated, kind, partials)
 
     def quantised_tiles(
-        self, M: int, N: int, K: int, values: Kind, group_size: int, zero_points: bool, gated: bool, partials: bool, hopper: bool,
+        self, M: int, N: int, K: int, values: Kind, group_size: int, zero_points: bool, gated: bool, partials: bool,
+        hopper: bool,
     ) -> QuantisedTiles | None:  # fmt: skip
         """Those of a quantised weight [N, K], of the kind `values`; None: it is dequantised, and cuBLAS computes the product.
 
