@@ -21,7 +21,7 @@ class LayerKind:
     chunk C: the keys of p's own chunk up to p, (p // C) * C to p (Llama 4).
     If neither is set, the query reads all keys up to p.
     skip: the first keys of a text that no query reads, in a layer that reads all others.
-    alibi: whether the layer's scoring has slopes (ALiBi), so that its plans must say where each query stands.
+    alibi: whether the layer's scoring has slopes (ALiBi), so that its plans need the queries' positions.
     """
 
     window: int | None = None

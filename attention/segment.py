@@ -34,9 +34,10 @@ class Segment:
     base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
         reads).  None: key 0.
-    ahead: of a causal segment, how many keys after its own each query reads too (an encoder's window looks in both directions).
-    at_T: int32, where each query stands, counted from its row's key 0: its position minus the row's base.  ALiBi's distances
-        need it.  None: no layer that reads this segment has slopes.
+    window_right: of a causal segment, how many keys after its own each query reads too, as in flash-attn's window_size (an
+        encoder's window looks in both directions).
+    alibi_positions_T: int32, each query's position counted from its row's key 0 (its position minus the row's base), for
+        ALiBi's distances.  None: no layer that reads this segment has slopes.
     span: the most keys between any query's first and its last key; known to the host.  None: a query may read its whole row.
     fresh: which of a row's keys the layer may have stored just before it attends: those of the row's own "queries", its last
         ones; "none"; or perhaps "all".  The others were complete before its projections, so kernels may read them early.
@@ -51,10 +52,10 @@ class Segment:
     ragged: bool = False
     base_B: Tensor | None = None
     starts_T: Tensor | None = None
-    at_T: Tensor | None = None
+    alibi_positions_T: Tensor | None = None
     span: int | None = None
     max_cached: int | None = None
-    ahead: int = 0
+    window_right: int = 0
     fresh: Fresh = "all"
 
     @property
@@ -65,7 +66,7 @@ class Segment:
     @property
     def is_per_query(self) -> bool:
         """Whether queries of a row differ in what they read, or in how they score it, beyond what `causal` says."""
-        return not (self.starts_T is None and self.at_T is None and self.ahead == 0)
+        return not (self.starts_T is None and self.alibi_positions_T is None and self.window_right == 0)
 
     @property
     def max_keys(self) -> int:
@@ -97,12 +98,12 @@ class Segment:
         return cls(PageTable(slots_RW), lens_R, cu_seqlens_q, 1, base_B=base_B)
 
     def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:
-        """This segment for layers of that kind: the part that a windowed or chunked layer reads, and where queries stand if
-        the layer has slopes.  positions_T: int64, each query's position.
+        """This segment for layers of that kind: the part that a windowed or chunked layer reads, and the queries' positions
+        if the layer has slopes.  positions_T: int64, each query's position.
         """
         if kind.alibi:
-            placed = replace(self, at_T=places(positions_T, self.base_B))
-            return placed.local(replace(kind, alibi=False), positions_T)
+            with_positions = replace(self, alibi_positions_T=row_positions(positions_T, self.base_B))
+            return with_positions.local(replace(kind, alibi=False), positions_T)
         if kind.reads_all:
             return self
         return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
@@ -191,8 +192,8 @@ def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, lowe
     return first_T if lower_T is None else torch.maximum(first_T, lower_T)
 
 
-def places(positions_T: Tensor, base_B: Tensor | None) -> Tensor:
-    """[T] int32: where each query stands, counted from key 0 of its row.
+def row_positions(positions_T: Tensor, base_B: Tensor | None) -> Tensor:
+    """[T] int32: each query's position, counted from key 0 of its row.
 
     positions_T: int64, each query's position.
     base_B: int32, the position of key 0 of each sequence's rows; None: 0.

@@ -1,4 +1,4 @@
-"""Shared prefixes: pages that several sequences begin with are read once for all of them, as one more segment to merge.
+"""Shared prefixes (cascade attention): pages that several sequences begin with are read once for all, as one more segment.
 
 The shared pages form a single row that holds every query of the batch; each sequence's own segment then starts after them.
 Which sequences share, and how many tokens, is read from tensors, so a captured graph stays right when that changes, also when

@@ -79,7 +79,7 @@ class TargetPass:
         self.layers = tuple(sorted(layer for layer in near if 0 <= layer < N))
         if not self.layers and not target.config.features_refusal:
             self.layers = (N - 1,)
-        attn = DenseAttention(target.config.layer_kinds, 1, sources=target.config.kv_source)
+        attn = DenseAttention(target.config.layer_kinds, 1, kv_layers=target.config.kv_source)
         out = target(ids_T, torch.arange(len(ids_T), dtype=torch.int64, device=ids_T.device), attn, self.layers)
         self.final_TH, self.states_TF = out.hidden_TH, out.aux_TA
         self.chosen_P = target.vocabulary.greedy(target.logits(out.hidden_TH))[1:]

@@ -16,7 +16,7 @@ from specdec import checks
 from specdec.grammar.keywords import schema_as_json
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
-LARGEST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
 MIN_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
 MIN_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
@@ -154,7 +154,7 @@ def option(default: Any, check: Callable[[str, Any], Any], meaning: str = "", *,
 
 IDLE: dict[str, Any] = {"greedy": False}  # of an option that only sampling looks at
 SAMPLED = {**IDLE, "drafted": True}  # of one that drafters look at too
-SEED = partial(checks.require_int, low=-(2**63), high=LARGEST_SEED)
+SEED = partial(checks.require_int, low=-(2**63), high=MAX_SEED)
 
 
 def number(default: float, bounds: tuple[float, float], step: str, metavar: str, meaning: str, **more: Any) -> Any:
@@ -164,11 +164,12 @@ def number(default: float, bounds: tuple[float, float], step: str, metavar: str,
     return option(default, check, meaning, metavar=metavar, column=type(default), step=step, **more)
 
 
-def _temperature(name: str, value: Any) -> float:
-    temperature = checks.require_float(name, value, 0.0, 100.0)
-    if 0 < temperature < 1e-4:
-        raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}; nearest: 0")
-    return temperature
+def _zero_or_some(name: str, value: Any, zero: str) -> float:
+    """A number that is 0, which has a meaning of its own, or large enough to be told from 0 in float32."""
+    checked = checks.require_float(name, value, 0.0, 100.0)
+    if 0 < checked < 1e-4:
+        raise ValueError(f"{name} must be 0 ({zero}) or at least 0.0001, got {checked}; nearest: 0")
+    return checked
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class SamplingParams:
     """
 
     max_tokens: int = option(128, partial(checks.require_int, low=1))
-    temperature: float = option(0.0, _temperature, column=float, step="sampled", drafted=True)
+    temperature: float = option(0.0, partial(_zero_or_some, zero="greedy"), column=float, step="sampled", drafted=True)
     top_p: float = option(
         1.0,
         partial(checks.require_float, low=0.0, high=1.0, above_low=True),
@@ -241,12 +242,13 @@ class SamplingParams:
         "raw", partial(checks.require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
     n: int = option(1, partial(checks.require_int, low=1, high=MAX_CHOICES))
-    top_n_sigma: float = number(
+    top_n_sigma: float = option(
         0.0,
-        (0.0, 100.0),
-        "top_n_sigma",
-        "X",
+        partial(_zero_or_some, zero="all tokens"),
         "sample from tokens within X standard deviations of the largest logit; 0 is all",
+        metavar="X",
+        column=float,
+        step="top_n_sigma",
         **IDLE,
     )
 
@@ -269,9 +271,9 @@ class SamplingParams:
             yield "min_tokens", f"{fault}; nearest setting that works: min_tokens={self.max_tokens}"
         if self.logprobs is None and self.logprobs_mode != "raw":
             yield "logprobs_mode", "logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0"
-        if self.seed is not None and self.seed + self.n - 1 > LARGEST_SEED:
-            fault = f"seed + n - 1 must be at most {LARGEST_SEED}, got {self.seed} + {self.n} - 1"
-            yield "seed", f"{fault}; nearest setting that works: seed={LARGEST_SEED - self.n + 1}"
+        if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
+            fault = f"seed + n - 1 must be at most {MAX_SEED}, got {self.seed} + {self.n} - 1"
+            yield "seed", f"{fault}; nearest setting that works: seed={MAX_SEED - self.n + 1}"
         kinds = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
         if len(kinds) > 1:
             fault = f"{kinds[0]} and {kinds[1]} both say what the text must be"

@@ -146,8 +146,8 @@ class EngineOptions:
         details="Rounded to nearest, without a look at any text: a checkpoint that was quantised with one is usually better.  "
         "Where 128 does not divide a matrix's columns, 32 of them have a scale, or all of a row.  "
         "Embeddings, output layer and drafter stay as they are.  A checkpoint in 8 or 4 bits is refused.  Weights of a GGUF "
-        "file become ordinary numbers, which are rounded like any; with blocks, matrices in Q8_0, Q4_0 and MXFP4 stay codes of "
-        "the same numbers, in half or a quarter of the memory, and steps are slower.",
+        "file are dequantised, and rounded like any; with blocks, matrices in Q8_0, Q4_0 and MXFP4 stay quantised, in half or "
+        "a quarter of the memory, and steps are slower.",
         choices=("none", "fp8", "int4", "blocks"),
     )
     pack_weights: bool = option(

@@ -96,9 +96,9 @@ class Session:
         """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
         return as_stored(self.decoder.engine.runner.workers.verifier.cache)
 
-    def together(self, function: Callable[..., R], *given: Any) -> R:
+    def on_all_ranks(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) on every rank that holds the models; this rank's result."""
-        return self.decoder.engine.runner.together(function, *given)
+        return self.decoder.engine.runner.on_all_ranks(function, *given)
 
     @property
     def chunk_budget(self) -> dict[str, float | None]:

@@ -49,7 +49,7 @@ engine/pages/test_page_groups engine/pages/test_pages engine/pages/test_shared_p
 engine/speculation/test_estimates engine/speculation/test_pause
 engine/test_chunks engine/test_detokenize engine/test_endings engine/test_engine engine/test_kept engine/test_not_finite
 engine/test_scheduler engine/test_text
-grammar/test_completion grammar/test_grammar_rows grammar/test_keywords
+grammar/test_tree_completion grammar/test_grammar_rows grammar/test_keywords
 lossless/check/test_reference lossless/test_alibi_target lossless/test_lossless lossless/test_lossless_families
 lossless/test_random_traffic
 models/test_config_values models/test_forward models/test_linear models/test_strict

@@ -149,7 +149,7 @@ def test_imports_run_one_way():
         ("specdec/session.py", "from specdec.decoder import SpecDecoder"),
         ("specdec/lossless/a.py", "from specdec.bench.cell import measure_cell"),
         ("specdec/loading/a.py", "def f():\n    from specdec.lossless.verify import verify"),
-        ("specdec/bench/a.py", "from specdec.serve.door import Door"),
+        ("specdec/bench/a.py", "from specdec.serve.state import Door"),
         ("specdec/serve/a.py", "from specdec.cli.flags import add_sampling_flags"),
     ],
 )

@@ -48,7 +48,7 @@ def parts_of(rows_NX: Tensor, rank: int) -> LatentParts:
     )
 
 
-def pack_latents(latent_NL: Tensor, rank: int) -> Tensor:
+def quantise_latents(latent_NL: Tensor, rank: int) -> Tensor:
     """[N, X] uint8: the rows of these latents, which are normed and rotated.
 
     A group's scale is its largest absolute value / 448, at least MIN_LATENT_SCALE; the quantised value is the nearest e4m3 to
@@ -67,7 +67,7 @@ def pack_latents(latent_NL: Tensor, rank: int) -> Tensor:
     return rows_NX
 
 
-def unpack_latents(rows_NX: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+def dequantise_latents(rows_NX: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """[N, L]: the dequantised latents of rows (uint8), multiplied in float32 and converted to that dtype."""
     quantised_NC, rope_NR, scales_NG = parts_of(rows_NX, rank)
     assert scales_NG is not None
@@ -81,7 +81,7 @@ class Fp8LatentView(LatentView):
 
     rows: Tensor
     rank: int
-    rounds = True
+    is_lossy = True
 
     @property
     def width(self) -> int:
@@ -92,13 +92,13 @@ class Fp8LatentView(LatentView):
         return parts_of(self.rows, self.rank)
 
     def put(self, slots_T: Tensor, latent_TL: Tensor) -> None:
-        self.rows.index_copy_(0, slots_T, pack_latents(latent_TL, self.rank))
+        self.rows.index_copy_(0, slots_T, quantise_latents(latent_TL, self.rank))
 
     def as_stored(self, kept: Tensor) -> Tensor:
-        return unpack_latents(pack_latents(kept, self.rank), self.rank, kept.dtype)
+        return dequantise_latents(quantise_latents(kept, self.rank), self.rank, kept.dtype)
 
     def latents(self, slots_N: Tensor, dtype: torch.dtype) -> Tensor:
-        return unpack_latents(self.rows.index_select(0, slots_N), self.rank, dtype)
+        return dequantise_latents(self.rows.index_select(0, slots_N), self.rank, dtype)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Int8KeysView(CachedHeads):
     head_dim: int
     dtype: torch.dtype
     int8_queries: bool = False
-    rounds: ClassVar[bool] = True
+    is_lossy: ClassVar[bool] = True
 
     @cached_property
     def heads(self) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,8 @@ class KVCache:
     kinds: which keys each layer reads, one entry for each layer.
     num_slots: of each layer; with several groups, of each group's layers, by the group's number.
     groups: the group of each layer; None: all layers belong to group 0.
-    sources: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which stores
-        its own.  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
+    kv_layers: for each layer, the layer whose keys and values it reads: itself, or an earlier layer that stores its own (KV
+        sharing).  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
     group_numbers: the groups to which any layer belongs, in ascending order.
     buffers_of: by group and name, a buffer's tensor [layers of the group that hold it, num_slots, *shape].
     """
@@ -40,16 +40,16 @@ class KVCache:
         *,
         groups: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
-        sources: Sequence[int] | None = None,
+        kv_layers: Sequence[int] | None = None,
     ) -> None:
         self.layout, self.kinds = layout, tuple(kinds)
         layers = range(len(self.kinds))
         self.groups = (0,) * len(layers) if groups is None else tuple(groups)
-        sources = layers if sources is None else sources
-        stored = sorted(set(sources))  # the layers that store, in the order of the buffers
-        assert len(self.groups) == len(sources) == len(layers) and all(sources[layer] == layer for layer in stored)
-        assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(sources))
-        assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(sources))
+        kv_layers = layers if kv_layers is None else kv_layers
+        stored = sorted(set(kv_layers))  # the layers that store, in the order of the buffers
+        assert len(self.groups) == len(kv_layers) == len(layers) and all(kv_layers[layer] == layer for layer in stored)
+        assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(kv_layers))
+        assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(kv_layers))
         slots = (num_slots,) if isinstance(num_slots, int) else num_slots
         self.group_numbers = tuple(sorted(set(self.groups)))
         self.buffers_of: dict[int, dict[str, Tensor]] = {}
@@ -66,7 +66,7 @@ class KVCache:
             for layer in own:
                 parts = {name: x[held[name].index(layer)] for name, x in buffers.items() if layer in held[name]}
                 views[layer] = layout.view(layer, parts)
-        self._views = [views[source] for source in sources]
+        self._views = [views[source] for source in kv_layers]
 
     @property
     def buffers(self) -> dict[str, Tensor]:

@@ -26,10 +26,10 @@ class LatentParts(NamedTuple):
 
 
 class LatentView(ABC):
-    """One layer of a cache of latents.  rank: C.  rounds: whether the cache rounds what it stores."""
+    """One layer of a cache of latents.  rank: C.  is_lossy: whether the cache quantises what it stores."""
 
     rank: int
-    rounds = False
+    is_lossy = False
 
     def as_stored(self, kept: Tensor) -> Tensor:
         """Latents [T, L] as a later read of the cache would return them."""

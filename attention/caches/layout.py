@@ -77,11 +77,11 @@ class CachedHeads(ABC):
 
 
 @runtime_checkable
-class RoundingView(Protocol):
-    """A view whose cache may round what it stores.  rounds: whether it does."""
+class LossyView(Protocol):
+    """A view whose cache may quantise what it stores.  is_lossy: whether it does."""
 
     @property
-    def rounds(self) -> bool: ...
+    def is_lossy(self) -> bool: ...
 
     def as_stored(self, kept: Tensor) -> Tensor:
         """What the layer keeps of T tokens, as a later read of the cache would return it."""

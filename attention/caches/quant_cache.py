@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout, RoundingView
+from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout, LossyView
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
@@ -27,9 +27,11 @@ FP8_MIN_ARCHITECTURE = (8, 9)  # the first compute capability with instructions 
 # Later passes may hold larger values than the first pass, so its largest value takes a quarter of float8's range.  That costs
 # two of the eighteen powers of two that e4m3 spans.
 HEADROOM = 4.0
-MIN_STEP = 2.0**-120  # threshold for int8 scales: a head with a smaller scale is stored as 0, since 1 / scale would overflow
+MIN_INT8_SCALE = (
+    2.0**-120
+)  # threshold for int8 scales: a head with a smaller scale is stored as 0, since 1 / scale would overflow
 # The first prompt may be short and hold none of the model's large values: with this lower bound every head can store +-7.
-MIN_SCALE = 2.0**-6
+MIN_FP8_SCALE = 2.0**-6
 
 
 @dataclass
@@ -48,7 +50,7 @@ class QuantView(CachedHeads):
     scales_N2K: Tensor | None = None
     needs_scale: bool = False
     int8_queries: bool = False
-    rounds: ClassVar[bool] = True
+    is_lossy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
@@ -113,9 +115,9 @@ def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
     they are.
     """
     views = [cache.view(layer) for layer in range(len(cache.kinds))]
-    rounding = [view for view in views if isinstance(view, RoundingView) and view.rounds]
-    assert len(rounding) in (0, len(views)), "some layers round what they keep, others do not"
-    return (lambda layer, kept: rounding[layer].as_stored(kept)) if rounding else None
+    lossy = [view for view in views if isinstance(view, LossyView) and view.is_lossy]
+    assert len(lossy) in (0, len(views)), "some layers round what they keep, others do not"
+    return (lambda layer, kept: lossy[layer].as_stored(kept)) if lossy else None
 
 
 def dequantised(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,7 +137,7 @@ def fp8_scale(kv_T2KD: Tensor) -> Tensor:
     ignored.
     """
     sizes_T2KD = torch.where(kv_T2KD.isfinite(), kv_T2KD, 0).abs().float()
-    return (sizes_T2KD.amax((0, 3)) * (HEADROOM / FP8_MAX)).clamp_(min=MIN_SCALE)
+    return (sizes_T2KD.amax((0, 3)) * (HEADROOM / FP8_MAX)).clamp_(min=MIN_FP8_SCALE)
 
 
 def to_int8(heads: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,9 +147,9 @@ def to_int8(heads: Tensor) -> tuple[Tensor, Tensor]:
     """
     heads = heads.float()
     scales = heads.abs().amax(-1) * (1 / INT8_MAX)
-    inverse = torch.where(scales > MIN_STEP, 1 / scales, 0.0)
-    steps = (heads * inverse[..., None]).clamp_(-INT8_MAX, INT8_MAX)
-    return (steps + 0.5).floor_().to(torch.int8), scales
+    inverse = torch.where(scales > MIN_INT8_SCALE, 1 / scales, 0.0)
+    scaled = (heads * inverse[..., None]).clamp_(-INT8_MAX, INT8_MAX)
+    return (scaled + 0.5).floor_().to(torch.int8), scales
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class SparseLatentView:
     index_keys: Tensor | None
 
     @property
-    def rounds(self) -> bool:
-        return self.latents.rounds
+    def is_lossy(self) -> bool:
+        return self.latents.is_lossy
 
     def as_stored(self, kept: Tensor) -> Tensor:
         """Latents [T, L] as a later read of the cache would return them."""

@@ -26,7 +26,7 @@ class DenseAttention:
     kinds: each layer's kind.
     batch: B.
     as_stored: rounds what layers keep as an 8-bit cache would; None: the cache keeps it as it is.
-    sources: for each layer, the layer whose keys and values it reads; left out: its own.
+    kv_layers: as in KVCache; left out: every layer reads its own keys and values.
     queries_as_read: rounds queries as attention over such a cache would; None: they are multiplied as they are.
     """
 
@@ -35,12 +35,12 @@ class DenseAttention:
         kinds: Sequence[LayerKind],
         batch: int = 1,
         as_stored: StoreFn | None = None,
-        sources: Sequence[int] = (),
+        kv_layers: Sequence[int] = (),
         queries_as_read: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.kinds, self.batch, self.as_stored, self.queries_as_read = kinds, batch, as_stored, queries_as_read
         self._selected: Tensor | None = None  # by the last layer that selects keys
-        self.sources = sources or range(len(kinds))
+        self.kv_layers = kv_layers or range(len(kinds))
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
@@ -55,13 +55,13 @@ class DenseAttention:
 
     def _with_keys(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None) -> DenseHeads:
         """A layer's heads with keys and values as it reads them: its own as stored, or those of its source."""
-        source = self.sources[layer]
+        source = self.kv_layers[layer]
         if layer != source or self.as_stored is None:
             heads = inputs.dense()
         else:
             heads = inputs.dense_as_stored(partial(self.as_stored, layer))
         if layer == source:
-            if layer in self.sources[layer + 1 :]:
+            if layer in self.kv_layers[layer + 1 :]:
                 self._kept[layer] = heads.k_TKD, heads.v_TKE
             return heads
         k_TKD, v_TKE = self._kept[source]

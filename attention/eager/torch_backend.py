@@ -96,12 +96,12 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     device = segment.pages.table.device
     keys = torch.arange(max(1, length), dtype=torch.int64, device=device)  # an empty row's one key is masked
     later_Q1 = torch.arange(queries - 1, -1, -1, dtype=torch.int64, device=device)[:, None]  # queries after each
-    visible_QN = keys < length - ((later_Q1 - segment.ahead).clamp(min=0) if segment.causal else 0 * later_Q1)
+    visible_QN = keys < length - ((later_Q1 - segment.window_right).clamp(min=0) if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
     has_empty_rows = queries > length if segment.causal else not length
     slots_BN = _only_seen(_row_slots(row_table, keys.shape[0]), visible_QN[None])
-    distance_BQN = None if segment.at_T is None else (keys - segment.at_T[start:end, None])[None]
+    distance_BQN = None if segment.alibi_positions_T is None else (keys - segment.alibi_positions_T[start:end, None])[None]
     return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows, distance_BQN)
 
 
@@ -144,7 +144,7 @@ def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
     slots_BN = slots[0] if len(slots) == 1 else torch.cat(slots, dim=1)
     mask_BQN = masks[0] if len(masks) == 1 else torch.cat(masks, dim=2)
     slots_BN = _only_seen(slots_BN, mask_BQN)
-    assert len({distance is None for distance in distances}) == 1, "either all parts say where queries stand, or none does"
+    assert len({distance is None for distance in distances}) == 1, "either all parts have positions of queries, or none has"
     distance_BQN = None if distances[0] is None else torch.cat(distances, dim=2)
     on_host = mask_BQN.device.type == "cpu"
     if on_host and bool(mask_BQN.all()):
@@ -168,14 +168,14 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     if segment.causal:
         n = segment.max_seqlen_q
         lens_BR11 = (
-            lens_BR11 - (n - 1 - segment.ahead - torch.arange(n, dtype=torch.int64, device=device)).clamp(min=0)[:, None]
+            lens_BR11 - (n - 1 - segment.window_right - torch.arange(n, dtype=torch.int64, device=device)).clamp(min=0)[:, None]
         )
     visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
     if segment.starts_T is not None:
         visible_BRQW = visible_BRQW & (keys_W >= segment.starts_T.view(batch, rows, -1, 1))
     distance = None
-    if segment.at_T is not None:  # a row's keys stand where its own queries count from; other rows' keys are masked
-        distance = keys_W.repeat(rows) - segment.at_T.view(batch, queries, 1)
+    if segment.alibi_positions_T is not None:  # positions are counted from each row's own key 0; other rows' keys are masked
+        distance = keys_W.repeat(rows) - segment.alibi_positions_T.view(batch, queries, 1)
     if rows == 1:
         return slots_BN, visible_BRQW[:, 0], distance
     own_row = torch.eye(rows, dtype=torch.bool, device=device)[:, None, :, None]

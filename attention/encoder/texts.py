@@ -37,7 +37,7 @@ def encoder_segment(cu_seqlens: Tensor, longest: int, positions_T: Tensor, reach
     if reach is None:
         return whole
     starts_T = (positions_T - reach).clamp(min=0).int()
-    return replace(whole, causal=True, ahead=reach, starts_T=starts_T, span=2 * reach + 1)
+    return replace(whole, causal=True, window_right=reach, starts_T=starts_T, span=2 * reach + 1)
 
 
 def attend_texts(

@@ -26,7 +26,7 @@ from specdec.attention.segment import Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 from specdec.ops.index import kept
 
-MIN_TILE = 64  # of keys in flash-attn 3: pages that hold no whole tile are copied token by token
+MIN_TILE = 64  # keys of flash-attn 3's smallest tile: smaller pages are loaded token by token, not by TMA
 
 FlashView = MHAView | QuantView
 Adapter = Callable[[Tensor, FlashView, Segment, Scoring], AttentionState]
@@ -35,8 +35,8 @@ Adapter = Callable[[Tensor, FlashView, Segment, Scoring], AttentionState]
 def fa2_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
     """The package flash_attn 2.8.  Pages hold a multiple of 256 tokens; a query that reads no key comes back with lse +inf.
 
-    If all rows hold equally many queries, the call is flash_attn_with_kvcache, which may split keys over the GPU.  Packed
-    prompts go through flash_attn_varlen_func, which can't.
+    If all rows hold equally many queries, the call is flash_attn_with_kvcache, which may split keys over the GPU.  Ragged
+    batches of prompts go through flash_attn_varlen_func, which can't.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -61,12 +61,13 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     """The package flash_attn_interface.  It returns four values when asked for lse; lse is +inf if no row of the call has a
     key.
 
-    Over an fp8 cache its kernel multiplies float8 queries by float8 keys, and float8 weights by float8 values.  It takes a
-    factor for each row and kv head: of the queries, which are rounded here; of keys and values, for which each row names the
-    layer's.  Its output is then bfloat16.
+    Over an fp8 cache the library computes both products in float8.  It takes a descale factor for each row and kv head:
+    q_descale of the queries, which this function rounds to float8; k_descale and v_descale, which are the layer's for all rows.
+    Its output is then bfloat16.
 
-    Of many queries over large pages it copies whole tiles of keys, past a row's last one, and weighs what lies there by 0; what
-    was never written may be NaN.  It does not if it is told how many keys to leave out at the front of each row: none.
+    With many queries over large pages the library loads whole tiles of keys by TMA.  The last tile reaches past a row's end,
+    where slots may never have been written: they get weight 0, but 0 * NaN is NaN.  Given cache_leftpad, which is 0 here, the
+    library loads exactly the row's keys.
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
@@ -77,7 +78,7 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
         q_THD, q_RK = float8_queries(q_THD, segment.cu_seqlens_q, segment.max_seqlen_q, k_RK.shape[1])
         options = dict(q_descale=q_RK, k_descale=k_RK, v_descale=v_RK)
     if segment.pages.page_size >= MIN_TILE:
-        options["cache_leftpad"] = _none_left_out(segment.rows, q_THD.device)
+        options["cache_leftpad"] = _no_leftpad(segment.rows, q_THD.device)
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(
         q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.pages.table, cu_seqlens_q=segment.cu_seqlens_q,
@@ -88,7 +89,7 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
 
 
 @kept
-def _none_left_out(rows: int, device: torch.device) -> Tensor:
+def _no_leftpad(rows: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, dtype=torch.int32, device=device)
 
 
@@ -122,7 +123,7 @@ ADAPTERS: dict[str, Adapter] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_s
 
 def _pages(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
-    assert not segment.is_per_query, "queries differ in first keys, windows or places: our kernel reads such segments"
+    assert not segment.is_per_query, "queries differ in first keys, windows or positions: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.pages.page_size))
     return pages[:, :, 0], pages[:, :, 1]
@@ -138,7 +139,7 @@ def check_conventions(name: str, q_THD: Tensor, view: FlashView, like: Segment) 
     """Asks a library for results that are known: that lse is a natural log, that a row without keys is empty, and that the
     scales of an fp8 cache apply to the heads that they belong to.
 
-    The question uses the dtype and heads of q and view, and the kind of call that `like` is, so the kernel that it compiles is
+    The check's call has the dtype and heads of q and view, and is of the kind of `like`, so the kernel that it compiles is
     needed later anyway.  Raises RuntimeError if the installed library answers otherwise.
     """
     (H, D), K, device = q_THD.shape[1:], view.kv.shape[2], q_THD.device

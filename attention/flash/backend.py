@@ -30,8 +30,8 @@ from specdec.attention.state import AttentionState
 class FlashBackend(TritonBackend):
     """library: "fa2", "fa3" or "fa4".
 
-    rule: tells of a library, a kind of GPU and a segment whether the library is faster; specdec's kernels read the segments of
-        which it denies that.  None: the library reads all that it can.
+    rule: (library, kind of GPU, shape of the call) -> whether the library is faster; specdec's kernels read the other segments.
+        None: the library reads all that it can.
     programs: as in TritonBackend.
     """
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
+from specdec.attention.caches.fp8_latent import Fp8LatentView, quantise_latents
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.pages import PageTable
@@ -118,7 +118,7 @@ def _state(out_THC: Tensor, lse_TH: Tensor) -> AttentionState:
 def check_conventions(q_THL: Tensor, view: LatentView, like: Segment) -> None:
     """Asks the library for two results that are known: that lse is a natural log, and that a row without keys is empty.
 
-    The question uses the dtype and heads of q and the kind of call that `like` is.  Raises RuntimeError if the installed
+    The check's call has the dtype and heads of q, and is of the kind of `like`.  Raises RuntimeError if the installed
     library answers otherwise.
     """
     (_, H, L), device, scale, keys = q_THL.shape, q_THL.device, 1 / 64, 3
@@ -129,7 +129,7 @@ def check_conventions(q_THL: Tensor, view: LatentView, like: Segment) -> None:
     segment = Segment(PageTable(table_RW, P), lens_R, uniform_cu_seqlens(2, n, device), n, like.causal)
     q_THL = torch.ones(2 * n, H, L, dtype=q_THL.dtype, device=device)
     if isinstance(view, Fp8LatentView):
-        state = byte_rows_state(q_THL, Fp8LatentView(pack_latents(ones_XL, RANK), RANK), segment, scale, new_schedule())
+        state = byte_rows_state(q_THL, Fp8LatentView(quantise_latents(ones_XL, RANK), RANK), segment, scale, new_schedule())
     elif P == PAGE:
         state = pages_state(q_THL, MLAView(ones_XL, RANK), segment, scale, new_schedule())
     else:

@@ -1,7 +1,8 @@
 """The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of selected slots, our kernels the rest.
 
-The rest is: ordinary heads (a draft head's), a tree's suffix and the merge of its state, segments with first keys, shared
-prefixes, ragged batches of prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
+The rest is: a draft head's ordinary heads, a tree's suffix and the merge of its state, segments with first keys, and shared
+prefixes.  Ragged batches of prompts, pages of latents in 8 bits and what else `reads_pages` and `reads_rows` refuse belong to
+it, too.
 
 Shapes: T queries, H heads, C latent rank, L latent width.
 """
@@ -39,7 +40,7 @@ class FlashMLABackend(TritonBackend):
 
     def __init__(self, programs: int | None = None, min_rows: int = adapters.MIN_ROWS) -> None:
         super().__init__(programs)
-        self._least_rows = min_rows
+        self._min_rows = min_rows
         self.checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
@@ -58,7 +59,7 @@ class FlashMLABackend(TritonBackend):
         """Whether the library reads a plan's segments; specdec's kernels do otherwise."""
         if not isinstance(view, LatentView) or len(segments) > 1:
             return False
-        by_rows = adapters.reads_rows(q_THD, view, segments[0], self._least_rows)
+        by_rows = adapters.reads_rows(q_THD, view, segments[0], self._min_rows)
         return by_rows or adapters.reads_pages(q_THD, view, segments[0])
 
     def _library(

@@ -45,7 +45,7 @@ class InvariantBackend(TritonBackend):
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: KVBlockPlan, scoring: Scoring = PLAIN) -> AttentionState:  # type: ignore[override]
         q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-        assert prepared.paged.base_B is None and not prepared.paged.ahead and prepared.paged.pages.table.stride(1) == 1
+        assert prepared.paged.base_B is None and not prepared.paged.window_right and prepared.paged.pages.table.stride(1) == 1
         programs = self.programs or programs_at_once(q_THD.device)
         if isinstance(view, LatentView):
             return attend_latents(q_THD, view, prepared, scoring, programs)

@@ -6,11 +6,11 @@ which KV
 block: `kv_blocks_kernel` gives each one to a program of its own, or lets one program compute all of them (UNSPLIT).  Keys that
 a query may not read add exactly 0.
 
-A draft tree's nodes read keys of their own at the same positions.  `kv_blocks_kernel` then stops at the last multiple
-of BLOCK_N before the tree (TREE), `merge_kv_blocks_kernel` merges the KV blocks that are complete, and `path_kernel` goes on
-from the state of the KV block that is not: for each node it takes the key at position p from the node's own path where p is in
-the tree.  So a node's sums are those of a plain decoding step.  Where there are many nodes, a program computes several of them
-in one tile.
+A draft tree's nodes read keys of their own at the same positions.  `kv_blocks_kernel` then stops at the last multiple of
+BLOCK_N before the tree (TREE), and `merge_kv_blocks_kernel` merges the KV blocks that are complete.  `path_kernel` goes on from
+the state of the incomplete one: for each node it takes the key at position p from the node's own path where p is in the tree.
+So a node's sums are those of a plain decoding step.  Where there are many nodes, a program computes several of them in one
+tile.
 
 latents_triton.py has the same kernels for latents.
 

@@ -1,4 +1,4 @@
-"""Rounding to int8 inside kernels, as `to_int8` (caches/quant_cache.py) defines it to the last step.
+"""Rounding to int8 inside kernels, as `to_int8` (caches/quant_cache.py) defines it, bit for bit.
 
 Shapes: M queries x heads of a tile, D head dim.
 """
@@ -6,13 +6,13 @@ Shapes: M queries x heads of a tile, D head dim.
 import triton
 import triton.language as tl
 
-from specdec.attention.caches.quant_cache import INT8_MAX, MIN_STEP
+from specdec.attention.caches.quant_cache import INT8_MAX, MIN_INT8_SCALE
 
-MAX_INT8, SMALLEST_STEP = tl.constexpr(INT8_MAX), tl.constexpr(MIN_STEP)
+MAX_INT8, MIN_SCALE = tl.constexpr(INT8_MAX), tl.constexpr(MIN_INT8_SCALE)
 
 
 @triton.jit
-def nearest_step(x, inverse):
+def round_to_int8(x, inverse):
     """The nearest int8 of x * inverse as a float; ties go up.
 
     The clamp keeps the compiler from fusing product and sum, which would round differently.
@@ -26,12 +26,12 @@ def scale_and_inverse(amax):
     by.
     """
     scale = amax * (1 / MAX_INT8)
-    is_some = scale > SMALLEST_STEP
+    is_some = scale > MIN_SCALE
     return scale, tl.where(is_some, tl.div_rn(1.0, tl.where(is_some, scale, 1.0)), 0.0)
 
 
 @triton.jit
-def size_of(x):
+def abs_or_inf(x):
     """|x|, and infinity for NaN, which a maximum would ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
@@ -40,5 +40,5 @@ def size_of(x):
 def queries_in_int8(q_MD):
     """Queries in int8, and the scale of each, [M, 1] float32."""
     q_MD = q_MD.to(tl.float32)
-    scale_M, inverse_M = scale_and_inverse(tl.max(size_of(q_MD), 1))
-    return nearest_step(q_MD, inverse_M[:, None]).to(tl.int8), scale_M[:, None]
+    scale_M, inverse_M = scale_and_inverse(tl.max(abs_or_inf(q_MD), 1))
+    return round_to_int8(q_MD, inverse_M[:, None]).to(tl.int8), scale_M[:, None]

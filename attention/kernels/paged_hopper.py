@@ -6,9 +6,9 @@ the producer loads the queries, and the pages with keys that this layer may have
 which keys those are (`Segment.fresh`).
 
 A tile of queries x heads (packed GQA) is the first operand of wgmma, 64 rows for each warpgroup, so a row's softmax needs no
-other warp.  A TMA load brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  Either one
-TMA load brings all panels of a page's keys and values of a head, and each page has a wgmma of its own; or each panel has a TMA
-load of its own, and a block's pages lie side by side (JOINED), so that fewer and larger wgmmas take them all.
+other warp.  TMA brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  There are two ways:
+- One TMA load brings all panels of a page's keys and values of a head, and each page has a wgmma of its own.
+- Each panel has a TMA load of its own, and a block's pages lie side by side (JOINED), so that fewer and larger wgmmas do.
 
 This module knows pages, not what the keys are, and chooses no tiles.
 
@@ -106,7 +106,7 @@ def paged_hopper_kernel(
     page_table, cache_seqlens, cu_seqlens_q, starts, out, lse,  # as in paged_attention_kernel
     scale, softcap, stride_row, states, tiles,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_STARTS: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
+    HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -131,8 +131,8 @@ def paged_hopper_kernel(
     end = length
     whole = length
     if CAUSAL:
-        end = length - gl.maximum(queries - 1 - AHEAD - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
-        whole = length - (queries - 1 - AHEAD - tile * BLOCK_M // GROUP)
+        end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
+        whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // GROUP)
     end = gl.maximum(gl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
     begin = 0
     from_first = 0
@@ -168,7 +168,7 @@ def paged_hopper_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                memory, shared, keys, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, AHEAD, SOFTCAP, BLOCK_M, BLOCK_N,
+                memory, shared, keys, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N,
                 BLOCK_N if JOINED else ROWS, STAGES, PDL, num_warps,
             )),
             (producer, (
@@ -223,7 +223,7 @@ def producer(
 def consumer(
     memory, shared, keys,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr,
-    AHEAD: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps.  ROWS: keys of one wgmma, a page or a block.
@@ -247,7 +247,7 @@ def consumer(
         start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
     last_M = high + query_M * 0
     if CAUSAL:
-        last_M = gl.minimum(last_M, length - (queries - 1 - AHEAD - query_M))
+        last_M = gl.minimum(last_M, length - (queries - 1 - WINDOW_RIGHT - query_M))
     state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + gqa_M % GROUP) * states + split
     e = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     at_ME = out + gl.convert_layout(state_M, gl.SliceLayout(1, A))[:, None] * DIM + e[None, :]
@@ -356,7 +356,7 @@ def launch_paged_hopper(
         scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap,
         segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=G, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
-        AHEAD=segment.ahead, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
+        WINDOW_RIGHT=segment.window_right, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, JOINED=tiles.joined,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=tiles.warps, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip

@@ -4,7 +4,7 @@ The kernel knows pages, not what the keys are: prefixes, prompts and chains look
 query heads of a kv head share one tile (packed GQA), so keys and values are read once for all of them.  Where each query has a
 first key of its own, a tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that
 are never touched. Each split leaves a state of its own; the launcher decides how many splits there are and merges their states.
-With AHEAD, causal queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the
+With WINDOW_RIGHT, causal queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the
 distance of the key.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
@@ -39,7 +39,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def widened(x, to: tl.constexpr, ASM: tl.constexpr):
+def upcast(x, to: tl.constexpr, ASM: tl.constexpr):
     """8-bit values converted to the type `to`.
 
     ASM: int8 becomes float16 by bit operations, because the GPU's integer conversions are slow.
@@ -98,7 +98,7 @@ def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
 
 
 @triton.jit
-def narrowed(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexpr):
+def queries_for_8_bits(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexpr):
     """Queries as they multiply 8-bit keys, and the factor of their products.  of_MD, STAGED: see in_float16."""
     if INT8_QUERIES:
         q_MD, unit = queries_in_int8(q_MD)
@@ -110,7 +110,7 @@ def narrowed(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexp
 
 
 @triton.jit
-def loaded_once(scales_N, ok_N):
+def scales_loaded_once(scales_N, ok_N):
     """Scales for the columns of products.
 
     The maximum over an axis of size 1 makes the compiler load each scale once: a load in the products' layout would fetch the
@@ -120,7 +120,7 @@ def loaded_once(scales_N, ok_N):
 
 
 @triton.jit
-def in_range(scales_N, to: tl.constexpr):
+def scales_in_range(scales_N, to: tl.constexpr):
     """A token's scales in the type `to`, limited so that 127 times a scale is finite in float16."""
     return (tl.minimum(scales_N, 515.0) if to == tl.float16 else scales_N).to(to)
 
@@ -166,7 +166,7 @@ def capped(logits, softcap):
 @triton.jit(
     # Batch, lengths and table width change from call to call.  Triton would compile again for a 1 or a multiple of 16.
     do_not_specialize=["stride_row", "states", "tiles"],
-    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "at", "slopes", "lse"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "q_positions", "slopes", "lse"],
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
@@ -176,7 +176,7 @@ def paged_attention_kernel(
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
     starts,  # [T] int32
-    at,  # [T] int32: where each query stands, counted from its row's key 0
+    q_positions,  # [T] int32: each query's position, counted from its row's key 0
     slopes,  # [H] float32
     out,  # [T, H, states, E], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
@@ -202,7 +202,7 @@ def paged_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    AHEAD: tl.constexpr,  # keys after its own that each query of a causal segment reads too
+    WINDOW_RIGHT: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys) or nothing ("")
@@ -230,7 +230,7 @@ def paged_attention_kernel(
     ok_M = query_M < queries
     end = length
     if CAUSAL:  # keys up to the tile's last query
-        end = length - tl.maximum(queries - 1 - AHEAD - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
+        end = length - tl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
     begin, start_M = 0, query_M
     if HAS_STARTS:
@@ -263,10 +263,10 @@ def paged_attention_kernel(
         scale2 *= tl.load(scales + kv_head)
     if QUANT != "":
         of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
-        q_MD, unit = narrowed(q_MD, of_MD, ok_MD, STAGED, INT8_QUERIES)
+        q_MD, unit = queries_for_8_bits(q_MD, of_MD, ok_MD, STAGED, INT8_QUERIES)
         scale2 *= unit
     if HAS_SLOPES:
-        at_M, slope_M = tl.load(at + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
+        q_position_M, slope_M = tl.load(q_positions + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
     # Weights of 8-bit values are scaled by 2 ** LIFT: small ones stay normal in float16.  TO: what values are converted to.
     LIFT: tl.constexpr = 14.0 if QUANT == "head" or QUANT == "token" else 0.0
     TO: tl.constexpr = tl.float16 if LIFT > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
@@ -279,19 +279,19 @@ def paged_attention_kernel(
         slot_N = slots_on(page_N, key_N, PAGE_SIZE)
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-        k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
+        k_ND = upcast(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
         scales_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
         if QUANT == "token" and not INT8_QUERIES:
-            k_ND *= in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
+            k_ND *= scales_in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
         if QUANT == "key" or INT8_QUERIES:
-            s_MN *= loaded_once(scales_N, ok_N)[None, :]
+            s_MN *= scales_loaded_once(scales_N, ok_N)[None, :]
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
         if HAS_SLOPES:
-            s_MN += (slope_M * (start - at_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
+            s_MN += (slope_M * (start - q_position_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
         if CAUSAL or HAS_STARTS:
-            s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - AHEAD - query_M), HAS_STARTS, CAUSAL)
+            s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - WINDOW_RIGHT - query_M), HAS_STARTS, CAUSAL)
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         else:
@@ -303,9 +303,9 @@ def paged_attention_kernel(
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
         at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
         ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
-        v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), TO, ASM)
+        v_NE = upcast(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), TO, ASM)
         if QUANT == "token":
-            v_NE *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), TO)[:, None]
+            v_NE *= scales_in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), TO)[:, None]
         acc_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, acc_ME * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysView
 from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
-from specdec.attention.kernels.int8_triton import nearest_step, scale_and_inverse, size_of
+from specdec.attention.kernels.int8_triton import abs_or_inf, round_to_int8, scale_and_inverse
 from specdec.ops.launch import chained
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
@@ -63,11 +63,11 @@ def rope_store_kernel(
         slot = tl.load(slots + token, cache_modifier=".cg")
     if ROTATES:
         position = tl.load(positions + token, cache_modifier=".cg")
-        turn_E = table + position * (4 * HALF) + e
-        cos_low_E = tl.load(turn_E, mask=e < HALF, other=0.0).to(tl.float32)
-        cos_high_E = tl.load(turn_E + HALF, mask=e < HALF, other=0.0).to(tl.float32)
-        sin_low_E = tl.load(turn_E + 2 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
-        sin_high_E = tl.load(turn_E + 3 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
+        cos_sin_E = table + position * (4 * HALF) + e
+        cos_low_E = tl.load(cos_sin_E, mask=e < HALF, other=0.0).to(tl.float32)
+        cos_high_E = tl.load(cos_sin_E + HALF, mask=e < HALF, other=0.0).to(tl.float32)
+        sin_low_E = tl.load(cos_sin_E + 2 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
+        sin_high_E = tl.load(cos_sin_E + 3 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     at_XE = qkv + token * stride_t + x[:, None] * (2 * HALF) + e[None, :]
@@ -81,9 +81,9 @@ def rope_store_kernel(
         a_XE = a_XE * rms_X[:, None] * tl.load(weight_XE, mask=ok_norm_XE, other=0.0).to(tl.float32)
         b_XE = b_XE * rms_X[:, None] * tl.load(weight_XE + HALF, mask=ok_norm_XE, other=0.0).to(tl.float32)
     if ROTATES:
-        turned_low_XE = a_XE * cos_low_E[None, :] + b_XE * sin_low_E[None, :]
+        rotated_low_XE = a_XE * cos_low_E[None, :] + b_XE * sin_low_E[None, :]
         b_XE = b_XE * cos_high_E[None, :] + a_XE * sin_high_E[None, :]
-        a_XE = turned_low_XE
+        a_XE = rotated_low_XE
     low_XE = tl.where(rotated_X[:, None], a_XE, low_XE)
     high_XE = tl.where(rotated_X[:, None], b_XE, high_XE)
 
@@ -112,12 +112,12 @@ def rope_store_kernel(
                 low_XE = tl.clamp(low_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
                 high_XE = tl.clamp(high_XE * inverse_X[:, None], -MAX_FP8, MAX_FP8)
             else:
-                amax_X = tl.maximum(tl.max(size_of(low_XE), 1), tl.max(size_of(high_XE), 1))
+                amax_X = tl.maximum(tl.max(abs_or_inf(low_XE), 1), tl.max(abs_or_inf(high_XE), 1))
                 scale_X, inverse_X = scale_and_inverse(amax_X)
                 of_slot = scales + slot * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS)
                 tl.store(of_slot + row_X, scale_X, mask=is_narrow_X)
-                low_XE = nearest_step(low_XE, inverse_X[:, None])
-                high_XE = nearest_step(high_XE, inverse_X[:, None])
+                low_XE = round_to_int8(low_XE, inverse_X[:, None])
+                high_XE = round_to_int8(high_XE, inverse_X[:, None])
             to_XE = kv + cache_X[:, None] + e[None, :]
             ok_narrow_XE = ok_XE & is_narrow_X[:, None]
             tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_narrow_XE)

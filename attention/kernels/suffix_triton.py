@@ -32,7 +32,7 @@ def joined(top_G, total_G, acc_GE, lse_G, out_GE):
 
 @triton.jit(
     do_not_specialize=["stride_row", "splits", "stride_whole_t", "stride_whole_h", "stride_lse_t", "stride_lse_h"],
-    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "at", "slopes", "whole_out", "whole_lse"],
+    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "q_positions", "slopes", "whole_out", "whole_lse"],
 )
 def suffix_merge_kernel(
     q,  # [T, H, D]
@@ -41,7 +41,7 @@ def suffix_merge_kernel(
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
-    at,  # [T] int32: where each query stands, counted from its row's key 0
+    q_positions,  # [T] int32: each query's position, counted from its row's key 0
     slopes,  # [H] float32
     partial_out,  # [T, H, S, E] float32
     partial_lse,  # [T, H, S] float32, natural log
@@ -109,7 +109,7 @@ def suffix_merge_kernel(
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token, cache_modifier=".cg"), 0)
         if HAS_SLOPES:
-            query_at, slope_G = tl.load(at + token, cache_modifier=".cg"), tl.load(slopes + head_G, mask=ok_G, other=0.0)
+            q_at, slope_G = tl.load(q_positions + token, cache_modifier=".cg"), tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "head":
             scale *= tl.load(scales + kv_head)
             value_scale = tl.load(scales + KV_HEADS + kv_head)
@@ -133,7 +133,7 @@ def suffix_merge_kernel(
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
             if HAS_SLOPES:
-                s_GN += slope_G[:, None] * (key_N - query_at).to(tl.float32)[None, :]
+                s_GN += slope_G[:, None] * (key_N - q_at).to(tl.float32)[None, :]
             s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
             new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block holds a readable key
             p_GN = tl.exp(s_GN - new_G[:, None])

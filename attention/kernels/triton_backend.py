@@ -182,19 +182,19 @@ def launch_paged(
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     slopes_H, quant, int8_queries = scoring.slopes_H, view.quant, view.int8_queries
     in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
-    starts_T, at_T = segment.starts_T, positions_for(scoring, segment)
-    for of_T in (starts_T, at_T):
+    starts_T, positions_T = segment.starts_T, positions_for(scoring, segment)
+    for of_T in (starts_T, positions_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
         q_THD, k, view.scales, segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
-        *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, at_T)),
+        *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, positions_T)),
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries), VALUE_DIM=E,
         PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        AHEAD=segment.ahead, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
+        WINDOW_RIGHT=segment.window_right, HAS_SLOPES=positions_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
         INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys,
         STAGES=tiles.stages, STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
@@ -222,20 +222,21 @@ def launch_suffix_merge(
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
-    starts_T, at_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
+    starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
-        q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T, lens if at_T is None else at_T,
-        lse if at_T is None else scoring.slopes_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
+        q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T,
+        *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)),
+        partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
         PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
-        HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None,
+        HAS_STARTS=starts_T is not None, HAS_SLOPES=positions_T is not None, SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
@@ -243,13 +244,13 @@ def launch_suffix_merge(
 
 
 def positions_for(scoring: Scoring, segment: Segment) -> Tensor | None:
-    """Where the queries stand, as ALiBi's distances need it; None for a layer without slopes."""
+    """The queries' positions for ALiBi's distances; None for a layer without slopes."""
     slopes_H = scoring.slopes_H
     if slopes_H is None:
         return None
     assert slopes_H.dtype == torch.float32 and slopes_H.is_contiguous(), "slopes are float32"
-    assert segment.at_T is not None, "slopes need a plan for layers of a kind with alibi"
-    return segment.at_T
+    assert segment.alibi_positions_T is not None, "slopes need a plan for layers of a kind with alibi"
+    return segment.alibi_positions_T
 
 
 def factors(scoring: Scoring, D: int) -> tuple[float, float]:

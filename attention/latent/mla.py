@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA, arXiv 2405.04434) over a paged cache of latents.
 
-There are two ways to compute the same result.
+There are two ways to compute the same result (vLLM calls them forward_mqa and forward_mha).
 - Absorbed, for passes of few queries a row (decode, chains, trees, short prompts): the projection from latents to keys is
   applied to the queries, which can then be multiplied with latents as they lie in the cache; the projection from latents to
   values is applied to attention's output.
@@ -50,8 +50,8 @@ class LatentInputs(LayerInputs):
     """The inputs of a layer of latent attention.
 
     q_THQ: queries, whose last R elements are to be rotated and are not rotated yet.
-    latent_TL: latents, neither normed nor rotated.
-    up_HXC: each head's projection from latents to keys (first N rows) and values (last V rows).
+    latent_TL: latents, neither normed nor rotated: kv_a_proj's output, which vLLM calls kv_c and k_pe.
+    up_HXC: each head's projection from latents to keys (first N rows) and values (last V rows): kv_b_proj, or W_UK and W_UV.
     numerics: the policy that chooses the form, and the products with up_HXC.
     limits: from which sizes on which form is chosen.
     """
@@ -124,8 +124,8 @@ def store_latent(
         from specdec.attention.operators.latent import LATENT_STORE
 
         assert isinstance(view, MLAView), "no operator stores latents in 8 bits; DecodePass refuses such caches"
-        turn, out_THR = prep.rotation, q_THR if out_THR is None else out_THR
-        LATENT_STORE(q_THR, latent_TL, view.latent, out_THR, slots_T, turn.positions_T, turn.table_P2D, prep.norm_C, prep.eps)
+        rope, out_THR = prep.rotation, q_THR if out_THR is None else out_THR
+        LATENT_STORE(q_THR, latent_TL, view.latent, out_THR, slots_T, rope.positions_T, rope.table_P2D, prep.norm_C, prep.eps)
         return
     if use_kernels(latent_TL):
         from specdec.attention.latent.mla_store_triton import launch_store_latent

@@ -5,9 +5,9 @@ warps, and the other four repeat their work; larger tiles do not fit the registe
 the keys, then half of the values' columns.  A block of 64 latents is loaded by TMA if it lies within one page, and by
 cp.async otherwise; the next block is loaded while the current one is computed.
 
-Latents in 8 bits (caches/fp8_latent.py) are loaded as they are into registers, two blocks ahead.  While the wgmma of queries
-and keys runs over one group of 128 columns of a block, the next block's quantised values of that group are multiplied with
-their scales and written to shared memory in 16 bits.
+Latents in 8 bits (caches/fp8_latent.py) are loaded as they are into registers, two blocks ahead.  They are dequantised group by
+group, 128 columns each: while a wgmma multiplies queries with one group of a block, the same group of the next block is
+multiplied with its scales and written to shared memory in 16 bits.
 
 Shapes: M = 64 rows of a tile (queries x heads), N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
 of a latent.

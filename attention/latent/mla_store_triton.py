@@ -35,20 +35,20 @@ def quantised(x_C, PADDED_RANK: tl.constexpr):
 
 
 @triton.jit
-def turn_of(table, position, e, ok_E, HALF: tl.constexpr):
+def cos_sin_at(table, position, e, ok_E, HALF: tl.constexpr):
     """A position's cosines and sines, for the lower and the upper half of rotated pairs: (cos, cos, sin, sin)."""
-    turn_E = table + position * (4 * HALF) + e
-    cos_low_E = tl.load(turn_E, mask=ok_E, other=0.0).to(tl.float32)
-    cos_high_E = tl.load(turn_E + HALF, mask=ok_E, other=0.0).to(tl.float32)
-    sin_low_E = tl.load(turn_E + 2 * HALF, mask=ok_E, other=0.0).to(tl.float32)
-    sin_high_E = tl.load(turn_E + 3 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    cos_sin_E = table + position * (4 * HALF) + e
+    cos_low_E = tl.load(cos_sin_E, mask=ok_E, other=0.0).to(tl.float32)
+    cos_high_E = tl.load(cos_sin_E + HALF, mask=ok_E, other=0.0).to(tl.float32)
+    sin_low_E = tl.load(cos_sin_E + 2 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    sin_high_E = tl.load(cos_sin_E + 3 * HALF, mask=ok_E, other=0.0).to(tl.float32)
     return cos_low_E, cos_high_E, sin_low_E, sin_high_E
 
 
 @triton.jit
-def rotated(at, ok, turn, HALF: tl.constexpr):
+def rotated(at, ok, cos_sin, HALF: tl.constexpr):
     """Both halves of rotated pairs: x * cos + rotate_half(x) * sin.  The sine table carries the sign of rotate_half."""
-    cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn
+    cos_low_E, cos_high_E, sin_low_E, sin_high_E = cos_sin
     low = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
     return low * cos_low_E + high * sin_low_E, high * cos_high_E + low * sin_high_E
@@ -96,7 +96,7 @@ def store_latent_kernel(
     ok_E = e < HALF
     position = tl.load(positions + token, cache_modifier=".cg")
     slot = tl.load(slots + token, cache_modifier=".cg")
-    turn = turn_of(table, position, e, ok_E, HALF)
+    cos_sin = cos_sin_at(table, position, e, ok_E, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -113,12 +113,12 @@ def store_latent_kernel(
             g = tl.arange(0, PADDED_RANK // 128)
             tl.store(scales + slot * SCALES_STRIDE + g, scale_G, mask=g < RANK // 128)
         tl.store(latent + slot * LATENT_STRIDE + c, x_C.to(latent.dtype.element_ty), mask=ok_C)
-        store_pairs(rotated(fresh + RANK + e, ok_E, turn, HALF), rope + slot * ROPE_STRIDE + e, ok_E, HALF)
+        store_pairs(rotated(fresh + RANK + e, ok_E, cos_sin, HALF), rope + slot * ROPE_STRIDE + e, ok_E, HALF)
     else:
         h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         ok_HE = (h < HEADS)[:, None] & ok_E[None, :]
         at_HE = q + token * stride_qt + h[:, None] * stride_qh + e[None, :]
-        pairs_HE = rotated(at_HE, ok_HE, turn, HALF)
+        pairs_HE = rotated(at_HE, ok_HE, cos_sin, HALF)
         store_pairs(pairs_HE, out + token * stride_ot + h[:, None] * stride_oh + e[None, :], ok_HE, HALF)
 
 

@@ -1,7 +1,7 @@
 """The kernels that read a paged cache of latents: every absorbed query of a row against one slice (split) of the row's keys.
 
 Latents in 8 bits (caches/fp8_latent.py) are multiplied with their scales as they are loaded, and rounded to the queries' type,
-which is what `unpack_latents` does.
+which is what `dequantise_latents` does.
 
 A token's latent is the key of all heads, and its first RANK elements are their value, so one load serves both products.  All
 heads of several queries share a tile, which reads each key once.  Each split leaves a state of its own;

@@ -51,11 +51,11 @@ class OperatorBackend(Backend):
         if isinstance(view, QuantView):
             assert not view.needs_scale, "an fp8 cache needs its scales before a pass is traced"
             scale_2K, scales_N2K = view.scale_2K, view.scales_N2K
-        ROPE_STORE(qkv_TXD, view.kv, slots_T, *_turn(prep), scale_2K, scales_N2K)
+        ROPE_STORE(qkv_TXD, view.kv, slots_T, *_rope_arguments(prep), scale_2K, scales_N2K)
         return qkv_TXD[:, : qkv_TXD.shape[1] - 2 * prep.num_kv_heads]
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
-        ROPE(q_TQD, *_turn(prep))
+        ROPE(q_TQD, *_rope_arguments(prep))
         return q_TQD
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
@@ -83,11 +83,11 @@ class OperatorBackend(Backend):
         return AttentionState(*SUFFIX_MERGE(q_THD, *_tensors(view), *own, *state, *numbers, suffix.starts_T))
 
 
-def _turn(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
+def _rope_arguments(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
     """Positions, rotary table, norm weights and the norm's eps."""
     rotation = prep.rotation
-    turn = (None, None) if rotation is None else (rotation.positions_T, rotation.table_P2D)
-    return *turn, prep.norm_HD, prep.eps
+    rope = (None, None) if rotation is None else (rotation.positions_T, rotation.table_P2D)
+    return *rope, prep.norm_HD, prep.eps
 
 
 def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:

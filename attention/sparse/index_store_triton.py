@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.latent.mla_store_triton import rotated, store_pairs, turn_of
+from specdec.attention.latent.mla_store_triton import cos_sin_at, rotated, store_pairs
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.ops.launch import chained
 
@@ -62,7 +62,7 @@ def store_index_kernel(
     ok_E = e < HALF
     position = tl.load(positions + token, cache_modifier=".cg")
     slot = tl.load(slots + token, cache_modifier=".cg")
-    turn = turn_of(table, position, e, ok_E, HALF)
+    cos_sin = cos_sin_at(table, position, e, ok_E, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -79,7 +79,7 @@ def store_index_kernel(
         tl.store(index_keys + i, normed(key, i, rest_I, norm, bias, mean, inverse).to(index_keys.dtype.element_ty), mask=rest_I)
         low_E = normed(key, e, ok_E, norm, bias, mean, inverse)
         high_E = normed(key, HALF + e, ok_E, norm, bias, mean, inverse)
-        cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn
+        cos_low_E, cos_high_E, sin_low_E, sin_high_E = cos_sin
         tl.store(index_keys + e, (low_E * cos_low_E + high_E * sin_low_E).to(index_keys.dtype.element_ty), mask=ok_E)
         tl.store(index_keys + HALF + e, (high_E * cos_high_E + low_E * sin_high_E).to(index_keys.dtype.element_ty), mask=ok_E)
         h = tl.arange(0, PADDED_HEADS)  # not j: a name must mean one shape in both branches
@@ -89,7 +89,7 @@ def store_index_kernel(
         j = (tl.program_id(1) - 1) * BLOCK_J + tl.arange(0, BLOCK_J)
         ok_JE = (j < HEADS)[:, None] & ok_E[None, :]
         at_JE = q + token * stride_qt + j[:, None] * stride_qj + e[None, :]
-        store_pairs(rotated(at_JE, ok_JE, turn, HALF), at_JE, ok_JE, HALF)
+        store_pairs(rotated(at_JE, ok_JE, cos_sin, HALF), at_JE, ok_JE, HALF)
 
 
 def launch_store_index(

@@ -34,7 +34,7 @@ def _slots(table, start, high, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(to_c, to_r, latent, wide_N, narrow_N, start, high, stride, WIDE: gl.constexpr, NARROW: gl.constexpr):
-    """Starts the copies of 64 latents.  Keys from `high` on become zeros: nothing may be read in their place."""
+    """Starts the copies of 64 latents.  Keys from `high` on become zeros, and are not read."""
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     copy_rows(to_c, latent + wide_N.to(gl.int64) * stride, key_N < high, 512, WIDE)
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))

@@ -2,8 +2,8 @@
 
 `row_scores_kernel` is for rows of one query: a program reads a range of the row's keys once.  `rows_scores_kernel` is for rows
 of several queries (chains, trees, prompts): a program keeps a block of keys and scores it for one query after the other.  Both
-multiply a block of keys with all heads of one query in the same order, so a query's score of a key does not depend on which
-of them ran, nor on whether the key lies in a page or on the query's path in a draft tree.
+multiply a block of keys with all heads of one query in the same order.  So a query's score of a key does not depend on the
+kernel, nor on whether the key lies in a page or on the query's path in a draft tree.
 
 In a draft tree, the first programs of either kernel, one for each query, score the query's path.  Of every query's scores, the
 first one and each EVERY-th after it are also written to a sample, for the selection.

@@ -7,9 +7,9 @@ There are two launches.  Several programs share a query, each with a range (slic
   beginning of the slice's part of the list.
 - `select_kernel` searches the last selected score among all the query's listed ones, and writes the slots of a slice's selected
   positions after those of earlier slices.
-The sample only decides how long the list is.  If the last selected score does not lie between the cutoffs, or more scores do
-than a program takes (many equal ones, say), one program reads all of the query's scores as often as its search needs: slow, and
-as exact.
+The sample only decides how long the list is.  Two cases are slow, and as exact: the last selected score does not lie between
+the cutoffs, or more scores do than a program takes (many equal ones, say).  Then one program reads all of the query's scores as
+often as its search needs.
 
 A query that sees at most topk keys selects all of them, and its scores are not read.
 

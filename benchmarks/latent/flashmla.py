@@ -35,7 +35,7 @@ from graph_timing import replay_us
 from toolkit.attention.flashmla import library
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
+from specdec.attention.caches.fp8_latent import Fp8LatentView, quantise_latents, row_bytes
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -82,12 +82,12 @@ class Pool:
         self.latent_XL = torch.empty(slots, C + R, dtype=torch.bfloat16, device=DEVICE).normal_()
 
     @cached_property
-    def packed_XB(self) -> Tensor:
-        return torch.cat([pack_latents(part, C) for part in self.latent_XL.split(100_000)])
+    def rows_XB(self) -> Tensor:
+        return torch.cat([quantise_latents(part, C) for part in self.latent_XL.split(100_000)])
 
     def views(self, slots: int, layers: int, eight_bits: bool) -> list[LatentView]:
         """The caches of so many layers, one after the other, and from the first again where the pool ends."""
-        rows = (self.packed_XB if eight_bits else self.latent_XL).split(slots)
+        rows = (self.rows_XB if eight_bits else self.latent_XL).split(slots)
         whole = [part for part in rows if len(part) == slots]
         parts = [whole[i % len(whole)] for i in range(layers)]
         return [Fp8LatentView(part, C) if eight_bits else MLAView(part, C) for part in parts]

@@ -34,7 +34,7 @@ import torch
 from graph_timing import timed
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
+from specdec.attention.caches.fp8_latent import Fp8LatentView, quantise_latents, row_bytes
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
@@ -93,14 +93,14 @@ class Pool:
         self.latent_XL = torch.empty(tokens, C + R, dtype=torch.bfloat16, device=DEVICE).normal_()
 
     @functools.cached_property
-    def packed_XB(self) -> Tensor:
-        return torch.cat([pack_latents(part, C) for part in self.latent_XL.split(100_000)])
+    def rows_XB(self) -> Tensor:
+        return torch.cat([quantise_latents(part, C) for part in self.latent_XL.split(100_000)])
 
     def views(self, cache: str, slots: int) -> list[LatentView]:
         """As many layers of so many slots as take four times L2, or as there are."""
         layers = min(len(self.latent_XL) // slots, max(1, -(-100_000_000 // (slots * (C + R)))))
         if cache == "fp8_ds_mla":
-            return [Fp8LatentView(rows, C) for rows in self.packed_XB.split(slots)[:layers]]
+            return [Fp8LatentView(rows, C) for rows in self.rows_XB.split(slots)[:layers]]
         return [MLAView(latents, C) for latents in self.latent_XL.split(slots)[:layers]]
 
 

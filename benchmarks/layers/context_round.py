@@ -121,16 +121,16 @@ def commit(workers: Any, context: int) -> None:
 def measure(decoder: SpecDecoder, batch: int, context: int, rounds: int) -> dict[str, Any]:
     """Medians of rounds' wall and host milliseconds, and what the target's keys and values take of one rank's memory."""
     session, speculates = Session(decoder), decoder.head is not None
-    session.together(fill_caches)
+    session.on_all_ranks(fill_caches)
     sampling = [SamplingParams(max_tokens=context, ignore_eos=True)] * batch
     session.submit(random_prompts(batch, 16), sampling, speculate=speculates)
     while session.num_running < batch:
         session.step()
-    session.together(commit, context)
+    session.on_all_ranks(commit, context)
     for _ in range(SETTLE):
         session.step()
     steps = [session.timed_step() for _ in range(rounds)]
-    lens = session.together(shortest)
+    lens = session.on_all_ranks(shortest)
     assert context <= lens <= context + 6 * (SETTLE + rounds + 3), lens
     session.cancel()
     return {

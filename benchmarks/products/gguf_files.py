@@ -127,7 +127,7 @@ def model(path: Path, device: str, quantize: str) -> dict[str, Any]:
         with decoder:
             decoder.generate([1, 2, 3], sampling[1])
             few, many = (seconds(partial(decoder.generate, [1, 2, 3], each)) for each in sampling)
-            kept = str(decoder.model.config.quantization or "ordinary numbers")
+            kept = str(decoder.model.config.quantization or "unquantised")
     return {"kept": kept, "load_s": loaded, "step_ms": 1e3 * (many - few) / 128}
 
 

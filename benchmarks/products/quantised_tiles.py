@@ -6,7 +6,7 @@ It needs a GPU of compute capability 9.0.  Times are medians of replays of CUDA 
 that spill over L2, so that each product reads its weight from memory, as in a model.  Kernels are compiled by several processes
 first.  Of quantised weights more than 64 rows are compared with cuBLAS, for which the weight is dequantised first.
 
-Shapes: T rows, I in, O weight rows.
+Shapes: M rows, K in, N weight rows.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from torch import Tensor
 from products.tile_candidates import CANDIDATES, Stored
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.products.dense import silu_mul
-from specdec.ops.products.formats.lossless import Packed, pack_weight, unpack_weight
+from specdec.ops.products.formats.lossless import LosslessMatrix, decode_lossless, encode_lossless
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack_factor_of, row_bytes
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 from specdec.ops.products.partials import Partials, added_up
-from specdec.ops.products.tiles.lossless import packed_tiles
-from specdec.ops.products.tiles.quantised import ALONE, Kernel, QuantisedTiles, hopper_tiles
+from specdec.ops.products.tiles.lossless import lossless_tiles
+from specdec.ops.products.tiles.quantised import MAX_WARP_M, Kernel, QuantisedTiles, hopper_tiles
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))
@@ -76,30 +76,30 @@ def trials() -> list[Trial]:
     found = []
     for block_m, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128, 96, 192), FORMATS, SHAPES):
         for block_n, block_k, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_m, {}).get(shape, ()):
-            alone = block_m <= ALONE
-            a_word = 2 if kind == "packed" else pack_factor_of(kind)
-            width = slices * 64 * a_word if alone else block_k
+            alone = block_m <= MAX_WARP_M
+            pack_factor = 2 if kind == "packed" else pack_factor_of(kind)
+            width = slices * 64 * pack_factor if alone else block_k
             kernel: Kernel = "warp_hopper" if alone else "warpgroup_hopper"
             tiles = QuantisedTiles(kernel, block_m, block_n, width, splits, warps, stages, slices, registers)
             found.append(Trial(kind, group, shape, tiles))
     return found
 
 
-def random_weight(kind: Stored, O: int, I: int, group: int) -> QuantisedMatrix | Packed:
+def random_weight(kind: Stored, N: int, K: int, group: int) -> QuantisedMatrix | LosslessMatrix:
     if kind != "packed":
-        return random_quantised(kind, O, I, group)
-    packed = pack_weight((torch.randn(O, I, device="cuda") * 0.02).bfloat16())
+        return random_quantised(kind, N, K, group)
+    packed = encode_lossless((torch.randn(N, K, device="cuda") * 0.02).bfloat16())
     assert packed is not None
     return packed
 
 
-def random_quantised(kind: Kind, O: int, I: int, group: int, zero_points: bool = False) -> QuantisedMatrix:
-    qvalues = torch.randint(0, 256, (O, row_bytes(kind, I)), dtype=torch.uint8, device="cuda")
+def random_quantised(kind: Kind, N: int, K: int, group: int, zero_points: bool = False) -> QuantisedMatrix:
+    qvalues = torch.randint(0, 256, (N, row_bytes(kind, K)), dtype=torch.uint8, device="cuda")
     if kind == "e4m3":
         qvalues[(qvalues & 127) == 127] = 1
-    scales = torch.rand(O, I // (group or I), device="cuda") + 0.5
+    scales = torch.rand(N, K // (group or K), device="cuda") + 0.5
     below = torch.randint(-8, 8, scales.shape, dtype=torch.int8, device="cuda") if zero_points else None
-    return QuantisedMatrix(kind, qvalues, scales, below, I, group)
+    return QuantisedMatrix(kind, qvalues, scales, below, K, group)
 
 
 def compile_one(trial: Trial) -> tuple[str, Trial]:
@@ -110,8 +110,8 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
     worst = 0.0
     try:
         size = trial.tiles.block_m
-        for T in {max(1, size - 3), size, size if trial.tiles.kernel == "warp_hopper" else size + 6}:
-            x = torch.randn(T, weight.columns, device="cuda", dtype=torch.bfloat16)
+        for M in {max(1, size - 3), size, size if trial.tiles.kernel == "warp_hopper" else size + 6}:
+            x = torch.randn(M, weight.columns, device="cuda", dtype=torch.bfloat16)
             error = difference(added_up(product_of(x, trial.shape, trial.tiles, weight)), x, weight, gated)
             worst = max(worst, error) if error == error else math.inf
         return ("" if worst < 4e-3 else f"{trial}: error {worst}"), trial
@@ -119,8 +119,8 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
         return f"{trial}: {type(error).__name__} {str(error)[-200:]}", trial
 
 
-def difference(y: Tensor, x: Tensor, weight: QuantisedMatrix | Packed, gated: bool) -> float:
-    numbers = unpack_weight(weight).double() if isinstance(weight, Packed) else dequantise(weight, torch.float64)
+def difference(y: Tensor, x: Tensor, weight: QuantisedMatrix | LosslessMatrix, gated: bool) -> float:
+    numbers = decode_lossless(weight).double() if isinstance(weight, LosslessMatrix) else dequantise(weight, torch.float64)
     want = x.double() @ numbers.T
     if gated:
         gate, up = want.chunk(2, -1)
@@ -139,7 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
               "date": time.strftime("%Y-%m-%d"), "rows": [], "layers": []}  # fmt: skip
-    sizes = {size for T in args.rows for size in ROWS[T]}
+    sizes = {size for M in args.rows for size in ROWS[M]}
     todo = [each for each in trials() if each.tiles.block_m in sizes and each.kind in args.kinds]
     for found in sweep(todo, args.rows, args.kinds, args.seconds, args.processes):
         for name, rows in found.items():
@@ -155,17 +155,17 @@ def sweep(
     start = time.time()
     done = compiled(todo, 0.5 * seconds, processes)
     print(f"{len(done)} of {len(todo)} compiled in {time.time() - start:.1f} s", flush=True)
-    for T, (kind, group) in itertools.product(rows_of_x, [each for each in FORMATS if each[0] in kinds]):
-        if T > 64 and kind == "packed":
-            print(f"{T} rows read no packed weights")
+    for M, (kind, group) in itertools.product(rows_of_x, [each for each in FORMATS if each[0] in kinds]):
+        if M > 64 and kind == "packed":
+            print(f"{M} rows read no packed weights")
             continue
         if time.time() - start > 0.95 * seconds:
-            print(f"no time for {T} rows of {kind}")
+            print(f"no time for {M} rows of {kind}")
             continue
-        weights = {name: copies(kind, O, I, group) for name, (O, I) in SHAPES.items()}
-        x = {I: torch.randn(T, I, device="cuda", dtype=torch.bfloat16) for _, I in SHAPES.values()}
-        rows, best = timed([each for each in todo if each.compiled in done], T, kind, group, weights, x)
-        found = layers(T, kind, best, weights, x, start + seconds)
+        weights = {name: copies(kind, N, K, group) for name, (N, K) in SHAPES.items()}
+        x = {K: torch.randn(M, K, device="cuda", dtype=torch.bfloat16) for _, K in SHAPES.values()}
+        rows, best = timed([each for each in todo if each.compiled in done], M, kind, group, weights, x)
+        found = layers(M, kind, best, weights, x, start + seconds)
         yield {"rows": rows, "layers": [{"group": group, **row} for row in found]}
         print(f"{time.time() - start:.1f} s", flush=True)
 
@@ -188,60 +188,60 @@ def compiled(todo: list[Trial], seconds: float, processes: int) -> set[Any]:
     return done
 
 
-def copies(kind: Stored, O: int, I: int, group: int) -> list[QuantisedMatrix | Packed]:
+def copies(kind: Stored, N: int, K: int, group: int) -> list[QuantisedMatrix | LosslessMatrix]:
     """As many weights as spill over L2, and as layers have."""
-    return [random_weight(kind, O, I, group) for _ in range(max(LAYERS, math.ceil(COLD_BYTES / (bytes_of_row(kind, I) * O))))]
+    return [random_weight(kind, N, K, group) for _ in range(max(LAYERS, math.ceil(COLD_BYTES / (bytes_of_row(kind, K) * N))))]
 
 
-def bytes_of_row(kind: Stored, I: int) -> int:
-    return 3 * I // 2 if kind == "packed" else row_bytes(kind, I)
+def bytes_of_row(kind: Stored, K: int) -> int:
+    return 3 * K // 2 if kind == "packed" else row_bytes(kind, K)
 
 
 def timed(
     todo: list[Trial],
-    T: int,
+    M: int,
     kind: Stored,
     group: int,
-    weights: dict[str, list[QuantisedMatrix | Packed]],
+    weights: dict[str, list[QuantisedMatrix | LosslessMatrix]],
     x: dict[int, Tensor],
 ) -> tuple[list[dict[str, Any]], dict[str, list[Choice]]]:
     """A row for each tiling, and each shape's tilings, the policy's first, then from the fastest on."""
     rows: list[dict[str, Any]] = []
     best: dict[str, list[Choice]] = {}
-    computed: list[Choice] = [None] if T > 64 else []
-    for name, (O, I) in SHAPES.items():
+    computed: list[Choice] = [None] if M > 64 else []
+    for name, (N, K) in SHAPES.items():
         gated = name == "gate_up"
         policy = (
-            packed_tiles(T, O, I, gated, match_of(torch.device("cuda", 0)).kind)
+            lossless_tiles(M, N, K, gated, match_of(torch.device("cuda", 0)).kind)
             if kind == "packed"
-            else hopper_tiles(T, O, I, kind, group, False, gated, name in ("o", "down"))
+            else hopper_tiles(M, N, K, kind, group, False, gated, name in ("o", "down"))
         )
         like = kind, group, name
-        tried = [each.tiles for each in todo if (each.kind, each.group, each.shape) == like and fits(each.tiles, T, O)]
+        tried = [each.tiles for each in todo if (each.kind, each.group, each.shape) == like and fits(each.tiles, M, N)]
         found: list[tuple[float, Choice]] = []
         for tiles in dict.fromkeys([*([] if policy is None else [policy]), *tried, *computed]):
-            us = measure(weights[name], partial(product_of, x[I], name, tiles))
+            us = measure(weights[name], partial(product_of, x[K], name, tiles))
             found.append((round(us, 2), tiles))
         found.sort(key=lambda each: each[0])
-        of = {"kind": kind, "group": group, "shape": name, "T": T}
+        of = {"kind": kind, "group": group, "shape": name, "T": M}
         rows += [{**of, "tiles": tiles and list(tiles), "us": us} for us, tiles in found]
         best[name] = [policy if policy or computed else found[0][1], *(tiles for _, tiles in found)]
-        limit = bytes_of_row(kind, I) * O / BANDWIDTH * 1e6
-        print(kind, group, name, T, f"limit {limit:.1f}", *((us, *shown(tiles)) for us, tiles in found), flush=True)
+        limit = bytes_of_row(kind, K) * N / BANDWIDTH * 1e6
+        print(kind, group, name, M, f"limit {limit:.1f}", *((us, *shown(tiles)) for us, tiles in found), flush=True)
     return rows, best
 
 
-def fits(tiles: QuantisedTiles, T: int, O: int) -> bool:
-    """Whether these tiles are tried with T rows, and a split product has counters enough."""
-    count = math.ceil(T / tiles.block_m) * math.ceil(O / tiles.block_n) * tiles.of_program
-    return tiles.block_m in ROWS[T] and (tiles.splits == 1 or count <= ARRIVALS)
+def fits(tiles: QuantisedTiles, M: int, N: int) -> bool:
+    """Whether these tiles are tried with M rows, and a split product has counters enough."""
+    count = math.ceil(M / tiles.block_m) * math.ceil(N / tiles.block_n) * tiles.of_program
+    return tiles.block_m in ROWS[M] and (tiles.splits == 1 or count <= ARRIVALS)
 
 
 def layers(
-    T: int,
+    M: int,
     kind: Stored,
     best: dict[str, list[Choice]],
-    weights: dict[str, list[QuantisedMatrix | Packed]],
+    weights: dict[str, list[QuantisedMatrix | LosslessMatrix]],
     x: dict[int, Tensor],
     until: float,
 ) -> list[dict[str, Any]]:
@@ -250,12 +250,12 @@ def layers(
 
     def of(choice: dict[str, Choice]) -> float:
         us = layer(choice, weights, x)
-        rows.append({"kind": kind, "T": T, "us": round(us, 2), "tiles": lists(choice)})
+        rows.append({"kind": kind, "T": M, "us": round(us, 2), "tiles": lists(choice)})
         return us
 
     now = {name: tilings[0] for name, tilings in best.items()}
     at = of(now)
-    print("layer", kind, T, f"policy {at:.2f}", flush=True)
+    print("layer", kind, M, f"policy {at:.2f}", flush=True)
     fastest = {name: tilings[1] for name, tilings in best.items()}
     if (us := of(fastest)) < at:
         now, at = fastest, us
@@ -266,8 +266,8 @@ def layers(
                 print(f"    {name} {shown(tiles)} {us:.2f}", flush=True)
                 if us < at - 0.05:
                     now, at = {**now, name: tiles}, us
-    print("layer", kind, T, f"best {at:.2f}", {name: shown(tiles) for name, tiles in now.items()}, flush=True)
-    return [*rows, {"kind": kind, "T": T, "us": round(at, 2), "best": lists(now)}]
+    print("layer", kind, M, f"best {at:.2f}", {name: shown(tiles) for name, tiles in now.items()}, flush=True)
+    return [*rows, {"kind": kind, "T": M, "us": round(at, 2), "best": lists(now)}]
 
 
 def shown(tiles: Choice) -> tuple[Any, ...]:
@@ -278,20 +278,20 @@ def lists(choice: dict[str, Choice]) -> dict[str, list[Any] | None]:
     return {name: tiles and list(tiles) for name, tiles in choice.items()}
 
 
-def layer(choice: dict[str, Choice], weights: dict[str, list[QuantisedMatrix | Packed]], x: dict[int, Tensor]) -> float:
+def layer(choice: dict[str, Choice], weights: dict[str, list[QuantisedMatrix | LosslessMatrix]], x: dict[int, Tensor]) -> float:
     norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     for capture in (False, True):
         with torch.cuda.graph(graph) if capture else nullcontext():
-            for n, (name, (_, I)) in itertools.product(range(LAYERS), SHAPES.items()):
-                y = product_of(x[I], name, choice[name], weights[name][n])
+            for n, (name, (_, K)) in itertools.product(range(LAYERS), SHAPES.items()):
+                y = product_of(x[K], name, choice[name], weights[name][n])
                 if name != "gate_up":  # after qkv one stands in attention's place
                     add_rms_norm(x[4096], x[4096] if name == "qkv" else y, norm, 1e-5)
         torch.cuda.synchronize()
     return replay_us(graph, 9) / LAYERS
 
 
-def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | Packed) -> Tensor | Partials:
+def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | LosslessMatrix) -> Tensor | Partials:
     """As a layer computes it: a norm adds up the partials of o and down."""
     if tiles is None:
         assert isinstance(weight, QuantisedMatrix)
@@ -302,7 +302,9 @@ def product_of(x: Tensor, name: str, tiles: Choice, weight: QuantisedMatrix | Pa
     return Partials(y, x.dtype) if leaves else y
 
 
-def measure(weights: list[QuantisedMatrix | Packed], product: Callable[[QuantisedMatrix | Packed], Tensor | Partials]) -> float:
+def measure(
+    weights: list[QuantisedMatrix | LosslessMatrix], product: Callable[[QuantisedMatrix | LosslessMatrix], Tensor | Partials]
+) -> float:
     """Microseconds of a product."""
     todo = weights * (1 if len(weights) > 5 else 2)
     product(weights[0])

@@ -1,1 +1,1 @@
-"""The HTTP door under load, and the parts with which its clients are run."""
+"""The HTTP server under load, and the parts with which its clients are run."""

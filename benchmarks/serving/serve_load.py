@@ -1,4 +1,4 @@
-"""The HTTP door under load: what it costs against `generate`, and how long its clients wait.
+"""The HTTP server under load: what it costs against `generate`, and how long its clients wait.
 
     python benchmarks serving.serve_load --out benchmarks/serving/results/serve_load.json 2>log   (the server logs each request)
     python benchmarks serving.serve_load --tiny   (the shipped pair on a CPU: whether this script works, no numbers)
@@ -15,7 +15,7 @@ For N = 1, 8 and 32 clients this measures:
 waves    N clients send one request each at the same moment, and the wave ends when the last stream has ended.  A wave of the
          same N requests goes through `generate` in one call, before or after it in turn.  The ratio of tok/s, over all waves,
          is what has a bar: prompts enter at once on both sides and rows leave without successors on both sides, so the
-         difference is what the door costs: HTTP, JSON, queues, text made piece by piece, the clients' own time.
+         difference is what the server costs: HTTP, JSON, queues, text made piece by piece, the clients' own time.
 closed   N clients, each of which sends its next request when its last one has ended.  It gives the rates that N patient
          clients get.  `generate` has no such thing, so it is compared with nothing.
 poisson  Requests are due at the times of a Poisson process, at 80 percent of the rate of the closed loop, whatever the server
@@ -46,9 +46,9 @@ from typing import Any, NamedTuple
 import torch
 from rounds.round_8b import make_decoder, random_pair
 
-from serving.door import http_door
 from serving.numbers import latencies, rates
 from serving.processes import ClientProcesses
+from serving.server import http_server
 from serving.work import Work, save_tokenizer
 from specdec import shipped
 from specdec.config import SamplingParams, SpecConfig
@@ -89,7 +89,7 @@ def tiny_decoder() -> SpecDecoder:
 
 
 class Bench:
-    """One decoder behind its door, and its clients."""
+    """One decoder behind its server, and its clients."""
 
     def __init__(self, decoder: SpecDecoder, clients: ClientProcesses, work: Work) -> None:
         self.session, self.clients, self.work = Session(decoder), clients, work
@@ -112,7 +112,7 @@ class Bench:
                 "accepted": sum(output.stats.accepted for output in outputs)}  # fmt: skip
 
     def wave(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """These requests through the door, all sent at once by a client each."""
+        """These requests through the server, all sent at once by a client each."""
         start, records = self.clients.closed(self.work, [[number] for number in numbers])
         return {**rates(start, records), "accepted": sum(record.accepted for record in records)}
 
@@ -127,19 +127,19 @@ class Bench:
             self.wave(numbers)
 
     def waves(self, size: Size) -> dict[str, Any]:
-        by_generate, by_door = [], []
+        by_generate, by_server = [], []
         for index in range(size.waves):
             numbers = self.numbers(size.clients)
             runs: list[Callable[[], None]] = [
                 lambda numbers=numbers: by_generate.append(self.generate(numbers)),
-                lambda numbers=numbers: by_door.append(self.wave(numbers)),
+                lambda numbers=numbers: by_server.append(self.wave(numbers)),
             ]
             for run in runs if index % 2 else runs[::-1]:
                 run()
-        generate, door = total(by_generate), total(by_door)
+        generate, server = total(by_generate), total(by_server)
         return {
-            "generate": {**generate, "waves": by_generate}, "door": {**door, "waves": by_door},
-            "ratio": door["tok_s"] / generate["tok_s"], "bar": size.bar,
+            "generate": {**generate, "waves": by_generate}, "door": {**server, "waves": by_server},
+            "ratio": server["tok_s"] / generate["tok_s"], "bar": size.bar,
         }  # fmt: skip
 
     def closed(self, size: Size) -> dict[str, Any]:
@@ -183,11 +183,11 @@ def faults(row: dict[str, Any]) -> list[str]:
 
 def show(row: dict[str, Any]) -> None:
     waves = row["waves"]
-    door, generate, bar = waves["door"], waves["generate"], waves["bar"]
+    server, generate, bar = waves["door"], waves["generate"], waves["bar"]
     verdict = "no bar" if bar is None else f"bar {bar:.0%} {'ok' if waves['ratio'] >= bar else 'MISS'}"
     print(
-        f"{row['clients']:>2} clients: generate {generate['tok_s']:8.1f} tok/s, door {door['tok_s']:8.1f}"
-        f" = {waves['ratio']:.1%} ({verdict}); accepted {generate['accepted']} and {door['accepted']}"
+        f"{row['clients']:>2} clients: generate {generate['tok_s']:8.1f} tok/s, server {server['tok_s']:8.1f}"
+        f" = {waves['ratio']:.1%} ({verdict}); accepted {generate['accepted']} and {server['accepted']}"
         f", {row['graphs_captured']} graphs captured"
     )
     for name in ("closed", "poisson"):
@@ -216,7 +216,7 @@ def main() -> int:
     Session(decoder).force_acceptance([ACCEPTANCE] * CHAIN.max_steps)
     options = ServeOptions(port=0, model_name=work.model, api_key=KEY)
     rows = []
-    with http_door(decoder, options) as url, ClientProcesses(url, KEY, 2 if args.tiny else 8) as clients:
+    with http_server(decoder, options) as url, ClientProcesses(url, KEY, 2 if args.tiny else 8) as clients:
         bench = Bench(decoder, clients, work)
         for size in sizes:
             rows.append(bench.measure(size))

@@ -1,4 +1,4 @@
-"""The soak of the HTTP door on a GPU: the shipped pair in bf16, 32 rows, 20,000 calls of every kind, faults in the meantime.
+"""The soak of the HTTP server on a GPU: the shipped pair in bf16, 32 rows, 20,000 calls of every kind, faults in the meantime.
 
     python benchmarks serving.serve_soak --out benchmarks/serving/results/serve_soak.json 2>log   (the server logs each request)
 

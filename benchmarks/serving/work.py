@@ -17,7 +17,7 @@ LOWER = "abcdefghijklmnopqrstuvwxyz"
 class Work:
     """All requests have prompts of `prompt_tokens` random ids and ask for `max_tokens` tokens.
 
-    model: what the door calls the model.  vocab_size: the target's.
+    model: what the server calls the model.  vocab_size: the target's.
     """
 
     model: str

@@ -4,8 +4,8 @@
     python benchmarks texts.grammar_drafts --target stories260K --draft stories260K-eagle3 --prompts prompts.jsonl
 
 Each case runs twice: with trees as drafted, whose broken drafts the target reads and cannot accept, and with completed trees
-(specdec/grammar/completion.py).  Both write the same text.  Four of five texts obey a random schema, the others an expression.
-"us a row" is the processor time, of one thread, for completing one tree.
+(specdec/grammar/tree_completion.py).  Both write the same text.  Four of five texts obey a random schema, the others an
+expression.  "us a row" is the processor time, of one thread, for completing one tree.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from unittest.mock import patch
 import torch
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, Stats, shipped
-from specdec.grammar import completion
-from specdec.grammar.completion import Completion
+from specdec.grammar import tree_completion
+from specdec.grammar.tree_completion import TreeCompletion
 from texts.grammar_texts import random_schema
 
 SHAPES = (SpecConfig(5, 1, 6), SpecConfig(5, 4, 16), SpecConfig(7, 8, 32))
@@ -43,16 +43,16 @@ class Watch:
         self.completes, self.trees, self.seconds = completes, 0, 0.0
         self.kept = self.added = self.padding = 0
         self._kept_here = 0  # of the tree that is being completed
-        self._run, self._keep = Completion.run, Completion._keep_drafts
+        self._run, self._keep = TreeCompletion.run, TreeCompletion._keep_drafts
 
     @contextmanager
     def on(self) -> Iterator[Watch]:
-        with patch.object(Completion, "run", self._timed), patch.object(Completion, "_keep_drafts", self._counted):
+        with patch.object(TreeCompletion, "run", self._timed), patch.object(TreeCompletion, "_keep_drafts", self._counted):
             yield self
 
     @property
     def _timed(self) -> Any:
-        def run(tree: Completion) -> Any:
+        def run(tree: TreeCompletion) -> Any:
             start = time.thread_time()
             done = self._run(tree)
             self.seconds += time.thread_time() - start
@@ -66,7 +66,7 @@ class Watch:
 
     @property
     def _counted(self) -> Any:
-        def keep(tree: Completion) -> None:
+        def keep(tree: TreeCompletion) -> None:
             self._keep(tree)
             self._kept_here = len(tree.tokens) - 1
             self.kept += self._kept_here
@@ -110,10 +110,10 @@ def main() -> None:
     )
     parser.add_argument("--num-prompts", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--few", type=int, default=completion.FEW, help="another threshold for tokens that are few")
+    parser.add_argument("--few", type=int, default=tree_completion.FEW, help="another threshold for tokens that are few")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    completion.FEW = args.few
+    tree_completion.FEW = args.few
     lines = [json.loads(line) for line in args.prompts.read_text().splitlines()]
     prompts = [lines[i % len(lines)].get("prompt") or lines[i % len(lines)]["token_ids"] for i in range(args.num_prompts)]
     rows = []

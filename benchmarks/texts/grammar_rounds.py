@@ -28,8 +28,8 @@ from rounds.round_8b import TARGET, Case, make_decoder, random_pair, random_prom
 
 from specdec.bench.profile import Workload, full_rounds
 from specdec.config import GraphMode, SamplingParams
-from specdec.grammar.completion import Completion
 from specdec.grammar.library import Grammars
+from specdec.grammar.tree_completion import TreeCompletion
 from specdec.session import Session
 
 CASES = (Case("plain", 1, 1024), Case("5,4,16", 1, 1024), Case("5,4,16", 8, 1024), Case("5,1,6", 32, 1024))
@@ -56,7 +56,7 @@ class Clock:
         self._hold(rows, "of_round", self._waited("choice"))
         self._hold(rows, "_send", self._worked("masks"))
         hold_looking(lambda holder, name: self._hold(holder, name, self._worked("looking")))
-        self._hold(Completion, "run", self._worked("completing"))
+        self._hold(TreeCompletion, "run", self._worked("completing"))
 
     def _hold(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         """Has calls of a function timed by this clock, in place of an earlier one."""

@@ -2,7 +2,7 @@
 
 Every tensor below the layers' prefixes is checked by its header before memory is taken, and used or refused by name; what the
 layers repeat of the target must be the target's, number for number.  Matrices in 8 or 4 bits are read as the target's are, and
-stay so; the join alone is computed into ordinary numbers.
+stay so; the join alone is dequantised.
 """
 
 from __future__ import annotations

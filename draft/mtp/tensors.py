@@ -11,7 +11,7 @@ from specdec.models.schemes.source import WeightFormat
 
 
 def wanted_tensors(spec: MtpSpec) -> Shapes:
-    """All that the layers need, as ordinary numbers: what filling them asks for."""
+    """All that the layers need, unquantised: what filling them asks for."""
     asked = AssumedCheckpoint()
     fill(empty_mtp(spec), asked)
     return asked.shapes
@@ -73,7 +73,7 @@ def how_stored(checkpoint: Checkpoint, spec: MtpSpec) -> str:
 
 
 def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> WeightFormat | None:
-    """How a matrix is stored in 8 or 4 bits.  The router, which decides between experts, is always ordinary numbers."""
+    """How a matrix is stored in 8 or 4 bits.  The router, which decides between experts, is never quantised."""
     is_matrix = len(shape) == 2 and not name.endswith("mlp.gate.weight")
     return checkpoint.format_of(name.removesuffix(".weight")) if is_matrix else None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.attention.pages import PageTable
 from specdec.ops.index import arange, use_index_kernels
 
-LONGEST = 8  # tokens that are compared at most; places with longer common endings count as equally good
+MAX_MATCH = 8  # tokens that are compared at most; places with longer common endings count as equally good
 SHIFT = 32  # a match's length stands above its position in one number, so that one search finds the best match
 
 
@@ -68,7 +68,7 @@ def match_keys(text: PagedTexts) -> Tensor:
     entries_BW = text.at(positions_W.expand(lens_B1.shape[0], W))
     is_place_BW = (positions_W >= first_B1) & (positions_W < lens_B1 - 1)
     equal_BW, length_BW = is_place_BW, torch.zeros_like(entries_BW)
-    for back in range(LONGEST):
+    for back in range(MAX_MATCH):
         last_B1 = entries_BW.gather(1, (lens_B1 - 1 - back).clamp(min=0))
         before_BW = positions_W - back
         entry_BW = entries_BW.gather(1, before_BW.clamp(min=0).expand_as(entries_BW))

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.kernels.tables_triton import slots_of
-from specdec.draft.ngram.lookup import LONGEST, SHIFT, PagedTexts
+from specdec.draft.ngram.lookup import MAX_MATCH, SHIFT, PagedTexts
 
 BLOCK = 1024
 
@@ -27,7 +27,7 @@ def match_keys_kernel(
     stride_row,
     span,
     COUNT: tl.constexpr,
-    MAX_LENGTH: tl.constexpr,  # LONGEST
+    MAX_LENGTH: tl.constexpr,  # MAX_MATCH
     BITS: tl.constexpr,  # SHIFT
     PAGE_SIZE: tl.constexpr,
     SIZE: tl.constexpr,  # BLOCK
@@ -68,6 +68,6 @@ def launch_match_keys(text: PagedTexts, count: int, block: int = BLOCK) -> Tenso
     match_keys_kernel[(B, blocks)](
         pages.table, text.lens_B, text.tokens_N, keys, pages.table.stride(0),
         pages.capacity if text.span is None else text.span,
-        COUNT=count, MAX_LENGTH=LONGEST, BITS=SHIFT, PAGE_SIZE=pages.page_size, SIZE=block, num_warps=8,
+        COUNT=count, MAX_LENGTH=MAX_MATCH, BITS=SHIFT, PAGE_SIZE=pages.page_size, SIZE=block, num_warps=8,
     )  # fmt: skip
     return keys.flatten(1)

@@ -18,9 +18,9 @@ from torch import Tensor
 from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.rules import LogitRows, biased, penalised, without_bad_words, without_early_ends
 from specdec.batch.sampling import RowSampling
-from specdec.batch.sending import sent
 from specdec.batch.sigma import near_the_best
 from specdec.batch.tables import TokenTables
+from specdec.batch.transfer import to_device
 from specdec.batch.tree import DraftTree
 from specdec.ops.noise.cutoff import Cutoff, cutoffs, min_p_cutoffs
 from specdec.ops.noise.sample import gumbel_scores, sampled_tokens
@@ -145,7 +145,7 @@ def _tables_after(rules: TokenRules, output_ids: Sequence[int], logits_RV: Tenso
     tables = TokenTables.neutral(1, logits_RV.shape[1], logits_RV.device)
     tables.enter(0, rules, 0)
     if output_ids:
-        output_1E = sent([list(output_ids)], logits_RV.device)
+        output_1E = to_device([list(output_ids)], logits_RV.device)
         tables.record(output_1E, torch.full_like(output_1E[:, 0], len(output_ids)), 0)
     return tables
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specdec.batch.masks import BitMasks
-from specdec.batch.sending import sent
 from specdec.batch.tables import TokenTables
+from specdec.batch.transfer import to_device
 from specdec.ops.noise.filters import Filters
 from specdec.steps import FLOATS, INTS, RowOptions
 
@@ -38,8 +38,8 @@ class RowSampling(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[RowOptions], device: torch.device | str) -> RowSampling:
         """The table of these rows."""
-        floats_RF = sent([row.floats for row in rows], device, torch.float32)
-        return cls(floats_RF, sent([row.ints for row in rows], device))
+        floats_RF = to_device([row.floats for row in rows], device, torch.float32)
+        return cls(floats_RF, to_device([row.ints for row in rows], device))
 
     def column(self, name: str) -> Tensor:
         """[R]: a number of each row, by its name in RowOptions; a view."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from specdec.batch.sending import sent
+from specdec.batch.transfer import to_device
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from specdec.steps import TokenRules
 
@@ -85,16 +85,16 @@ class TokenTables:
         device, width = self.tail_BM.device, self.bias_BW.shape[1] - 1
         if own := [(token - first, added) for token, added in rules.bias if 0 <= token - first < width]:
             columns, added = zip(*own, strict=True)
-            self.bias_BW[row].index_copy_(0, sent(columns, device), sent(added, device, torch.float32))
+            self.bias_BW[row].index_copy_(0, to_device(columns, device), to_device(added, device, torch.float32))
         for table_BW, ids in ((self.in_prompt_BW, set(rules.prompt_ids)), (self.ends_BW, rules.ends)):
             if local := [token - first for token in ids if 0 <= token - first < width]:
-                table_BW[row].index_fill_(0, sent(local, device), True)
+                table_BW[row].index_fill_(0, to_device(local, device), True)
         if rules.bad_words:
             before = [[ANY] * (MAX_BEFORE + 1 - len(word)) + list(word[:-1]) for word in rules.bad_words]
-            self.words_BKM[row, : len(before)] = sent(before, device)
-            self.word_ends_BK[row, : len(before)] = sent([word[-1] for word in rules.bad_words], device)
+            self.words_BKM[row, : len(before)] = to_device(before, device)
+            self.word_ends_BK[row, : len(before)] = to_device([word[-1] for word in rules.bad_words], device)
         if tail := list(rules.prompt_ids[-MAX_BEFORE:]):
-            self.tail_BM[row, -len(tail) :] = sent(tail, device)
+            self.tail_BM[row, -len(tail) :] = to_device(tail, device)
 
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int) -> None:
         """Adds the first counts_B tokens of each row to what its text holds."""

@@ -30,7 +30,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
 # Kernels that begin a part of a round.  Which part it is follows from the marks before and after it.
 FIRST_LEVEL, BEST_NODES, NEXT_TOKENS, ACCEPT = "first_level_kernel", "best_nodes_kernel", "next_tokens_kernel", "accept_kernel"
 MARKS = {FIRST_LEVEL, BEST_NODES, "path_tables_kernel", NEXT_TOKENS, ACCEPT}
-LONGEST = 8
+MAX_NAMED = 8
 
 
 class Span(NamedTuple):
@@ -73,7 +73,7 @@ def split(spans: Iterable[Span], rounds: int) -> KernelSplit:
         by_phase[phase] += own
         spent, launches = by_name.get(name, (0.0, 0))
         by_name[name] = spent + own, launches + 1
-    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:LONGEST]
+    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:MAX_NAMED]
     return KernelSplit(
         rounds,
         {kind: spent / 1e3 / rounds for kind, spent in by_kind.items() if spent},

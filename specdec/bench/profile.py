@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 ROUNDS = 50  # measured of each kind,
 SECONDS = 30.0  # or as many as fit this time, but
-FEWEST = 5
+MIN_ROUNDS = 5
 TRACED = 10
 PATIENCE = 4  # steps in which no prompt enters, after which no more will
 FILL = 2  # rounds after a prefill that are not measured, since the pipeline between GPU and host fills in them
@@ -44,7 +44,7 @@ def profile_work(
     settings = session.settings
     spec = settings.spec if speculate else None
     workload = Workload(session, prompts, sampling, speculate)
-    full_rounds(workload, session.step, rounds=FEWEST)  # compiles and captures
+    full_rounds(workload, session.step, rounds=MIN_ROUNDS)  # compiles and captures
     found = full_rounds(workload, session.timed_step, rounds)
     context, is_gpu = mean(tokens for _, tokens in found), settings.device.type == "cuda"
     kept = settings.options.kv_cache_dtype, settings.options.decode_context_parallel_size
@@ -117,7 +117,7 @@ def full_rounds(workload: Workload, step: Callable[[], T], rounds: int = ROUNDS)
                 result = step()
                 if session.num_running == len(requests):  # otherwise the step freed a row
                     found.append((result, tokens))
-                if len(found) >= rounds or (len(found) >= FEWEST and time.perf_counter() - start > SECONDS):
+                if len(found) >= rounds or (len(found) >= MIN_ROUNDS and time.perf_counter() - start > SECONDS):
                     return found
 
 
@@ -125,7 +125,7 @@ def phases_ms(workload: Workload, rounds: int = ROUNDS) -> dict[str, float]:
     """Medians of each phase, waited for one by one, and of `rest`: the time that no phase took."""
     session = workload.session
     with session.timed_phases() as phases:
-        full_rounds(workload, session.step, rounds=FEWEST)  # where rounds are one graph, phases get graphs of their own now
+        full_rounds(workload, session.step, rounds=MIN_ROUNDS)  # where rounds are one graph, phases get graphs of their own now
         found = [seconds for seconds, _ in full_rounds(workload, lambda: _phase_seconds(session, phases), rounds)]
     return {name: 1e3 * median(seconds[name] for seconds in found) for name in found[0]}
 

@@ -30,7 +30,7 @@ class GrammarState:
     path: the tokens between the text's own state and this one.  is_end: whether the last one ends the text, so that nothing
     follows.  after: states one token on.
     only: the tokens that the grammar spells out from here on.  few: all that may follow, where they are few; banned: one that
-    may not (completion.py).  Each is None until somebody asks.
+    may not (tree_completion.py).  Each is None until somebody asks.
     """
 
     __slots__ = ("after", "banned", "depth", "few", "is_end", "mask_X", "only", "path")

@@ -28,11 +28,11 @@ from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import keep_lossless_copies
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
-from specdec.models.schemes.size import EXPERTS, group_of, quantised_matrices
+from specdec.models.schemes.size import EXPERTS, group_size_of, quantised_matrices
 from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
-from specdec.ops.products.formats.lossless import EIGHT, MAX_FAR, WIDTH
+from specdec.ops.products.formats.lossless import ALIGN_K, ALIGN_N, MAX_OUTLIERS
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
@@ -94,7 +94,7 @@ def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Call
         if checkpoint is None or checkpoint.quantization is None:
             continue
         quantised = quantised_matrices(checkpoint, tuple(checkpoint.names()))
-        groups = {group_of(checkpoint, name, format) for name, format in quantised.items() if EXPERTS not in name}
+        groups = {group_size_of(checkpoint, name, format) for name, format in quantised.items() if EXPERTS not in name}
         why, helps = slowness(groups, capability(), dtype)
         if quantised and why:
             warnings.warn(f"the {whose}'s {slow_warning(why, helps, checkpoint.quantization)}", stacklevel=2)
@@ -147,15 +147,15 @@ def load_pair(
 
 def pack_pair(model: Target, head: DraftModel | None) -> None:
     """Packs both models' matrices.  ValueError if there are none that can be."""
-    require_packed(keep_lossless_copies(*([model] if head is None else [model, head])))
+    require_lossless(keep_lossless_copies(*([model] if head is None else [model, head])))
 
 
-def require_packed(found: int) -> None:
-    """ValueError if nothing was found that can be packed.  found: matrices, or their bytes."""
+def require_lossless(found: int) -> None:
+    """ValueError if nothing was found that can be kept in 12 bits.  found: matrices, or their bytes."""
     if not found:
         raise ValueError(
-            f"pack_weights=True packs matrices whose width is a multiple of {WIDTH} and whose rows are a multiple of {EIGHT}, "
-            f"none with more than {MAX_FAR} numbers far from its others, and found none; "
+            f"pack_weights=True packs matrices whose width is a multiple of {ALIGN_K} and whose rows are a multiple of "
+            f"{ALIGN_N}, none with more than {MAX_OUTLIERS} numbers far from its others, and found none; "
             "nearest setting that works: pack_weights=False"
         )
 

@@ -20,7 +20,7 @@ import torch
 
 from specdec.config import SpecConfig
 from specdec.loading.devices import CHUNK_COST
-from specdec.loading.load import CheckedPair, check_pair, require_packed, warn_of_slow_weights
+from specdec.loading.load import CheckedPair, check_pair, require_lossless, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import EngineSettings, check_packing
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -30,13 +30,13 @@ from specdec.models.config import ModelConfig
 from specdec.models.schemes.size import matrix_size, quantised_and_dense, quantised_matrices
 from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import WeightFormat
-from specdec.ops.products.formats.lossless import EIGHT, WIDTH, packed_size
+from specdec.ops.products.formats.lossless import ALIGN_K, ALIGN_N, lossless_bytes
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
-UNPACKED = re.compile(r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$")
+NOT_LOSSLESS = re.compile(r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$")
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
@@ -54,7 +54,7 @@ class CountedModels(NamedTuple):
     features: int = 0  # how many numbers of each token the drafter reads of the target
     page_bytes: int = 0  # what the drafter keeps of each page besides keys and values
     scratch: int = 0  # values of the target's largest quantised matrix, which is dequantised for prompts; 0: there is none
-    packed: int = 0  # the bytes of matrices that are kept once more, of both
+    lossless: int = 0  # the bytes of matrices that are kept once more, of both
 
 
 class MemoryPlan(NamedTuple):
@@ -107,7 +107,7 @@ def plan_memories(
         check_packing(settings)
     models = _models(pair, settings)
     if options.pack_weights:
-        require_packed(models.packed)
+        require_lossless(models.lossless)
 
     def at(context: int, batch: int) -> dict[str, int]:
         return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))
@@ -150,7 +150,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
     return {
         "weights of the target": models.weights[0],
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
-        **({"packed copies of weights": models.packed} if options.pack_weights else {}),
+        **({"packed copies of weights": models.lossless} if options.pack_weights else {}),
         "keys and values": kv + source_bytes(target, settings),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
@@ -174,14 +174,14 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
     weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_values(own, without)
     packs = settings.options.pack_weights
-    packed = packed_bytes(own, without, config.tie_embeddings) if packs else 0
+    lossless = lossless_bytes_of(own, without, config.tie_embeddings) if packs else 0
     if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
-        return CountedModels(pair.configs, (weights,), scratch=scratch, packed=packed)
+        return CountedModels(pair.configs, (weights,), scratch=scratch, lossless=lossless)
     without, (layers, *_) = drafter.unkept(own), drafter.model.needs.models
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
-    packed += packed_bytes(drafter.checkpoint, without) if packs else 0
+    lossless += lossless_bytes_of(drafter.checkpoint, without) if packs else 0
     kept = drafter.model.needs.page_values * settings.dtype.itemsize
-    return CountedModels(pair.configs, (weights, drafted), drafter.model.feature_size, kept, scratch, packed)
+    return CountedModels(pair.configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:
@@ -201,8 +201,8 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     return quantised + numbers * dtype.itemsize
 
 
-def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) -> int:
-    """The bytes of packed copies of a checkpoint's matrices, but for their rare far numbers, which no header tells.
+def lossless_bytes_of(checkpoint: Checkpoint, without: set[str], tied: bool = False) -> int:
+    """The bytes of lossless copies of a checkpoint's matrices in 12 bits, but for their rare outliers, which no header tells.
 
     tied: whether the embedding table is the output layer's matrix too.
     """
@@ -212,9 +212,9 @@ def packed_bytes(checkpoint: Checkpoint, without: set[str], tied: bool = False) 
     for name in names:
         matrix, shape = name.removesuffix(".weight"), checkpoint.shape(name)
         is_table = "embed" in matrix.rpartition(".")[2] and not tied
-        is_matrix = len(shape) == 2 and matrix not in formats and not is_table and not UNPACKED.search(name)
-        if is_matrix and shape[0] % EIGHT == 0 and shape[1] % WIDTH == 0:
-            total += packed_size(*shape)
+        is_matrix = len(shape) == 2 and matrix not in formats and not is_table and not NOT_LOSSLESS.search(name)
+        if is_matrix and shape[0] % ALIGN_N == 0 and shape[1] % ALIGN_K == 0:
+            total += lossless_bytes(*shape)
     return total
 
 

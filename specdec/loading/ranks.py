@@ -183,7 +183,7 @@ def run_rank(rendezvous: Rendezvous, pipe: RankPipe) -> None:
 def run_step(runner: DeviceRunner, step: Step | RankCall) -> None:
     """Runs a step of the first rank on another one, which reads no tokens back."""
     if isinstance(step, RankCall):
-        runner.together(step.function, *step.given)
+        runner.on_all_ranks(step.function, *step.given)
     elif (pending := runner.run(step)) is not None:
         pending.drop()
 

@@ -25,7 +25,7 @@ from specdec.models.config import ModelConfig
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
-from specdec.runner.prompts import LARGEST_STEP
+from specdec.runner.prompts import MAX_BUCKET_STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class EngineSettings:
         if self.options.decode_context_parallel_size == 1:
             return 0
         nodes = self.spec.num_draft_tokens if self.spec else 1
-        return max(max(self.chunk_costs) + LARGEST_STEP, (self.options.max_batch_size + 1) * nodes)
+        return max(max(self.chunk_costs) + MAX_BUCKET_STEP, (self.options.max_batch_size + 1) * nodes)
 
     @property
     def numerics(self) -> Numerics:
@@ -173,7 +173,7 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
     if settings.target_backend != "native":
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
     if target.quantization is not None:
-        refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
+        refuse(f"computes targets whose weights are unquantised, got {target.quantization}")
     if target.keeps_latents and not column_parts(target.latent_rank):
         refuse(
             f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
@@ -270,7 +270,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
     asked = {
         Feature.DIFFERENTIAL: target.differential,
         Feature.INT8_QUERIES: options.int8_queries,
-        Feature.SPARSE: target.most_read is not None,
+        Feature.SPARSE: target.max_read is not None,
         Feature.SOFTCAP: any(c.softcap is not None for c in configs),
         Feature.SINKS: any(c.has_sinks for c in configs),
         Feature.ALIBI: any(kind.alibi for c in configs for kind in c.layer_kinds),

@@ -108,7 +108,7 @@ def read_together(session: Session, text: GeneratedText, asked: Iterable[tuple[i
     if session.settings.options.tensor_parallel_size == 1:
         with launching(device), on_device(device):
             return read_text(passes_of(session), text, asked)
-    return session.together(_read_share, session.settings, text, list(asked))
+    return session.on_all_ranks(_read_share, session.settings, text, list(asked))
 
 
 def _read_share(

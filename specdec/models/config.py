@@ -110,7 +110,7 @@ class ModelConfig:
     latent_rank: how many numbers of a token's latent are not rotated, where all heads share one (MLA); 0: heads have keys.
     indexer: of sparse attention; None: a query reads all keys.
     differential: whether two heads make one pair, of which one softmax is taken from the other.
-    quantization: how matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
+    quantization: how matrices are stored in 8 or 4 bits; None: none of them is.
     eos_ids: those that end a text.  ends_by_file: what each file names as ends, that which transformers' generate reads first.
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
     mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
@@ -181,7 +181,7 @@ class ModelConfig:
         return self.latent_rank > 0
 
     @property
-    def most_read(self) -> int | None:
+    def max_read(self) -> int | None:
         """The most keys that a query reads where an indexer chooses them (sparse attention); None: nothing is chosen."""
         return None if self.indexer is None else self.indexer.topk
 

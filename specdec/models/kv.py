@@ -88,5 +88,5 @@ def make_cache(
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model), int8_queries)
-    sources = config.kv_source
-    return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, sources=sources)
+    kv_layers = config.kv_source
+    return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, kv_layers=kv_layers)

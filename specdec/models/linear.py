@@ -23,8 +23,8 @@ from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.schemes.stacks import StackParameters
 from specdec.ops.products.dense import DenseWeight
 from specdec.ops.products.formats.experts import QuantisedStack
-from specdec.ops.products.formats.lossless import EIGHT, pack_weight
-from specdec.ops.products.gpus import Kind
+from specdec.ops.products.formats.lossless import ALIGN_N, encode_lossless
+from specdec.ops.products.gpus import GpuKind
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
@@ -162,9 +162,9 @@ class Linear(Multiplying):
         """partials: whether the caller can add up split-K partials, as RMSNorm.add does.  Ranks that share columns get sums."""
         return self.stored.matmul(x, self.bias, self.numerics, partials=partials and self.shape()[1] == self.in_features)
 
-    def gated(self, x_TI: Tensor) -> Tensor:
+    def gated(self, x_TK: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
-        return self.stored.gated(x_TI, self.bias, self.numerics)
+        return self.stored.gated(x_TK, self.bias, self.numerics)
 
     @property
     def stored(self) -> Weight:
@@ -236,16 +236,16 @@ class Linear(Multiplying):
         self.quantised.put(rows, own)
 
     def keep_lossless(self) -> None:
-        """Keeps the dense weight once more in 12 bits, if it can be (`pack_weight`).  It must not change then."""
-        if self.weight is not None and self.may_be_lossless and self.out_features % EIGHT == 0:
-            packed = pack_weight(self.weight)
-            self.lossless = None if packed is None else LosslessParameters(packed)
+        """Keeps the dense weight once more in 12 bits, if it can be (`encode_lossless`).  It must not change then."""
+        if self.weight is not None and self.may_be_lossless and self.out_features % ALIGN_N == 0:
+            matrix = encode_lossless(self.weight)
+            self.lossless = None if matrix is None else LosslessParameters(matrix)
 
     def holds(self, table: Tensor) -> bool:
         """Whether the weight is this very tensor, as the language-model head of a model with tied embeddings is."""
         return self.weight is not None and self.weight.data_ptr() == table.data_ptr()
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         """Bytes that a product of that many rows reads of the matrix.  kind: of GPU; None: of the one where the matrix lies."""
         of_bias = 0 if self.bias is None else self.bias.numel() * self.bias.element_size()
         return self.stored.read_bytes(rows, kind) + of_bias

@@ -77,8 +77,8 @@ def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -
         )
     if chosen.config.quantization is not None:
         raise ValueError(
-            f"quantize={quantize!r} rounds ordinary numbers, but {folder} is stored as {chosen.config.quantization}; nearest "
-            "setting that works: quantize='none'"
+            f"quantize={quantize!r} rounds unquantised weights, but {folder} is stored as {chosen.config.quantization}; "
+            "nearest setting that works: quantize='none'"
         )
     return chosen._replace(config=replace(chosen.config, quantization=round_to_nearest(quantize)))
 

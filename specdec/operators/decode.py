@@ -167,7 +167,7 @@ def _rows(like_R: Tensor, queries: int) -> Tensor:
 class GivenCache(KVCache):
     """A cache whose layers' tensors are given.
 
-    sources: for each layer, the layer whose keys and values it reads.  layers: the tensors of those that store their own.
+    kv_layers: for each layer, the layer whose keys and values it reads.  layers: the tensors of those that store their own.
     In a traced pass each of these tensors must be an input of its own.  If they were views of one tensor whose number of slots
     may vary, inductor (torch 2.13) would lose the views' offsets and store every layer in the first one's place.
     """
@@ -176,15 +176,15 @@ class GivenCache(KVCache):
         self,
         layout: CacheLayout,
         kinds: Sequence[LayerKind],
-        sources: Sequence[int],
+        kv_layers: Sequence[int],
         layers: Sequence[Mapping[str, Tensor]],
     ) -> None:
-        self.layout, self.kinds, self.sources = layout, tuple(kinds), tuple(sources)
+        self.layout, self.kinds, self.kv_layers = layout, tuple(kinds), tuple(kv_layers)
         self.groups, self.group_numbers = (0,) * len(kinds), (0,)
-        self.layers = dict(zip(sorted(set(sources)), layers, strict=True))
+        self.layers = dict(zip(sorted(set(kv_layers)), layers, strict=True))
 
     def view(self, layer: int) -> KVView:
-        source = self.sources[layer]
+        source = self.kv_layers[layer]
         return self.layout.view(source, self.layers[source])
 
 

@@ -1,10 +1,13 @@
 """What kernels written in Gluon for Hopper GPUs have in common, under NVIDIA's names.
 
 TMA, the GPU's copy engine, loads and stores tiles that a descriptor names; an mbarrier says when they have arrived.  `wgmma`,
-the tensor cores' instruction for groups of four warps, reads them from shared memory in the layout that `tma_layout` gives.
+the tensor cores' instruction for a warpgroup (four warps), reads them from shared memory in the layout that `tma_layout` gives.
+A pipeline has stages: pieces of shared memory that producer warps fill by TMA and consumer warps read, each with mbarriers.
 `gdc_wait` and `gdc_launch_dependents` are those of Triton's kernels (specdec/ops/launch.py).
 
 This module knows no kernel.
+
+Shapes: R rows that are copied.
 """
 
 from __future__ import annotations
@@ -35,20 +38,20 @@ def gdc_launch_dependents():
 
 
 @gluon.jit
-def copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Copies rows of COLUMNS numbers that start at base_N.  Rows that are not ok become zeros: what lies there may be NaN."""
+def copy_rows(to, base_R, ok_R, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Copies rows of COLUMNS values that start at base_R.  Rows that are not ok become zeros: what lies there may be NaN."""
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    _copy(to, base_N[:, None] + c[None, :], mask=ok_N[:, None] & (c < COLUMNS)[None, :])
+    _copy(to, base_R[:, None] + c[None, :], mask=ok_R[:, None] & (c < COLUMNS)[None, :])
 
 
 @gluon.jit
-def next_stage(slot, phase, STAGES: gl.constexpr):
-    """(the stage of a pipeline after this one, the phase of its mbarriers, which changes from round to round)."""
-    slot += 1
-    if slot == STAGES:
-        slot = 0
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """(the stage after this one, the phase of its mbarriers, which changes each time all stages have been used)."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
         phase ^= 1
-    return slot, phase
+    return stage, phase
 
 
 @cache

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from specdec.batch.emitted import EmittedRows, FirstTokens
 from specdec.batch.masks import BitMasks
-from specdec.batch.sending import host_memory, sent
+from specdec.batch.transfer import host_memory, to_device
 from specdec.batch.tree import DraftTree
-from specdec.grammar.completion import Completion, look_ahead
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
+from specdec.grammar.tree_completion import TreeCompletion, look_ahead
 from specdec.parallel.group import ALONE, Group
 from specdec.runner.readback import Readback, Ticket
 from specdec.steps import Emitted, Grammar, LeaveRows, PromptPart, RowEntry
@@ -138,7 +138,7 @@ class GrammarRows:
     # ---- masks ----
 
     def complete(self, tree: DraftTree) -> HostTrees:
-        """Takes drafts that break a grammar out of the trees on the device, and waits for that: see completion.py.
+        """Takes drafts that break a grammar out of the trees on the device, and waits for that: see tree_completion.py.
 
         Returns the trees of rows with a grammar; on ranks after the first, which do not wait, none.
         """
@@ -173,7 +173,7 @@ class GrammarRows:
         values, trees, is_changed = ticket.read(Tensor.tolist), HostTrees(), False
         for place, matcher in drafting:
             drafted = values[0][place], values[1][place]
-            trees[place] = Completion(matcher, *drafted, tree.max_depth, tree.is_chain).run()
+            trees[place] = TreeCompletion(matcher, *drafted, tree.max_depth, tree.is_chain).run()
             if trees[place] != drafted:
                 values[0][place], values[1][place] = trees[place]
                 is_changed = True
@@ -207,7 +207,7 @@ class GrammarRows:
         if not ended and self._group.size == 1:
             return None
         # Whole words, since ranks on GPUs exchange no smaller ones through each other's memory.
-        ended_B = sent([int(place in ended) for place in range(rows)], self._readback.device, torch.int32)
+        ended_B = to_device([int(place in ended) for place in range(rows)], self._readback.device, torch.int32)
         self._share(ended_B)
         return ended_B > 0
 

@@ -17,8 +17,8 @@ from specdec import steps
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.emitted import EmittedRows, FirstTokens, RoundResult
 from specdec.batch.sampling import RowSampling
-from specdec.batch.sending import sent
 from specdec.batch.state import BatchState
+from specdec.batch.transfer import to_device
 from specdec.config import GraphMode, SpecConfig
 from specdec.grammar.library import Grammars
 from specdec.limits import DUMMY_PAGE
@@ -42,7 +42,7 @@ TRIES = 3  # runs of a step that is tried; the last of them is measured
 
 
 class RankCall(NamedTuple):
-    """What other ranks call with their workers, as the first one does: see `DeviceRunner.together`."""
+    """What other ranks call with their workers, as the first one does: see `DeviceRunner.on_all_ranks`."""
 
     function: Callable[..., Any]
     given: tuple[Any, ...]
@@ -51,7 +51,7 @@ class RankCall(NamedTuple):
 class DeviceRunner:
     """Executes steps.
 
-    graphs: see RoundRunner.  most_captured: see PromptRunner.  rehearses, spec: see FirstPasses, whose purpose the first is;
+    graphs: see RoundRunner.  max_captured: see PromptRunner.  rehearses, spec: see FirstPasses, whose purpose the first is;
     None: passes may not be rehearsed.  shared: buffers for the pages that rows read together; None where rows never do.
     """
 
@@ -59,7 +59,7 @@ class DeviceRunner:
         self,
         workers: Workers,
         graphs: GraphMode,
-        most_captured: int = 0,
+        max_captured: int = 0,
         shared: SharedPrefix | None = None,
         rehearses: str | None = None,
         spec: SpecConfig | None = None,
@@ -75,7 +75,7 @@ class DeviceRunner:
         vocabulary = workers.verifier.model.vocabulary
         self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
-        self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
+        self.prompts = PromptRunner(workers, bool(graphs), max_captured, self.grammars)
         self._rehearses = rehearses is not None
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
         self._actions: dict[type[Any], Callable[[Any], steps.Pending | None]] = {
@@ -129,7 +129,7 @@ class DeviceRunner:
         """From now on rows' grammars are compiled by this library, which has checked them."""
         self.grammars.library = grammars
 
-    def together(self, function: Callable[..., R], *given: Any) -> R:
+    def on_all_ranks(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
         return self._on_all_ranks(RankCall(function, given), lambda: function(self.workers, *given))
 
@@ -217,13 +217,13 @@ class DeviceRunner:
         state, entries, device = self.workers.state, step.entries, self.device
         most = max(len(entry.pages[0]) for entry in entries)
         padded = [[[*pages, *[DUMMY_PAGE] * (most - len(pages))] for pages in entry.pages] for entry in entries]
-        rows_R, speculates_R = sent([(entry.row, int(entry.speculates)) for entry in entries], device).unbind(1)
+        rows_R, speculates_R = to_device([(entry.row, int(entry.speculates)) for entry in entries], device).unbind(1)
         sampling = RowSampling.of([entry.options for entry in entries], device)
-        state.enter_rows(rows_R, sent(padded, device, torch.int32), sampling, speculates_R)
+        state.enter_rows(rows_R, to_device(padded, device, torch.int32), sampling, speculates_R)
         if state.encoder_size:
             texts = [(given.page, len(given.token_ids)) if (given := entry.encoder_input) else (0, 0) for entry in entries]
             for tensor, values_R in zip(
-                (state.encoder_page_B, state.encoder_lens_B), sent(texts, device, torch.int32).unbind(1)
+                (state.encoder_page_B, state.encoder_lens_B), to_device(texts, device, torch.int32).unbind(1)
             ):
                 tensor.index_copy_(0, rows_R, values_R)
         for entry in step.entries:
@@ -239,7 +239,7 @@ class DeviceRunner:
 
     def _read_encoder_input(self, given: steps.EncoderInput) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
-        ids_S = sent(given.token_ids, self.device)
+        ids_S = to_device(given.token_ids, self.device)
         first = given.page * self.workers.state.encoder_size
         slots_S = torch.arange(first, first + len(given.token_ids), dtype=torch.int64, device=self.device)
         self.workers.verifier.read_encoder_input(slots_S, ids_S)
@@ -254,17 +254,17 @@ class DeviceRunner:
     def _leave(self, step: steps.LeaveRows) -> None:
         moves = len(step.moves)
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
-        rows_R = sent(rows, self.device)
+        rows_R = to_device(rows, self.device)
         self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
         self.workers.clear_rows(rows_R[2 * moves :])
         self.grammars.leave(step)
 
     def _stop_drafting(self, step: steps.StopDrafting) -> None:
-        self.workers.stop_drafting(sent(step.rows, self.device))
+        self.workers.stop_drafting(to_device(step.rows, self.device))
         self.grammars.stop_drafting(step.rows)
 
     def _copy(self, step: steps.CopyPages) -> None:
-        sources_N, targets_N = sent([step.sources, step.targets], self.device)
+        sources_N, targets_N = to_device([step.sources, step.targets], self.device)
         for cache in self.workers.caches:
             cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
 

@@ -1,1 +1,1 @@
-"""The HTTP door: an OpenAI-compatible server over one decoder.  Needs the extra `serve`; nothing is imported here."""
+"""An OpenAI-compatible HTTP server over one decoder.  Needs the extra `serve`; nothing is imported here."""

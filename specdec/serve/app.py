@@ -8,23 +8,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specdec.checks import nearest_name
-from specdec.serve.door import Door
 from specdec.serve.endpoints import Endpoints, ReadMetrics
-from specdec.serve.gate import ENTRY, OPEN_PATHS, Gate
 from specdec.serve.log import CLIENT_GONE
+from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware
+from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
 
 PATHS = ("/v1/models", COMPLETIONS, CHAT, *OPEN_PATHS)
 
 
-def app_of(door: Door, read_metrics: ReadMetrics | None = None) -> FastAPI:
-    """The application of a door.  FastAPI's pages of documentation are off: they load scripts from another site.
+def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastAPI:
+    """The application over a server's state.  FastAPI's pages of documentation are off: they load scripts from another site.
 
-    read_metrics: what /metrics answers; None: the metrics of this door.
+    read_metrics: what /metrics answers; None: the metrics of this server.
     """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    endpoints = Endpoints(door, read_metrics)
+    endpoints = Endpoints(state, read_metrics)
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
@@ -38,15 +38,15 @@ def app_of(door: Door, read_metrics: ReadMetrics | None = None) -> FastAPI:
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(ClientGone, _answer_nobody)
     app.add_exception_handler(HTTPException, _answer_wrong_path)
-    app.add_middleware(Gate, door=door)
-    app.state.door = door
+    app.add_middleware(RequestMiddleware, state=state)
+    app.state.server = state
     return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[ENTRY].failed(error)
-    return ErrorAnswer(error, request.app.state.door.times.discard)
+    return ErrorAnswer(error, request.app.state.server.times.discard)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""How much the HTTP door lets in: the queue of choices, and the API key.  Knows no endpoint."""
+"""How much the HTTP server lets in: the queue of choices, and the API key.  Knows no endpoint."""
 
 from __future__ import annotations
 

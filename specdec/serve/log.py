@@ -1,6 +1,6 @@
 """The log: one line of JSON a request on stderr.  It holds no text of any request unless that is asked for.
 
-`specdec serve` puts an Outlet in the place of stderr, so no write waits (process/output.py).
+`specdec serve` puts a NonBlockingStream in the place of stderr, so no write waits (process/output.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from specdec.generation import Generation
 from specdec.serve.process.output import json_line
 from specdec.serve.wire.answers import FINISH_REASONS, usage
-from specdec.serve.wire.errors import LONGEST_MESSAGE, REQUEST_FAILED, ApiError
+from specdec.serve.wire.errors import MAX_MESSAGE_LENGTH, REQUEST_FAILED, ApiError
 from specdec.serve.wire.fields import UNKNOWN_FIELD
 from specdec.serve.wire.requests import RequestPlan
 
@@ -24,7 +24,7 @@ DEVICE_MODULES = ("torch", "triton")  # their errors speak of memory and kernels
 CLIENT_GONE = 499  # the status in the log where nobody was left to answer to
 
 
-LONGEST_PATH = 200  # callers choose the path
+MAX_PATH_LENGTH = 200  # callers choose the path
 
 
 @dataclass
@@ -67,7 +67,7 @@ class LogEntry:
 
     def write(self) -> None:
         seconds = time.perf_counter() - self.began
-        line = {"request_id": self.id, "method": self.method, "path": self.path[:LONGEST_PATH], "status": self.status}
+        line = {"request_id": self.id, "method": self.method, "path": self.path[:MAX_PATH_LENGTH], "status": self.status}
         line |= {"seconds": round(seconds, 6), **self.notes}
         if self.first_text is not None:
             line["first_text_seconds"] = round(self.first_text - self.began, 6)
@@ -81,7 +81,7 @@ def origin(error: BaseException) -> dict[str, Any]:
     kind = type(error)
     found: dict[str, Any] = {"type": kind.__name__, "traceback": "".join(getattr(error, "__notes__", []))}
     if kind.__module__.partition(".")[0] in DEVICE_MODULES or issubclass(kind, FloatingPointError | MemoryError):
-        found["message"] = str(error)[:LONGEST_MESSAGE]
+        found["message"] = str(error)[:MAX_MESSAGE_LENGTH]
     return found
 
 

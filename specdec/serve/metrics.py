@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from specdec.engine.totals import Histogram, Totals
-from specdec.serve.door import Counts
 from specdec.serve.process.output import lines_dropped
+from specdec.serve.state import Counts
 
 GAUGES: dict[str, str] = {  # field of Totals: meaning; the metric's name is specdec_ and the field
     "running": "Requests that hold a row of the batch",
@@ -49,7 +49,7 @@ LINES_DROPPED = ("specdec_log_lines_dropped", "Lines of the log that were lost, 
 class TotalsCollector(Collector):
     """Reads the totals whenever somebody asks for the metrics.
 
-    counts: what the door counts.
+    counts: what the server counts.
     """
 
     def __init__(self, totals: Callable[[], Totals], counts: Counts) -> None:

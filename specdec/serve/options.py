@@ -1,4 +1,4 @@
-"""Every limit of the HTTP door, once: its name, default, bounds, meaning and command-line flag.
+"""Every limit of the HTTP server, once: its name, default, bounds, meaning and command-line flag.
 
 `specdec serve` takes its flags from the fields of ServeOptions.  This file knows no decoder and imports no web framework.
 """
@@ -18,7 +18,7 @@ KEY_VARIABLE = "SPECDEC_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How the HTTP door listens and what it lets in: checked when the object is made."""
+    """How the HTTP server listens and what it lets in: checked when the object is made."""
 
     host: str = option("127.0.0.1", "the address to listen on; other machines reach only one that is not loopback")
     port: int = option(8000, "the port to listen on; 0 takes a free one", bounds=(0, 65535))

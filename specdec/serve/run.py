@@ -18,12 +18,12 @@ import uvicorn
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.serve.app import app_of
-from specdec.serve.door import Door
 from specdec.serve.log import LineHandler, places, write_line
 from specdec.serve.options import ServeOptions
 from specdec.serve.process.connection import Connection
 from specdec.serve.process.connections import Connections
-from specdec.serve.process.output import Outlet
+from specdec.serve.process.output import NonBlockingStream
+from specdec.serve.state import ServerState
 
 TICK = 0.05  # seconds between two looks at whether the last request has ended
 KEEP_ALIVE_SECONDS = 75  # an idle connection; longer than clients and proxies keep theirs, so that they close it first
@@ -58,7 +58,7 @@ def serve(decoder: AsyncSpecDecoder, options: ServeOptions, listener: socket.soc
     listener: a socket of `listen`; None: one is made.  RuntimeError if the engine has failed for good, soon after that.
     """
     with listener or listen(options) as bound:
-        Server(Door(decoder, options)).run(sockets=[bound])
+        Server(ServerState(decoder, options)).run(sockets=[bound])
     if decoder.failure is not None:
         raise RuntimeError(f"the engine has failed for good: {decoder.failure}") from decoder.failure
     return 0
@@ -67,13 +67,13 @@ def serve(decoder: AsyncSpecDecoder, options: ServeOptions, listener: socket.soc
 class Server(uvicorn.Server):
     """uvicorn's server, but one that goes on answering while it drains, and then exits with 0."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, state: ServerState) -> None:
         # Its own log lines are few: warnings about connections.
         logger = logging.getLogger("uvicorn")
         logger.handlers, logger.propagate = [LineHandler()], False
         super().__init__(
             uvicorn.Config(
-                app_of(door),
+                app_of(state),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -83,10 +83,10 @@ class Server(uvicorn.Server):
                 http=Connection,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=math.ceil(door.times.last),
+                timeout_graceful_shutdown=math.ceil(state.times.last),
             )
         )
-        self.door = door
+        self.state = state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: tuple[Connections, ...] = ()
         self._draining: asyncio.Task[None] | None = None
@@ -95,23 +95,23 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_note_crash)
         make = partial(Connection, config=self.config, server_state=self.server_state, app_state={})
-        self._connections = tuple(Connections(self.door, listener, make) for listener in sockets or ())
+        self._connections = tuple(Connections(self.state, listener, make) for listener in sockets or ())
         await super().startup([])  # of sockets that it is given it would accept by itself
         self._loop = asyncio.get_running_loop()
-        if self.door.is_draining:  # the signal came before there was anything to end
+        if self.state.is_draining:  # the signal came before there was anything to end
             self._begin_draining()
         elif sockets:
-            print(f"specdec: listening on {_url(sockets[0])} (model {self.door.options.name})", flush=True)
+            print(f"specdec: listening on {_url(sockets[0])} (model {self.state.options.name})", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn asks ten times a second whether to end.  After the engine has failed, only a new process can serve."""
-        if self.door.decoder.failure is not None and self._failed is None:
-            write_line("server", {"level": "error", "message": f"the engine has failed for good: {self.door.decoder.failure}"})
+        if self.state.decoder.failure is not None and self._failed is None:
+            write_line("server", {"level": "error", "message": f"the engine has failed for good: {self.state.decoder.failure}"})
             self._failed = time.monotonic()
-        if counter % round(TICKS_A_SECOND * self.door.times.look) == 0:
+        if counter % round(TICKS_A_SECOND * self.state.times.look) == 0:
             for connections in self._connections:
                 connections.look()
-        if self._failed is not None and time.monotonic() > self._failed + self.door.times.failed:
+        if self._failed is not None and time.monotonic() > self._failed + self.state.times.failed:
             return True
         return await super().on_tick(counter)
 
@@ -122,12 +122,12 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On the first signal the server drains; on the second the process ends at once."""
-        if self.door.is_draining:
+        if self.state.is_draining:
             write_line("server", {"level": "warning", "message": "second signal: ending at once"})
-            if isinstance(sys.stderr, Outlet):
+            if isinstance(sys.stderr, NonBlockingStream):
                 sys.stderr.drain(TICK)
             os._exit(128 + sig)
-        self.door.is_draining = True
+        self.state.is_draining = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_draining)
 
@@ -136,19 +136,19 @@ class Server(uvicorn.Server):
 
     async def drain(self) -> None:
         """Takes no new requests, waits for those that run, cuts them off after the grace period, and stops the server."""
-        door = self.door
-        door.is_draining = True
-        seconds = door.options.grace_seconds
-        message = f"shutting down: {door.queue.open_choices} choices wait or run, and have {seconds} s to finish"
+        state = self.state
+        state.is_draining = True
+        seconds = state.options.grace_seconds
+        message = f"shutting down: {state.queue.open_choices} choices wait or run, and have {seconds} s to finish"
         write_line("server", {"level": "info", "message": message})
         await self._wait_until_empty(seconds)
-        door.cut_off()
-        await self._wait_until_empty(door.times.last)
+        state.cut_off()
+        await self._wait_until_empty(state.times.last)
         self.should_exit = True
 
     async def _wait_until_empty(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self.door.queue.is_empty and time.monotonic() < deadline:
+        while not self.state.queue.is_empty and time.monotonic() < deadline:
             await asyncio.sleep(TICK)
 
 

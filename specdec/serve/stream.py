@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from specdec.async_decoder import AsyncStream
 from specdec.engine.request import Request
 from specdec.generation import Chunk
-from specdec.serve.door import Door
 from specdec.serve.generate import failure_of
 from specdec.serve.log import CLIENT_GONE, LogEntry
+from specdec.serve.state import ServerState
 from specdec.serve.wire.answers import AnswerHeading, ChunkWriter, error_event
 from specdec.serve.wire.errors import ApiError, ClientGone
 from specdec.serve.wire.requests import RequestPlan
@@ -38,20 +38,20 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, door: Door, plan: RequestPlan, requests: Sequence[Request], heading: AnswerHeading,
+        self, state: ServerState, plan: RequestPlan, requests: Sequence[Request], heading: AnswerHeading,
         queued: AbstractContextManager[object], entry: LogEntry,
     ) -> None:  # fmt: skip
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self._door, self._plan, self._entry, self._queued = door, plan, entry, queued
-        self._streams = [door.decoder.chunks(request) for request in requests]
-        self._writer = ChunkWriter(heading, plan, door.piece)
+        self._state, self._plan, self._entry, self._queued = state, plan, entry, queued
+        self._streams = [state.decoder.chunks(request) for request in requests]
+        self._writer = ChunkWriter(heading, plan, state.piece)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._queued:
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await self._door.unless_gone(self._write(send), receive)
+                await self._state.unless_gone(self._write(send), receive)
             except ClientGone:
                 self._entry.status = CLIENT_GONE
             except ApiError as error:
@@ -72,8 +72,8 @@ class EventStream(Response):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             generations = [stream.result() for stream in self._streams]
         except RuntimeError as error:
-            raise failure_of(self._door.decoder, error) from error
-        self._entry.finished(self._plan, generations, self._door.options.log_prompts)
+            raise failure_of(self._state.decoder, error) from error
+        self._entry.finished(self._plan, generations, self._state.options.log_prompts)
         await send({"type": "http.response.body", "body": self._writer.end(generations)})
 
     def _event(self, index: int, chunk: Chunk | None) -> bytes:

@@ -1,4 +1,4 @@
-"""The times of the HTTP door that no flag sets."""
+"""The times of the HTTP server that no flag sets."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ KINDS = ("eagle3", "p-eagle", "dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 LAYOUTS = ("auto", "safeailab", "speculators")
 MAX_NUMBER = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
-LONGEST_PROMPT = 48  # tokens, where rows leave room for them
+MAX_PROMPT_TOKENS = 48  # where rows leave room for them
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class HeadRun:
         _check_numbers(self)
         most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
         if type(self.longest_prompt) is int and self.longest_prompt == 0:  # checkpoints and records hold the number
-            object.__setattr__(self, "longest_prompt", min(LONGEST_PROMPT, most))
+            object.__setattr__(self, "longest_prompt", min(MAX_PROMPT_TOKENS, most))
         _check_whole(self, "longest_prompt", 4)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")

@@ -44,7 +44,7 @@ def read_rows(model: Target, rows_BT: Tensor, aux_layers: tuple[int, ...]) -> Ta
     """One pass of the target over whole rows."""
     B, T = rows_BT.shape
     positions = torch.arange(T, dtype=torch.int64, device=rows_BT.device).repeat(B)
-    attn = DenseAttention(model.config.layer_kinds, B, sources=model.config.kv_source)
+    attn = DenseAttention(model.config.layer_kinds, B, kv_layers=model.config.kv_source)
     out = model(rows_BT.clamp(min=0).flatten(), positions, attn, aux_layers)
     features = out.hidden_TH if out.aux_TA is None else out.aux_TA
     return TargetStates(rows_BT, out.hidden_TH.unflatten(0, (B, T)), features.unflatten(0, (B, T)))

@@ -59,13 +59,13 @@ def named_products(name: str, dtype: torch.dtype) -> list[Product]:
 def checkpoint_products(target: str | Path, draft: str | Path | None, dtype: torch.dtype | None) -> list[Product]:
     """The products of a checkpoint and, if given, of its drafter.
 
-    dtype: None: the checkpoint's own.  ValueError if a folder can't be read, or if its products are none of ordinary numbers.
+    dtype: None: the checkpoint's own.  ValueError if a folder can't be read, or if its products are none of dense weights.
     """
     folder = resolve_target(target, "target")
     chosen = choose_target(folder)
     if chosen.config.quantization is not None:
         raise ValueError(
-            f"specdec tune measures products with ordinary numbers, but {folder} is stored as {chosen.config.quantization}; "
+            f"specdec tune measures products with dense weights, but {folder} is stored as {chosen.config.quantization}; "
             "nearest thing that works: the checkpoint that it was made from"
         )
     if (kind := kind_of(draft)) and not kind.has_files:

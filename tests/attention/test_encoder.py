@@ -29,7 +29,7 @@ def seen_by(tokens: int, reach: int | None) -> Tensor:
     return torch.as_tensor([[bool(function(0, 0, q, k)) for k in at] for q in at])
 
 
-def packed(lens: list[int]) -> tuple[Tensor, int, Tensor]:
+def ragged_texts(lens: list[int]) -> tuple[Tensor, int, Tensor]:
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
     return cu_seqlens.to(DEVICE), max(lens), torch.cat([torch.arange(n) for n in lens]).to(DEVICE)
 
@@ -47,7 +47,7 @@ def test_both_directions(name: str, texts: str, reach: int | None) -> None:
     scoring = Scoring(0.3, 2.0, torch.randn(3 * K, generator=generator)) if texts == "ragged" else PLAIN
     if len(lens) > 1:
         k[-1] = v[-1] = torch.nan  # the last text's
-    segment = encoder_segment(*packed(lens), reach, ragged=texts == "ragged")
+    segment = encoder_segment(*ragged_texts(lens), reach, ragged=texts == "ragged")
     sinks = None if scoring.sinks_H is None else scoring.sinks_H.to(DEVICE)
     heads = [x.to(DEVICE) for x in (q, k, v)]
     got = attend_texts(make(), *heads, segment, Scoring(scoring.scale, scoring.softcap, sinks)).double().cpu()
@@ -68,7 +68,7 @@ def test_bfloat16(reach: int | None) -> None:
     lens, heads, D = [700, 1, 1500, 6], 16, 64
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lens), heads, D, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3))
-    got = attend_texts(TritonBackend(), q, k, v, encoder_segment(*packed(lens), reach, ragged=True)).double()
+    got = attend_texts(TritonBackend(), q, k, v, encoder_segment(*ragged_texts(lens), reach, ragged=True)).double()
     start = 0
     for tokens in lens:
         own = slice(start, start + tokens)

@@ -105,12 +105,25 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path) == []
 
 
-def missing_files(page: str) -> list[str]:
-    """Paths in backticks that are neither in the repository nor in any folder of the product or of tests/."""
-    paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|sh|txt|json|svg))?|\w+\.py|scripts/\w+)`", page)
+def meant_files(path: str) -> list[Path]:
+    """The files that a page may mean: in the repository, or in any folder of the product or of tests/."""
     tops = [ROOT / top for top in ("specdec", "draft", "verify", "attention", "tests")]
     roots = [ROOT, *tops, *(folder for top in tops for folder in top.rglob("*/"))]
-    return [path for path in paths if not any((root / path).exists() for root in roots)]
+    return [root / path for root in roots if (root / path).exists()]
+
+
+def missing_files(page: str) -> list[str]:
+    """Paths in backticks that are nowhere."""
+    paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|sh|txt|json|svg))?|\w+\.py|scripts/\w+)`", page)
+    return [path for path in paths if not meant_files(path)]
+
+
+def misplaced_names(page: str) -> list[str]:
+    """Names with a file in brackets after them, or before them and a colon, that this file does not have."""
+    behind = re.findall(r"`([A-Za-z_]\w*)(?:\([^`]*\))?`\s+\(`([\w./-]+\.py)`\)", page)
+    before = re.findall(r"`([\w./-]+\.py)`(?: \([^)]*\))?: `([A-Za-z_]\w*)`", page)
+    pairs = [*behind, *((name, path) for path, name in before)]
+    return [name for name, path in pairs if not any(re.search(rf"\b{name}\b", file.read_text()) for file in meant_files(path))]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -118,6 +131,7 @@ def test_files_that_pages_name_are_there(path: Path) -> None:
     """Keeps out: a guide that sends its reader to a file which was moved or split."""
     assert path.read_text().count(".py`") > (20 if path in GUIDES[:2] else 1)
     assert missing_files(path.read_text()) == []
+    assert misplaced_names(path.read_text()) == []
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -136,6 +150,13 @@ def test_a_missing_file_is_seen() -> None:
     """Keeps out: a search that overlooks folders, or names without one."""
     page = "`specdec/config.py` `engine/loop.py` `steps.py` `caches/` `scripts/test` `specdec/no.py` `no.py` `no/` `scripts/no`"
     assert missing_files(page) == ["specdec/no.py", "no.py", "no/", "scripts/no"]
+
+
+def test_a_misplaced_name_is_seen() -> None:
+    """Keeps out: a search that passes over calls, line ends, and names after their files."""
+    right = "`Segment` (`attention/segment.py`) `draft(x, y)` (`draft/drafter.py`) `attend.py`: `PassTables`"
+    wrong = "`PassTables`\n(`attention/segment.py`) `Segment(x)` (`drafter.py`) `draft/kinds.py`: `Segment`"
+    assert misplaced_names(right) == [] and misplaced_names(wrong) == ["PassTables", "Segment", "Segment"]
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:

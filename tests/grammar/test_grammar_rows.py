@@ -13,8 +13,8 @@ from toolkit.checkpoints.tokenizers import byte_tokenizer
 
 from specdec.batch.emitted import FirstTokens
 from specdec.batch.tree import DraftTree
-from specdec.grammar.completion import look_ahead
 from specdec.grammar.library import Grammars
+from specdec.grammar.tree_completion import look_ahead
 from specdec.parallel.group import ALONE, Group
 from specdec.runner import grammars
 from specdec.runner.grammars import GrammarRows

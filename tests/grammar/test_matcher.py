@@ -18,9 +18,9 @@ from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id,
 from toolkit.checkpoints.tokenizers import byte_tokenizer, sentencepiece_tokenizer
 
 from specdec.config import GrammarKind
-from specdec.grammar.completion import Completion
 from specdec.grammar.library import MAX_KEPT, Grammars
 from specdec.grammar.matcher import Matcher
+from specdec.grammar.tree_completion import TreeCompletion
 from specdec.steps import Grammar
 
 
@@ -77,7 +77,7 @@ def test_the_grammar_that_was_used_least_recently_goes() -> None:
         def _new(self, kind: GrammarKind, text: str) -> None:
             made.append(text)
 
-    grammars = Noted(tokenizer_json, V, [EOS], most_kept=2)
+    grammars = Noted(tokenizer_json, V, [EOS], max_kept=2)
     for text in "abacab":
         grammars.check("regex", text)
     assert made == ["a", "b", "c", "b"]
@@ -164,7 +164,7 @@ def test_a_limit_in_a_draft_leaves_the_text(grammars: Grammars) -> None:
         matcher.take([comma])
     matcher = Matcher(start, start, (EOS,), V)
     matcher.take([a])
-    tokens, parents = Completion(matcher, [a, b, a, comma], [0, 0, 1, 1], 2, False).run()
+    tokens, parents = TreeCompletion(matcher, [a, b, a, comma], [0, 0, 1, 1], 2, False).run()
     assert matcher.is_alone and (tokens, parents) == ([a] * 4, [0, 0, 1, 1]), "nothing that can be accepted"
 
 
@@ -235,7 +235,7 @@ def follow(draw: random.Random, matcher: Matcher, text: list[int], allowed_at: l
             if (above, token) not in zip(parents[1:], tokens[1:], strict=True):
                 tokens, parents = [*tokens, token], [*parents, above]
         if not matcher.is_alone:
-            tokens, parents = Completion(matcher, tokens, parents, 5, False).run()
+            tokens, parents = TreeCompletion(matcher, tokens, parents, 5, False).run()
         matcher.fill(masks_NX, tokens, parents)
         node, start = 0, at
         while True:

@@ -54,7 +54,7 @@ def test_a_cpu_is_refused_at_construction() -> None:
 
 def test_weights_of_few_bits_are_refused() -> None:
     """Keeps out: kernels whose order of sums depends on the batch, under a promise that it doesn't."""
-    with pytest.raises(ValueError, match="ordinary numbers, got fp8, a scale for each row .*deterministic=False"):
+    with pytest.raises(ValueError, match="unquantised, got fp8, a scale for each row .*deterministic=False"):
         check_deterministic(settings(), replace(LLAMA, quantization=round_to_nearest("fp8")), HOPPER)
 
 

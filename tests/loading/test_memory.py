@@ -18,7 +18,7 @@ from specdec.loading.build import plan_pool
 from specdec.loading.memory import KEPT_TOKENS, pool_plan, scratch_bytes, source_bytes
 from specdec.models.config import EncoderConfig
 from specdec.options import EngineOptions
-from specdec.runner.prompts import LARGEST_STEP
+from specdec.runner.prompts import MAX_BUCKET_STEP
 
 SPEC, SIZES = SpecConfig(3, 2, 6), dict(page_size=4, max_batch_size=3, max_seq_len=160)
 PAIRS = [
@@ -73,7 +73,7 @@ def test_a_divided_pass_fits_its_scratch(zoo: Zoo) -> None:
     settings = zoo.decoder("qwen3", "eagle3", SPEC, **SIZES).settings
     for chunk, batch in ((20, 3), (2000, 3), (20, 64)):
         divided = settings.with_options(decode_context_parallel_size=2, prefill_chunk=chunk, max_batch_size=batch)
-        assert divided.scratch_room >= chunk + LARGEST_STEP and divided.scratch_room >= (batch + 1) * SPEC.num_draft_tokens
+        assert divided.scratch_room >= chunk + MAX_BUCKET_STEP and divided.scratch_room >= (batch + 1) * SPEC.num_draft_tokens
     assert settings.scratch_room == 0
 
 

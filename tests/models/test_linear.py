@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from specdec.models.linear import Linear, LinearStack, keep_lossless_copies
 from specdec.models.making import making
 from specdec.models.schemes.rows import QuantisedRows
-from specdec.ops.products.formats.lossless import unpack_weight
+from specdec.ops.products.formats.lossless import decode_lossless
 from specdec.ops.products.formats.quantised import Kind
 from specdec.ops.products.gpus import H200
 from specdec.parallel.shard import Shard
@@ -77,14 +77,14 @@ def test_a_packed_copy_is_the_matrix_once_more() -> None:
     assert [matrix.lossless is not None for matrix in model] == [True, False, True, False, False]
     assert before == [parameter.data_ptr() for parameter in model[:3].parameters()] and not model[0].lossless.state_dict()
     assert all(torch.equal(matrix(x), y) for matrix, y in zip((model[0], model[2]), want))
-    packed = model[0].lossless.weight
-    assert torch.equal(unpack_weight(packed), model[0].weight)
-    assert 0.75 < packed.num_bytes / model[0].weight.nbytes < 0.8
+    lossless = model[0].lossless.weight
+    assert torch.equal(decode_lossless(lossless), model[0].weight)
+    assert 0.75 < lossless.num_bytes / model[0].weight.nbytes < 0.8
     assert model[0].read_bytes(1) == 2 * (32 * 256 + 32)  # on a CPU nothing reads the copy
-    assert model[0].read_bytes(32, H200) == packed.num_bytes + 64  # as tiles/lossless.py has it
+    assert model[0].read_bytes(32, H200) == lossless.num_bytes + 64  # as tiles/lossless.py has it
     assert model[0].read_bytes(33, H200) == 2 * (32 * 256 + 32)
     model.float()
-    assert torch.equal(unpack_weight(model[0].lossless.weight).float(), model[0].weight)
+    assert torch.equal(decode_lossless(model[0].lossless.weight).float(), model[0].weight)
     matrix = Linear(256, 8)
     matrix.fill("", QuantisedRows("int8", torch.zeros(8, 256, dtype=torch.uint8), torch.ones(8, 1), None, 0))
     assert keep_lossless_copies(matrix) == 0
@@ -157,7 +157,7 @@ def test_a_change_of_dtype_leaves_quantised_parameters_alone() -> None:
     matrix = Linear(64, 8, bias=True)
     matrix.fill("", quantised_rows("int4", 8, 64, 32))
     assert matrix.quantised is not None
-    before = [plane.clone() for plane in matrix.quantised.parameters()]
+    before = [tensor.clone() for tensor in matrix.quantised.parameters()]
     matrix.to(torch.bfloat16)
     assert matrix.bias is not None and matrix.bias.dtype == torch.bfloat16
     assert all(torch.equal(old, new) and old.dtype == new.dtype for old, new in zip(before, matrix.quantised.parameters()))

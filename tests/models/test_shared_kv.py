@@ -114,7 +114,7 @@ def test_attention_without_a_cache_agrees(zoo: SharingZoo, name: str) -> None:
     model = load(zoo.target(name))
     ids, positions = prompts()[0], torch.arange(LENGTHS[0])
     for rows in (None, torch.tensor([3, LENGTHS[0] - 1])):
-        attn = DenseAttention(model.config.layer_kinds, sources=model.config.kv_source)
+        attn = DenseAttention(model.config.layer_kinds, kv_layers=model.config.kv_source)
         hidden = model(ids, positions, attn, rows_R=rows).hidden_TH
         whole = ours(model).hidden_TH[: LENGTHS[0]]
         close(hidden, whole if rows is None else whole[rows])

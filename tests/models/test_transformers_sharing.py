@@ -135,7 +135,7 @@ def test_tokens_beyond_the_per_layer_table_take_its_first_row(families: Families
     target.decoder.embed_tokens_per_layer.weight[38:] = tensors[name][0]  # type: ignore[union-attr,index]
     ids, positions = torch.tensor([5, 38, 7, 39]), torch.arange(4)
     states = [
-        model(ids, positions, DenseAttention(model.config.layer_kinds, sources=SOURCES)).hidden_TH
+        model(ids, positions, DenseAttention(model.config.layer_kinds, kv_layers=SOURCES)).hidden_TH
         for model in (target, load(short))
     ]
     torch.testing.assert_close(*states)
@@ -184,7 +184,7 @@ def test_the_last_layers_run_the_rows_that_are_read(
     for number, layer in enumerate(target.parts.layers):
         layer.mlp.register_forward_hook(lambda m, args, out, number=number: rows.__setitem__(number, out.shape[-2]))
     ids, positions, last = torch.arange(20) % 40, torch.arange(20), torch.tensor([7, 19])
-    attn = DenseAttention(target.config.layer_kinds, sources=SOURCES)
+    attn = DenseAttention(target.config.layer_kinds, kv_layers=SOURCES)
     whole = target(ids, positions, attn, aux_layers)
     some = target(ids, positions, attn, aux_layers, last)
     assert [rows[number] for number in range(6)] == [2 if cut is not None and number >= cut else 20 for number in range(6)]

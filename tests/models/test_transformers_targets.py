@@ -80,7 +80,7 @@ def ours(target: Target, ids: list[Tensor], aux_layers: tuple[int, ...] = (), ro
     """All prompts packed, one page each, through the reference attention."""
     config, page = target.config, max(LENGTHS)
     cache = KVCache(HeadsLayout(config.num_kv_heads, config.head_dim, torch.float32), config.layer_kinds, len(ids) * page,
-                    sources=config.kv_source)  # fmt: skip
+                    kv_layers=config.kv_source)  # fmt: skip
     table, lens = torch.arange(len(ids), dtype=torch.int32)[:, None], [len(x) for x in ids]
     positions = torch.cat([torch.arange(n) for n in lens])
     plan = AttentionPlan((ragged_causal_segment(PageTable(table, page), lens, lens),), positions)

@@ -60,8 +60,8 @@ def directly(decode: DecodePass, given: Inputs) -> Tensor:
     """The logits of the same tokens, as the verifier computes them: by a backend's kernels over a cache of the runtime."""
     tokens_BN, table_BW, lens_B, layers = given
     model, pages, N = decode.target, PageTable(table_BW, PAGE), tokens_BN.shape[1]
-    slots, sources = layers[0][next(iter(layers[0]))].shape[0], model.config.kv_source
-    cache = KVCache(decode.layout, model.config.layer_kinds, slots, device=lens_B.device, sources=sources)
+    slots, kv_layers = layers[0][next(iter(layers[0]))].shape[0], model.config.kv_source
+    cache = KVCache(decode.layout, model.config.layer_kinds, slots, device=lens_B.device, kv_layers=kv_layers)
     for index, layer in enumerate(layers):
         for name, buffer in layer.items():
             cache.buffers[name][index] = buffer

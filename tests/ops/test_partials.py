@@ -1,6 +1,6 @@
 """A product whose partials the norm after it adds up.
 
-Shapes: T rows, I in, H hidden, S partials.
+Shapes: M rows, K in, H hidden, S partials.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from specdec.models.config import ModelConfig, RopeConfig
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.norm_triton import launch_add_rms_norm
 from specdec.ops.products.dense import DenseWeight, linear
-from specdec.ops.products.gpus import H200, Match
+from specdec.ops.products.gpus import H200, GpuMatch
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.rope import Rotation
@@ -29,7 +29,7 @@ IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 @pytest.fixture(autouse=True)
 def _tiles_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """By them programs share columns.  Every Hopper GPU can run them, and none takes tiles that were kept on this machine."""
-    monkeypatch.setattr("specdec.ops.products.dense.match_of", lambda device: Match(H200, "the tests ask for them", True))
+    monkeypatch.setattr("specdec.ops.products.dense.match_of", lambda device: GpuMatch(H200, "the tests ask for them", True))
     monkeypatch.setattr("specdec.ops.products.dense.tuned_table", lambda device: None)
 
 
@@ -51,9 +51,9 @@ class Whole(torch.nn.Module):
 @pytest.mark.parametrize("S", [1, 2, 4])
 def test_the_norm_adds_partials_up(S: int) -> None:
     """Keeps out: a partial left out or read from another row's place, a sum that is rounded less often than the product is."""
-    T, H = 5, 300
-    x, weight = rand(T, H, dtype=torch.float16), rand(H, dtype=torch.float16)
-    partials = Partials(rand(S, T, H, dtype=torch.float32), torch.float16)
+    M, H = 5, 300
+    x, weight = rand(M, H, dtype=torch.float16), rand(H, dtype=torch.float16)
+    partials = Partials(rand(S, M, H, dtype=torch.float32), torch.float16)
     got = launch_add_rms_norm(x, partials, weight, EPS)
     want = launch_add_rms_norm(x, partials.tensor(), weight, EPS)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
@@ -75,14 +75,14 @@ def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_partials() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [1, 6, 8, 9, 32, 48, 60, 64])
-@pytest.mark.parametrize(("I", "H"), [(4096, 4096), (14336, 4096), (1544, 2088)])
-def test_partials_are_the_product(T: int, I: int, H: int) -> None:
+@pytest.mark.parametrize("M", [1, 6, 8, 9, 32, 48, 60, 64])
+@pytest.mark.parametrize(("K", "H"), [(4096, 4096), (14336, 4096), (1544, 2088)])
+def test_partials_are_the_product(M: int, K: int, H: int) -> None:
     """Keeps out: memory of a partial that nobody wrote, a bias in every one, rows of x or of the weight that don't exist."""
-    torch.manual_seed(T)
-    x, weight, bias = rand(T, I), rand(H, I, scale=I**-0.5), rand(H)
+    torch.manual_seed(M)
+    x, weight, bias = rand(M, K), rand(H, K, scale=K**-0.5), rand(H)
     with torch.no_grad():
-        poison = [torch.full((splits, T, H), torch.nan, device=DEVICE) for splits in range(2, 9)]
+        poison = [torch.full((splits, M, H), torch.nan, device=DEVICE) for splits in range(2, 9)]
         del poison  # partials may come to lie there
         partials, with_bias = (DenseWeight(weight).matmul(x, b, FAST, partials=True) for b in (None, bias))
         assert isinstance(partials, Partials) and isinstance(with_bias, Partials) and partials.sums_SMN.shape[0] > 1
@@ -93,15 +93,15 @@ def test_partials_are_the_product(T: int, I: int, H: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [65, 97, 150, 192])
-@pytest.mark.parametrize("I", [4096, 14336])
-def test_partials_of_more_rows(T: int, I: int) -> None:
+@pytest.mark.parametrize("M", [65, 97, 150, 192])
+@pytest.mark.parametrize("K", [4096, 14336])
+def test_partials_of_more_rows(M: int, K: int) -> None:
     """Where cuBLAS computes the product.  Keeps out what the test above does, in tiles whose rows are the sum of two powers."""
-    torch.manual_seed(T)
-    x, weight, bias = rand(T, I), rand(4096, I, scale=I**-0.5), rand(4096)
+    torch.manual_seed(M)
+    x, weight, bias = rand(M, K), rand(4096, K, scale=K**-0.5), rand(4096)
     exact = F.linear(x.double(), weight.double())
     with torch.no_grad():
-        poison = [torch.full((splits, T, 4096), torch.nan, device=DEVICE) for splits in (2, 2, 3)]
+        poison = [torch.full((splits, M, 4096), torch.nan, device=DEVICE) for splits in (2, 2, 3)]
         del poison
         for b, want in ((None, exact), (bias, exact + bias.double())):
             partials = DenseWeight(weight).matmul(x, b, FAST, partials=True)
@@ -111,12 +111,12 @@ def test_partials_of_more_rows(T: int, I: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [1, 32, 60])
-def test_chained_layers_in_a_graph(T: int) -> None:
+@pytest.mark.parametrize("M", [1, 32, 60])
+def test_chained_layers_in_a_graph(M: int) -> None:
     """Keeps out: a norm that reads partials before they are complete, and replays that find old ones."""
-    H, I = 4096, 14336
-    weights = [(rand(I, H, scale=H**-0.5), rand(H, I, scale=I**-0.5), rand(H)) for _ in range(6)]
-    x0 = rand(T, H)
+    H, K = 4096, 14336
+    weights = [(rand(K, H, scale=H**-0.5), rand(H, K, scale=K**-0.5), rand(H)) for _ in range(6)]
+    x0 = rand(M, H)
 
     def forward(partials: bool) -> Tensor:
         x, normed = x0, F.rms_norm(x0, (H,), None, EPS)
@@ -138,8 +138,8 @@ def test_chained_layers_in_a_graph(T: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel for Hopper GPUs")
-@pytest.mark.parametrize("T", [1, 32])
-def test_a_layer_gives_the_same_bits(T: int) -> None:
+@pytest.mark.parametrize("M", [1, 32])
+def test_a_layer_gives_the_same_bits(M: int) -> None:
     """Keeps out: partials taken for the product, or left where no norm follows."""
     rope = RopeConfig(10000.0)
     config = ModelConfig(
@@ -149,7 +149,7 @@ def test_a_layer_gives_the_same_bits(T: int) -> None:
     layer = build(lambda: DecoderLayer(config), torch.device(DEVICE), torch.bfloat16)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02 if parameter.dim() > 1 else 1.0)
-    x, normed, at = rand(T, 4096), rand(T, 4096), torch.zeros(T, dtype=torch.int64, device=DEVICE)
+    x, normed, at = rand(M, 4096), rand(M, 4096), torch.zeros(M, dtype=torch.int64, device=DEVICE)
 
     def attn(index: int, inputs: HeadInputs, rows_R: Tensor | None, scoring: Scoring) -> Tensor:
         return inputs.qkv_TXD[:, :32].contiguous()

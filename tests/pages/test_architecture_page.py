@@ -16,7 +16,7 @@ from toolkit.rules.imports import MAY_IMPORT
 
 from specdec import SpecConfig
 from specdec.engine.pages.pool import PagePool
-from specdec.ops.products.tiles.quantised import ALONE, hopper_tiles
+from specdec.ops.products.tiles.quantised import MAX_WARP_M, hopper_tiles
 
 MAX_WORDS, MAX_SENTENCE, MAX_CELL = 3500, 40, 200  # words of the page, words of a sentence, characters of a table's cell
 
@@ -108,6 +108,6 @@ def test_the_example_of_a_product_is_right():
     """Keeps out: a guide to kernels that names another one than the tables do."""
     page = (ROOT / "specdec" / "ops" / "README.md").read_text()
     assert "12 rows of bfloat16 and an int4 weight on an H200" in page
-    tiles = {M: hopper_tiles(M, 4096, 4096, "int4", 128, False, False) for M in (ALONE, 12)}
-    assert (ALONE, tiles[ALONE].kernel) == (8, "warp_hopper")
+    tiles = {M: hopper_tiles(M, 4096, 4096, "int4", 128, False, False) for M in (MAX_WARP_M, 12)}
+    assert (MAX_WARP_M, tiles[MAX_WARP_M].kernel) == (8, "warp_hopper")
     assert (tiles[12].kernel, tiles[12].block_m) == ("warpgroup_hopper", 16)

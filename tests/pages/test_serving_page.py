@@ -1,4 +1,4 @@
-"""docs/SERVING.md against the code of the HTTP door: what either has and the other has not is named.
+"""docs/SERVING.md against the code of the HTTP server: what either has and the other has not is named.
 
 Each check compares the rows of some tables of the page with what the code gives.  The checks themselves are held too: a page
 that lacks any one of these rows, or has one more, fails.
@@ -29,12 +29,12 @@ from specdec.cli.flags import flag_of
 from specdec.engine.totals import Totals
 from specdec.generation import Generation
 from specdec.serve import app, run
-from specdec.serve.door import Counts
 from specdec.serve.log import LineHandler, LogEntry
 from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.process.descriptors import MAX_CONNECTIONS, WANTED
 from specdec.serve.process.output import CLOSING_SECONDS, MAX_HELD
+from specdec.serve.state import Counts
 from specdec.serve.times import TIMES
 from specdec.serve.wire import errors, fields
 from specdec.serve.wire.answers import usage

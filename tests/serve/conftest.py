@@ -1,4 +1,4 @@
-"""What the tests of the HTTP door share: the shipped pair, a tiny pair that can chat, and a server over each."""
+"""What the tests of the HTTP server share: the shipped pair, a tiny pair that can chat, and a server over each."""
 
 import json
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ def texts_of_stream(stream: Any) -> dict[int, str]:
     ids=["text-greedy", "texts-seeded", "ids-seeded", "lists of ids-greedy"],
 )
 def test_texts_are_those_of_the_decoder(served: Served, prompt: Any, sampling: dict[str, Any]) -> None:
-    """Keeps out: a door that adds a token, drops a space, mixes up choices, or samples otherwise, streamed or not."""
+    """Keeps out: a server that adds a token, drops a space, mixes up choices, or samples otherwise, streamed or not."""
     many = prompt in (TEXTS, IDS)
     expected = [reference(served, item, **sampling).text for item in (prompt if many else [prompt])]
     ask: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, **sampling}

@@ -89,11 +89,11 @@ def test_a_crowd_leaves_everything_as_it_was(chatty: SpecDecoder, faults: bool) 
                 for number in calls:
                     planted.enter_context(driver.fail_in(phase, MemoryError("planted"), number))
             fates = asyncio.run(crowd())
-        wait_until(lambda: served.door.queue.is_empty, "no request is left")
+        wait_until(lambda: served.state.queue.is_empty, "no request is left")
         lines = served.requests_logged(fates["whole"] + fates["failed"])  # who left at once may not have come in
         assert served.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200, "the server works as before"
     assert fates["wrong"] == 0 and (fates["failed"] > 0) == faults and fates["whole"] > 20 and fates["left"] > 0, fates
     assert {line["status"] for line in lines} <= {200, 499, 500} and not any("crash" in line for line in lines)
     driver.assert_nothing_leaked()
-    asyncio.run(served.door.decoder.close())
+    asyncio.run(served.state.decoder.close())
     wait_until(lambda: threading.active_count() <= before[0] and handles() <= before[1], "threads and handles are as before")

@@ -31,7 +31,7 @@ def test_a_caller_that_hangs_up_frees_its_pages(pair: SpecDecoder) -> None:
     """Keeps out: rows that generate on for nobody, streamed or not, one choice or several, running or waiting."""
     driver = Driver(pair)
     with Served(pair) as served:
-        totals = served.door.decoder.totals
+        totals = served.state.decoder.totals
         cancelled, tokens = totals.requests["cancelled"], totals.output_tokens
         choices, bodies = 0, ({"stream": True}, {}, {"stream": True, "n": 3}, {"n": 3}, {"n": 6, "stream": True}, {"n": 6})
         for number, body in enumerate(bodies, 1):
@@ -41,13 +41,13 @@ def test_a_caller_that_hangs_up_frees_its_pages(pair: SpecDecoder) -> None:
                 let_run.release(3)
                 connection.close()
                 served.requests_logged(number)
-            wait_until(lambda: driver.pages_free == driver.pages_total and served.door.queue.is_empty, "its pages are free")
+            wait_until(lambda: driver.pages_free == driver.pages_total and served.state.queue.is_empty, "its pages are free")
             choices += body.get("n", 1)
-        totals = served.door.decoder.totals
+        totals = served.state.decoder.totals
         assert totals.requests["cancelled"] == cancelled + choices, "a choice ran to its end, or was never cancelled"
         assert totals.output_tokens - tokens < choices * 100
         assert [line["status"] for line in served.requests_logged(6)] == [499] * 6
-        assert served.door.counts.responses[499] == 6
+        assert served.state.counts.responses[499] == 6
     driver.assert_nothing_leaked()
 
 
@@ -56,10 +56,10 @@ def test_a_caller_that_waits_and_hangs_up_leaves_the_queue(pair: SpecDecoder) ->
     driver = Driver(pair)
     with Served(pair) as served, driver.rounds_by_hand() as let_run:  # the engine looks at what came between two rounds
         first = post(served, {**LONG, "n": 4})
-        wait_until(lambda: served.door.queue.open_choices == 4, "the first caller is there")
+        wait_until(lambda: served.state.queue.open_choices == 4, "the first caller is there")
         wait_until(lambda: let_run.release() or len(driver.running) == 4, "all rows are taken")
         second = post(served, LONG)
-        wait_until(lambda: served.door.queue.open_choices == 5, "the second caller is there")
+        wait_until(lambda: served.state.queue.open_choices == 5, "the second caller is there")
         wait_until(lambda: let_run.release() or driver.waiting, "the second caller waits")
         second.close()
         served.requests_logged(1)
@@ -67,7 +67,7 @@ def test_a_caller_that_waits_and_hangs_up_leaves_the_queue(pair: SpecDecoder) ->
         wait_until(lambda: not driver.waiting, "it leaves the queue before a row is free")
         assert len(driver.running) == 4
         first.close()
-        wait_until(lambda: served.door.queue.is_empty, "the first one leaves")
+        wait_until(lambda: served.state.queue.is_empty, "the first one leaves")
     driver.assert_nothing_leaked()
 
 
@@ -86,7 +86,7 @@ def test_leaving_a_stream_of_the_client_ends_it(served: Served) -> None:
             await stream.close()
 
     asyncio.run(leave())
-    wait_until(lambda: driver.is_idle and served.door.queue.is_empty, "the request has ended")
+    wait_until(lambda: driver.is_idle and served.state.queue.is_empty, "the request has ended")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -94,17 +94,17 @@ def test_other_callers_do_not_notice(served: Served, stream: bool) -> None:
     """Keeps out: a disconnect that ends, delays or changes what shares the batch."""
     ask: dict[str, Any] = {**LONG, "max_tokens": 200}
     expected = served.post("/v1/completions", ask).json()["choices"][0]["text"]
-    cancelled, left = served.door.decoder.totals.requests["cancelled"], served.door.counts.responses[499]
+    cancelled, left = served.state.decoder.totals.requests["cancelled"], served.state.counts.responses[499]
     driver = Driver(served.decoder)
     with driver.rounds_by_hand() as let_run:
         gone = post(served, {**LONG, "stream": stream, "n": 3})
         chunks = served.client().completions.create(
             model="tiny", prompt=ask["prompt"], max_tokens=200, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
-        wait_until(lambda: served.door.queue.open_choices == 4, "both callers are there")
+        wait_until(lambda: served.state.queue.open_choices == 4, "both callers are there")
         wait_until(lambda: let_run.release() or len(driver.running) == 4, "all choices run")
         gone.close()
-        wait_until(lambda: served.door.counts.responses[499] == left + 1, "the server has noticed")
+        wait_until(lambda: served.state.counts.responses[499] == left + 1, "the server has noticed")
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
-    wait_until(lambda: served.door.queue.is_empty, "the other one is gone")
-    assert served.door.decoder.totals.requests["cancelled"] == cancelled + 3
+    wait_until(lambda: served.state.queue.is_empty, "the other one is gone")
+    assert served.state.decoder.totals.requests["cancelled"] == cancelled + 3

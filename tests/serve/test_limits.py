@@ -1,4 +1,4 @@
-"""The limits of the door: the key, the size of bodies, the queue, the cap of max_tokens, and the pool."""
+"""The limits of the server: the key, the size of bodies, the queue, the cap of max_tokens, and the pool."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answer_to(connection: socket.socket) -> bytes:
 
 
 def test_a_key_is_asked_for(pair: SpecDecoder) -> None:
-    """Keeps out: an open door with a key in its options, a key that is compared in part, and probes that need one."""
+    """Keeps out: an open server with a key in its options, a key that is compared in part, and probes that need one."""
     with Served(pair, api_key="sesame-9") as served:
         for given in ("", "sesame-9", "Bearer", "Bearer sesame", "Bearer sesame-99", "Basic sesame-9", "Bearer é"):
             for path in (PATH, "/v1/chat/completions", "/v1/models", "/nowhere"):
@@ -109,7 +109,7 @@ def test_a_body_that_ends_early(served: Served) -> None:
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
     wait_until(lambda: served.lines and served.lines[-1].get("status") == 499, "the log says that the client went away")
-    assert served.door.queue.is_empty
+    assert served.state.queue.is_empty
 
 
 # ---- the queue ----
@@ -119,7 +119,7 @@ def test_a_full_queue_says_so(pair: SpecDecoder) -> None:
     """Keeps out: a queue without an end, a 429 that does not say when to come back, and a queue that stays full."""
     with Served(pair, max_queue=1) as served:  # 4 run, 1 waits
         with Driver(pair).rounds_by_hand() as let_run, held(served, n=3), held(served, n=2):
-            wait_until(lambda: let_run.release() or served.door.decoder.totals.waiting == 1, "four choices run and one waits")
+            wait_until(lambda: let_run.release() or served.state.decoder.totals.waiting == 1, "four choices run and one waits")
             answer = served.post(PATH, GOOD)
             error = error_of(answer, 429)
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
@@ -128,7 +128,7 @@ def test_a_full_queue_says_so(pair: SpecDecoder) -> None:
                 served.client().completions.create(**GOOD)
             for path in ("/health", "/ready", "/metrics", "/v1/models"):
                 assert served.get(path).status_code == 200
-        wait_until(lambda: served.door.queue.is_empty, "the queue is empty")
+        wait_until(lambda: served.state.queue.is_empty, "the queue is empty")
         assert served.client(max_retries=0).completions.create(**GOOD).usage
         error = error_of(served.post(PATH, {**GOOD, "n": 6}), 400)
         assert error["param"] == "n" and "at most 5 at once" in error["message"], "more than ever fit: no retry would help"
@@ -191,5 +191,5 @@ def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder) -> None:
         assert error["code"] == "engine_failed" and "the GPU is gone" in error["message"]
         assert served.get("/health").status_code == 503 and "the GPU is gone" in served.get("/health").text
         assert error_of(served.get("/ready"), 503)["code"] == error_of(served.post(PATH, GOOD), 503)["code"] == "engine_failed"
-        served.door.times = ServeTimes(failed=0.0)
+        served.state.times = ServeTimes(failed=0.0)
         wait_until(lambda: not served.is_running, "the server ends, so that whoever supervises it starts a new one")

@@ -121,9 +121,9 @@ def test_prompts_that_do_not_fit(served: Served, stream: bool) -> None:
 @pytest.mark.parametrize("prompts", [["Once", ""], [[5], [5000]]])
 def test_nothing_runs_if_one_prompt_is_wrong(served: Served, prompts: list[Any]) -> None:
     """Keeps out: half of a request that runs although the answer is an error."""
-    before = served.door.decoder.totals.prompt_tokens
+    before = served.state.decoder.totals.prompt_tokens
     error_of(served.post(PATH, {**GOOD, "prompt": prompts}), 400)
-    assert served.door.decoder.totals.prompt_tokens == before and served.door.queue.is_empty
+    assert served.state.decoder.totals.prompt_tokens == before and served.state.queue.is_empty
 
 
 def test_an_unknown_model(served: Served) -> None:

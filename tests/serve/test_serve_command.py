@@ -123,7 +123,7 @@ def test_the_key_may_come_from_the_environment(started: list[Any], monkeypatch: 
         ([], False),
     ],
 )
-def test_an_open_door_is_said(started: list[Any], capsys: pytest.CaptureFixture[str], argv: list[str], warns: bool) -> None:
+def test_an_open_server_is_said(started: list[Any], capsys: pytest.CaptureFixture[str], argv: list[str], warns: bool) -> None:
     """Keeps out: a server without a key on a public address that nobody meant to open."""
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -109,7 +109,7 @@ def test_requests_that_are_cut_off_get_an_answer(pair: SpecDecoder) -> None:
         with Driver(pair).rounds_by_hand():
             for thread in threads:
                 thread.start()
-            wait_until(lambda: served.door.queue.open_choices == 8, "all of them are in the queue")
+            wait_until(lambda: served.state.queue.open_choices == 8, "all of them are in the queue")
             served.server.handle_exit(signal.SIGTERM, None)
         for thread in threads:
             thread.join(120)
@@ -128,7 +128,7 @@ def test_a_reader_that_has_stopped_does_not_keep_the_server_alive(pair: SpecDeco
             % len(content)
             + content
         )
-        wait_until(lambda: not served.door.queue.is_empty, "the request has come in")
+        wait_until(lambda: not served.state.queue.is_empty, "the request has come in")
         served.server.handle_exit(signal.SIGTERM, None)
         wait_until(lambda: not served.is_running, "the server has ended")
 

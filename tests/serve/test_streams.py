@@ -98,12 +98,12 @@ def test_a_slow_reader_holds_up_nobody(pair: SpecDecoder) -> None:
                 % len(content)
                 + content
             )
-            wait_until(lambda: not served.door.queue.is_empty, "the stream is there")
+            wait_until(lambda: not served.state.queue.is_empty, "the stream is there")
             answer = served.post("/v1/completions", {**body, "max_tokens": 30}).json()
             assert answer["usage"]["completion_tokens"] == 30
             wait_until(lambda: Driver(pair).is_idle, "the row is free although nobody reads the stream")
-            assert served.door.queue.open_choices == 0, "a choice that has ended is not in the queue"
-            assert not served.door.queue.is_empty, "the stream has not been written to its end: its reader is not slow enough"
+            assert served.state.queue.open_choices == 0, "a choice that has ended is not in the queue"
+            assert not served.state.queue.is_empty, "the stream has not been written to its end: its reader is not slow enough"
             text = b""
             while b"[DONE]" not in text:
                 assert (piece := slow.recv(1 << 16)), "the stream ended early"
@@ -131,7 +131,7 @@ def test_streams_run_side_by_side(served: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         with driver.rounds_by_hand() as let_run:
             reading = pool.submit(asyncio.run, read_all())
-            wait_until(lambda: served.door.queue.open_choices == 4, "all callers are there")
+            wait_until(lambda: served.state.queue.open_choices == 4, "all callers are there")
             wait_until(lambda: len(driver.running) == 4 or let_run.release(), "all of them run")
             wait_until(lambda: len(set(order)) == 4, "each has read something")
         reading.result()

@@ -9,7 +9,7 @@ from specdec.ops.products.tiles.dense import two_parts
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 from toolkit.kernels import DEVICE
 
-# kind, columns of a scale, whether there are zeros
+# kind, columns of a scale, whether there are zero points
 FORMATS: tuple[tuple[Kind, int, bool], ...] = (
     ("e4m3", 0, False), ("e4m3", 128, False), ("int8", 0, False), ("int8", 32, True), ("int4", 128, False),
     ("int4", 32, True), ("int4", 0, False), ("e2m1", 32, False), ("e2m1", 16, False),
@@ -42,20 +42,20 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def check_tiles(tiles: QuantisedTiles, T: int, N: int, K: int, bits: int, width: int, partials: bool = False) -> None:
-    """Fails if tiles for T rows and a weight [N, K] do not fit a Hopper GPU.
+def check_tiles(tiles: QuantisedTiles, M: int, N: int, K: int, bits: int, width: int, partials: bool = False) -> None:
+    """Fails if tiles for M rows and a weight [N, K] do not fit a Hopper GPU.
 
     bits: of a number of the weight.  width: columns of a slice.  partials: whether a norm adds up what splits compute.
     """
     more = two_parts(tiles.block_m)[1]
     assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (partials or tiles.splits == 1))
-    stage = tiles.block_n * tiles.block_k * bits // 8 + (T > 1) * tiles.block_m * tiles.block_k * 2
+    stage = tiles.block_n * tiles.block_k * bits // 8 + (M > 1) * tiles.block_m * tiles.block_k * 2
     sums = 4 * tiles.block_n * tiles.block_m if tiles.slices > 1 else 0
-    row = 2 * -(-K // tiles.splits) + 2 * tiles.block_k + 512 * tiles.warps if T == 1 else 0
+    row = 2 * -(-K // tiles.splits) + 2 * tiles.block_k + 512 * tiles.warps if M == 1 else 0
     assert tiles.stages * stage + sums + row + 1024 <= 232_448 and tiles.stages > 1
     assert tiles.kernel == "warp_hopper" or tiles.block_n // tiles.of_program in (64, 128)
-    assert 24 <= tiles.others <= 256 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
-    counted = -(-N // tiles.block_n) * -(-T // tiles.block_m) * tiles.of_program
+    assert 24 <= tiles.consumer_registers <= 256 and 32 * (tiles.warps + 4) * tiles.registers <= 65536
+    counted = -(-N // tiles.block_n) * -(-M // tiles.block_m) * tiles.of_program
     assert tiles.splits == 1 or (counted <= ARRIVALS and tiles.splits <= -(-K // tiles.block_k))
     assert tiles.kernel == "warpgroup_hopper" or tiles.block_k == tiles.slices * width
     assert tiles.kernel == "warp_hopper" or -(-K // tiles.block_k) // tiles.splits >= tiles.slices

@@ -13,7 +13,7 @@ from specdec.bench.measurement import Measurement
 from specdec.bench.show.words import tag_of
 from specdec.screen.grid import Grid
 
-LONGEST_SHOWN = 5
+MAX_SHOWN = 5
 NAME_SHOWN = 28  # characters of a kernel's name
 
 HOW = {"round": "one graph a round", "step": "one graph a phase", False: "no graphs"}
@@ -99,7 +99,7 @@ def _add_kernels(rows: _Rows, budget: Budget) -> None:
         size = budget.bytes.of_phase(phase)
         rows.add(f"  {phase}", ms, gpu.span, None if size is None else budget.ms_of(size))
     rows.add(f"longest of {gpu.kernels:.0f} kernels", style="bold")
-    for name, ms, launches in gpu.longest[:LONGEST_SHOWN]:
+    for name, ms, launches in gpu.longest[:MAX_SHOWN]:
         shown = name if len(name) <= NAME_SHOWN else name[: NAME_SHOWN - 2] + ".."
         rows.add(f"  {launches:.0f} x {shown}", ms, gpu.span)
 

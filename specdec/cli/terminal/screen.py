@@ -18,7 +18,7 @@ from typing import cast
 from specdec.engine.detokenize import Decode, Detokenizer
 from specdec.generation import Chunk, Generation
 
-LONGEST_PROMPT = 2000  # characters of a prompt that are shown
+MAX_SHOWN_PROMPT = 2000  # characters of a prompt that are shown
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the end of a line
 DRAFTED, OWN, PROMPT = "32", "35", "2"  # green, magenta, dim: as parameters of the sequence that selects them
 
@@ -108,8 +108,8 @@ class Screen:
             drafted, own = _painted("accepted drafts", DRAFTED), _painted("the target's own", OWN)
             print(f"{_painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
         self._pieces = TokenPieces(self._decode, self._prompt_ids)
-        left_out = len(self._prompt) - LONGEST_PROMPT
-        shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-LONGEST_PROMPT:]}"
+        left_out = len(self._prompt) - MAX_SHOWN_PROMPT
+        shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-MAX_SHOWN_PROMPT:]}"
         self._write(shown, PROMPT)
         if not self._goes_on:
             self._write("\n")

@@ -22,7 +22,7 @@ MEMORY, MEMORY_ROUNDS = 300.0, 6.0
 # The last rounds are also kept apart, in blocks of at least so many observations and two rounds.  If the last blocks together
 # are more than so many standard deviations from what older rounds promise, and there are so many observations of both at least,
 # the text has changed, and what is older than these blocks is forgotten.
-BLOCK, WINDOWS, CHANGED, FEWEST = 8, (1, 2, 3, 4, 6, 8, 12), 3.2, 8
+BLOCK, WINDOWS, CHANGED, MIN_OBSERVATIONS = 8, (1, 2, 3, 4, 6, 8, 12), 3.2, 8
 # What the first level is assumed to accept where nobody has looked at the drafter, and how many observations that is worth.
 FIRST_GUESS, FIRST_WEIGHT = 0.7, 0.1
 # Another level is assumed to accept as those above it, which is worth so many observations; and how many all levels above are
@@ -218,9 +218,9 @@ class Acceptance:
         for level, whole in enumerate(self.reached):
             new = self._sums.reached[level] - mark.reached[level]
             older = whole - new
-            if new < FEWEST:
+            if new < MIN_OBSERVATIONS:
                 break  # fewer reach the levels below
-            if older < FEWEST:
+            if older < MIN_OBSERVATIONS:
                 continue
             hits = self._sums.accepted[level] - mark.accepted[level]
             p = min(1.0, max(0.0, (self.accepted[level] - hits) / older))

@@ -97,7 +97,7 @@ class Checkpoint:
     """The tensors of one folder or GGUF file, by name; remembers which were taken, and whether what was copied is finite.
 
     pickles: whether the weights may come from a pickle where there is no safetensors file.
-    quantization: how its matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
+    quantization: how its matrices are stored in 8 or 4 bits; None: none of them is.
     has_data: whether tensors that are taken have their values.  Those of `headers` have none, and lie on torch's meta device.
     """
 
@@ -170,7 +170,7 @@ class Checkpoint:
         return self.quantization is not None and isinstance(self.quantization.format_of(name, lambda _: True), GgmlBlocks)
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """How the matrix of that name is stored in 8 or 4 bits; None: as ordinary numbers."""
+        """How the matrix of that name is stored in 8 or 4 bits; None: it is unquantised."""
         if self.quantization is None:
             return None
         return self.quantization.format_of(name, lambda format: format.has(self, name))
@@ -191,7 +191,7 @@ class Checkpoint:
         ValueError if the tensor has 8 bits in a quantised checkpoint: there its values are quantised, with scales.
         """
         if self.quantization is not None and (stored := self._find(name)).dtype().upper().startswith(("F8", "FLOAT8")):
-            expected = "expected ordinary numbers of what config.json leaves unquantised"
+            expected = "expected 16 or more bits of what config.json leaves unquantised"
             raise self.refuse(name, f"holds floats of 8 bits ({stored.dtype()}); {expected}")
         return self._take(name, shape, "floating-point numbers")
 
@@ -277,7 +277,7 @@ class Checkpoint:
 
 
 class AssumedCheckpoint(Checkpoint):
-    """A checkpoint that has whatever it is asked for, as ordinary numbers, and has none.  No file is read.
+    """A checkpoint that has whatever it is asked for, unquantised, and no data.  No file is read.
 
     shapes: of the tensors that were taken, by name: what fills a module so says which tensors the module needs.
     """

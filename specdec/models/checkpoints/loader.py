@@ -108,7 +108,7 @@ def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Weigh
     """ValueError, with one name for each way to store a matrix, if there are several."""
     ways = {format: name for name, format in formats.items()}
     if len(ways) > 1:
-        found = ", ".join(f"{name} is {format.describe() if format else 'ordinary numbers'}" for format, name in ways.items())
+        found = ", ".join(f"{name} is {format.describe() if format else 'unquantised'}" for format, name in ways.items())
         raise ValueError(f"{checkpoint.folder}: {what} must be stored alike, but {found}")
 
 
@@ -146,8 +146,8 @@ def _expect_quantised(checkpoint: Checkpoint, name: str, format: WeightFormat) -
     if (found := checkpoint.dtype(own)) in ("F64", "F32", "F16", "BF16"):
         assert checkpoint.quantization is not None
         raise checkpoint.refuse(
-            own, f"holds ordinary numbers ({found}), but by config.json this matrix is in {format.describe()}; expected its "
-            f"codes, or the matrix named in {checkpoint.quantization.kept_by}"
+            own, f"is not quantised ({found}), but by config.json this matrix is in {format.describe()}; expected it "
+            f"quantised, or named in {checkpoint.quantization.kept_by}"
         )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def _expect_no_bias(checkpoint: Checkpoint, name: str, format: WeightFormat, row
 
 
 def fill_dense(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
-    """Fills a matrix without parts and bias with ordinary numbers, however the checkpoint stores them.  See `copy_`."""
+    """Fills a dense matrix without parts and bias, however the checkpoint stores it.  See `copy_`."""
     stored, format = linear.tensors()["weight"], checkpoint.format_of(name)
     if format is None or isinstance(format, RoundToNearest):
         copy_run(stored, checkpoint, f"{name}.weight", arrange)

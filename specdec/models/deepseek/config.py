@@ -98,7 +98,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
 def _quantization(raw: dict[str, Any], where: str) -> Quantization | None:
     """The checkpoint's weight scheme.  The weights of an indexer's heads are in it only where tensors say so.
 
-    DeepSeek V3.2's own fp8 checkpoints store them as ordinary numbers, and name them nowhere.
+    DeepSeek V3.2's own fp8 checkpoints store them unquantised, and name them nowhere.
     """
     scheme = quantization_of(raw, where)
     if scheme is None:

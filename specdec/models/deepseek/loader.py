@@ -47,7 +47,7 @@ def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str) -> None:
     """Queries (or what they come from), the latent and the indexer's part in one weight; rotated pairs as halves of a head.
 
-    What expands latents is kept as ordinary numbers: it is multiplied head by head.
+    What expands latents is dequantised: it is multiplied head by head.
     """
     config, sizes, norm = attention.config, attention.in_proj.parts.sizes, attention.k_norm
     rotated = config.head_dim if config.interleaved else 0

@@ -15,13 +15,13 @@ from specdec.models.schemes.methods import awq, fp8, gptq, modelopt, modelopt_ke
 from specdec.models.schemes.rules import HEAD, Quantization, Rule
 
 METHODS = {  # by quant_method, and what of it is read
-    "compressed-tensors": "fp8 by tensor, channel or block; int4 and int8 by group or channel, zeros or none; nvfp4, mxfp4",
+    "compressed-tensors": "fp8 by tensor, channel or block; int4, int8 by group or channel, zero points or none; nvfp4, mxfp4",
     "fp8": "blocks of 128 x 128 as DeepSeek and Qwen have them, or a scale for each matrix",
-    "awq": "int4 with zeros, in the gemm layout",
+    "awq": "int4 with zero points, in the gemm layout",
     "gptq": "int4 and int8, both layouts, in act order (desc_act) or not",
     "modelopt": "fp8 and nvfp4, weights alone",
 }
-OF_FAMILIES = {"mxfp4": "gpt-oss's own checkpoints: experts in mxfp4, and all else in ordinary numbers"}  # by its config
+OF_FAMILIES = {"mxfp4": "gpt-oss's own checkpoints: experts in mxfp4, and all else unquantised"}  # by its config
 ROUNDED: dict[str, RoundToNearest] = {"fp8": RoundToNearest("e4m3", 0), "int4": RoundToNearest("int4", 128)}
 SIDECAR = "hf_quant_config.json"  # of ModelOpt's older files
 KEYS = ("quantization_config", "compression_config")  # of config.json; the latter is an older name
@@ -49,7 +49,7 @@ def scheme_of(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
 
 
 def quantization_of(raw: dict[str, Any], where: str) -> Quantization | None:
-    """How a config.json says that weights are stored in 8 or 4 bits; None: they are ordinary numbers."""
+    """How a config.json says that weights are stored in 8 or 4 bits; None: they are unquantised."""
     scheme, where = scheme_of(raw, where)
     return _of_weights(scheme, where) if scheme else None
 
@@ -87,9 +87,9 @@ def read_sidecar(beside: dict[str, Any], raw: dict[str, Any], where: str, config
 def _in_words(made: Quantization | None) -> tuple[str, str]:
     """How weights are stored, and which are not; the output layer aside where its tensors say so."""
     if made is None:
-        return "that weights are ordinary numbers", ""
+        return "that weights are unquantised", ""
     kept = sorted({rule.what for rule in made.kept} - {rule.what for rule in made.optional})
-    return f"that weights are in {made}", f"that ordinary numbers are {', '.join(kept) or 'no matrices'}"
+    return f"that weights are in {made}", f"that {', '.join(kept) or 'no matrices'} stay unquantised"
 
 
 def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:

@@ -119,7 +119,7 @@ def _layout(scheme: dict[str, Any], keys: tuple[str, ...], where: str, *allowed:
 def _of_integers(
     method: str, scheme: dict[str, Any], format: Awq | Gptq, kept: tuple[Rule, ...], where: str
 ) -> Quantization:  # fmt: skip
-    """kept: matrices that keys of this method alone leave in ordinary numbers."""
+    """kept: matrices that keys of this method alone leave unquantised."""
     for pattern in mapping(scheme, "dynamic", where):
         if not pattern.startswith("-:"):
             raise ValueError(f"{where}: dynamic may skip modules ('-:regex'), not change their settings, got {pattern!r}")
@@ -127,7 +127,7 @@ def _of_integers(
     runs = [] if scheme.get("modules_in_block_to_quantize") is None else scheme["modules_in_block_to_quantize"]
     if not isinstance(runs, list) or not all(isinstance(run, list) and all(isinstance(n, str) for n in run) for run in runs):
         raise ValueError(f"{where}: modules_in_block_to_quantize must be null or a list of lists of names, got {runs!r}")
-    named = tuple(Rule("regex", rf".*\.{re.escape(name)}$") for run in runs for name in run)  # all others are ordinary
+    named = tuple(Rule("regex", rf".*\.{re.escape(name)}$") for run in runs for name in run)  # all others are unquantised
     has_head = flag(scheme, "lm_head", where)
     rules = (*named, Rule("exact", HEAD)) if named else (_ALL,)
     optional, skips = () if has_head else _OPTIONAL_HEAD, _SKIPS if method == "awq" else "dynamic ('-:regex'), or lm_head false"

@@ -52,7 +52,7 @@ def slow_warning(why: str, helps: str, quantization: Quantization) -> str:
     if quantization.setting or quantization.method == "gguf":
         plain = f"{quantization.setting or 'quantize'}='none'"
     else:
-        plain = "a checkpoint in ordinary numbers" if why != GROUPS else "one with a scale for each 128 columns or each row"
+        plain = "an unquantised checkpoint" if why != GROUPS else "one with a scale for each 128 columns or each row"
     nearest = " or ".join(filter(None, (helps, plain)))
-    what = f"weights in {quantization} save memory, but decode slower than ordinary numbers {why}"
+    what = f"weights in {quantization} save memory, but decode slower than unquantised ones {why}"
     return f"{what}; nearest that is faster: {nearest}"

@@ -50,7 +50,7 @@ GROUPS = (
             "subtract": "factor",
             "rope_store": "positions slots table",
             "sinks": "sinks",
-            "suffix_merge": "at cache_seqlens kv q scales slopes slot_table starts",
+            "suffix_merge": "cache_seqlens kv q q_positions scales slopes slot_table starts",
             "fill_pairs": "mask",
         },
     ),
@@ -63,22 +63,22 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "The norm in front of the qkv projection is complete when the store behind it starts, and so are the tables, "
+        "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
-        "product of experts of codes reads their choices, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear quantised_sliced quantised_hopper",
+        "product of quantised experts reads topk_ids, which the first one has waited for.",
+        "tiled_linear experts_linear weighted_sum each_linear quantised_warp quantised_warpgroup",
         {
-            "quantised_experts": "chosen codes counts",
+            "quantised_experts": "topk_ids qweight counts",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
-            "wide_linear": "weight",
+            "large_n_linear": "weight",
             "x_first_linear": "weight",
-            "quantised_linear": "codes",
+            "quantised_linear": "qweight",
         },
     ),
     KernelGroup(
         "late",
-        "The merge behind attention reads queries, and the suffix's keys, table and lengths, before its wait.",
+        "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait.",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
@@ -91,7 +91,7 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "Attention behind the store reads tables and lengths before its wait.",
+        "Attention after the store reads tables and lengths before its wait.",
         "upconvert",
         {"store_latent": "positions slots table", "store_index": "positions slots table"},
     ),
@@ -123,7 +123,7 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
-        "What is behind reads positions before its wait as soon as one more kernel is in front.",
+        "The kernel after it reads positions before its wait as soon as one more kernel is in front.",
         "last_positions",
         {},
     ),

@@ -242,7 +242,7 @@ def _likeness(value: Any) -> Hashable:
     """What a kernel that is compiled for an argument depends on, or more than that."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT
-    if hasattr(value, "block_shape"):  # a descriptor of tiles, for the copy engine
+    if hasattr(value, "block_shape"):  # a TMA descriptor of tiles
         return (
             _likeness(value.base),
             *map(tuple, (value.shape, value.strides, value.block_shape)),
@@ -292,8 +292,8 @@ def _without_indices(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else torch.zeros_like(tensor)
 
 
-def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
+def _linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_NK.shape[0])
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

@@ -113,8 +113,8 @@ def approximate_cutoff_kernel(
         )
     edge = largest - temperature * (last.to(tl.float32) + SHIFT) / PER_UNIT
     edge = tl.where(last < BINS - 1, edge, -float("inf"))
-    of_min_p = largest + temperature * tl.log(tl.maximum(min_share, 1e-30))
-    edge = tl.maximum(edge, tl.where(min_share > 0.0, of_min_p, -float("inf")))
+    min_logit = tl.where(min_share > 0.0, largest + temperature * tl.log(tl.maximum(min_share, 1e-30)), -float("inf"))
+    edge = tl.maximum(edge, min_logit)
     tl.store(cutoff + row, tl.where(temperature > 0.0, edge, -float("inf")))
 
 

@@ -4,20 +4,20 @@ A weight is an object that multiplies (`Weight` in weight.py): `DenseWeight`, `L
 dense weight) or `QuantisedWeight` (8 and 4 bits); experts.py and stacked.py multiply with stacks of matrices.  Each asks the
 policy (numerics.py), whose answer (tiles/) names a kernel in kernels/ and its tiles, or leaves the product to a library.
 
-M is the rows of x, N the rows of the weight, K the columns of both.  The kernels' own words for these are T, O and I.
+M is the rows of x, N the rows of the weight, K the columns of both.
 
 | kernel | bits | M | GPUs | why it stays |
 |---|---|---|---|---|
 | dense/stream_triton | 16, 32 | 1-64 | 9.0 and later | with a norm in front, cuBLAS never wins: it can't start early |
 | dense/stream_hopper | 16 | 1-256 | those like an H200 | a layer of one row in 113 us instead of 124 |
-| dense/wide_triton | 16 | 65-192 | 9.0 and later | gate and up, and wide weights, nearer to memory's speed than cuBLAS |
+| dense/large_n_triton | 16 | 65-192 | 9.0 and later | gate and up, and other large N, nearer to memory's speed than cuBLAS |
 | dense/gated_hopper | 16 | 513- | those like an H200 | gate and up of prompts: SiLU-mul costs nothing |
 | dense/tiled_triton | 16 | 65- | 9.0, deterministic | any number of rows in stream_triton's order of sums |
 | quantised/stream_triton | 8, 4 | 1-64 | 9.0 and later | forms and GPUs that the kernels for Hopper don't take |
 | quantised/warp_hopper | 12, 8, 4 | 1-8 | 9.0 | latency: warps that multiply alone wait for each other once a step |
 | quantised/warpgroup_hopper | 12, 8, 4 | 9-2048 | 9.0 | as above with wgmma; in 12 bits up to 64 rows |
-| quantised/dequantise_triton | 8, 4 | 1- | all | the numbers, for cuBLAS, where no kernel above multiplies |
-| experts/mixture_triton | 8, 4 | 1- | 9.0 and later | 1.7 to 7 times as fast as computing numbers first |
+| quantised/dequantise_triton | 8, 4 | 1- | all | the dense weight, for cuBLAS, where no kernel above multiplies |
+| experts/mixture_triton | 8, 4 | 1- | 9.0 and later | 1.7 to 7 times as fast as dequantising first |
 | experts/stacked_triton | 16 | 1- | 9.0, deterministic | experts, heads and routers in one order of sums; sums of experts |
 
 Measured: benchmarks/products/README.md.  cuBLAS, or torch's grouped product (grouped.py), takes the rest on a GPU; a CPU,

@@ -2,9 +2,9 @@
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in stream_triton.py or, on an H200, the one in stream_hopper.py, which also serves some of up to 192 rows that a norm
-follows.  Products of up to 192 rows with wide weights use the one in wide_triton.py, and gated products of many rows the
-one in gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The
-policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
+follows.  Large-N products of up to 192 rows use the kernel in large_n_triton.py, and gated large-M products the one in
+gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy
+decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
 
 Shapes: M rows, K in, N out, F of a gated pair, R rows asked for.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.ops.launch import has_pdl, shared_memory, use_kernels
 from specdec.ops.operator import define, is_traced, use_operator
-from specdec.ops.products.gpus import H100, Kind, match_of
+from specdec.ops.products.gpus import H100, GpuKind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.dense import FEW, ProductTiles
@@ -54,7 +54,7 @@ def gated_linear(x_MK: Tensor, weight_2FK: Tensor, bias_2F: Tensor | None = None
 
 
 class DenseWeight(NamedTuple):
-    """A weight whose numbers are stored as they are (see `Weight`)."""
+    """A weight whose values are stored as they are (see `Weight`)."""
 
     values_NK: Tensor
 
@@ -74,7 +74,7 @@ class DenseWeight(NamedTuple):
     def rows(self, ids_R: Tensor) -> Tensor:
         return self.values_NK[ids_R]
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         return self.values_NK.numel() * self.values_NK.element_size()
 
 
@@ -127,7 +127,7 @@ def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, nume
 
 
 def tma_reads(*matrices: Tensor) -> bool:
-    """Whether the GPU's copy engine (TMA) can read these matrices: every row must start at a multiple of 16 bytes."""
+    """Whether TMA can read these matrices: every row must start at a multiple of 16 bytes."""
     return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
 
 
@@ -138,10 +138,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: 
             from specdec.ops.products.kernels.dense.stream_triton import launch_linear
 
             return launch_linear(x, weight, bias, gated, tiles)
-        case "wide_triton":
-            from specdec.ops.products.kernels.dense.wide_triton import launch_wide_linear
+        case "large_n_triton":
+            from specdec.ops.products.kernels.dense.large_n_triton import launch_large_n_linear
 
-            return launch_wide_linear(x, weight, bias, gated, tiles)
+            return launch_large_n_linear(x, weight, bias, gated, tiles)
         case "tiled_triton":
             from specdec.ops.products.kernels.dense.tiled_triton import launch_tiled_linear
 

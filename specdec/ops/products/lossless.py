@@ -1,4 +1,4 @@
-"""A weight that is kept twice: in 12 bits a number without loss, which few rows read, and as it is, for all others.
+"""A weight that is kept twice: in 12 bits a value without loss, which few rows read, and dense, for all others.
 
 The 12 bits are read on Hopper GPUs, up to the number of rows for which that was measured to be faster (tiles/lossless.py);
 everything else is dense.py's.  This module knows no model.
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import DenseWeight, tma_reads
-from specdec.ops.products.formats.lossless import Packed
-from specdec.ops.products.gpus import Kind, match_of
+from specdec.ops.products.formats.lossless import LosslessMatrix
+from specdec.ops.products.gpus import GpuKind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 
 class LosslessWeight(NamedTuple):
-    """See `Weight`.  packed: of the dense weight."""
+    """See `Weight`.  lossless: the dense weight in 12 bits."""
 
     dense: DenseWeight
-    packed: Packed
+    lossless: LosslessMatrix
 
     def matmul(self, x_MK: Tensor, bias_N: Tensor | None, numerics: Numerics, *, partials: bool = False) -> Tensor | Partials:
         tiles = self._tiles(x_MK, False, numerics)
@@ -44,23 +44,23 @@ class LosslessWeight(NamedTuple):
     def rows(self, ids_R: Tensor) -> Tensor:
         return self.dense.rows(ids_R)
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
-        packed, device = self.packed, self.packed.low_OJ.device
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
+        lossless, device = self.lossless, self.lossless.low_NJ.device
         if kind is None and device.type == "cuda":
             kind = match_of(device).kind
-        if kind is not None and FAST.lossless_tiles(rows, packed.rows, packed.columns, False, kind) is not None:
-            return packed.num_bytes
+        if kind is not None and FAST.lossless_tiles(rows, lossless.rows, lossless.columns, False, kind) is not None:
+            return lossless.num_bytes
         return self.dense.read_bytes(rows)
 
     def _launch(self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, partials: bool = False) -> Tensor:
         from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-        return launch_quantised_hopper(x, self.packed, bias, gated, tiles, partials)
+        return launch_quantised_hopper(x, self.lossless, bias, gated, tiles, partials)
 
     def _tiles(self, x: Tensor, gated: bool, numerics: Numerics) -> QuantisedTiles | None:
         """The kernel's tiles; None where the dense weight is read."""
         if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype != torch.bfloat16:
             return None
-        if not has_pdl(x.device) or not match_of(x.device).hopper or not tma_reads(x, self.packed.low_OJ):
+        if not has_pdl(x.device) or not match_of(x.device).hopper or not tma_reads(x, self.lossless.low_NJ):
             return None
-        return numerics.lossless_tiles(x.shape[0], self.packed.rows, self.packed.columns, gated, match_of(x.device).kind)
+        return numerics.lossless_tiles(x.shape[0], self.lossless.rows, self.lossless.columns, gated, match_of(x.device).kind)

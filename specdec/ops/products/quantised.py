@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.quantised import QuantisedMatrix, dequantise
-from specdec.ops.products.gpus import Kind, match_of
+from specdec.ops.products.gpus import GpuKind, match_of
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
@@ -41,7 +41,7 @@ class QuantisedWeight(NamedTuple):
         if partials:
             tiles = self._tiles(x_MK, False, numerics, partials=True)
             if tiles is not None and tiles.kernel != "stream_triton" and tiles.splits > 1:
-                return Partials(self._launch(x_MK, bias_N, False, tiles, leaves=True), x_MK.dtype)
+                return Partials(self._launch(x_MK, bias_N, False, tiles, store_partials=True), x_MK.dtype)
         if tiles := self._tiles(x_MK, False, numerics):
             return self._launch(x_MK, bias_N, False, tiles)
         return F.linear(x_MK, self._dequantised(x_MK), bias_N)
@@ -60,7 +60,7 @@ class QuantisedWeight(NamedTuple):
         )  # fmt: skip
         return in_model_order(dequantise(own, whole.scales_NG.dtype), self.order_K)
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         stored = self.matrix.qweight_NJ, self.matrix.scales_NG, self.matrix.zero_points_NG
         return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
 
@@ -76,14 +76,16 @@ class QuantisedWeight(NamedTuple):
 
         return launch_dequantise(self.matrix, x.dtype)
 
-    def _launch(self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, leaves: bool = False) -> Tensor:
+    def _launch(
+        self, x: Tensor, bias: Tensor | None, gated: bool, tiles: QuantisedTiles, store_partials: bool = False
+    ) -> Tensor:
         if tiles.kernel == "stream_triton":
             from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
 
             return launch_quantised_linear(x, self.matrix, bias, gated, tiles)
         from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-        return launch_quantised_hopper(x, self.matrix, bias, gated, tiles, leaves)
+        return launch_quantised_hopper(x, self.matrix, bias, gated, tiles, store_partials)
 
     def _tiles(self, x: Tensor, gated: bool, numerics: Numerics, partials: bool = False) -> QuantisedTiles | None:
         """A kernel's tiles; None where none runs.  partials: whether a norm may add up what splits have computed."""
@@ -92,7 +94,7 @@ class QuantisedWeight(NamedTuple):
         weight = self.matrix
         hopper = x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.qweight_NJ)
         return numerics.quantised_tiles(
-            x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group,
+            x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group_size,
             weight.zero_points_NG is not None, gated, partials, hopper,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 
 from specdec.serve.process.descriptors import REFUSED_AT_ONCE
-from specdec.serve.process.episode import Episode
+from specdec.serve.process.repeated_event import RepeatedEvent
 from specdec.serve.times import TIMES, ServeTimes
 
 Closed = Callable[[], None]  # what a connection's protocol calls when the connection has ended
@@ -42,7 +42,7 @@ class Acceptor:
         self._listener, self._make, self._make_room, self._retry = listener, make, make_room, times.retry
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[object]] = set()
-        self._failures = Episode("a connection could not be accepted", times.quiet)
+        self._failures = RepeatedEvent("a connection could not be accepted", times.quiet)
         self._is_waiting = self._is_stopped = False
         listener.setblocking(False)
         listener.listen(BACKLOG)

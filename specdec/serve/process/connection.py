@@ -16,8 +16,8 @@ import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.serve.gate import OPEN_PATHS
 from specdec.serve.metrics import SLOW, UNREAD
+from specdec.serve.middleware import OPEN_PATHS
 from specdec.serve.wire.errors import ErrorAnswer, too_many_connections
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import socket
 import time
 from collections.abc import Callable
 
-from specdec.serve.door import Door
 from specdec.serve.metrics import FULL, IDLE, SLOW, UNREAD
 from specdec.serve.process.acceptor import Acceptor, Closed
 from specdec.serve.process.connection import Connection
-from specdec.serve.process.descriptors import most_connections
-from specdec.serve.process.episode import Episode
+from specdec.serve.process.descriptors import connection_limit
+from specdec.serve.process.repeated_event import RepeatedEvent
+from specdec.serve.state import ServerState
 
 LIMITED = "the most that --max-connections and the limit of open files (ulimit -n) let in"
 
@@ -27,29 +27,29 @@ class Connections:
     than the options ask for.
     """
 
-    def __init__(self, door: Door, listener: socket.socket, make: Callable[..., Connection]) -> None:
-        options, times = door.options, door.times
-        self._door, self._make = door, make
+    def __init__(self, state: ServerState, listener: socket.socket, make: Callable[..., Connection]) -> None:
+        options, times = state.options, state.times
+        self._state, self._make = state, make
         self._open: set[Connection] = set()
         self._idle: dict[Connection, float] = {}  # those without a request, and since when; the longest first
-        self.most = most_connections(options.max_connections)
+        self.most = connection_limit(options.max_connections)
         happens = {
             FULL: f"a connection was refused: {self.most} are open, {LIMITED}",
             IDLE: f"a connection without a request made room for another one: {self.most} were open, {LIMITED}",
             SLOW: f"a connection was closed: its request did not come within {options.read_seconds} s",
             UNREAD: f"a connection was closed: its client read nothing for {options.write_seconds} s",
         }
-        self._episodes = {why: Episode(what, times.quiet) for why, what in happens.items()}
+        self._events = {why: RepeatedEvent(what, times.quiet) for why, what in happens.items()}
         self._acceptor = Acceptor(listener, self._made, self._make_room, self.most, times)
 
     def look(self) -> None:
         """Closes what gets no further.  To be called every second."""
-        now, options = time.monotonic(), self._door.options
+        now, options = time.monotonic(), self._state.options
         for connection in tuple(self._open):
             if (why := connection.look(now, options.read_seconds, options.write_seconds)) is not None:
                 self._cut(why)
-        for episode in self._episodes.values():
-            episode.look()
+        for event in self._events.values():
+            event.look()
         self._acceptor.look()
 
     def stop(self) -> None:
@@ -69,7 +69,7 @@ class Connections:
 
     def _make_room(self) -> bool:
         """Closes the connection that has been without a request for longest, if that is long enough."""
-        latest = time.monotonic() - self._door.times.idle
+        latest = time.monotonic() - self._state.times.idle
         while self._idle:
             connection, since = next(iter(self._idle.items()))
             if since > latest:
@@ -84,15 +84,15 @@ class Connections:
         def ended() -> None:
             self._open.discard(connection)
             self._idle.pop(connection, None)
-            self._door.counts.connections -= 1
+            self._state.counts.connections -= 1
             closed()
 
         connection = self._make(keeper=self, is_refused=is_refused, closed=ended)
-        self._door.counts.connections += 1
+        self._state.counts.connections += 1
         if is_refused:
             self._cut(FULL)
         return connection
 
     def _cut(self, why: str) -> None:
-        self._door.counts.cut_connections[why] += 1
-        self._episodes[why].happened()
+        self._state.counts.cut_connections[why] += 1
+        self._events[why].happened()

@@ -1,8 +1,8 @@
 """What a process writes to stdout and stderr, without waiting for whoever reads it.
 
-A pipe that nobody reads takes 64 KiB; after that every write waits, and so does whoever holds what the writer holds.  An
-`Outlet` stands in for `sys.stderr` or `sys.stdout`: lines go through a queue of bounded length to a thread that alone waits.
-Warnings, tracebacks, `print` and loggers come this way too.  What C code writes by itself does not.
+A pipe that nobody reads takes 64 KiB; after that every write waits, and so does whoever holds what the writer holds.  A
+`NonBlockingStream` stands in for `sys.stderr` or `sys.stdout`: lines go through a queue of bounded length to a thread, which
+alone waits.  Warnings, tracebacks, `print` and loggers come this way too.  What C code writes by itself does not.
 
 Knows neither HTTP nor what is written.
 """
@@ -23,19 +23,19 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 MAX_HELD = 4 << 20  # characters
-LONGEST_PIECE = 1 << 16  # of a line that has not ended
+MAX_PIECE_LENGTH = 1 << 16  # of a line that has not ended
 CLOSING_SECONDS = 2.0
 
 
 Queue: TypeAlias = "SimpleQueue[tuple[int, str] | None]"  # (lost lines of which to speak first, text); None: the end
 
 
-class Outlet(io.TextIOBase):
+class NonBlockingStream(io.TextIOBase):
     """A text stream over a descriptor, on which no call waits for the reader.  For any thread, and for handlers of signals.
 
     A write that does not end its line is held until the same thread ends the line or calls `flush`, so lines stay whole.
 
-    most_held: characters that wait for the reader.  write: as os.write.  closing_seconds: for the reader to take what waits
+    max_held: characters that wait for the reader.  write: as os.write.  closing_seconds: for the reader to take what waits
     when the stream is closed.  queue: what lines wait in.
 
     dropped: how many lines were lost, because the queue was full or the descriptor took nothing (a full disk, a reader that
@@ -45,13 +45,13 @@ class Outlet(io.TextIOBase):
     def __init__(
         self,
         descriptor: int,
-        most_held: int = MAX_HELD,
+        max_held: int = MAX_HELD,
         write: Callable[[int, bytes], int] = os.write,
         closing_seconds: float = CLOSING_SECONDS,
         queue: Queue | None = None,
     ) -> None:
         self.dropped = 0
-        self._descriptor, self._most_held, self._write_some = descriptor, most_held, write
+        self._descriptor, self._max_held, self._write_some = descriptor, max_held, write
         self._closing_seconds = closing_seconds
         self._lock = threading.RLock()  # a signal's handler may write while its thread writes
         self._begun = threading.local()
@@ -81,7 +81,7 @@ class Outlet(io.TextIOBase):
         self._begun.text = begun
         if newline:
             self._put(ended + newline)
-        if len(begun) > LONGEST_PIECE:
+        if len(begun) > MAX_PIECE_LENGTH:
             self.flush()
         return len(text)
 
@@ -119,7 +119,7 @@ class Outlet(io.TextIOBase):
     def _put(self, text: str) -> None:
         with self._lock:
             # After a loss half of the queue must be free, or a slow reader would get a note about losses with every line.
-            room = self._most_held // (2 if self._unsaid else 1)
+            room = self._max_held // (2 if self._unsaid else 1)
             if self._is_closed or (self._held and self._held + len(text) > room):
                 self._lose(text)
                 return
@@ -176,21 +176,21 @@ def json_line(event: str, fields: dict[str, Any]) -> str:
 
 def lines_dropped() -> int:
     """How many lines to stderr were lost."""
-    return sys.stderr.dropped if isinstance(sys.stderr, Outlet) else 0
+    return sys.stderr.dropped if isinstance(sys.stderr, NonBlockingStream) else 0
 
 
 @contextmanager
 def output_that_never_waits() -> Iterator[None]:
-    """Inside, `sys.stderr` and `sys.stdout` are Outlets, if they have descriptors.  At the end what can be is written."""
+    """Inside, `sys.stderr` and `sys.stdout` are such streams, if they have descriptors.  At the end what can be is written."""
     with ExitStack() as held:
         for name in ("stderr", "stdout"):
             stream: Any = getattr(sys, name)
             try:
                 stream.flush()
-                outlet = Outlet(stream.fileno())
+                replacement = NonBlockingStream(stream.fileno())
             except (OSError, ValueError, AttributeError):  # text in memory, which nothing holds up
                 continue
             held.callback(setattr, sys, name, stream)
-            held.callback(outlet.close)
-            setattr(sys, name, outlet)
+            held.callback(replacement.close)
+            setattr(sys, name, replacement)
         yield

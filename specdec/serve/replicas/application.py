@@ -73,7 +73,7 @@ def application(
     options = options_for_ray(checked, dict(ray_options or {}), known, scales="num_replicas" not in settings)
     if ray.is_initialized():
         checked.replicas.check_machines(node["Resources"] for node in ray.nodes() if node["Alive"])
-    return serve.deployment(serve.ingress()(Replica)).options(**options).bind(*pair, spec, checked.door, checked.options)
+    return serve.deployment(serve.ingress()(Replica)).options(**options).bind(*pair, spec, checked.serve, checked.options)
 
 
 def options_for_ray(settings: ReplicaSettings, more: dict[str, Any], known: list[str], scales: bool) -> dict[str, Any]:
@@ -95,10 +95,10 @@ def options_for_ray(settings: ReplicaSettings, more: dict[str, Any], known: list
     replicas: ReplicaOptions = settings.replicas
     own: dict[str, Any] = {
         "name": NAME,
-        "max_ongoing_requests": settings.options.max_batch_size + settings.door.max_queue + BEYOND_THE_QUEUE,
+        "max_ongoing_requests": settings.options.max_batch_size + settings.serve.max_queue + BEYOND_THE_QUEUE,
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_wait_loop_s": DRAIN_LOOK_SECONDS,
-        "graceful_shutdown_timeout_s": settings.door.grace_seconds + CLOSING_SECONDS,
+        "graceful_shutdown_timeout_s": settings.serve.grace_seconds + CLOSING_SECONDS,
         "max_constructor_retry_count": STARTS,
         "ray_actor_options": {"num_gpus": replicas.num_gpus, "num_cpus": replicas.num_cpus, **actor},
     }

@@ -67,7 +67,7 @@ class ReplicaSettings:
     """All settings of an application, checked."""
 
     replicas: ReplicaOptions
-    door: ServeOptions
+    serve: ServeOptions
     options: EngineOptions
 
     @classmethod
@@ -86,10 +86,10 @@ class ReplicaSettings:
                 alike = nearest_name(name, [*known, "target", "draft", "spec", "ray_options"])
                 hint = f"nearest: {alike}" if alike else f"known: {', '.join(known)}"
                 raise TypeError(f"there is no setting {name!r}; {hint}")
-        own, door, engine = ({name: given[name] for name in names[kind] if name in given} for kind in kinds)
-        door = {"api_key": key_of_environment(), "model_name": model_name, **door}
+        own, serve, engine = ({name: given[name] for name in names[kind] if name in given} for kind in kinds)
+        serve = {"api_key": key_of_environment(), "model_name": model_name, **serve}
         replicas = ReplicaOptions(**own)
-        return cls(replicas, ServeOptions(**door), _on_its_device(EngineOptions(**engine), replicas.num_gpus))
+        return cls(replicas, ServeOptions(**serve), _on_its_device(EngineOptions(**engine), replicas.num_gpus))
 
 
 def _on_its_device(engine: EngineOptions, num_gpus: int) -> EngineOptions:

@@ -1,4 +1,4 @@
-"""One replica: a decoder behind the HTTP door, in a process that Ray starts, watches and stops.
+"""One replica: a decoder behind the HTTP server, in a process that Ray starts, watches and stops.
 
 Ray makes the object, then the application that answers its requests, and calls `check_health` every few seconds.  When it stops
 a replica, it sends no more requests there, waits for those that run, and calls `__del__`.  This module imports no Ray.
@@ -15,18 +15,18 @@ from specdec.async_decoder import AsyncSpecDecoder
 from specdec.config import SpecConfig
 from specdec.options import EngineOptions
 from specdec.serve.app import app_of
-from specdec.serve.door import Door
-from specdec.serve.gate import GIVEN_ID
 from specdec.serve.metrics import TotalsCollector
+from specdec.serve.middleware import GIVEN_ID
 from specdec.serve.options import ServeOptions
 from specdec.serve.replicas.metrics import Families, exposition
+from specdec.serve.state import ServerState
 
 SCRAPE_SECONDS = 5.0  # for all replicas to tell their numbers
-LONGEST_ID = 128  # callers may choose ids
+MAX_ID_LENGTH = 128  # callers may choose ids
 
 
 class RaysId:
-    """ASGI middleware: a request has one id in the door's log, in Ray's logs, and in the answer's header, which Ray writes."""
+    """ASGI middleware: a request has one id in our log, in Ray's logs, and in the answer's header, which Ray writes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,12 +34,12 @@ class RaysId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value for key, value in scope.get("headers", ()) if key == b"x-request-id"]
         if given:
-            scope[GIVEN_ID] = given[0].decode("latin-1")[:LONGEST_ID]
+            scope[GIVEN_ID] = given[0].decode("latin-1")[:MAX_ID_LENGTH]
         await self._app(scope, receive, send)
 
 
 class Replica:
-    """A decoder and its door.  All of it runs on the event loop that Ray gives a replica."""
+    """A decoder and its server's state.  All of it runs on the event loop that Ray gives a replica."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Replica:
         engine: EngineOptions,
     ) -> None:
         self.decoder = AsyncSpecDecoder.from_pretrained(target, draft, spec, options=engine)
-        self._door = Door(self.decoder, options)
+        self._state = ServerState(self.decoder, options)
         from ray import serve
 
         context = serve.get_replica_context()
@@ -58,8 +58,8 @@ class Replica:
         self._all_replicas = lambda: serve.get_deployment_handle(context.deployment, context.app_name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = app_of(self._door, self.all_metrics)
-        app.add_middleware(RaysId)  # around the Gate, which was added before
+        app = app_of(self._state, self.all_metrics)
+        app.add_middleware(RaysId)  # around RequestMiddleware, which was added before
         return app
 
     async def check_health(self) -> None:
@@ -69,8 +69,8 @@ class Replica:
 
     async def numbers(self) -> tuple[str, Families]:
         """The replica's name, and its metrics."""
-        door = self._door
-        return self._name, list(TotalsCollector(lambda: door.decoder.totals, door.counts).collect())
+        state = self._state
+        return self._name, list(TotalsCollector(lambda: state.decoder.totals, state.counts).collect())
 
     async def all_metrics(self) -> bytes:
         """The metrics of all replicas: a proxy of Ray sends whoever asks for them to any one replica."""

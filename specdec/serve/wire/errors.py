@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from specdec.serve.times import TIMES
 
-LONGEST_MESSAGE = 1000  # a message may quote what the caller sent
+MAX_MESSAGE_LENGTH = 1000  # a message may quote what the caller sent
 INVALID, BUSY, SERVER = "invalid_request_error", "rate_limit_error", "server_error"  # values of "type"
 REQUEST_FAILED = "request_failed"  # a "code"
 RETRY_SECONDS = 1
@@ -39,7 +39,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.retry_after, self.leaves_body = retry_after, leaves_body
-        self.message = message if len(message) <= LONGEST_MESSAGE else message[:LONGEST_MESSAGE] + "..."
+        self.message = message if len(message) <= MAX_MESSAGE_LENGTH else message[:MAX_MESSAGE_LENGTH] + "..."
 
     def as_json(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

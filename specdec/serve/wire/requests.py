@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.checks import field_of, require_bool, require_int
-from specdec.config import LARGEST_SEED, SamplingParams
+from specdec.config import MAX_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
 from specdec.prompts.encode import chat_fault
 from specdec.serve.wire import fields
@@ -17,9 +17,9 @@ from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
-LONGEST_ID = 10  # digits of a token id
+MAX_ID_DIGITS = 10  # of a token id
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
-LARGEST_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in an error
+MAX_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in an error
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
     """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
     values = fields.used_fields(body, path)
     _check_model(values.get("model"), model_name)
-    n = _checked("n", require_int, values.get("n", 1), 1, LARGEST_N)
+    n = _checked("n", require_int, values.get("n", 1), 1, MAX_N)
     stream, include_usage = _streaming(values)
     prompts, is_list = _messages(values) if path == fields.CHAT else _prompts(values)
     _checked("user", _require_text, values.get("user", ""))
@@ -129,16 +129,16 @@ def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
         sampling = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **given})
     except (TypeError, ValueError, OverflowError) as error:
         raise wrong(said_by.get(field_of(error), field_of(error)), str(error)) from None
-    if sampling.seed is not None and sampling.seed + n - 1 > LARGEST_SEED:
-        nearest = LARGEST_SEED - n + 1
-        raise wrong("seed", f"seed + n - 1 must be at most {LARGEST_SEED}; nearest setting that works: seed={nearest}")
+    if sampling.seed is not None and sampling.seed + n - 1 > MAX_SEED:
+        nearest = MAX_SEED - n + 1
+        raise wrong("seed", f"seed + n - 1 must be at most {MAX_SEED}; nearest setting that works: seed={nearest}")
     return sampling
 
 
 def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
     """The keys as numbers: JSON has no others than texts."""
     for token in value:
-        if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_ID):
+        if not (token.isascii() and token.isdigit() and len(token) <= MAX_ID_DIGITS):
             expected = 'logit_bias must have token ids as keys, such as {"50": -100}'
             raise wrong("logit_bias", f"{expected}, got the key {token[:100]!r}")
         if token != str(int(token)):

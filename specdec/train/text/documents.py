@@ -24,7 +24,7 @@ from specdec.prompts.encode import chat_fault
 from specdec.train.text.stories import split_stories
 
 SEPARATOR = "<|endoftext|>"
-LONGEST = 6000  # characters of a document; longer ones, such as books, are cut between paragraphs into pieces of this size
+MAX_LENGTH = 6000  # characters of a document; longer ones, such as books, are cut between paragraphs into pieces of this size
 FORMATS = "UTF-8 text or .jsonl, plain or packed as .xz or .gz"
 
 TEXT_KEYS = ("text", "prompt", "question")  # of a line that is no chat; the first one that it has is read
@@ -60,7 +60,7 @@ def read_text(path: str | Path) -> str:
 def read_documents(path: str | Path, split: str = "auto") -> tuple[list[Document], str]:
     """(the documents of a file, a line that says how many there are, how they were found and what was left out).
 
-    split: one of SPLITS, for text without `<|endoftext|>`.  Documents longer than LONGEST are cut, and empty ones left out.
+    split: one of SPLITS, for text without `<|endoftext|>`.  Documents longer than MAX_LENGTH are cut, and empty ones left out.
     """
     path, text = Path(path), read_text(path)
     if Path(path.stem if path.suffix in (".xz", ".gz") else path.name).suffix == ".jsonl":
@@ -73,7 +73,9 @@ def read_documents(path: str | Path, split: str = "auto") -> tuple[list[Document
     whole = [piece.strip() for piece in pieces if piece.strip()]
     parts = [Document(part) for piece in whole for part in _cut_long(piece)]
     note = f"{path}: {_count(whole)} {how}"
-    return parts, note + (f", cut into {len(parts)} parts of at most {LONGEST} characters" if len(parts) > len(whole) else "")
+    return parts, note + (
+        f", cut into {len(parts)} parts of at most {MAX_LENGTH} characters" if len(parts) > len(whole) else ""
+    )
 
 
 def _count(documents: Sequence[Any]) -> str:
@@ -112,11 +114,11 @@ def _message(turn: Any) -> Any:
 
 
 def _cut_long(piece: str) -> list[str]:
-    if len(piece) <= LONGEST:
+    if len(piece) <= MAX_LENGTH:
         return [piece]
     parts = [""]
     for paragraph in re.split(r"\n{2,}", piece):
-        if len(parts[-1]) + len(paragraph) > LONGEST and parts[-1]:
+        if len(parts[-1]) + len(paragraph) > MAX_LENGTH and parts[-1]:
             parts.append("")
         parts[-1] += ("\n\n" if parts[-1] else "") + paragraph
     return parts

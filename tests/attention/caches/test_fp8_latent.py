@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import pack_latents, parts_of, row_bytes, unpack_latents
+from specdec.attention.caches.fp8_latent import dequantise_latents, parts_of, quantise_latents, row_bytes
 
 DIMS = [(512, 64), (128, 16), (384, 6)]
 TINY = 2.0**-126  # the smallest normal float32
@@ -45,9 +45,9 @@ def latents(N: int, C: int, R: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 @pytest.mark.parametrize(("C", "R"), DIMS)
 def test_the_bytes_are_those_of_the_layout(C: int, R: int) -> None:
-    """Keeps out: parts in another order, scales of a neighbour's group, codes rounded down, a quantised rotated part."""
+    """Keeps out: parts in another order, scales of a neighbour's group, values rounded down, a quantised rotated part."""
     latent_NL = latents(20, C, R)
-    rows_NX = pack_latents(latent_NL, C).numpy()
+    rows_NX = quantise_latents(latent_NL, C).numpy()
     assert rows_NX.shape == (20, C + 4 * C // 128 + 2 * R)
     for row, wanted in zip(rows_NX, latent_NL.double().numpy()):
         got, scales, rope = read_by_numpy(row, C, R)
@@ -65,7 +65,7 @@ def test_deepseek_s_row_has_656_bytes_and_its_items_where_other_programs_look() 
     """Keeps out: a layout that only specdec can read, and a row that takes as much as two bytes a number."""
     assert row_bytes(512, 64) == 656 < 1152 == 2 * (512 + 64)
     latent_NL = latents(3, 512, 64)
-    rows_NX = pack_latents(latent_NL, 512)
+    rows_NX = quantise_latents(latent_NL, 512)
     scales = rows_NX.view(torch.float32)[:, 128:132]
     assert torch.equal(scales, (latent_NL[:, :512].abs().unflatten(1, (4, 128)).amax(2) / 448).clamp(min=TINY))
     assert torch.equal(rows_NX.view(torch.bfloat16)[:, 264:328], latent_NL[:, 512:].bfloat16())
@@ -78,8 +78,8 @@ def test_unpacking_says_what_the_bytes_say(dtype: torch.dtype) -> None:
     """Keeps out: products in 8 or 16 bits, a scale on the rotated part."""
     latent_NL = latents(12, 128, 16)
     latent_NL[2] = 0  # its 1e30 does not fit float16
-    rows_NX = pack_latents(latent_NL, 128)
-    got_NL = unpack_latents(rows_NX, 128, dtype)
+    rows_NX = quantise_latents(latent_NL, 128)
+    got_NL = dequantise_latents(rows_NX, 128, dtype)
     assert got_NL.dtype == dtype
     for row, got in zip(rows_NX.numpy(), got_NL):
         latent, _, rope = read_by_numpy(row, 128, 16)
@@ -88,18 +88,18 @@ def test_unpacking_says_what_the_bytes_say(dtype: torch.dtype) -> None:
 
 
 def test_codes_are_rounded_to_even_and_never_become_nan() -> None:
-    """Keeps out: ties rounded up (a bias); a group's largest number divided to just above 448, which is NaN in e4m3."""
+    """Keeps out: ties rounded up (a bias); a group's largest value divided to just above 448, which is NaN in e4m3."""
     group = torch.zeros(1, 128 + 2)
     group[0, :8] = torch.tensor([448.0, 17.0, 19.0, 21.0, -17.0, -19.0, 2.0**-10, 3 * 2.0**-10])
-    got = unpack_latents(pack_latents(group, 128), 128, torch.float32)[0, :8]
+    got = dequantise_latents(quantise_latents(group, 128), 128, torch.float32)[0, :8]
     assert got.tolist() == [448.0, 16.0, 20.0, 20.0, -16.0, -20.0, 0.0, 2.0**-8]
     many = torch.rand(5000, 130, generator=torch.Generator().manual_seed(3)) * 10
-    got = unpack_latents(pack_latents(many, 128), 128, torch.float32)
+    got = dequantise_latents(quantise_latents(many, 128), 128, torch.float32)
     assert got.isfinite().all() and float((got[:, :128] - many[:, :128]).norm() / many[:, :128].norm()) < 0.03
 
 
 def test_a_tokens_bytes_depend_on_its_latent_alone() -> None:
     """Keeps out: a scale that a pass's other tokens have a part in, so that a token stored in a chunk would differ."""
     latent_NL = latents(9, 128, 16)
-    whole = pack_latents(latent_NL, 128)
-    assert all(torch.equal(whole[n : n + 1], pack_latents(latent_NL[n : n + 1], 128)) for n in range(9))
+    whole = quantise_latents(latent_NL, 128)
+    assert all(torch.equal(whole[n : n + 1], quantise_latents(latent_NL[n : n + 1], 128)) for n in range(9))

@@ -20,7 +20,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import (
     FP8_MAX,
     HEADROOM,
-    MIN_SCALE,
+    MIN_FP8_SCALE,
     QuantLayout,
     QuantView,
     fp8_scale,
@@ -130,7 +130,7 @@ def test_the_first_pass_sets_the_scale_and_no_other() -> None:
     tensor = view.scale_2K
     kv = uneven(5)
     view.write(torch.arange(5), kv)
-    torch.testing.assert_close(view.scale_2K, (kv.abs().amax((0, 3)) * HEADROOM / FP8_MAX).clamp(min=MIN_SCALE))
+    torch.testing.assert_close(view.scale_2K, (kv.abs().amax((0, 3)) * HEADROOM / FP8_MAX).clamp(min=MIN_FP8_SCALE))
     before, stored = view.scale_2K.clone(), read(view, torch.arange(5))
     view.write(torch.arange(5, 10), uneven(5, seed=1) * 50)
     assert view.scale_2K is tensor and torch.equal(tensor, before) and torch.equal(read(view, torch.arange(5)), stored)

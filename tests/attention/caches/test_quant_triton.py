@@ -1,7 +1,7 @@
 """The kernels that store and move 8-bit KV, held against `quant_cache.py` on fresh numbers.
 
 Without a GPU they run under Triton's interpreter, whose conversion to float8 forgets the carry from mantissa to exponent: there
-fp8 gets only numbers that need no rounding (places, scales and saturation are tested all the same), on a GPU any.
+fp8 gets only values that need no rounding (slots, scales and saturation are tested all the same), on a GPU any.
 
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K, D head dim.
 """

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("ranks", "T", "H", "E"), [(2, 48, 64, 512), (8, 7, 3, 128), (4, 1, 1, 6)])
-def test_packed_states_are_merged(ranks: int, T: int, H: int, E: int) -> None:
+def test_exchanged_states_are_merged(ranks: int, T: int, H: int, E: int) -> None:
     """Keeps out: rows that are not aligned, an lse cut to 16 bits, NaN of a rank that keeps no key."""
     dice = torch.Generator("cuda").manual_seed(E)
     out = torch.randn(ranks, T, H * ranks, E, device="cuda", generator=dice).bfloat16()

@@ -21,7 +21,7 @@ from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
+from specdec.attention.caches.fp8_latent import Fp8LatentView, quantise_latents
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.flashmla import adapters
@@ -93,8 +93,8 @@ def rows(counts: list[int], width: int, eight_bits: bool) -> tuple[Segment, Late
     latent[used] = torch.randn(len(used), C + R, device=DEVICE).bfloat16()
     if not eight_bits:
         return Segment.of_slots(slots_TI, counts_T), MLAView(latent, C)
-    packed = torch.where(latent.isnan().any(1, keepdim=True), 0xFF, pack_latents(latent.nan_to_num(), C))
-    return Segment.of_slots(slots_TI, counts_T), Fp8LatentView(packed, C)
+    rows_XB = torch.where(latent.isnan().any(1, keepdim=True), 0xFF, quantise_latents(latent.nan_to_num(), C))
+    return Segment.of_slots(slots_TI, counts_T), Fp8LatentView(rows_XB, C)
 
 
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["16 bits", "8 bits"])
@@ -114,13 +114,13 @@ def other_plans(pages: PageTable, lens: Tensor) -> dict[str, AttentionPlan]:
     return {
         "small pages": AttentionPlan((causal_segment(PageTable(pages.table, 16), lens, 3),)),
         "window": AttentionPlan((chain.local(LayerKind(window=4), positions_T),)),
-        "packed": AttentionPlan((ragged_causal_segment(pages, [6, 0, 3, 3], LENS),)),
+        "ragged": AttentionPlan((ragged_causal_segment(pages, [6, 0, 3, 3], LENS),)),
         "shared": AttentionPlan((prefix_segment(pages, lens, 3), chain)),
         "slots": AttentionPlan((Segment.of_slots(torch.zeros(12, 8, dtype=torch.int32, device=DEVICE), lens.repeat(3)),)),
     }
 
 
-@pytest.mark.parametrize("case", ["small pages", "window", "packed", "shared", "slots", "chain", "8 bits", "heads"])
+@pytest.mark.parametrize("case", ["small pages", "window", "ragged", "shared", "slots", "chain", "8 bits", "heads"])
 def test_who_reads_a_plan(case: str) -> None:
     """Keeps out: a backend asked for by name that never calls its library, or calls it for what it can't read."""
     pages, lens, view = paged(torch.bfloat16)

@@ -134,7 +134,7 @@ def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     ids=["pages of 8", "groups of 3", "heads of 96"],
 )
 def test_what_the_engine_cannot_bring_goes_to_the_other_kernel(case: Case) -> None:
-    """Keeps out: a page, a group or a head that the copy engine or the tensor cores cannot take."""
+    """Keeps out: a page, a group or a head that TMA or the tensor cores cannot take."""
     q_THD, view, segment = world(case)
     assert hopper_tiles.hopper_tiles(q_THD, view, segment, PLAIN, 132, measured=True) is None
     check(case, TritonBackend(hopper=True))

@@ -140,7 +140,7 @@ def test_against_float64(case: tuple, dtype: torch.dtype) -> None:
     "case", [("tree", 2, 3000, 32), ("tree", 3, 1500, 6, 5), ("chain", 2, 3000, 6), ("prompts", 2, 900, 0)], ids=str
 )
 def test_kinds_against_float64(case: tuple, layer: LayerKind, kv_cache_dtype: str) -> None:
-    """Keeps out: first keys, sinks, softcaps and 8-bit numbers that are wrong in compiled code only."""
+    """Keeps out: first keys, sinks, softcaps and 8-bit values that are wrong in compiled code only."""
     w = world(*case)
     w = w._replace(view=w.view if kv_cache_dtype == "auto" else in_8_bit(w.view, kv_cache_dtype))
     if case[0] == "prompts":

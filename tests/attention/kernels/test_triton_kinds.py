@@ -82,7 +82,7 @@ def chain(w: World) -> AttentionPlan:
 
 
 def prompts(w: World) -> AttentionPlan:
-    """The last two thirds of each sequence, packed; the tokens before them are in the cache."""
+    """The last two thirds of each sequence, as a ragged batch; the tokens before them are in the cache."""
     counts = [n - n // 3 for n in w.lens_list]
     positions_T = torch.cat([torch.arange(n - count, n) for n, count in zip(w.lens_list, counts, strict=True)])
     return AttentionPlan((ragged_causal_segment(PageTable(w.table, w.P), counts, w.lens_list),), positions_T)

@@ -72,7 +72,7 @@ def close(got: AttentionState, want: AttentionState, out: float, lse: float) -> 
 
 @pytest.mark.parametrize("n", [1, 6])
 def test_flashmla_reads_our_656_bytes(n: int, library: object) -> None:
-    """Keeps out: bytes that only specdec's own kernels understand: another order of parts, codes, scales or groups."""
+    """Keeps out: bytes that only specdec's own kernels understand: another order of parts, values, scales or groups."""
     from specdec.attention.kernels.triton_backend import TritonBackend
 
     segment = selected()

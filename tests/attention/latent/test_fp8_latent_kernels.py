@@ -1,6 +1,6 @@
 """The latent kernels over 8-bit latents, against a float64 softmax over what the rows of bytes stand for.
 
-Slots that nobody may read hold only bits of NaN: codes, scales and rotated parts.
+Slots that nobody may read hold only bits of NaN: quantised values, scales and rotated parts.
 
 Shapes: T queries, H heads, C rank, R rotated dim, L = C + R.
 """
@@ -14,7 +14,7 @@ from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
+from specdec.attention.caches.fp8_latent import Fp8LatentView, quantise_latents, row_bytes
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
@@ -43,7 +43,7 @@ def scattered(lens: list[int], P: int, seed: int, C: int = C, R: int = R) -> tup
     pages = Scattered(lens, P, spare=1, idle_is_dummy=True, seed=seed, device=DEVICE)
     latent_NL = pages.fill(C + R)
     latent_NL[:, :C] *= 10.0 ** (torch.arange(C, device=DEVICE) // 128 - 1)  # so that a neighbour's scale would show
-    rows_NX = torch.where(latent_NL.isnan().any(1, keepdim=True), 0xFF, pack_latents(latent_NL, C))
+    rows_NX = torch.where(latent_NL.isnan().any(1, keepdim=True), 0xFF, quantise_latents(latent_NL, C))
     return PageTable(pages.table_BW, P), Fp8LatentView(rows_NX, C)
 
 
@@ -82,7 +82,9 @@ def test_only_bfloat16_queries_go_to_the_hopper_kernel() -> None:
 @pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
 @pytest.mark.parametrize(("P", "count"), [(1, 1), (5, 6), (16, 3)])
 def test_chains(backend: Backend, P: int, count: int, dtype: torch.dtype) -> None:
-    """Any page size, and an empty row.  Keeps out: scales of another slot, codes read at the latents' stride, NaN of a tail."""
+    """Any page size, and an empty row.  Keeps out: scales of another slot, quantised values read at the latents' stride, NaN of
+    a tail.
+    """
     lens = [count, 7, 133, 0]
     pages, view = scattered(lens, P, seed=P)
     check(backend, queries(4 * count, H, C + R, dtype=dtype), view, causal_segment(pages, ints(*lens), count))
@@ -93,7 +95,9 @@ def test_chains(backend: Backend, P: int, count: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
 @pytest.mark.parametrize("P", [1, 5, 16])
 def test_trees(backend: Backend, P: int, dtype: torch.dtype) -> None:
-    """Prefix and rows of slots.  Keeps out: a suffix whose codes are read without their scales, or as 16-bit latents."""
+    """Prefix and rows of slots.  Keeps out: a suffix whose quantised values are read without their scales, or as 16-bit
+    latents.
+    """
     lens, counts = [90, 0, 20], [1, 2, 3, 2]
     pages, view = scattered([n + 3 for n in lens], P, seed=20 + P)
     suffix = suffix_rows(pages, [n + 3 for n in lens], counts)
@@ -136,10 +140,11 @@ def prep(T: int, C: int, R: int, dtype: torch.dtype) -> LatentPrep:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else []), ids=str)
 @pytest.mark.parametrize(("C", "R"), [(128, 16), (384, 6)])
 def test_the_store_kernel_writes_the_bytes_of_its_definition(C: int, R: int, dtype: torch.dtype) -> None:
-    """Keeps out: codes of the raw latent, scales in another group's or slot's place, a rotated part that is quantised.
+    """Keeps out: quantised values of the raw latent, scales in another group's or slot's place, a rotated part that is
+    quantised.
 
-    A norm's sum may come out one rounding apart, so a few codes may be neighbours.  Triton's interpreter forgets the carry from
-    mantissa to exponent where it converts to float8: there a code of 2^n may come out as 2^(n - 1).
+    A norm's sum may come out one rounding apart, so a few quantised values may be neighbours.  Triton's interpreter forgets the
+    carry from mantissa to exponent where it converts to float8: there a value of 2^n may come out as 2^(n - 1).
     """
     T, N, slots_T = 9, 12, torch.tensor([3, 9, 0, 4, 5, 11, 2, 15, 8], device=DEVICE)
     q_THQ, latent_TL = queries(T, 5, N + R, dtype=dtype), queries(T, 30 + C + R, dtype=dtype, seed=3)[:, 30:]
@@ -152,15 +157,15 @@ def test_the_store_kernel_writes_the_bytes_of_its_definition(C: int, R: int, dty
     eps = torch.finfo(dtype).eps
     for part, exact in zip(got.parts, want.parts):
         assert torch.equal(part.float().isnan(), exact.float().isnan())
-    (codes, rope, scales), (exact_codes, exact_rope, exact_scales) = (
+    (values, rope, scales), (exact_values, exact_rope, exact_scales) = (
         [x[slots_T].float() for x in v.parts] for v in (got, want)
     )
     torch.testing.assert_close(scales, exact_scales, rtol=2 * eps, atol=0)
     torch.testing.assert_close(rope, exact_rope, rtol=2.0**-7, atol=1e-3)
-    step = torch.maximum(exact_codes.abs() * 2.0**-3, torch.tensor(2.0**-9, device=DEVICE))
+    step = torch.maximum(exact_values.abs() * 2.0**-3, torch.tensor(2.0**-9, device=DEVICE))
     if not HAS_GPU:
-        codes = torch.where((codes * 2 == exact_codes) & (exact_codes.abs().frexp().mantissa == 0.5), exact_codes, codes)
-    assert ((codes - exact_codes).abs() <= step).all()
-    assert float((codes != exact_codes).float().mean()) < 0.02
+        values = torch.where((values * 2 == exact_values) & (exact_values.abs().frexp().mantissa == 0.5), exact_values, values)
+    assert ((values - exact_values).abs() <= step).all()
+    assert float((values != exact_values).float().mean()) < 0.02
     torch.testing.assert_close(out[..., C:], q_THQ[..., N:], rtol=4 * eps, atol=4 * eps)
     assert out[..., :C].isnan().all()

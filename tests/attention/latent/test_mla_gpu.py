@@ -11,7 +11,7 @@ from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
+from specdec.attention.caches.fp8_latent import Fp8LatentView, quantise_latents
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
@@ -36,7 +36,7 @@ def scattered(lens: list[int], P: int, eight_bits: bool) -> tuple[Tensor, Latent
     if not eight_bits:
         return pages.table_BW, MLAView(latent_NL, C)
     sizes = torch.tensor([-3, -2, -1, 0, 1, 0, -1, -2, 0], device="cuda")  # so that a neighbour's scale would show
-    rows_NX = pack_latents(latent_NL * 2.0 ** sizes.repeat_interleave(64), C)
+    rows_NX = quantise_latents(latent_NL * 2.0 ** sizes.repeat_interleave(64), C)
     rows_NX[latent_NL.isnan().any(1)] = 0xFF
     return pages.table_BW, Fp8LatentView(rows_NX, C)
 

@@ -13,7 +13,7 @@ from toolkit.kernels import DEVICE
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
+from specdec.attention.caches.fp8_latent import Fp8LatentView, quantise_latents
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
@@ -39,7 +39,7 @@ def scattered(lens: list[int], P: int) -> tuple[PageTable, Fp8LatentView]:
     """Rows of bytes in which every bit is set where nobody may read."""
     pages = Scattered(lens, P, spare=1, idle_is_dummy=True, seed=P, device=DEVICE)
     latent_NL = pages.fill(C + R)
-    rows_NX = torch.where(latent_NL.isnan().any(1, keepdim=True), 0xFF, pack_latents(latent_NL, C))
+    rows_NX = torch.where(latent_NL.isnan().any(1, keepdim=True), 0xFF, quantise_latents(latent_NL, C))
     return PageTable(pages.table_BW, P), Fp8LatentView(rows_NX, C)
 
 

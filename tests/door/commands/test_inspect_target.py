@@ -69,7 +69,7 @@ def test_a_copy_of_tied_embeddings_is_no_parameter(tmp_path: Path) -> None:
     assert after["parameters"] == before["parameters"] and after["tensors"] == before["tensors"] + 1
 
 
-@pytest.mark.parametrize("name", ["fp8 block", "w4a16 g32 zeros in act order", "awq", "gptq4 v2 zeros", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8 block", "w4a16 g32 asym in act order", "awq", "gptq4 v2 asym", "nvfp4", "mxfp4"])
 def test_quantised_weights_count_as_the_parameters_that_they_stand_for(name: str, tmp_path: Path) -> None:
     """Keeps out: a model of 8 billion parameters that is told as one of 1.3, since eight values lie in an integer."""
     quantised, plain = save_quantised(tmp_path, SCHEMES[name])

@@ -35,7 +35,7 @@ def decoder(folder: Path, spec: SpecConfig, **settings: Any) -> SpecDecoder:
 
 
 def with_dense(folder: Path, plain: Path, which: Callable[[str], bool]) -> Path:
-    """Stores those of the checkpoint's matrices as ordinary numbers, and says nothing of it in the config."""
+    """Stores those of the checkpoint's matrices unquantised, and says nothing of it in the config."""
     quantised, numbers = load_file(folder / "model.safetensors"), load_file(plain / "model.safetensors")
     matrices = (key for key in numbers if re.search(r"(_proj(_with_mqa)?|indexer\.w(q_b|k))\.weight$", key))
     names = {key.removesuffix(".weight") for key in matrices if which(key)}
@@ -73,7 +73,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "scheme", "left", "spec"), CASES, ids=[f"{case[0]}-{case[1]}-{case[2]}" for case in CASES])
 def test_texts_and_drafts_are_those_of_the_numbers(tmp_path: Path, name: str, scheme: str, left: str, spec: SpecConfig) -> None:
-    """Keeps out: layers under other scales than their own, or read by the target's scheme where they are ordinary numbers."""
+    """Keeps out: layers under other scales than their own, or read by the target's scheme where they are unquantised."""
     made = []
     for folder in save_both(tmp_path, name, scheme, left):
         with decoder(folder, spec) as one:

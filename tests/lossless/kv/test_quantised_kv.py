@@ -190,7 +190,7 @@ def test_a_scheme_of_keys_and_values_alone_loads(tmp_path: Path, scheme: dict[st
         return
     with pytest.raises(
         ValueError,
-        match="config_groups|holds ordinary numbers .* this matrix is in fp8|kv_cache_scheme: type must be 'float', got 'int'",
+        match="config_groups|is not quantised .* this matrix is in fp8|kv_cache_scheme: type must be 'float', got 'int'",
     ):
         SpecDecoder.from_pretrained(target, **settings)
 

@@ -48,7 +48,7 @@ def test_quantised_experts_and_latents(tmp_path: Path, name: str, scheme: str) -
 
 def test_experts_in_act_order_are_refused(tmp_path: Path) -> None:
     """Keeps out: experts whose columns are sorted by groups and multiplied with others; weights read before that."""
-    scheme = SCHEMES["w4a16 g32 zeros in act order"]
+    scheme = SCHEMES["w4a16 g32 asym in act order"]
     tensors, _ = scheme.write(8, 64, torch.Generator().manual_seed(0))
     named = {f"m.{index}.down_proj.{ending}": tensor.clone() for index in "01" for ending, tensor in tensors.items()}
     save_file(named, tmp_path / "model.safetensors")

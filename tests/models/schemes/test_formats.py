@@ -33,7 +33,7 @@ def planned(folder: Path, quantize: str = "none") -> tuple[int, int]:
     return foreseen, sum(weight.nbytes for weight in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["deepseek fp8", "w4a16 g32 zeros", "awq", "gptq8 v2", "nvfp4"])
+@pytest.mark.parametrize("name", ["deepseek fp8", "w4a16 g32 asym", "awq", "gptq8 v2", "nvfp4"])
 def test_bytes_are_known_before_weights_are_read(tmp_path: Path, name: str) -> None:
     """Keeps out: a plan that counts words of quantised values as 16-bit values."""
     foreseen, taken = planned(save_quantised(tmp_path, SCHEMES[name])[0])
@@ -41,7 +41,7 @@ def test_bytes_are_known_before_weights_are_read(tmp_path: Path, name: str) -> N
 
 
 def test_bytes_of_scales_in_a_byte_are_known(tmp_path: Path) -> None:
-    """Keeps out: a plan that counts powers of two as they are stored, where planes hold them in 32 bits."""
+    """Keeps out: a plan that counts powers of two as they are stored, where parameters hold them in 32 bits."""
     folder, _ = save_quantised(tmp_path, SCHEMES["deepseek fp8"])
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: scale.to(torch.float8_e8m0fnu) for name, scale in tensors.items() if name.endswith("weight_scale_inv")}
@@ -58,8 +58,8 @@ def test_bytes_of_rounded_weights_are_known(tmp_path: Path, quantize: str) -> No
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> None:
-    """Keeps out: nibbles in another order, zeros off by one, a scale that divides, parts of a fused matrix with one scale; and
-    columns of a product in another order than the groups of the matrix.
+    """Keeps out: nibbles in another order, zero points off by one, a scale that divides, parts of a fused matrix with one
+    scale; and columns of a product in another order than the groups of the matrix.
     """
     quantised, plain = map(load, save_quantised(tmp_path, SCHEMES[name]))
     wanted = {where: module for where, module in plain.named_modules() if isinstance(module, Linear)}
@@ -74,7 +74,7 @@ def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_and_columns_need_not_fill_a_word(tmp_path: Path, bits: int) -> None:
-    """Keeps out: numbers of the padding taken for those of the last rows' zeros, or of the last columns."""
+    """Keeps out: numbers of the padding taken for those of the last rows' zero points, or of the last columns."""
     tensors, matrix = packed(bits, 0, False)(13, 37, torch.Generator().manual_seed(0))
     save_file({f"m.{ending}": tensor.contiguous() for ending, tensor in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")

@@ -38,7 +38,7 @@ def outputs(target: Path, head: Path | None = None, **settings: Any) -> list[Any
 
 @pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
-    "name", ["fp8 channel", "gptq4 in act order", "w4a16 g32 zeros", "nvfp4", "deepseek fp8", "awq", "gptq4 v1", "mxfp4"]
+    "name", ["fp8 channel", "gptq4 in act order", "w4a16 g32 asym", "nvfp4", "deepseek fp8", "awq", "gptq4 v1", "mxfp4"]
 )
 def test_texts_and_acceptance_are_those_of_the_numbers(tmp_path: Path, name: str) -> None:
     """Keeps out: a draft that takes the target's scheme, whose acceptance then falls to nothing."""
@@ -94,7 +94,7 @@ def test_users_are_told_how_weights_are_stored(tmp_path: Path, capsys: pytest.Ca
     head = save_eagle3(tmp_path / "head", plain)
     assert main(["inspect", str(head), "--target", str(quantised), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["target_weights"]
-    assert said == "int4, a scale and a zero for each 32 columns (awq)"
+    assert said == "int4, a scale and a zero point for each 32 columns (awq)"
     named = dict(scheme_rows())
     assert {scheme.config["quant_method"] for scheme in SCHEMES.values()} == named.keys() - {"rounded at load", "mxfp4"}
 
@@ -120,7 +120,7 @@ def test_columns_that_128_does_not_divide_have_smaller_groups(tmp_path: Path, co
     model = load_chosen(chosen, target, 64, torch.device("cpu"), torch.bfloat16, False)
     down = model.get_submodule("layers.0.mlp.down_proj")
     assert isinstance(down, Linear) and down.quantised is not None
-    assert (down.quantised.group, down.quantised.scales_NG.shape[1]) == (group, columns // (group or columns))
+    assert (down.quantised.group_size, down.quantised.scales_NG.shape[1]) == (group, columns // (group or columns))
     foreseen = tensor_bytes(open_target(target, chosen.config), chosen.config, torch.bfloat16, set())
     assert foreseen == sum(weight.nbytes for weight in model.parameters())
 
@@ -187,12 +187,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "fp8 channel",
         {},
         {"ignore": ["lm_head", "re:.*q_proj"]},
-        "parts of one matrix must be stored alike, but .*q_proj is ordinary",
+        "parts of one matrix must be stored alike, but .*q_proj is unquantised",
     ),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: None}, {}, f"tensor '{Q}.weight_scale' is missing"),
-    ("fp8 channel", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* or the matrix named in ignore$"),
-    ("w4a16 g0", {}, {"ignore": []}, "'lm_head.weight' holds ordinary numbers .F32., but .* in int4, .* named in ignore$"),
-    ("gptq4 v1", {}, {"lm_head": True}, "'lm_head.weight' holds ordinary numbers .*named in dynamic .*, or lm_head false$"),
+    ("fp8 channel", {}, {"ignore": []}, "'lm_head.weight' is not quantised .F32., but .* or named in ignore$"),
+    ("w4a16 g0", {}, {"ignore": []}, "'lm_head.weight' is not quantised .F32., but .* in int4, .* named in ignore$"),
+    ("gptq4 v1", {}, {"lm_head": True}, "'lm_head.weight' is not quantised .*named in dynamic .*, or lm_head false$"),
     ("nvfp4", {f"{Q}.weight_global_scale": torch.zeros(1)}, {}, "weight_global_scale' divides all .* must be above 0, got 0"),
     ("fp8 channel", {f"{Q}.weight": lambda t: t.float()}, {}, f"tensor '{Q}.weight' must hold F8_E4M3, got F32"),
     ("fp8 channel", {f"{Q}.weight_scale": lambda t: t * torch.nan}, {}, "holds NaN or infinity"),
@@ -205,18 +205,43 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("fp8 channel", {}, {"quantization_status": "frozen"}, "quantization_status must be 'compressed', got 'frozen'"),
     ("deepseek fp8", {}, {"weight_block_size": [128, 48]}, "must be a power of two from 32 on, got 48"),
     ("w4a16 g0", {f"{Q}.weight_shape": torch.tensor([128, 64])}, {}, r"must be \[128, 128\], got \[128, 64\]"),
-    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "groups 0 to 3 for 32 columns, got 1 "),
-    ("w4a16 g32 zeros", {f"{Q}.weight_g_idx": torch.arange(128).int() % 4}, {}, "config.json must say by actorder 'group'"),
-    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: None}, {}, "weight_g_idx' is missing, .*(actorder)"),
     (
-        "w4a16 g32 zeros in act order",
+        "w4a16 g32 asym",
+        {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)},
+        {},
+        "groups 0 to 3 for 32 columns, got 1 ",
+    ),
+    (
+        "w4a16 g32 asym",
+        {f"{Q}.weight_g_idx": torch.arange(128).int() % 4},
+        {},
+        "config.json must say by actorder 'group'",
+    ),
+    ("w4a16 g32 asym in act order", {f"{Q}.weight_g_idx": lambda t: None}, {}, "weight_g_idx' is missing, .*(actorder)"),
+    (
+        "w4a16 g32 asym in act order",
         {f"{Q}.weight_g_idx": lambda t: t.flip(0)},
         {},
         "must be stored alike, got columns in another",
     ),
-    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": torch.arange(128).int() // 32}, {}, "got columns in another order"),
-    ("w4a16 g32 zeros in act order", {f"{K}.weight_g_idx": torch.arange(128).int() // 32}, {}, "got columns in another order"),
-    ("w4a16 g32 zeros in act order", {f"{Q}.weight_g_idx": lambda t: t // 2}, {}, "got 2 groups, 0 to 1, of 64 to 64 columns"),
+    (
+        "w4a16 g32 asym in act order",
+        {f"{Q}.weight_g_idx": torch.arange(128).int() // 32},
+        {},
+        "got columns in another order",
+    ),
+    (
+        "w4a16 g32 asym in act order",
+        {f"{K}.weight_g_idx": torch.arange(128).int() // 32},
+        {},
+        "got columns in another order",
+    ),
+    (
+        "w4a16 g32 asym in act order",
+        {f"{Q}.weight_g_idx": lambda t: t // 2},
+        {},
+        "got 2 groups, 0 to 1, of 64 to 64 columns",
+    ),
     ("gptq4 v1", {f"{Q}.bias": torch.ones(128)}, {}, "bias' must hold zeros alone, or be left out: .*attention_bias"),
     ("awq", {f"{Q}.bias": torch.zeros(128)}, {}, "not part of this architecture: .*q_proj.bias"),
     ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "out of order .act order., .* must say by desc_act true"),
@@ -244,8 +269,8 @@ def test_broken_checkpoints_are_refused(
         outputs(folder)
 
 
-def test_matrices_left_alone_are_ordinary(tmp_path: Path) -> None:
-    """An attention of ordinary numbers in a target of 8 bits, named by an expression."""
+def test_matrices_left_alone_are_unquantised(tmp_path: Path) -> None:
+    """An unquantised attention in a target of 8 bits, named by an expression."""
     folder, plain = save_quantised(tmp_path, SCHEMES["fp8 channel"])
     kept = [f"model.layers.{layer}.self_attn.{letter}_proj" for layer in (0, 1) for letter in "qkvo"]
     numbers = load_file(plain / "model.safetensors")

@@ -51,7 +51,7 @@ LEFT_OUT = [
 
 @pytest.mark.parametrize(("raw", "format"), LEFT_OUT, ids=str)
 def test_keys_that_are_left_out(raw: dict[str, Any], format: Any) -> None:
-    """Keeps out: zeros that are off by one, or read where there are none, and scales for groups where each row has one."""
+    """Keeps out: zero points that are off by one, or read where there are none, scales for groups where each row has one."""
     scheme = parse_quantization(raw, "here")
     assert found(scheme, "model.layers.0.mlp.down_proj") == format
     assert scheme.format_of("lm_head", lambda _: False) is None, "a head that no tensor says is quantised is not"

@@ -41,10 +41,10 @@ def read(
 
 
 CODES = {
-    "w4a16 g32 zeros": {"weight_packed": "I32", "weight_zero_point": "I32"},
+    "w4a16 g32 asym": {"weight_packed": "I32", "weight_zero_point": "I32"},
     "w8a16 g64": {"weight_packed": "I32"},
     "awq": {"qweight": "I32", "qzeros": "I32"},
-    "gptq4 v1 zeros": {"qweight": "I32", "qzeros": "I32"},
+    "gptq4 v1 asym": {"qweight": "I32", "qzeros": "I32"},
     "nvfp4": {"weight_packed": "U8"},
     "mxfp4": {"weight_packed": "U8", "weight_scale": "U8"},
     "modelopt nvfp4": {"weight": "U8"},
@@ -80,12 +80,12 @@ def test_a_scale_of_the_whole_matrix_is_blamed_itself(tmp_path: Path, scheme: st
 
 
 def test_symmetric_gptq_has_one_zero(tmp_path: Path) -> None:
-    """Keeps out: files with zeros of their own that a wrong "sym" made others, and symmetric files refused for their format."""
+    """Keeps out: files with zero points of their own that a wrong "sym" changed, and symmetric files that are refused."""
     for name, add in (("gptq4 v1", 0), ("gptq4 v1", 0x11111111), ("gptq8 v2", 0), ("gptq8 v2", -0x01010101)):
         tensors, matrix = written(name)
         rows = read(tmp_path, {**tensors, "qzeros": tensors["qzeros"] + add}, SCHEMES[name].config)
         torch.testing.assert_close(rows.dense(torch.float32), matrix, rtol=2e-7, atol=0)
-    for name in ("gptq4 v1 zeros", "gptq4 v2 zeros", "gptq8 v1 zeros"):
+    for name in ("gptq4 v1 asym", "gptq4 v2 asym", "gptq8 v1 asym"):
         with pytest.raises(ValueError, match=r"'m\.qzeros' must hold \d+ alone, or \d+ in the older format.* sym true, got"):
             read(tmp_path, written(name)[0], {**SCHEMES[name].config, "sym": True})
 
@@ -101,7 +101,7 @@ def test_act_order_needs_its_order(tmp_path: Path) -> None:
     read(tmp_path, tensors, {**config, "desc_act": False})
 
 
-@pytest.mark.parametrize("name", ["gptq4 in act order", "gptq8 zeros in act order", "w4a16 g32 zeros in act order"])
+@pytest.mark.parametrize("name", ["gptq4 in act order", "gptq8 asym in act order", "w4a16 g32 asym in act order"])
 def test_numbers_of_act_order_are_in_the_matrix_order(tmp_path: Path, name: str) -> None:
     """Keeps out: latents expanded with columns sorted by their groups, and an order undone by itself, not its inverse."""
     tensors, matrix = written(name, 64, 256)
@@ -129,7 +129,7 @@ def test_what_changes_no_layout_needs_no_order(tmp_path: Path) -> None:
     config = {**SCHEMES["gptq4 v1"].config, "desc_act": True, "static_groups": True}
     assert not parse_quantization(config, "here").in_act_order(["m"])
     torch.testing.assert_close(read(tmp_path, tensors, config).dense(torch.float32), matrix, rtol=2e-7, atol=0)
-    tensors, matrix = written("w4a16 g32 zeros")
+    tensors, matrix = written("w4a16 g32 asym")
     for order, more in (("weight", {}), ("static", {}), ("group", {"weight_g_idx": torch.full((COLUMNS,), -1).int()})):
         keys = dict(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32)
         rows = read(tmp_path, {**tensors, **more}, compressed("pack-quantized", **keys, actorder=order))
@@ -138,9 +138,9 @@ def test_what_changes_no_layout_needs_no_order(tmp_path: Path) -> None:
 
 def test_an_order_that_changes_nothing_is_no_order(tmp_path: Path) -> None:
     """Keeps out: a refusal of files that say of each column that it is in its own group, or that no order was chosen."""
-    tensors, matrix = written("w4a16 g32 zeros")
+    tensors, matrix = written("w4a16 g32 asym")
     for order in (torch.arange(COLUMNS) // 32, torch.full((COLUMNS,), -1)):
-        rows = read(tmp_path, {**tensors, "weight_g_idx": order.int()}, SCHEMES["w4a16 g32 zeros"].config)
+        rows = read(tmp_path, {**tensors, "weight_g_idx": order.int()}, SCHEMES["w4a16 g32 asym"].config)
         torch.testing.assert_close(rows.dense(torch.float32), matrix, rtol=2e-7, atol=0)
 
 

@@ -1,6 +1,6 @@
 """Products in one order of sums: a row's result does not depend on how many rows are multiplied together.
 
-Shapes: T rows, I in, O out.
+Shapes: M rows, K in, N out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ROWS = (1, 2, 6, 8, 9, 16, 17, 32, 33, 60, 64, 65, 100, 128, 129, 192, 200, 256,
 
 
 @pytest.mark.parametrize(
-    ("T", "O", "I", "splits", "gated"), [(35, 40, 104, 1, False), (19, 40, 328, 2, True), (3, 70, 72, 1, True)]
+    ("M", "N", "K", "splits", "gated"), [(35, 40, 104, 1, False), (19, 40, 328, 2, True), (3, 70, 72, 1, True)]
 )
-def test_the_tiled_product_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool) -> None:
-    """Keeps out: tiles of rows swapped, a split left out or counted twice, stores beyond T or O, a bias per split."""
-    x, bias = torch.randn(T, I).to(DEVICE, DTYPE), torch.randn(2 * O if gated else O).to(DEVICE, DTYPE)
-    weight = torch.randn(2 * O if gated else O, I).to(DEVICE, DTYPE)
+def test_the_tiled_product_equals_the_definition(M: int, N: int, K: int, splits: int, gated: bool) -> None:
+    """Keeps out: tiles of rows swapped, a split left out or counted twice, stores beyond M or N, a bias per split."""
+    x, bias = torch.randn(M, K).to(DEVICE, DTYPE), torch.randn(2 * N if gated else N).to(DEVICE, DTYPE)
+    weight = torch.randn(2 * N if gated else N, K).to(DEVICE, DTYPE)
     tiles = ProductTiles("tiled_triton", 16, 128 if HAS_GPU else 32, 64, splits, 4, 3)
     for b in (bias, None):
         want = F.linear(x.double(), weight.double(), None if b is None else b.double())
@@ -39,26 +39,26 @@ def test_the_tiled_product_equals_the_definition(T: int, O: int, I: int, splits:
         assert got.shape == want.shape and (got.double() - want).norm() < 6e-3 * want.norm()
 
 
-@pytest.mark.parametrize(("O", "I", "gated"), LARGE + SMALL)
-def test_columns_are_cut_alike_for_all_rows(O: int, I: int, gated: bool) -> None:
+@pytest.mark.parametrize(("N", "K", "gated"), LARGE + SMALL)
+def test_columns_are_cut_alike_for_all_rows(N: int, K: int, gated: bool) -> None:
     """Keeps out: a number of rows at which columns are split elsewhere, or at which a smaller instruction multiplies."""
     cuts = set()
-    for T in ROWS:
-        tiles = invariant_tiles(T, O, I, gated)
+    for M in ROWS:
+        tiles = invariant_tiles(M, N, K, gated)
         step = tiles.block_k if tiles.kernel == "stream_triton" else STEP
-        steps = -(-I // step)
+        steps = -(-K // step)
         cuts.add((tiles.splits, 0 if tiles.splits == 1 else -(-steps // tiles.splits) * step))
         most = tiles.block_n if tiles.kernel == "stream_triton" else 2 * tiles.block_n
         assert tiles.warps % 4 == 0 and most >= 64 and tiles.block_m >= 16
         assert tiles.shared_bytes(2) <= 227 * 1024
-        assert tiles.splits == 1 or T > FEW or -(-O // tiles.block_n) <= ARRIVALS
+        assert tiles.splits == 1 or M > FEW or -(-N // tiles.block_n) <= ARRIVALS
     assert len(cuts) == 1
 
 
 def test_narrow_weights_have_a_program_for_every_sm() -> None:
     """Keeps out: trees of many rows that leave half of the GPU without work."""
-    for I in (4096, 14336):
-        assert -(-4096 // 128) * -(-256 // invariant_tiles(256, 4096, I, False).block_m) == 128
+    for K in (4096, 14336):
+        assert -(-4096 // 128) * -(-256 // invariant_tiles(256, 4096, K, False).block_m) == 128
     assert invariant_tiles(256, 6144, 4096, False).block_m == 128
 
 
@@ -96,17 +96,17 @@ def test_matrices_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("O", "I", "gated"), LARGE + SMALL)
-def test_rows_do_not_depend_on_each_other(O: int, I: int, gated: bool) -> None:
+@pytest.mark.parametrize(("N", "K", "gated"), LARGE + SMALL)
+def test_rows_do_not_depend_on_each_other(N: int, K: int, gated: bool) -> None:
     """Keeps out: tiles whose instruction adds up columns in another order than the other tiles' one."""
-    linear = Linear(I, O, bias=not gated).to(DEVICE, DTYPE).requires_grad_(False)
+    linear = Linear(K, N, bias=not gated).to(DEVICE, DTYPE).requires_grad_(False)
     linear.numerics = INVARIANT
     for parameter in linear.parameters():
         parameter.normal_(std=0.05)
-    x = torch.randn(1000, I).to(DEVICE, DTYPE)
+    x = torch.randn(1000, K).to(DEVICE, DTYPE)
     with torch.inference_mode():
         run = linear.gated if gated else linear
         whole = run(x)
-        for T in ROWS:
-            start = 1000 - T if T < 1000 else 0
-            assert torch.equal(run(x[start : start + T]), whole[start : start + T]), T
+        for M in ROWS:
+            start = 1000 - M if M < 1000 else 0
+            assert torch.equal(run(x[start : start + M]), whole[start : start + M]), M

@@ -1,6 +1,6 @@
 """The products' kernels against their definition.  Under Triton's interpreter where there is no GPU.
 
-Shapes: T rows, I in, O out, F of a gated pair.
+Shapes: M rows, K in, N out, F of a gated pair.
 """
 
 import pytest
@@ -12,8 +12,8 @@ from torch import Tensor
 from specdec.ops.products.dense import gated_linear, linear, silu_mul
 from specdec.ops.products.gpus import H100, H200, nearest
 from specdec.ops.products.kernels.dense import stream_triton
+from specdec.ops.products.kernels.dense.large_n_triton import launch_large_n_linear
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, launch_linear, launch_silu_mul
-from specdec.ops.products.kernels.dense.wide_triton import launch_wide_linear
 from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
 
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
@@ -37,11 +37,11 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(DEVICE, dtype)
 
 
-def strided(T: int, I: int, dtype: torch.dtype) -> Tensor:
-    """[T, I] inside a larger tensor that is NaN elsewhere: rows beyond T and columns beyond I are poison."""
-    room = torch.full((T + 20, I + 16), NAN).to(DEVICE, dtype)
-    room[:T, :I] = rand(T, I, dtype=dtype)
-    return room[:T, :I]
+def strided(M: int, K: int, dtype: torch.dtype) -> Tensor:
+    """[M, K] inside a larger tensor that is NaN elsewhere: rows beyond M and columns beyond K are poison."""
+    room = torch.full((M + 20, K + 16), NAN).to(DEVICE, dtype)
+    room[:M, :K] = rand(M, K, dtype=dtype)
+    return room[:M, :K]
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
@@ -59,15 +59,15 @@ def check(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("T", "O", "I"), [(1, 64, 128), (6, 44, 90), (16, 32, 20), (19, 40, 72)])
-def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 64, 128), (6, 44, 90), (16, 32, 20), (19, 40, 72)])
+def test_equals_the_definition(M: int, N: int, K: int, splits: int, gated: bool, dtype: torch.dtype) -> None:
     """Keeps out: padding that counts, gate and up swapped, a bias per tile, a split without columns, dense rows assumed."""
     x, weight, bias = (
-        strided(T, I, dtype),
-        rand(2 * O if gated else O, I, dtype=dtype),
-        rand(2 * O if gated else O, dtype=dtype),
+        strided(M, K, dtype),
+        rand(2 * N if gated else N, K, dtype=dtype),
+        rand(2 * N if gated else N, dtype=dtype),
     )
-    tiles = ProductTiles("stream_triton", max(8, 1 << (T - 1).bit_length()), 32, 32, splits, 4, 3)
+    tiles = ProductTiles("stream_triton", max(8, 1 << (M - 1).bit_length()), 32, 32, splits, 4, 3)
     check(launch_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
     check(launch_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
@@ -75,20 +75,20 @@ def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool,
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize(("T", "block_m"), [(27, 32), (33, 48), (48, 48), (150, 192)])
-@pytest.mark.parametrize(("O", "I"), [(72, 64), (40, 104)])
-def test_wide_equals_the_definition(T: int, block_m: int, O: int, I: int, gated: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("M", "block_m"), [(27, 32), (33, 48), (48, 48), (150, 192)])
+@pytest.mark.parametrize(("N", "K"), [(72, 64), (40, 104)])
+def test_large_n_equals_the_definition(M: int, block_m: int, N: int, K: int, gated: bool, dtype: torch.dtype) -> None:
     """Keeps out: the second piece of x or the second tile of the weight at the wrong rows, or either of them transposed; stores
-    beyond T or O.
+    beyond M or N.
     """
     x, weight, bias = (
-        strided(T, I, dtype),
-        rand(2 * O if gated else O, I, dtype=dtype),
-        rand(2 * O if gated else O, dtype=dtype),
+        strided(M, K, dtype),
+        rand(2 * N if gated else N, K, dtype=dtype),
+        rand(2 * N if gated else N, dtype=dtype),
     )
-    tiles = ProductTiles("wide_triton", block_m, 128 if HAS_GPU else 32, 32 if block_m == 192 else 64, 1, 4, 3)
-    check(launch_wide_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
-    check(launch_wide_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
+    tiles = ProductTiles("large_n_triton", block_m, 128 if HAS_GPU else 32, 32 if block_m == 192 else 64, 1, 4, 3)
+    check(launch_large_n_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
+    check(launch_large_n_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
 
 def test_a_split_leaves_its_counters_as_it_found_them() -> None:
@@ -102,10 +102,10 @@ def test_a_split_leaves_its_counters_as_it_found_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "F_"), [(1, 64), (5, 100), (3, 2049)])
-def test_silu_mul_equals_the_definition(T: int, F_: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("M", "F_"), [(1, 64), (5, 100), (3, 2049)])
+def test_silu_mul_equals_the_definition(M: int, F_: int, dtype: torch.dtype) -> None:
     """Keeps out: halves swapped, a block that reads on into the up half, NaN where exp overflows."""
-    gate_up = strided(T, 2 * F_, dtype)
+    gate_up = strided(M, 2 * F_, dtype)
     gate_up[0, :2] = torch.tensor([-2e4, 2e4])
     check(launch_silu_mul(gate_up), silu_mul(gate_up.double()), dtype)
     assert launch_silu_mul(gate_up[:0]).shape == (0, F_)
@@ -125,22 +125,22 @@ def test_without_a_gpu_or_with_gradients_it_is_torch() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
     """Keeps out: more shared memory than an SM has, more split tiles than counters, rows that no tile holds."""
-    for T in (*range(66), 100, 128, 129, 160, 192, 193, 257, 1024, 1025):
-        for O in (2, 256, 1400, 4096, 6144, 16383, 19456, 28672, 128256):
-            for I in (16, 256, 4096, 14336, 28672):
+    for M in (*range(66), 100, 128, 129, 160, 192, 193, 257, 1024, 1025):
+        for N in (2, 256, 1400, 4096, 6144, 16383, 19456, 28672, 128256):
+            for K in (16, 256, 4096, 14336, 28672):
                 for kind, partials in ((H100, True), (H200, False), (H200, True)):
-                    tiles = product_tiles(T, O, I, dtype, O == 28672, kind, partials)
-                    hopper = kind == H200 and dtype != torch.float32 and I >= 1024
-                    many = 0 < T <= (256 if hopper else 192) or (hopper and T >= 1024)
-                    ours = 0 < T <= 64 or (O == 28672 and many) or (O == 128256 and 0 < T <= 128)
-                    ours = ours or (partials and hopper and O == 4096 and 0 < T <= 192)
+                    tiles = product_tiles(M, N, K, dtype, N == 28672, kind, partials)
+                    hopper = kind == H200 and dtype != torch.float32 and K >= 1024
+                    many = 0 < M <= (256 if hopper else 192) or (hopper and M >= 1024)
+                    ours = 0 < M <= 64 or (N == 28672 and many) or (N == 128256 and 0 < M <= 128)
+                    ours = ours or (partials and hopper and N == 4096 and 0 < M <= 192)
                     assert (tiles is not None) == ours or dtype == torch.float32
                     if tiles is not None:
-                        assert tiles.block_m >= T or (tiles.kernel.endswith("_hopper") and tiles.block_m > 16)
+                        assert tiles.block_m >= M or (tiles.kernel.endswith("_hopper") and tiles.block_m > 16)
                         assert tiles.shared_bytes(dtype.itemsize) <= 232_448
-                        assert tiles.splits == 1 or -(-O // tiles.block_n) <= ARRIVALS
+                        assert tiles.splits == 1 or -(-N // tiles.block_n) <= ARRIVALS
                         if tiles.kernel == "stream_hopper":
-                            assert kind == H200 and O % 8 == I % 8 == 0 and tiles.splits <= -(-I // tiles.block_k)
+                            assert kind == H200 and N % 8 == K % 8 == 0 and tiles.splits <= -(-K // tiles.block_k)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_gpu_takes_the_tiles_of_its_kind_or_of_the_nearest(
 @pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper GPUs")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("T", "O", "I", "tiles", "gated"),
+    ("M", "N", "K", "tiles", "gated"),
     [(1, 72, 264, (8, 64, 256, 1, 4, 3), False), (6, 1048, 4096, (8, 64, 256, 2, 4, 6), False),
      (8, 264, 1000, (8, 128, 128, 1, 4, 3), True), (16, 40, 104, (16, 64, 128, 1, 4, 5), True),
      (31, 72, 1000, (32, 64, 128, 3, 4, 4), True), (33, 328, 72, (64, 64, 64, 2, 4, 4), False),
@@ -175,15 +175,15 @@ def test_a_gpu_takes_the_tiles_of_its_kind_or_of_the_nearest(
      (250, 264, 512, (256, 128, 64, 1, 8, 4), True), (700, 520, 264, (192, 128, 64, 1, 8, 5), False)],
 )  # fmt: skip
 def test_hopper_equals_the_definition(
-    T: int, O: int, I: int, tiles: tuple[int, int, int, int, int, int], gated: bool, dtype: torch.dtype
+    M: int, N: int, K: int, tiles: tuple[int, int, int, int, int, int], gated: bool, dtype: torch.dtype
 ) -> None:
     """Keeps out: a stage that is filled before it was read, gate and up of other rows, a split without columns, stores beyond
-    T or O.
+    M or N.
     """
     from specdec.ops.products.kernels.dense.stream_hopper import launch_hopper_linear
 
-    rows = 2 * O if gated else O
-    x, weight, bias = strided(T, I, dtype), rand(rows, I, dtype=dtype), rand(rows, dtype=dtype)
+    rows = 2 * N if gated else N
+    x, weight, bias = strided(M, K, dtype), rand(rows, K, dtype=dtype), rand(rows, dtype=dtype)
     for b in (bias, None):
         got = launch_hopper_linear(x, weight, b, gated, ProductTiles("stream_hopper", *tiles))
         check(got, exact(x, weight, b, gated), dtype)
@@ -193,10 +193,10 @@ def test_hopper_equals_the_definition(
 @pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper GPUs")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("T", "O", "I", "programs"),
+    ("M", "N", "K", "programs"),
     [(1, 8, 64, 132), (130, 136, 1000, 3), (500, 520, 264, 132), (1100, 264, 72, 5), (128, 128, 8, 1)],
 )
-def test_gated_hopper_equals_the_definition(T: int, O: int, I: int, programs: int, dtype: torch.dtype) -> None:
+def test_gated_hopper_equals_the_definition(M: int, N: int, K: int, programs: int, dtype: torch.dtype) -> None:
     """Keeps out: a step that is loaded over one that is still read, or that nobody frees; a tile of the result that is written
     over one on its way to memory; gate and up of other rows; places of tiles that no program computes.
     """
@@ -204,7 +204,7 @@ def test_gated_hopper_equals_the_definition(T: int, O: int, I: int, programs: in
 
     tiles = ProductTiles("gated_hopper", 128, 256, 64, 1, 4, 4)
 
-    x, weight, bias = strided(T, I, dtype), rand(2 * O, I, dtype=dtype), rand(2 * O, dtype=dtype)
+    x, weight, bias = strided(M, K, dtype), rand(2 * N, K, dtype=dtype), rand(2 * N, dtype=dtype)
     for b in (bias, None):
         check(launch_gated_hopper(x, weight, b, tiles, programs), exact(x, weight, b, True), dtype)
 
@@ -216,24 +216,24 @@ MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020, 2300])
-def test_real_shapes_on_a_gpu(T: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("M", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020, 2300])
+def test_real_shapes_on_a_gpu(M: int, dtype: torch.dtype) -> None:
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
-    for O, I, gated in MODEL:
-        x, weight = rand(T, I, dtype=dtype), (torch.randn(O, I, device=DEVICE) * I**-0.5).to(dtype)
-        bias = rand(O, dtype=dtype) if O == 6144 else None
+    for N, K, gated in MODEL:
+        x, weight = rand(M, K, dtype=dtype), (torch.randn(N, K, device=DEVICE) * K**-0.5).to(dtype)
+        bias = rand(N, dtype=dtype) if N == 6144 else None
         with torch.no_grad():
             got = gated_linear(x, weight, bias) if gated else linear(x, weight, bias)
         check(got, exact(x, weight, bias, gated), dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [6, 192])
-def test_chained_products_in_a_graph(T: int) -> None:
+@pytest.mark.parametrize("M", [6, 192])
+def test_chained_products_in_a_graph(M: int) -> None:
     """Keeps out: a product that reads its input before the one before it is done; counters that a replay finds stale."""
     with torch.no_grad():
-        weights = [(torch.randn(O, I, device=DEVICE) * I**-0.5).bfloat16() for O, I in [(28672, 4096), (4096, 14336)] * 6]
-        x = rand(T, 4096, dtype=torch.bfloat16)
+        weights = [(torch.randn(N, K, device=DEVICE) * K**-0.5).bfloat16() for N, K in [(28672, 4096), (4096, 14336)] * 6]
+        x = rand(M, 4096, dtype=torch.bfloat16)
 
         def forward() -> Tensor:
             h = x

@@ -1,6 +1,6 @@
 """Products with weights of 8 and 4 bits: quantised and dense values, and the kernel against float64.
 
-Shapes: T rows, K in, N out.
+Shapes: M rows, K in, N out.
 """
 
 from itertools import product
@@ -132,20 +132,20 @@ def test_products_on_a_gpu(kind: Kind, group: int, zero_points: bool, dtype: tor
     Keeps out: conversion in registers that depends on how a tile's elements lie in them.
     """
     with torch.no_grad():
-        for T, (N, K), gated in product((1, 5, 16, 33, 64, 65, 300), ((512, 1024), (320, 2048)), (False, True)):
+        for M, (N, K), gated in product((1, 5, 16, 33, 64, 65, 300), ((512, 1024), (320, 2048)), (False, True)):
             weight = random_weight(kind, group, zero_points, N, K)
-            x = torch.randn(T, K, device=DEVICE, dtype=dtype)
+            x = torch.randn(M, K, device=DEVICE, dtype=dtype)
             stored = QuantisedWeight(weight)
             y = stored.gated(x, None, FAST) if gated else stored.matmul(x, None, FAST)
-            assert error(y, exact(x, weight, gated)) < (4e-3 if T <= 64 else 8e-3), (T, N, K, gated)
+            assert error(y, exact(x, weight, gated)) < (4e-3 if M <= 64 else 8e-3), (M, N, K, gated)
 
 
 def test_tiles_fit_the_kernel() -> None:
     """Keeps out: a step that is no part of a group or no whole groups, and tiles that shared memory can't hold."""
     shapes = (6144, 4096), (28672, 4096), (4096, 14336), (64, 96), (128256, 16384)
-    for (kind, group, _), T, (N, K) in product(FORMATS, (1, 8, 9, 32, 33, 64), shapes):
-        tiles = quantised_tiles(T, N, K, kind)
-        assert tiles is not None and tiles.block_m >= T and tiles.splits <= -(-K // tiles.block_k)
+    for (kind, group, _), M, (N, K) in product(FORMATS, (1, 8, 9, 32, 33, 64), shapes):
+        tiles = quantised_tiles(M, N, K, kind)
+        assert tiles is not None and tiles.block_m >= M and tiles.splits <= -(-K // tiles.block_k)
         assert not group or tiles.block_k % group == 0 or group % tiles.block_k == 0
         assert tiles.splits == 1 or -(-N // (tiles.block_n // 2)) <= ARRIVALS
         shared = tiles.stages * (tiles.block_n * row_bytes(kind, tiles.block_k) + 2 * tiles.block_m * tiles.block_k)

@@ -22,7 +22,7 @@ from toolkit.serving.server import Served, error_of, wait_until
 from specdec import SpecDecoder
 from specdec.serve.metrics import CUTS
 from specdec.serve.process.acceptor import Acceptor
-from specdec.serve.process.descriptors import MAX_CONNECTIONS, REFUSED_AT_ONCE, SPARE, most_connections, raised_limit
+from specdec.serve.process.descriptors import MAX_CONNECTIONS, REFUSED_AT_ONCE, SPARE, connection_limit, raised_limit
 from specdec.serve.times import ServeTimes
 
 PATH = "/v1/completions"
@@ -86,8 +86,8 @@ def test_one_too_many_is_told_so(pair: SpecDecoder) -> None:
             assert cuts(served)["full"] >= 30
             with pytest.raises(httpx.HTTPStatusError):
                 served.get("/v1/models").raise_for_status()
-        wait_until(lambda: let_run.release() or served.door.queue.is_empty, "both have gone")
-        wait_until(lambda: served.door.counts.connections == 0, "their connections are closed")
+        wait_until(lambda: let_run.release() or served.state.queue.is_empty, "both have gone")
+        wait_until(lambda: served.state.counts.connections == 0, "their connections are closed")
         wait_until(
             lambda: served.get("/health") and len(server_lines(served)) == 2, "a line when it begins, and one at its end"
         )
@@ -105,20 +105,20 @@ def test_a_connection_without_a_request_makes_room(pair: SpecDecoder) -> None:
         time.sleep(0.2)
         assert used.post(served.url + PATH, json=GOOD).status_code == 200, "it is no longer the one that was idle for longest"
         assert [served.post(PATH, GOOD).status_code for _ in range(3)] == [200] * 3
-        assert unused[0].recv(10) == b"" and served.door.counts.cut_connections["idle"] >= 1
+        assert unused[0].recv(10) == b"" and served.state.counts.cut_connections["idle"] >= 1
         assert used.post(served.url + PATH, json=GOOD).status_code == 200
-        assert served.door.counts.cut_connections["full"] == 0
+        assert served.state.counts.cut_connections["full"] == 0
 
 
 def test_a_fresh_connection_has_a_moment_for_its_request(pair: SpecDecoder) -> None:
     """Keeps out: a connection closed before its request could come, because another one wants its place."""
     with serve(pair, {"idle": 60.0}, max_connections=2) as served, served.connect() as one, served.connect() as other:
-        wait_until(lambda: served.door.counts.connections == 2, "both are open")
+        wait_until(lambda: served.state.counts.connections == 2, "both are open")
         assert error_of(served.post(PATH, GOOD), 503)["code"] == "too_many_connections"
         for fresh in (one, other):
             fresh.sendall(request(GOOD))
             assert fresh.recv(100).startswith(b"HTTP/1.1 200")
-        assert served.door.counts.cut_connections["idle"] == 0
+        assert served.state.counts.cut_connections["idle"] == 0
 
 
 def test_many_that_come_and_go_leave_nothing(pair: SpecDecoder) -> None:
@@ -130,9 +130,9 @@ def test_many_that_come_and_go_leave_nothing(pair: SpecDecoder) -> None:
             with served.connect() as connection:
                 connection.sendall((b"", b"GET", request(GOOD))[number % 3])
         wait_until(lambda: served.post(PATH, GOOD).status_code == 200, "there is room again")
-        wait_until(lambda: served.door.counts.connections == 0, "all have gone")
+        wait_until(lambda: served.state.counts.connections == 0, "all have gone")
         wait_until(lambda: len(os.listdir("/dev/fd")) <= before, "no file stays open")
-        wait_until(lambda: served.door.queue.is_empty, "no request stays")
+        wait_until(lambda: served.state.queue.is_empty, "no request stays")
     Driver(pair).assert_nothing_leaked()
 
 
@@ -184,19 +184,19 @@ def test_the_bound_follows_the_limit_of_files() -> None:
     )
     is_open = len(os.listdir("/dev/fd"))
     beside = is_open + SPARE + REFUSED_AT_ONCE
-    assert abs(most_connections(None, files) - (200 - beside)) <= 3 and most_connections(10, files) == 10
+    assert abs(connection_limit(None, files) - (200 - beside)) <= 3 and connection_limit(10, files) == 10
     with raised_limit(files):
-        assert kept["limit"] == (1000, 1000) and most_connections(None, files) > 1000 - beside - 3
+        assert kept["limit"] == (1000, 1000) and connection_limit(None, files) > 1000 - beside - 3
     assert kept["limit"] == (200, 1000)
     with pytest.raises(ValueError, match="max_connections=199 is more than there is room for.*nearest setting that works: 1"):
-        most_connections(199, files)
+        connection_limit(199, files)
     kept["limit"] = (beside - 10, beside - 10)
     with raised_limit(files), pytest.raises(ValueError, match="no room for connections.*LimitNOFILE"):
-        most_connections(None, files)
+        connection_limit(None, files)
     kept["limit"] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     with raised_limit(files):
         assert kept["limit"][0] == resource.RLIM_INFINITY
-        assert most_connections(None, files) == MAX_CONNECTIONS
+        assert connection_limit(None, files) == MAX_CONNECTIONS
 
 
 # ---- too slow ----
@@ -229,7 +229,7 @@ def test_a_body_that_never_ends(pair: SpecDecoder, length: bytes) -> None:
                 answer += connection.recv(1 << 16)
             except TimeoutError:
                 continue
-        assert answer.startswith(b"HTTP/1.1 408") and served.door.queue.is_empty
+        assert answer.startswith(b"HTTP/1.1 408") and served.state.queue.is_empty
         (line,) = served.requests_logged(1)
         assert line["status"] == 408 and line["error"]["code"] == "request_timeout"
 
@@ -275,8 +275,8 @@ def test_an_answer_that_nobody_reads(pair: SpecDecoder, stream: bool) -> None:
     """Keeps out: a text, a connection and a place that are held for ever for a reader that has stopped, streamed or not."""
     with serve(pair, send_buffer=4096, write_seconds=1) as served, served.connect(receive_buffer=4096) as connection:
         connection.sendall(request({**LARGE, "stream": stream, "max_tokens": 400 if stream else 50}))
-        wait_until(lambda: served.door.counts.cut_connections["unread"] == 1, "the connection is cut")
-        wait_until(lambda: served.door.counts.connections == 0 and served.door.queue.is_empty, "nothing is left of it")
+        wait_until(lambda: served.state.counts.cut_connections["unread"] == 1, "the connection is cut")
+        wait_until(lambda: served.state.counts.connections == 0 and served.state.queue.is_empty, "nothing is left of it")
         (line,) = served.requests_logged(1)
         assert line["status"] == (499 if stream else 200)
         assert server_lines(served) == ["a connection was closed: its client read nothing for 1 s"]
@@ -293,4 +293,4 @@ def test_a_reader_that_is_only_slow(pair: SpecDecoder, stream: bool) -> None:
         while time.monotonic() < began + 2.5:
             assert len(connection.recv(1500)) > 0
             time.sleep(0.05)
-        assert not served.door.counts.cut_connections
+        assert not served.state.counts.cut_connections

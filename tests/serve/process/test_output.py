@@ -17,7 +17,7 @@ import pytest
 from toolkit.serving.command import Pipe
 from toolkit.serving.server import PATIENCE, wait_until
 
-from specdec.serve.process.output import Outlet, output_that_never_waits
+from specdec.serve.process.output import NonBlockingStream, output_that_never_waits
 
 LINE = "x" * 99 + "\n"
 
@@ -46,7 +46,7 @@ def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe) -> None:
     """Keeps out: a thread that stops because nobody reads its log, memory that grows with a log that nobody reads, and lines
     that are missing without a word, or of which a wrong number is given."""
     pipe.fill()
-    out = Outlet(pipe.writer, most_held=50 * len(LINE))
+    out = NonBlockingStream(pipe.writer, max_held=50 * len(LINE))
     began = time.monotonic()
     for number in range(1000):
         print(f"{number:099}", file=out, flush=True)
@@ -63,7 +63,7 @@ def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe) -> None:
 def test_a_slow_reader_is_not_told_with_every_line(pipe: Pipe) -> None:
     """Keeps out: a log that is half notes about lost lines, because each line that is read makes room for one."""
     pipe.fill()
-    out, found = Outlet(pipe.writer, most_held=400 * len(LINE)), ""
+    out, found = NonBlockingStream(pipe.writer, max_held=400 * len(LINE)), ""
     for _ in range(60):  # each of which makes room for a tenth of the queue, and writes more than that
         found += os.read(pipe.reader, 4096).decode()
         time.sleep(0.005)
@@ -77,7 +77,7 @@ def test_a_slow_reader_is_not_told_with_every_line(pipe: Pipe) -> None:
 
 def test_lines_stay_whole(pipe: Pipe) -> None:
     """Keeps out: lines of two threads that are mixed, which no reader of JSON takes, and text without an end that is lost."""
-    out = Outlet(pipe.writer)
+    out = NonBlockingStream(pipe.writer)
 
     out.write("a")
     other = threading.Thread(target=lambda: (out.write("b"), out.write("b\n"), out.write("never ended"), out.flush()))
@@ -92,7 +92,7 @@ def test_lines_stay_whole(pipe: Pipe) -> None:
 def test_a_full_disk_loses_lines_and_nothing_else() -> None:
     """Keeps out: a server that ends, or that counts nothing, because its log's disk is full."""
     descriptor = os.open("/dev/full", os.O_WRONLY)
-    out = Outlet(descriptor)
+    out = NonBlockingStream(descriptor)
     for _ in range(3):
         out.write("a\nb\n")
     out.drain(PATIENCE)
@@ -118,7 +118,7 @@ class Disk:
 def test_a_line_that_was_half_written_stays_alone(pipe: Pipe) -> None:
     """Keeps out: a line joined to the beginning of one that the disk had no room for, so that no reader of JSON takes it."""
     disk = Disk()
-    out = Outlet(pipe.writer, write=disk.write)
+    out = NonBlockingStream(pipe.writer, write=disk.write)
     disk.free = 5
     for _ in range(2):  # nothing of the second is taken, and the first stays half written
         out.write("first line\n")
@@ -134,7 +134,7 @@ def test_a_line_that_was_half_written_stays_alone(pipe: Pipe) -> None:
 def test_losses_of_an_unwritten_note_are_said_later(pipe: Pipe) -> None:
     """Keeps out: a note that was lost itself, together with the losses that it was to tell of."""
     disk = Disk()
-    out = Outlet(pipe.writer, write=disk.write)
+    out = NonBlockingStream(pipe.writer, write=disk.write)
     for _ in range(3):  # each after the first one with a note, which is not written either
         out.write("lost\n")
         out.drain(PATIENCE)
@@ -158,7 +158,7 @@ def test_a_handler_may_write_while_its_thread_does(pipe: Pipe) -> None:
                 out.write(handlers.pop())
             super().put(item)
 
-    out = Outlet(pipe.writer, queue=Interrupted())
+    out = NonBlockingStream(pipe.writer, queue=Interrupted())
     writer = threading.Thread(target=out.write, args=("written\n",), daemon=True)
     writer.start()
     writer.join(timeout=5)
@@ -171,7 +171,7 @@ def test_a_pipe_that_does_not_wait_loses_nothing(pipe: Pipe) -> None:
     """Keeps out: lost lines where a parent process has made the shared pipe one that does not wait, as Node does."""
     pipe.fill()
     os.set_blocking(pipe.writer, False)
-    out = Outlet(pipe.writer)
+    out = NonBlockingStream(pipe.writer)
     for number in range(2000):
         out.write(f"{number:099}\n")
     found = everything(pipe, f"{1999:099}\n")
@@ -186,6 +186,6 @@ def test_the_end_does_not_wait_for_a_reader(pipe: Pipe) -> None:
         began = time.monotonic()
         with output_that_never_waits():
             print("never read", file=sys.stderr, flush=True)
-            assert isinstance(sys.stderr, Outlet)
+            assert isinstance(sys.stderr, NonBlockingStream)
         assert sys.stderr is stderr and time.monotonic() - began < 5
         pipe.read()

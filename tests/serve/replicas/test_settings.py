@@ -20,7 +20,6 @@ from toolkit.driver import Driver
 from specdec import SamplingParams, SpecConfig, shipped
 from specdec.engine.totals import Totals
 from specdec.options import EngineOptions
-from specdec.serve.door import Counts
 from specdec.serve.metrics import TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.replicas import application
@@ -28,6 +27,7 @@ from specdec.serve.replicas.application import options_for_ray
 from specdec.serve.replicas.metrics import exposition
 from specdec.serve.replicas.options import ReplicaOptions, ReplicaSettings
 from specdec.serve.replicas.replica import Replica
+from specdec.serve.state import Counts
 
 KNOWN = ["num_replicas", "autoscaling_config", "ray_actor_options", "max_replicas_per_node", "health_check_period_s"]
 CPU, GPU = {"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}
@@ -102,7 +102,7 @@ def test_a_replica_runs_where_ray_puts_it(monkeypatch: pytest.MonkeyPatch) -> No
     """Keeps out: a replica without a GPU on the GPU of another one, and a key that is lost on the way from the environment."""
     monkeypatch.setenv(KEY_VARIABLE, "from-env")
     assert settings().options.device == "cuda" and settings(num_gpus=0).options.device == "cpu"
-    assert settings().door.api_key == "from-env" and settings(api_key="given").door.api_key == "given"
+    assert settings().serve.api_key == "from-env" and settings(api_key="given").serve.api_key == "given"
     monkeypatch.setenv(KEY_VARIABLE, "")
     with pytest.raises(ValueError, match="empty"):
         settings()

@@ -1,4 +1,4 @@
-"""The load benchmark of the HTTP door, with the shipped pair and few requests, and the numbers it makes of what clients saw."""
+"""The load benchmark of the server, with the shipped pair and few requests, and the numbers it makes of what clients saw."""
 
 from __future__ import annotations
 

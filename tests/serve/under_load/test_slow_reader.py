@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from toolkit.driver import Driver
-from toolkit.soak.door import open_door
 from toolkit.soak.run import pair_with_chat
+from toolkit.soak.server import open_server
 
 from specdec.serve.options import ServeOptions
 
@@ -98,7 +98,7 @@ def test_a_slow_reader_holds_up_nobody(tmp_path: Path) -> None:
     """Others get their whole texts while it has stopped; the text that waits is kept once, not piece by piece."""
     decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
     driver = Driver(decoder)
-    with open_door(decoder, ServeOptions(port=0, model_name="m"), BUFFER) as port:
+    with open_server(decoder, ServeOptions(port=0, model_name="m"), BUFFER) as port:
         fast, beside_fast = run(port, driver, stops=False)
         slow, beside_slow = run(port, driver, stops=True)
         assert slow.texts == fast.texts and len(slow.texts) == LARGE["n"] and all(slow.texts.values())

@@ -1,4 +1,4 @@
-"""Thousands of calls of every kind through the HTTP door, with faults, after which the process holds what it held before.
+"""Thousands of calls of every kind through the HTTP server, with faults, after which the process holds what it held before.
 
 Keeps out: a call that never ends, a row, a page, a thread or a connection that a disconnect or a fault leaves occupied, a list
 that grows with every request, and a text that depends on what ran beside it.

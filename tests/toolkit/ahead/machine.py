@@ -144,7 +144,7 @@ def record(gpu: AheadGpu, run: Callable[[], object]) -> list[KernelLaunch]:
 def _as_asked(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Pointer(value)
-    if hasattr(value, "block_shape"):  # a descriptor of tiles, for the copy engine
+    if hasattr(value, "block_shape"):  # a TMA descriptor of tiles
         value.base = _Pointer(value.base)
     return value
 

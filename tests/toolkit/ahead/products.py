@@ -9,9 +9,9 @@ import torch
 
 from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
-from specdec.ops.products.experts import Form, QuantisedExperts, SwiGlu, has_experts_kernel, quantised_experts
+from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, has_experts_kernel, quantised_experts
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
-from specdec.ops.products.formats.lossless import Packed
+from specdec.ops.products.formats.lossless import LosslessMatrix
 from specdec.ops.products.formats.quantised import QuantisedMatrix, row_bytes
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
@@ -71,12 +71,12 @@ def quantised_products() -> None:
 
 def lossless_products() -> None:
     for N, K in ((6144, 4096), (4096, 14336), (28672, 4096)):
-        packed = Packed(
+        lossless = LosslessMatrix(
             torch.empty(N, row_bytes("int8", K), dtype=torch.uint8), torch.empty(N, row_bytes("int4", K), dtype=torch.uint8),
             torch.empty(N, dtype=torch.int16), counts(N + 1), counts(1 << 16), torch.empty(1 << 16, dtype=torch.int16),
             counts(N // 8),
         )  # fmt: skip
-        weight = LosslessWeight(DenseWeight(halves(N, K)), packed)
+        weight = LosslessWeight(DenseWeight(halves(N, K)), lossless)
         for rows in (1, 6, 32, 60):
             weight.matmul(halves(rows, K), None, FAST, partials=True)
             weight.gated(halves(rows, K), None, FAST)
@@ -90,13 +90,13 @@ def coded_mixtures() -> None:
         gpt_oss = kind == "e2m1"
 
         def stack(O: int, I: int) -> QuantisedStack:
-            planes = torch.empty(E * O, steps_of(I) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
+            qweight = torch.empty(E * O, steps_of(I) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
             scales = halves(E * O, -(-I // group) if group else 1)  # noqa: B023
             if gpt_oss:  # noqa: B023
                 scales = torch.empty(E * O, 4 * steps_of(I), dtype=torch.uint8)  # noqa: B023
-            return QuantisedStack(kind, E, planes, scales, None, I, group)  # noqa: B023
+            return QuantisedStack(kind, E, qweight, scales, None, I, group)  # noqa: B023
 
-        form = Form(SwiGlu(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
+        form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
         experts = QuantisedExperts(stack(2 * F, H), stack(H, F), form)
         for T in (1, 6, 60, 2048):
             if has_experts_kernel(halves(T, H), experts):

@@ -82,7 +82,7 @@ def ragged(
     q_THD: Tensor, cu_seqlens_q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: list[int], *args: Any,
     descales: tuple[Tensor | None, ...] = (None, None, None),
 ) -> Any:  # fmt: skip
-    """Rows packed one after the other: out [T, H, D], lse [H, T].  descales: of queries, keys and values, [R, K] each."""
+    """Ragged rows, one after the other: out [T, H, D], lse [H, T].  descales: of queries, keys and values, [R, K] each."""
     assert cu_seqlens_q.dtype == table.dtype == torch.int32
     bounds, states = cu_seqlens_q.tolist(), []
     assert bounds[-1] == q_THD.shape[0] and len(bounds) == len(lens) + 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import unpack_latents
+from specdec.attention.caches.fp8_latent import dequantise_latents
 from specdec.attention.kinds import Scoring
 from toolkit.oracles.attention import causal_mask, dense_attention
 
@@ -96,7 +96,7 @@ def flash_mla_with_kvcache(
 
 def selected_keys(rows_XB: Tensor, slots_I: Tensor) -> Tensor:
     """[N, L]: the latents of the rows that are named by no -1; the library converts them to bfloat16."""
-    return unpack_latents(rows_XB[slots_I[slots_I >= 0].long()], RANK, torch.bfloat16)
+    return dequantise_latents(rows_XB[slots_I[slots_I >= 0].long()], RANK, torch.bfloat16)
 
 
 def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):

@@ -142,8 +142,8 @@ class World:
             layout = Int8KeysLayout(K, own, self.dtype, self.cell.int8_queries)
         elif self.cell.kv_cache_dtype != "auto":
             layout = QuantLayout(self.cell.kv_cache_dtype, K, own, device, int8_queries=self.cell.int8_queries)
-        kinds, sources = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
-        return KVCache(layout, kinds, num_slots, device=device, sources=sources)
+        kinds, kv_layers = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
+        return KVCache(layout, kinds, num_slots, device=device, kv_layers=kv_layers)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
@@ -263,7 +263,7 @@ class World:
             seen_NX &= of_kind(kind, L + self.depth_N, at_X)
             if isinstance(view, SparseLatentView):
                 tokens_NX = self.last[layer].flatten(1)[b * N : (b + 1) * N]
-                seen_NX = sparse_cells.chosen(view, self.slots(b, L + N), tokens_NX, seen_NX)
+                seen_NX = sparse_cells.selected(view, self.slots(b, L + N), tokens_NX, seen_NX)
             distance_NX = at_X - (L + self.depth_N)[:, None]
             q_NHD = queries_as_read(view, q_NHD.double())
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])

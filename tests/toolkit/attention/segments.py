@@ -16,7 +16,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 
 
 def ragged_causal_segment(pages: PageTable, query_lens: list[int], lens: list[int]) -> Segment:
-    """Prompts of different lengths, packed one after the other, as a chunk of prompts packs them.
+    """Prompts of different lengths, one after the other: a ragged batch, as a chunk of prompts is.
 
     Prompt b's queries are the last query_lens[b] of its first lens[b] tokens; each reads everything up to itself.
     """

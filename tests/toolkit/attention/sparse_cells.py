@@ -45,7 +45,7 @@ def layer_inputs(q_THL: Tensor, token_TX: Tensor, rank: int) -> SparseLatentInpu
     return SparseLatentInputs(latents, TOPK, index)
 
 
-def chosen(view: SparseLatentView, slots_X: Tensor, token_NX: Tensor, seen_NX: Tensor) -> Tensor:
+def selected(view: SparseLatentView, slots_X: Tensor, token_NX: Tensor, seen_NX: Tensor) -> Tensor:
     """[N, X] bool: which of the keys that it sees each token reads, by the definition in float64."""
     assert view.index_keys is not None
     _, _, q_NJI, weights_NJ = split(token_NX.double(), token_NX.shape[1] - WIDTH)

@@ -22,7 +22,7 @@ SCHEME = {
 
 
 def save_gpt_oss(folder: Path, seed: int = 7, **changes: Any) -> tuple[Path, Path]:
-    """(a target in mxfp4, the same target in ordinary numbers, as transformers saves it)."""
+    """(a target in mxfp4, the same target unquantised, as transformers saves it)."""
     plain, quantised = save_family(folder / "plain", "gpt_oss", seed, **{**SIZES, **changes}), folder / "mxfp4"
     numbers, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(seed)
     stored: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
 """Prompt lookup by hand, over one text as a list: what the n-gram drafter must find."""
 
-from specdec.draft.ngram.lookup import LONGEST
+from specdec.draft.ngram.lookup import MAX_MATCH
 
 
 def places(entries: list[int], span: int | None = None) -> list[tuple[int, int]]:
@@ -9,7 +9,7 @@ def places(entries: list[int], span: int | None = None) -> list[tuple[int, int]]
     found = []
     for end in range(first, last):
         length = 0
-        while length < LONGEST and end - length >= first and entries[end - length] == entries[last - length]:
+        while length < MAX_MATCH and end - length >= first and entries[end - length] == entries[last - length]:
             length += 1
         found.append((length, end))
     return sorted(found, reverse=True)

@@ -1,9 +1,10 @@
-"""Checkpoints of 8 and 4 bits, written number by number as their formats' documents say, and the numbers that they stand for.
+"""Checkpoints of 8 and 4 bits, written value by value as their formats' documents say, and the dense weights that they stand
+for.
 
 Nothing here comes from the code under test: quantised values are drawn at random, packed by plain loops, and dequantised by a
 formula.
 
-Shapes: O rows, I columns, G groups of a row's columns.
+Shapes: N rows, K columns, G groups of a row's columns.
 """
 
 import json
@@ -33,10 +34,11 @@ class Scheme(NamedTuple):
 
 def words(qvalues: Tensor, bits: int) -> Tensor:
     """Quantised values of each row in int32 words, the first in the lowest bits."""
-    a_word, rows = 32 // bits, []
+    pack_factor, rows = 32 // bits, []
     for row in qvalues.tolist():
-        numbers = [sum(code << (bits * at) for at, code in enumerate(row[i : i + a_word])) for i in range(0, len(row), a_word)]
-        rows.append([number - (1 << 32) if number >= 1 << 31 else number for number in numbers])
+        runs = (row[i : i + pack_factor] for i in range(0, len(row), pack_factor))
+        packed = [sum(value << (bits * at) for at, value in enumerate(run)) for run in runs]
+        rows.append([word - (1 << 32) if word >= 1 << 31 else word for word in packed])
     return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -49,47 +51,47 @@ def scales(*shape: int, generator: torch.Generator) -> Tensor:
     return 0.002 * 10.0 ** torch.rand(*shape, generator=generator)
 
 
-def spread(groups_OG: Tensor, columns: int) -> Tensor:
-    return groups_OG.repeat_interleave(columns // groups_OG.shape[1], dim=1)
+def spread(groups_NG: Tensor, columns: int) -> Tensor:
+    return groups_NG.repeat_interleave(columns // groups_NG.shape[1], dim=1)
 
 
 def fp8(ending: str, per: str, block: tuple[int, int] = (128, 128)) -> Callable[[int, int, torch.Generator], Written]:
-    def write(O: int, I: int, generator: torch.Generator) -> Written:
-        qvalues = (20 * torch.randn(O, I, generator=generator)).to(torch.float8_e4m3fn)
+    def write(N: int, K: int, generator: torch.Generator) -> Written:
+        qvalues = (20 * torch.randn(N, K, generator=generator)).to(torch.float8_e4m3fn)
         if per == "tensor":
             scale = scales(1, generator=generator)
-            factors = scale.expand(O, I)
+            factors = scale.expand(N, K)
         elif per == "channel":
-            scale = scales(O, 1, generator=generator)
-            factors = scale.expand(O, I)
+            scale = scales(N, 1, generator=generator)
+            factors = scale.expand(N, K)
         else:
-            scale = scales(-(-O // block[0]), -(-I // block[1]), generator=generator)
-            factors = scale.repeat_interleave(block[0], 0)[:O].repeat_interleave(block[1], 1)[:, :I]
+            scale = scales(-(-N // block[0]), -(-K // block[1]), generator=generator)
+            factors = scale.repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
         return {"weight": qvalues, ending: 0.2 * scale}, qvalues.float() * (0.2 * factors)
 
     return write
 
 
-def groups_of(I: int, group: int, in_act_order: bool) -> Tensor:
+def groups_of(K: int, group: int, in_act_order: bool) -> Tensor:
     """The group of each column: at random, and the same in all matrices of that width, as matrices of one input have it."""
-    columns = torch.randperm(I, generator=torch.Generator().manual_seed(I)) if in_act_order else torch.arange(I)
+    columns = torch.randperm(K, generator=torch.Generator().manual_seed(K)) if in_act_order else torch.arange(K)
     return columns // group
 
 
 def packed(
     bits: int, group: int, symmetric: bool, in_act_order: bool = False
 ) -> Callable[[int, int, torch.Generator], Written]:
-    def write(O: int, I: int, generator: torch.Generator) -> Written:
-        G, middle = I // (group or I), 1 << (bits - 1)
-        qvalues, scale = draw(1 << bits, O, I, generator=generator), scales(O, G, generator=generator) / middle * 8
-        zero_points = torch.full((O, G), middle) if symmetric else draw(1 << bits, O, G, generator=generator)
-        tensors = {"weight_packed": words(qvalues, bits), "weight_scale": scale, "weight_shape": torch.tensor([O, I])}
+    def write(N: int, K: int, generator: torch.Generator) -> Written:
+        G, middle = K // (group or K), 1 << (bits - 1)
+        qvalues, scale = draw(1 << bits, N, K, generator=generator), scales(N, G, generator=generator) / middle * 8
+        zero_points = torch.full((N, G), middle) if symmetric else draw(1 << bits, N, G, generator=generator)
+        tensors = {"weight_packed": words(qvalues, bits), "weight_scale": scale, "weight_shape": torch.tensor([N, K])}
         if not symmetric:
             tensors["weight_zero_point"] = words(zero_points.T, bits).T.contiguous()
-        groups_I = groups_of(I, group or I, in_act_order)
+        groups_K = groups_of(K, group or K, in_act_order)
         if in_act_order:
-            tensors["weight_g_idx"] = groups_I.int()
-        return tensors, (qvalues - zero_points[:, groups_I]).float() * scale[:, groups_I]
+            tensors["weight_g_idx"] = groups_K.int()
+        return tensors, (qvalues - zero_points[:, groups_K]).float() * scale[:, groups_K]
 
     return write
 
@@ -98,11 +100,11 @@ def awq(group: int) -> Callable[[int, int, torch.Generator], Written]:
     def in_order(qvalues: Tensor) -> Tensor:
         return words(qvalues.unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1), 4)
 
-    def write(O: int, I: int, generator: torch.Generator) -> Written:
-        codes_IO, zeros_GO = draw(16, I, O, generator=generator), draw(16, I // group, O, generator=generator)
-        scale_GO = scales(I // group, O, generator=generator)
-        numbers = (codes_IO - zeros_GO.repeat_interleave(group, 0)).float() * scale_GO.repeat_interleave(group, 0)
-        return {"qweight": in_order(codes_IO), "qzeros": in_order(zeros_GO), "scales": scale_GO}, numbers.T.contiguous()
+    def write(N: int, K: int, generator: torch.Generator) -> Written:
+        qvalues_KN, zero_points_GN = draw(16, K, N, generator=generator), draw(16, K // group, N, generator=generator)
+        scale_GN = scales(K // group, N, generator=generator)
+        dense = (qvalues_KN - zero_points_GN.repeat_interleave(group, 0)).float() * scale_GN.repeat_interleave(group, 0)
+        return {"qweight": in_order(qvalues_KN), "qzeros": in_order(zero_points_GN), "scales": scale_GN}, dense.T.contiguous()
 
     return write
 
@@ -110,42 +112,42 @@ def awq(group: int) -> Callable[[int, int, torch.Generator], Written]:
 def gptq(
     bits: int, group: int, symmetric: bool, version: int, in_act_order: bool = False
 ) -> Callable[[int, int, torch.Generator], Written]:
-    def write(O: int, I: int, generator: torch.Generator) -> Written:
-        middle, G = 1 << (bits - 1), I // group
-        qvalues_NK, scale_GO = draw(2 * middle, O, I, generator=generator), scales(G, O, generator=generator) / middle * 8
-        zeros_GO = torch.full((G, O), middle) if symmetric else draw(2 * middle, G, O, generator=generator)
-        stored = (zeros_GO - 1) % (2 * middle) if version == 1 else zeros_GO  # which wraps around
-        groups_I = groups_of(I, group, in_act_order)
+    def write(N: int, K: int, generator: torch.Generator) -> Written:
+        middle, G = 1 << (bits - 1), K // group
+        qvalues_NK, scale_GN = draw(2 * middle, N, K, generator=generator), scales(G, N, generator=generator) / middle * 8
+        zero_points_GN = torch.full((G, N), middle) if symmetric else draw(2 * middle, G, N, generator=generator)
+        stored = (zero_points_GN - 1) % (2 * middle) if version == 1 else zero_points_GN  # which wraps around
+        groups_K = groups_of(K, group, in_act_order)
         tensors = {
-            "qweight": words(qvalues_NK, bits).T.contiguous(), "qzeros": words(stored, bits), "scales": scale_GO,
-            "g_idx": groups_I.int(),
+            "qweight": words(qvalues_NK, bits).T.contiguous(), "qzeros": words(stored, bits), "scales": scale_GN,
+            "g_idx": groups_K.int(),
         }  # fmt: skip
-        return tensors, (qvalues_NK - zeros_GO[groups_I].T).float() * scale_GO[groups_I].T
+        return tensors, (qvalues_NK - zero_points_GN[groups_K].T).float() * scale_GN[groups_K].T
 
     return write
 
 
 def fp4(kind: str) -> Callable[[int, int, torch.Generator], Written]:
-    def write(O: int, I: int, generator: torch.Generator) -> Written:
-        qvalues, group = draw(16, O, I, generator=generator), 32 if kind == "mxfp4" else 16
-        numbers = torch.tensor([[(-E2M1[c - 8] if c > 7 else E2M1[c]) for c in row] for row in qvalues.tolist()])
+    def write(N: int, K: int, generator: torch.Generator) -> Written:
+        qvalues, group = draw(16, N, K, generator=generator), 32 if kind == "mxfp4" else 16
+        dense = torch.tensor([[(-E2M1[c - 8] if c > 7 else E2M1[c]) for c in row] for row in qvalues.tolist()])
         bytes_ = torch.tensor([[a | b << 4 for a, b in zip(row[::2], row[1::2])] for row in qvalues.tolist()]).to(torch.uint8)
         if kind == "mxfp4":
-            exponents = 119 + draw(4, O, I // group, generator=generator)
+            exponents = 119 + draw(4, N, K // group, generator=generator)
             factors = 2.0 ** (exponents - 127)
-            return {"weight_packed": bytes_, "weight_scale": exponents.to(torch.uint8)}, numbers * spread(factors, I)
-        scale = (100 * torch.rand(O, I // group, generator=generator) + 1).to(torch.float8_e4m3fn)
+            return {"weight_packed": bytes_, "weight_scale": exponents.to(torch.uint8)}, dense * spread(factors, K)
+        scale = (100 * torch.rand(N, K // group, generator=generator) + 1).to(torch.float8_e4m3fn)
         if kind == "nvfp4":
             beside = {"weight_global_scale": torch.tensor([3000.0]), "input_global_scale": torch.tensor([200.0])}
             tensors = {"weight_packed": bytes_, "weight_scale": scale, **beside}
-            return tensors, numbers * spread(scale.float() / torch.tensor(3000.0), I)
+            return tensors, dense * spread(scale.float() / torch.tensor(3000.0), K)
         tensors = {
             "weight": bytes_,
             "weight_scale": scale,
             "weight_scale_2": torch.tensor(0.0004),
             "input_scale": torch.ones(()),
         }
-        return tensors, numbers * spread(scale.float() * torch.tensor(0.0004), I)
+        return tensors, dense * spread(scale.float() * torch.tensor(0.0004), K)
 
     return write
 
@@ -193,21 +195,21 @@ SCHEMES: dict[str, Scheme] = {
     "deepseek fp8": Scheme(_BLOCKS, fp8("weight_scale_inv", "block")),
     "modelopt fp8": Scheme({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8("weight_scale", "tensor")),
     **{
-        f"w{bits}a16 g{group}{'' if symmetric else ' zeros'}": Scheme(
+        f"w{bits}a16 g{group}{'' if symmetric else ' asym'}": Scheme(
             _ct_int(bits, group, symmetric), packed(bits, group, symmetric)
         )
         for bits, group, symmetric in ((4, 128, True), (4, 32, False), (4, 0, True), (8, 64, True), (8, 0, False))
     },
     "awq": Scheme(_AWQ, awq(32)),
     **{
-        f"gptq{bits} v{version}{'' if symmetric else ' zeros'}": Scheme(
+        f"gptq{bits} v{version}{'' if symmetric else ' asym'}": Scheme(
             _gptq_config(bits, 64, symmetric, version), gptq(bits, 64, symmetric, version)
         )
         for bits, symmetric, version in ((4, True, 1), (4, False, 1), (4, False, 2), (8, True, 2), (8, False, 1))
     },
-    "w4a16 g32 zeros in act order": Scheme(_ct_int(4, 32, False, actorder="group"), packed(4, 32, False, True)),
+    "w4a16 g32 asym in act order": Scheme(_ct_int(4, 32, False, actorder="group"), packed(4, 32, False, True)),
     "gptq4 in act order": Scheme(_gptq_config(4, 64, True, 1) | {"desc_act": True}, gptq(4, 64, True, 1, True)),
-    "gptq8 zeros in act order": Scheme(_gptq_config(8, 32, False, 2) | {"desc_act": True}, gptq(8, 32, False, 2, True)),
+    "gptq8 asym in act order": Scheme(_gptq_config(8, 32, False, 2) | {"desc_act": True}, gptq(8, 32, False, 2, True)),
     "mxfp4": Scheme(compressed("mxfp4-pack-quantized", strategy="group", group_size=32, **_FP4), fp4("mxfp4")),
     "nvfp4": Scheme(compressed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **_FP4), fp4("nvfp4")),
     "modelopt nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, fp4("modelopt")),
@@ -215,7 +217,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def save_quantised(folder: Path, scheme: Scheme, **changes: Any) -> tuple[Path, Path]:
-    """A tiny target in that format, and the same target in ordinary numbers."""
+    """A tiny target in that format, and the same target unquantised."""
     plain = save_target(folder / "plain", "llama", **(SIZES | changes))
     return as_quantised(plain, folder / "quantised", scheme), plain
 
@@ -228,9 +230,9 @@ def as_quantised(plain: Path, quantised: Path, scheme: Scheme) -> Path:
         if re.search(r"(_proj(_with_mqa)?|indexer\.w(q_b|k))\.weight$", key) is None:
             stored[key] = tensors[key]
             continue
-        own, numbers = scheme.write(*tensors[key].shape, generator)
+        own, dense = scheme.write(*tensors[key].shape, generator)
         stored |= {f"{key.removesuffix('.weight')}.{ending}": tensor.contiguous() for ending, tensor in own.items()}
-        tensors[key] = numbers
+        tensors[key] = dense
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     quantised.mkdir()
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": scheme.config}

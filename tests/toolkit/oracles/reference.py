@@ -38,9 +38,11 @@ class ReferenceBackend(Backend):
             width = v_NKE.shape[2]
             for t in range(start, end):
                 first = 0 if segment.starts_T is None else int(segment.starts_T[t])
-                last = max(0, length - max(0, end - 1 - t - segment.ahead)) if segment.causal else length
+                last = max(0, length - max(0, end - 1 - t - segment.window_right)) if segment.causal else length
                 if first < last:
-                    distance_N = None if segment.at_T is None else positions[first:last] - int(segment.at_T[t])
+                    distance_N = (
+                        None if segment.alibi_positions_T is None else positions[first:last] - int(segment.alibi_positions_T[t])
+                    )
                     outs[t], lse_TH[t] = attend_one(q_THD[t], k_NKD[first:last], v_NKE[first:last], scoring, distance_N)
         out_THE = q_THD.new_zeros(T, H, width)
         for t, out_HE in outs.items():

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from toolkit.paths import ROOT
 
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
-ROOMS = tuple(ROOT / room / "README.md" for room in ("attention", *(f"specdec/{room}" for room in (
-    "engine", "grammar", "ops", "parallel", "serve",
-))))  # fmt: skip
+TOPS = ("specdec", "draft", "verify", "attention")
+ROOMS = tuple(sorted(path for top in TOPS for path in (ROOT / top).rglob("README.md") if path.parent.name != "pair"))
 GUIDES = (ARCHITECTURE, ROOT / "CONTRIBUTING.md", *ROOMS)
 
 

@@ -18,19 +18,23 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/test_partials.py::test_partials_are_the_product[1544-2088-9]",
     ],
     "gated_linear_kernel": ["tests/ops/products/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
-    "wide_linear_kernel": ["tests/ops/products/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
-    "x_first_linear_kernel": ["tests/ops/products/test_linear.py::test_wide_equals_the_definition[72-64-150-192-gated-dtype2]"],
+    "large_n_linear_kernel": [
+        "tests/ops/products/test_linear.py::test_large_n_equals_the_definition[72-64-27-32-gated-dtype2]"
+    ],
+    "x_first_linear_kernel": [
+        "tests/ops/products/test_linear.py::test_large_n_equals_the_definition[72-64-150-192-gated-dtype2]"
+    ],
     "quantised_linear_kernel": [
         "tests/ops/products/test_quantised_linear.py::test_the_kernel_computes_the_product[int4-32-True]"
     ],
-    "quantised_sliced_kernel": [
+    "quantised_warp_kernel": [
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[False-int4-64-True]",
-        "tests/ops/products/test_packed_hopper.py::test_the_kernels_compute_the_product[False]",
+        "tests/ops/products/test_lossless_hopper.py::test_the_kernels_compute_the_product[False]",
     ],
-    "quantised_hopper_kernel": [
+    "quantised_warpgroup_kernel": [
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-64-True]",
         "tests/ops/products/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-128-True]",
-        "tests/ops/products/test_packed_hopper.py::test_the_kernels_compute_the_product[True]",
+        "tests/ops/products/test_lossless_hopper.py::test_the_kernels_compute_the_product[True]",
     ],
     "dequantise_kernel": ["tests/ops/products/test_quantised_linear.py::test_the_kernel_dequantises[int4-32-True]"],
     "tiled_linear_kernel": [

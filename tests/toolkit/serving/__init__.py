@@ -1,1 +1,1 @@
-"""The HTTP door in tests: a real server on loopback."""
+"""The HTTP server in tests: a real server on loopback."""

@@ -1,4 +1,4 @@
-"""A server of the HTTP door for tests: on loopback, on a thread of the test process, with the real web server."""
+"""A server of the HTTP server for tests: on loopback, on a thread of the test process, with the real web server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import openai
 
 from specdec import SpecDecoder
 from specdec.async_decoder import AsyncSpecDecoder
-from specdec.serve.door import Door
 from specdec.serve.options import ServeOptions
 from specdec.serve.run import Server, listen
+from specdec.serve.state import ServerState
 from specdec.serve.times import ServeTimes
 
 PATIENCE = 120.0  # seconds after which a test gives up on what must happen at once
@@ -47,8 +47,8 @@ class Served:
         self.decoder = decoder
         self.options = ServeOptions(**{"port": 0, "grace_seconds": 5, "model_name": "tiny", **options})
         self._async_decoder = AsyncSpecDecoder(decoder)
-        self.door = Door(self._async_decoder, self.options, ServeTimes(**(times or {})))
-        self.server = Server(self.door)
+        self.state = ServerState(self._async_decoder, self.options, ServeTimes(**(times or {})))
+        self.server = Server(self.state)
         self._listener = listen(self.options)
         if send_buffer is not None:  # connections inherit it
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

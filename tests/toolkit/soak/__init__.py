@@ -1,1 +1,1 @@
-"""The soak of the HTTP door: thousands of requests of every kind, with faults, and what must be as before after them."""
+"""The soak of the HTTP server: thousands of requests of every kind, with faults, and what must be as before after them."""

@@ -18,9 +18,9 @@ from specdec.serve.options import ServeOptions
 from toolkit.driver import Driver
 from toolkit.soak.calls import Call, Mix
 from toolkit.soak.clients import Outcome, run_calls
-from toolkit.soak.door import open_door
 from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
+from toolkit.soak.server import open_server
 
 KEY, MODEL = "soak", "soaked"
 KEEP_ALIVE, SETTLED = 7, 90.0  # seconds: of idle connections, which clients close after 5; until everything must be free
@@ -76,7 +76,7 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
     driver, options = Driver(decoder), ServeOptions(port=0, model_name=MODEL, api_key=KEY, max_queue=2 * batch)
     faults = Faults(driver, plan.seed)
     spawn = multiprocessing.get_context("spawn")
-    with open_door(decoder, options, keep_alive=KEEP_ALIVE) as port, ProcessPoolExecutor(plan.processes, spawn) as pool:
+    with open_server(decoder, options, keep_alive=KEEP_ALIVE) as port, ProcessPoolExecutor(plan.processes, spawn) as pool:
         calls = mix.calls(plan.warm_up, plan.calls, plan.seed)  # before memory is looked at
         first = Run(driver, faults, pool, f"http://127.0.0.1:{port}/v1", plan)
         first.run(mix.calls(0, plan.warm_up, plan.seed))

@@ -1,1 +1,1 @@
-"""How weights that are not stored as plain numbers lie in memory, and which numbers they stand for."""
+"""How weights that are not stored as dense values lie in memory, and which dense values they stand for."""

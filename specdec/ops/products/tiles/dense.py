@@ -13,16 +13,16 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from specdec.ops.products.gpus import H100, H200, Kind
+from specdec.ops.products.gpus import H100, H200, GpuKind
 
-FEW = 64  # threshold in rows of x: up to this many, stream_triton.py's kernel is used, and wide_triton.py's for more
-STEP = 128  # columns of a step of invariant products whose columns are split: borders of splits are multiples of it
+FEW = 64  # threshold in rows of x: up to this many, stream_triton.py's kernel is used, and large_n_triton.py's for more
+STEP = 128  # columns of a step of invariant split-K products: splits begin at multiples of it
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
-MANY, MANY_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
+LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
-Kernel = Literal["stream_triton", "wide_triton", "tiled_triton", "stream_hopper", "gated_hopper"]  # files of kernels/dense/
+Kernel = Literal["stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper"]  # files of kernels/dense/
 
 
 class ProductTiles(NamedTuple):
@@ -31,7 +31,7 @@ class ProductTiles(NamedTuple):
     block_m: rows of x (padded).
     block_n: rows of the weight.
     block_k: columns of a step.
-    splits: programs that share a tile's columns; for tiled_triton, parts that one program adds up one after the other.
+    splits: split-K: programs that share a tile's columns; for tiled_triton, parts that one program adds up one after the other.
     warps, stages: Triton's.
     """
 
@@ -48,13 +48,13 @@ class ProductTiles(NamedTuple):
         return self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
 
 
-_stream, _wide = partial(ProductTiles, "stream_triton"), partial(ProductTiles, "wide_triton")
+_stream, _large_n = partial(ProductTiles, "stream_triton"), partial(ProductTiles, "large_n_triton")
 _tiled, _hopper = partial(ProductTiles, "tiled_triton"), partial(ProductTiles, "stream_hopper")
 
 
 @cache
 def product_tiles(
-    M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, partials: bool = False
+    M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: GpuKind = H100, partials: bool = False
 ) -> ProductTiles | None:
     """The kernel's tiles for M rows and a weight of N rows and K columns; None: cuBLAS is used.
 
@@ -66,20 +66,20 @@ def product_tiles(
         if tiles is not None:
             return tiles
     if not 0 < M <= FEW:
-        return _tiles_many(M, N, dtype, gated)
+        return _tiles_large_m(M, N, dtype, gated)
     block_m = max(8, 1 << (M - 1).bit_length())
     if dtype == torch.float32:
         return _tiles_float32(M, N, K)
-    wide = N >= 16384
+    large_n = N >= 16384
     if M <= 16:
-        if wide and M <= 8:
+        if large_n and M <= 8:
             return _stream(block_m, 32, 512, 1, 4, 3)
         if N < 4096:
             return _stream(block_m, 16, 256, -(-K // 4096), 2, 4)
-        if wide or K <= 8192:
+        if large_n or K <= 8192:
             return _stream(block_m, 64, 256, 1, 4, 4)
         return _stream(block_m, 64, 128, 4, 4, 6) if M <= 8 else _stream(block_m, 64, 256, 2, 4, 4)
-    if wide:
+    if large_n:
         stages = 4 if M <= 32 else 3
         return _stream(block_m, 64, 128, 1, 4, stages) if gated else _stream(block_m, 128, 128, 1, 8, stages)
     if N < 4096:
@@ -108,11 +108,11 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> Produc
     """
     if N % (16 if gated else 8) or K % 8:
         return None
-    if M > MANY and gated and N >= 16384 and _fills_waves(-(-N // 256) * -(-M // 128), MANY_FULL):
+    if M > LARGE_M and gated and N >= 16384 and _fills_waves(-(-N // 256) * -(-M // 128), LARGE_M_FULL):
         return ProductTiles("gated_hopper", 128, 256, 64, 1, 4, 4)
     if M > FEW:
         programs = 2 * -(-N // 64)  # cuBLAS can't start early, and adds up what they share itself
-        if partials and M <= 192 and programs <= SMS and _fills_waves(programs, MANY_FULL):
+        if partials and M <= 192 and programs <= SMS and _fills_waves(programs, LARGE_M_FULL):
             block_m = 32 * max(3, -(-M // 32))
             return _hopper(block_m, 64, 64, 2, 4, WHOLE_SM // ((64 + block_m) * 128))
         if not (192 < M <= 256 and gated and N >= 16384 and _fills_waves(-(-N // 128) * -(-M // 256))):
@@ -127,16 +127,16 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> Produc
     return _hopper(block_m, 64, block_k, splits, 4, min(12, room // stage))
 
 
-def _tiles_many(M: int, N: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
-    """More than 64 rows: the wide kernel's tiles for a gated pair, and up to 128 rows for any wide weight; None: cuBLAS.
+def _tiles_large_m(M: int, N: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+    """More than 64 rows: large_n_triton.py's tiles for large N, up to 128 rows, or 192 if gated; None: cuBLAS.
 
     Measured: benchmarks/products/README.md, "Why the tiles and rules are what they are".
     """
     if not FEW < M <= (192 if gated else 128) or dtype == torch.float32 or N < 16384:
         return None
-    tiles = _wide(96 if M <= 96 else 128, 128, 64, 1, 4, 5)
+    tiles = _large_n(96 if M <= 96 else 128, 128, 64, 1, 4, 5)
     if M > 128:
-        tiles = _wide(160 if M <= 160 else 192, 256, 64, 1, 8, 4)
+        tiles = _large_n(160 if M <= 160 else 192, 256, 64, 1, 8, 4)
     return tiles if _fills_waves(-(-N // tiles.block_n)) else None
 
 
@@ -165,8 +165,8 @@ def invariant_tiles(M: int, N: int, K: int, gated: bool) -> ProductTiles:
     """
     splits = -(-K // 2048) if N < 4096 else 1 if N >= 16384 else -(-K // 8192)
     if M > FEW:
-        many = _tiles_many(M, N, torch.bfloat16, gated) if splits == 1 else None
-        return many or _tiles_of_rows(M, N, splits)
+        tiles = _tiles_large_m(M, N, torch.bfloat16, gated) if splits == 1 else None
+        return tiles or _tiles_of_rows(M, N, splits)
     block_m = max(16, 1 << (M - 1).bit_length())
     if splits > 1:
         return _stream(block_m, 64, STEP, splits, 4, 6 if M <= 16 else 5)

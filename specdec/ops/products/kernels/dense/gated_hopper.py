@@ -1,17 +1,17 @@
-"""SiLU-mul of gate and up in one kernel for many rows, written in Gluon for Hopper GPUs, by groups of warps with a job each.
+"""SiLU-mul of gate and up in one kernel for many rows, written in Gluon for Hopper GPUs: persistent and warp-specialised.
 
 cuBLAS computes such a product as fast as the tensor cores can, but writes gate and up to memory, where another kernel reads
-them again.  Here a tile of the weight holds as many rows of the gate as of up, so that a thread has both of a pair.  One group
-of warps asks the GPU's copy engine (TMA) for tiles and runs ahead, also into the next tile of the result.  Two groups multiply,
-each half of the rows of x, and neither waits for the other, so that one multiplies while the other writes its result.  There is
-one program an SM, and it computes tile after tile.
+them again.  Here a tile of the weight holds as many rows of the gate as of up, so that a thread has both of a pair.  Producer
+warps load tiles by TMA and run ahead of the consumers, also into the next tile of the result.  Two consumer warpgroups multiply
+(wgmma), each half of the rows of x.  Neither waits for the other, so that one multiplies while the other writes its result.
+The kernel is persistent: one program an SM computes tile after tile.
 
 The kernel is not chained (specdec/ops/launch.py).  Its programs would take the SMs' shared memory while the kernel in front
 still runs, and prompts took longer (benchmarks/rounds/README.md, "On an H200").
 
 This module knows no model's shapes and chooses no tiles.
 
-Shapes: T rows, I in, O out; the weight has 2 * O rows: gate rows first, then up rows.
+Shapes: M rows, K in, N out; the weight has 2 * N rows: gate rows first, then up rows.
 """
 
 from __future__ import annotations
@@ -37,145 +37,148 @@ from specdec.ops.products.kernels.dense.stream_hopper import rows_of
 if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
 
-GROUP = 64  # rows of x that one group of four warps multiplies, of which there are two
-TOGETHER = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
-REGISTERS, FETCHER_REGISTERS = 240, 24  # of a thread of a group that multiplies, and of the group that asks for tiles
+WARPGROUP_M = 64  # rows of x that each of the two consumer warpgroups multiplies
+GROUP_M = 8  # tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread of a consumer warp, and of a producer warp
 
 
 @gluon.jit
-def _place(tile, of_t, of_o, TOGETHER: gl.constexpr):
-    """Where a tile lies: TOGETHER tiles of x with the same tile of the weight, then with the next one."""
-    group = tile // (TOGETHER * of_o)
-    members = gl.minimum(of_t - group * TOGETHER, TOGETHER)
-    within = tile % (TOGETHER * of_o)
-    return group * TOGETHER + within % members, within // members
+def _tile_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """Where a tile lies: GROUP_M tiles of x with the same tile of the weight, then with the next one."""
+    group = tile // (GROUP_M * tiles_n)
+    members = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % members, within // members
 
 
 @gluon.jit
-def _before(slot, STAGES: gl.constexpr):
-    """The stage of the step before.  A variable for it would hold the first slot for ever: names that hold one value
-    before a loop hold one value in it, too.
+def _stage_before(stage, STAGES: gl.constexpr):
+    """The stage of the step before.  It is computed, because Gluon takes two variables that are equal before a loop for one
+    variable within it.
     """
-    return gl.where(slot == 0, STAGES, slot) - 1
+    return gl.where(stage == 0, STAGES, stage) - 1
 
 
 @gluon.jit
-def _load(
-    x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps,
-    OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+def _producer(
+    x_tiles, w_tiles, x_smem, w_smem, full, empty, tiles_m, tiles_n, steps,
+    HALF_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """The job of the group that asks for tiles."""
+    """The producer warps: they load tiles of x and of the weight as stages become empty."""
     ROWS: gl.constexpr = x_smem.shape[1]
-    BYTES: gl.constexpr = (ROWS + 2 * OUTS) * BLOCK_I * 2
-    slot = 0
+    BYTES: gl.constexpr = (ROWS + 2 * HALF_N) * BLOCK_K * 2
+    stage = 0
     phase = 1
-    for tile in range(gl.program_id(0), of_t * of_o, gl.num_programs(0)):
-        t, o = _place(tile, of_t, of_o, TOGETHER)
-        for k in range(steps):
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(full.index(slot), BYTES)
-            tma_load(w_tiles, [0, o * OUTS, k * BLOCK_I], full.index(slot), w_smem.index(slot))
-            tma_load(x_tiles, [t * ROWS, k * BLOCK_I], full.index(slot), x_smem.index(slot))
-            slot, phase = next_stage(slot, phase, STAGES)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        for step in range(steps):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), BYTES)
+            tma_load(w_tiles, [0, tile_n * HALF_N, step * BLOCK_K], full.index(stage), w_smem.index(stage))
+            tma_load(x_tiles, [tile_m * ROWS, step * BLOCK_K], full.index(stage), x_smem.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _multiply(
-    x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
-    WHICH: gl.constexpr, GROUP: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _consumer(
+    x_smem, w_smem, y_smem, y_tiles, full, empty, bias, tiles_m, tiles_n, N, steps,
+    WHICH: gl.constexpr, WARPGROUP_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """The job of group WHICH of those that multiply.  The copy engine writes its result while it multiplies the next tile."""
+    """Consumer warpgroup WHICH.  TMA writes a tile of its result while it multiplies the next tile."""
     dtype: gl.constexpr = x_smem.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * OUTS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF_N, 16])
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     mine = y_smem.index(WHICH)
-    slot = 0
+    stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), of_t * of_o, gl.num_programs(0)):
-        t, o = _place(tile, of_t, of_o, TOGETHER)
-        acc = gl.zeros([GROUP, 2 * OUTS], gl.float32, layout)
-        for k in range(steps):
-            mbarrier.wait(full.index(slot), phase)
-            x = x_smem.index(slot).slice(WHICH * GROUP, GROUP)
-            w = w_smem.index(slot)._reinterpret(dtype, [2 * OUTS, BLOCK_I], flat)
-            acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))  # this group has read the step before, whose memory is filled again
-            mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1, pred=k > 0)
-            slot, phase = next_stage(slot, phase, STAGES)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        acc = gl.zeros([WARPGROUP_M, 2 * HALF_N], gl.float32, layout)
+        for step in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            x = x_smem.index(stage).slice(WHICH * WARPGROUP_M, WARPGROUP_M)
+            w = w_smem.index(stage)._reinterpret(dtype, [2 * HALF_N, BLOCK_K], flat)
+            acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=step > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before has been read, so its stage may be filled again
+            mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=step > 0)
+            stage, phase = next_stage(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1)
-        gate, up = gl.split(gl.permute(gl.reshape(acc, [GROUP, 2, OUTS]), (0, 2, 1)))
+        mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1)
+        gate, up = gl.split(gl.permute(gl.reshape(acc, [WARPGROUP_M, 2, HALF_N]), (0, 2, 1)))
         if HAS_BIAS:
-            out_O = o * OUTS + gl.arange(0, OUTS, gl.SliceLayout(0, gate.type.layout))
-            gate += gl.load(bias + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
-            up += gl.load(bias + O + out_O, mask=out_O < O, other=0.0).to(gl.float32)[None, :]
+            out_N = tile_n * HALF_N + gl.arange(0, HALF_N, gl.SliceLayout(0, gate.type.layout))
+            gate += gl.load(bias + out_N, mask=out_N < N, other=0.0).to(gl.float32)[None, :]
+            up += gl.load(bias + N + out_N, mask=out_N < N, other=0.0).to(gl.float32)[None, :]
         out = (gate / (1 + gl.exp(-gate)) * up).to(dtype)
         tma.store_wait(0)
-        barrier()  # the copy engine has read the tile before
+        barrier()  # TMA has read the result's previous tile
         mine.store(out)
         fence_async_shared()
         barrier()
-        tma_store(y_tiles, [(t * 2 + WHICH) * GROUP, o * OUTS], mine)
+        tma_store(y_tiles, [(tile_m * 2 + WHICH) * WARPGROUP_M, tile_n * HALF_N], mine)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
+@gluon.jit(do_not_specialize=["M"])  # for the reason given at linear_kernel
 def gated_linear_kernel(
-    x_tiles,  # tiles [2 * GROUP, BLOCK_I] of x [T, I]
-    w_tiles,  # tiles [2, OUTS, BLOCK_I] of the weight as [2, O, I]
-    y_tiles,  # tiles [GROUP, OUTS] of y [T, O]
-    bias,  # [2 * O]
-    T, O, I,
-    GROUP: gl.constexpr, OUTS: gl.constexpr, BLOCK_I: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
-    REGISTERS: gl.constexpr, FETCHER: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+    x_tiles,  # tiles [2 * WARPGROUP_M, BLOCK_K] of x [M, K]
+    w_tiles,  # tiles [2, HALF_N, BLOCK_K] of the weight as [2, N, K]
+    y_tiles,  # tiles [WARPGROUP_M, HALF_N] of y [M, N]
+    bias,  # [2 * N]
+    M, N, K,
+    WARPGROUP_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """REGISTERS, FETCHER: of a thread of a group that multiplies, and of the group that asks for tiles."""
+    """A stage has two mbarriers: `full` says that the producer has loaded it, `empty` that the consumers have read it."""
     dtype: gl.constexpr = x_tiles.dtype
-    x_smem = gl.allocate_shared_memory(dtype, [STAGES, 2 * GROUP, BLOCK_I], x_tiles.layout)
-    w_smem = gl.allocate_shared_memory(dtype, [STAGES, 2, OUTS, BLOCK_I], w_tiles.layout)
-    y_smem = gl.allocate_shared_memory(dtype, [2, GROUP, OUTS], y_tiles.layout)
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, 2 * WARPGROUP_M, BLOCK_K], x_tiles.layout)
+    w_smem = gl.allocate_shared_memory(dtype, [STAGES, 2, HALF_N, BLOCK_K], w_tiles.layout)
+    y_smem = gl.allocate_shared_memory(dtype, [2, WARPGROUP_M, HALF_N], y_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
-    of_t, of_o, steps = gl.cdiv(T, 2 * GROUP), gl.cdiv(O, OUTS), gl.cdiv(I, BLOCK_I)
+    tiles_m, tiles_n, steps = gl.cdiv(M, 2 * WARPGROUP_M), gl.cdiv(N, HALF_N), gl.cdiv(K, BLOCK_K)
     gl.warp_specialize(
         [
-            (_multiply, (
-                x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
-                0, GROUP, OUTS, BLOCK_I, STAGES, TOGETHER, HAS_BIAS,
+            (_consumer, (
+                x_smem, w_smem, y_smem, y_tiles, full, empty, bias, tiles_m, tiles_n, N, steps,
+                0, WARPGROUP_M, HALF_N, BLOCK_K, STAGES, GROUP_M, HAS_BIAS,
             )),
-            (_multiply, (
-                x_smem, w_smem, y_smem, y_tiles, full, empty, bias, of_t, of_o, O, steps,
-                1, GROUP, OUTS, BLOCK_I, STAGES, TOGETHER, HAS_BIAS,
+            (_consumer, (
+                x_smem, w_smem, y_smem, y_tiles, full, empty, bias, tiles_m, tiles_n, N, steps,
+                1, WARPGROUP_M, HALF_N, BLOCK_K, STAGES, GROUP_M, HAS_BIAS,
             )),
-            (_load, (x_tiles, w_tiles, x_smem, w_smem, full, empty, of_t, of_o, steps, OUTS, BLOCK_I, STAGES, TOGETHER)),
+            (_producer, (
+                x_tiles, w_tiles, x_smem, w_smem, full, empty, tiles_m, tiles_n, steps, HALF_N, BLOCK_K, STAGES, GROUP_M,
+            )),
         ],
         [4, 4],
-        [REGISTERS, FETCHER],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
-def launch_gated_hopper(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: ProductTiles, programs: int) -> Tensor:
-    """[T, O].  Rows of x and of the weight must start at multiples of 16 bytes, and O be one of 8.
+def launch_gated_hopper(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiles: ProductTiles, programs: int) -> Tensor:
+    """[M, N].  Rows of x and of the weight must start at multiples of 16 bytes, and N must be a multiple of 8.
 
     programs: at most as many as the GPU has SMs.
     """
-    (T, I), O, outs = x_TI.shape, weight_OI.shape[0] // 2, tiles.block_n // 2
-    assert T > 0 and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1 and O % 8 == 0
-    assert x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2 and (bias_O is None or bias_O.shape == (2 * O,))
-    assert tiles.block_m == 2 * GROUP and tiles.warps == 4
-    y_TO = x_TI.new_empty(T, O)
-    number = triton.cdiv(T, tiles.block_m) * triton.cdiv(O, outs)
+    (M, K), N, half_n = x_MK.shape, weight_NK.shape[0] // 2, tiles.block_n // 2
+    assert M > 0 and weight_NK.shape[1] == K and weight_NK.is_contiguous() and x_MK.stride(1) == 1 and N % 8 == 0
+    assert x_MK.dtype == weight_NK.dtype and x_MK.element_size() == 2 and (bias_N is None or bias_N.shape == (2 * N,))
+    assert tiles.block_m == 2 * WARPGROUP_M and tiles.warps == 4
+    y_MN = x_MK.new_empty(M, N)
+    number = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, half_n)
     gated_linear_kernel[(min(programs, number),)](
-        rows_of(x_TI, tiles.block_m, tiles.block_k),
-        TensorDescriptor(weight_OI, [2, O, I], [O * I, I, 1], [2, outs, tiles.block_k], tma_layout(3)),
-        rows_of(y_TO, GROUP, outs),
-        weight_OI if bias_O is None else bias_O, T, O, I,
-        GROUP=GROUP, OUTS=outs, BLOCK_I=tiles.block_k, STAGES=tiles.stages, TOGETHER=TOGETHER,
-        REGISTERS=REGISTERS, FETCHER=FETCHER_REGISTERS, HAS_BIAS=bias_O is not None, num_warps=tiles.warps,
+        rows_of(x_MK, tiles.block_m, tiles.block_k),
+        TensorDescriptor(weight_NK, [2, N, K], [N * K, K, 1], [2, half_n, tiles.block_k], tma_layout(3)),
+        rows_of(y_MN, WARPGROUP_M, half_n),
+        weight_NK if bias_N is None else bias_N, M, N, K,
+        WARPGROUP_M=WARPGROUP_M, HALF_N=half_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP_M=GROUP_M,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, HAS_BIAS=bias_N is not None,
+        num_warps=tiles.warps,
     )  # fmt: skip
-    return y_TO
+    return y_MN

@@ -1,7 +1,7 @@
 """The kernels of dense.py: a product with few rows, which streams the weight once, and SiLU-mul for many rows.
 
 With few rows, only the time to read the weight's bytes matters.  So a tile of the weight is the first operand of every product,
-and x, padded to BLOCK_T rows, is the second.  This module knows no model's shapes and chooses no tiles.
+and x, padded to BLOCK_M rows, is the second.  This module knows no model's shapes and chooses no tiles.
 
 The kernel hides the start and the end of a launch (see specdec/ops/launch.py).
 - Start: no kernel writes weights, so each program asks L2 for the first AHEAD elements of its rows before it waits for the
@@ -9,7 +9,7 @@ The kernel hides the start and the end of a launch (see specdec/ops/launch.py).
 - End: each program lets the next kernel start when it is halfway through its rows, so that the next kernel's requests arrive
   while this kernel's slowest programs still run.
 
-Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.
+Shapes: M rows, K in, N out; a gated product has F = N, and its weight has 2F rows: gate rows first, then up rows.
 """
 
 from __future__ import annotations
@@ -28,60 +28,60 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
 
 AHEAD = 512  # elements of each row; measured: asking for more delays the requests that are needed first
-ARRIVALS = 1024  # the most tiles of a split product
+ARRIVALS = 1024  # the most tiles of a split-K product
 
 
-@triton.jit(do_not_specialize=["T"])  # T changes from call to call; Triton would compile again for 1 or a multiple of 16
+@triton.jit(do_not_specialize=["M"])  # M changes from call to call; Triton would compile again for 1 or a multiple of 16
 def linear_kernel(
-    x,  # [T, I]
-    weight,  # [O, I], or [2 * O, I] if GATED
-    bias,  # [O] or [2 * O]
-    y,  # [T, O]
-    partials,  # [tiles, SPLITS, BLOCK_O, BLOCK_T] float32
+    x,  # [M, K]
+    weight,  # [N, K], or [2 * N, K] if GATED
+    bias,  # [N] or [2 * N]
+    y,  # [M, N]
+    partials,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
-    T, O, I, stride_x,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr, AHEAD: tl.constexpr,
+    M, N, K, stride_x,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    r = tl.arange(0, BLOCK_O)
-    out_O, row_O = rows_of_tile(tile, O, BLOCK_O, GATED)
-    ok_O, row_O = out_O < O, row_O.to(tl.int64)
-    if not EVEN_O:
-        row_O = tl.where(ok_O, row_O, 0)  # an out-of-range row reads row 0; its result is not stored
-    per_split = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
+    n = tl.arange(0, BLOCK_N)
+    out_N, row_N = rows_of_tile(tile, N, BLOCK_N, GATED)
+    ok_N, row_N = out_N < N, row_N.to(tl.int64)
+    if not EVEN_N:
+        row_N = tl.where(ok_N, row_N, 0)  # an out-of-range row reads row 0; its result is not stored
+    per_split = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
     low = split * per_split
-    high = tl.minimum(low + per_split, I)
-    weight_O = weight + row_O * I
+    high = tl.minimum(low + per_split, K)
+    weight_N = weight + row_N * K
     if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
         ahead = low + tl.arange(0, AHEAD // LINE) * LINE
-        prefetch(weight_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < high)[None, :])
+        prefetch(weight_N[:, None] + ahead[None, :], (n >= 0)[:, None] & (ahead < high)[None, :])
         tl.extra.cuda.gdc_wait()
 
-    t = tl.arange(0, BLOCK_T)
-    i = tl.arange(0, BLOCK_I)
-    ok_T = t < T
-    x_T = x + t * stride_x
-    acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-    halfway = low + (high - low) // BLOCK_I // 2 * BLOCK_I
-    for k in tl.range(low, high, BLOCK_I, num_stages=STAGES):
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    ok_M = m < M
+    x_M = x + m * stride_x
+    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    halfway = low + (high - low) // BLOCK_K // 2 * BLOCK_K
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         if PDL:
-            if k == halfway:
+            if start == halfway:
                 tl.extra.cuda.gdc_launch_dependents()
-        at_I = k + i
-        if EVEN_I:
-            w_OI = tl.load(weight_O[:, None] + at_I[None, :])
-            x_TI = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None], other=0.0)
+        at_K = start + k
+        if EVEN_K:
+            w_NK = tl.load(weight_N[:, None] + at_K[None, :])
+            x_MK = tl.load(x_M[:, None] + at_K[None, :], mask=ok_M[:, None], other=0.0)
         else:
-            ok_I = at_I < high
-            w_OI = tl.load(weight_O[:, None] + at_I[None, :], mask=ok_I[None, :], other=0.0)
-            x_TI = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0)
-        acc_OT = tl.dot(w_OI, tl.trans(x_TI), acc_OT, input_precision="ieee")
+            ok_K = at_K < high
+            w_NK = tl.load(weight_N[:, None] + at_K[None, :], mask=ok_K[None, :], other=0.0)
+            x_MK = tl.load(x_M[:, None] + at_K[None, :], mask=ok_M[:, None] & ok_K[None, :], other=0.0)
+        acc_NM = tl.dot(w_NK, tl.trans(x_MK), acc_NM, input_precision="ieee")
 
-    complete(acc_OT, bias, y, partials, arrivals, tile, split, T, O, BLOCK_T, BLOCK_O, SPLITS, GATED, HAS_BIAS)
+    complete(acc_NM, bias, y, partials, arrivals, tile, split, M, N, BLOCK_M, BLOCK_N, SPLITS, GATED, HAS_BIAS)
 
 
 @triton.jit
@@ -94,63 +94,63 @@ def prefetch(at, ok):
 
 
 @triton.jit
-def rows_of_tile(tile, O, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
+def rows_of_tile(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """(where a tile's rows lie in the result, where in the weight).
 
     If gated, the tile's first half holds gate rows, its second half the up rows that belong to them.
     """
-    r = tl.arange(0, BLOCK_O)
+    n = tl.arange(0, BLOCK_N)
     if GATED:
-        out_O = tile * (BLOCK_O // 2) + r % (BLOCK_O // 2)
-        row_O = out_O + r // (BLOCK_O // 2) * O
+        out_N = tile * (BLOCK_N // 2) + n % (BLOCK_N // 2)
+        row_N = out_N + n // (BLOCK_N // 2) * N
     else:
-        out_O = tile * BLOCK_O + r
-        row_O = out_O
-    return out_O, row_O
+        out_N = tile * BLOCK_N + n
+        row_N = out_N
+    return out_N, row_N
 
 
 @triton.jit
 def complete(
-    acc_OT, bias, y, partials, arrivals, tile, split, T, O,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    acc_NM, bias, y, partials, arrivals, tile, split, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the product.  The program of a tile that arrives last sums all partial results, in a fixed order."""
+    """Stores the product.  With split-K the program of a tile that arrives last adds up all partials, in a fixed order."""
     if SPLITS == 1:
-        store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+        store_product(acc_NM, bias, y, M, N, BLOCK_M, BLOCK_N, GATED, HAS_BIAS)
     else:
-        SIZE: tl.constexpr = BLOCK_O * BLOCK_T
-        cell_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        cell_NM = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         mine = partials + tile * (SPLITS * SIZE)
-        tl.store(mine + split * SIZE + cell_OT, acc_OT)
+        tl.store(mine + split * SIZE + cell_NM, acc_NM)
         tl.debug_barrier()  # all of this program's stores before its arrival
         if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(arrivals + tile, 0)
-            acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+            acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for s in tl.static_range(SPLITS):  # from L2 (.cg), since this SM's L1 may hold old data
-                acc_OT += tl.load(mine + s * SIZE + cell_OT, cache_modifier=".cg")
-            store_product(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
+                acc_NM += tl.load(mine + s * SIZE + cell_NM, cache_modifier=".cg")
+            store_product(acc_NM, bias, y, M, N, BLOCK_M, BLOCK_N, GATED, HAS_BIAS)
 
 
 @triton.jit
 def store_product(
-    acc_OT, bias, y, T, O, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
+    acc_NM, bias, y, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """Adds the bias, applies SiLU-mul if gated, rounds once and stores."""
-    t = tl.arange(0, BLOCK_T)
-    y_T = y + t.to(tl.int64) * O
-    out_O, row_O = rows_of_tile(tl.program_id(0), O, BLOCK_O, GATED)
+    m = tl.arange(0, BLOCK_M)
+    y_M = y + m.to(tl.int64) * N
+    out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, GATED)
     if HAS_BIAS:
-        acc_OT += tl.load(bias + row_O, mask=out_O < O, other=0.0).to(tl.float32)[:, None]
+        acc_NM += tl.load(bias + row_N, mask=out_N < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        HALF: tl.constexpr = BLOCK_O // 2
+        HALF: tl.constexpr = BLOCK_N // 2
         out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
-        out_FT = gate_FT / (1 + tl.exp(-gate_FT)) * up_FT
-        ok_FT = (out_F < O)[:, None] & (t < T)[None, :]
-        tl.store(y_T[None, :] + out_F[:, None], out_FT.to(y.dtype.element_ty), mask=ok_FT)
+        gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, BLOCK_M]), [1, 2, 0]))
+        out_FM = gate_FM / (1 + tl.exp(-gate_FM)) * up_FM
+        ok_FM = (out_F < N)[:, None] & (m < M)[None, :]
+        tl.store(y_M[None, :] + out_F[:, None], out_FM.to(y.dtype.element_ty), mask=ok_FM)
     else:
-        ok_OT = (out_O < O)[:, None] & (t < T)[None, :]
-        tl.store(y_T[None, :] + out_O[:, None], acc_OT.to(y.dtype.element_ty), mask=ok_OT)
+        ok_NM = (out_N < N)[:, None] & (m < M)[None, :]
+        tl.store(y_M[None, :] + out_N[:, None], acc_NM.to(y.dtype.element_ty), mask=ok_NM)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -166,58 +166,58 @@ def silu_mul_kernel(gate_up, out, stride, blocks, F, BLOCK: tl.constexpr, PDL: t
     tl.store(out + row * F + f, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
 
 
-def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
-    """[T, O], or [T, F] if gated.  The rows of x may be strided; there are at most tiles.block_m of them.
+def launch_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    """[M, N], or [M, F] if gated.  The rows of x may be strided; there are at most tiles.block_m of them.
 
-    A split product counts its programs' arrivals in memory that all launches on a device share, so a device must run such
+    A split-K product counts its programs' arrivals in memory that all launches on a device share, so a device must run such
     products on one stream at a time.
     """
-    (T, I), rows = x_TI.shape, weight_OI.shape[0]
-    O = rows // 2 if gated else rows
-    assert 0 < T <= tiles.block_m and weight_OI.shape[1] == I and weight_OI.is_contiguous() and x_TI.stride(1) == 1
-    assert x_TI.dtype == weight_OI.dtype and (bias_O is None or bias_O.shape == (rows,))
+    (M, K), rows = x_MK.shape, weight_NK.shape[0]
+    N = rows // 2 if gated else rows
+    assert 0 < M <= tiles.block_m and weight_NK.shape[1] == K and weight_NK.is_contiguous() and x_MK.stride(1) == 1
+    assert x_MK.dtype == weight_NK.dtype and (bias_N is None or bias_N.shape == (rows,))
     outs = tiles.block_n // 2 if gated else tiles.block_n
-    num_tiles = triton.cdiv(O, outs)
-    y_TO, partials, arrivals = result_of(x_TI, O, tiles.splits, num_tiles, tiles.block_n, tiles.block_m)
+    num_tiles = triton.cdiv(N, outs)
+    y_MN, partials, arrivals = result_of(x_MK, N, tiles.splits, num_tiles, tiles.block_n, tiles.block_m)
     linear_kernel[(num_tiles, tiles.splits)](
-        x_TI, weight_OI, weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I, x_TI.stride(0),
-        BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
-        GATED=gated, HAS_BIAS=bias_O is not None, EVEN_O=O % outs == 0, EVEN_I=I % tiles.block_k == 0, AHEAD=AHEAD,
-        num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TI.device),
+        x_MK, weight_NK, weight_NK if bias_N is None else bias_N, y_MN, partials, arrivals, M, N, K, x_MK.stride(0),
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
+        GATED=gated, HAS_BIAS=bias_N is not None, EVEN_N=N % outs == 0, EVEN_K=K % tiles.block_k == 0, AHEAD=AHEAD,
+        num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MK.device),
     )  # fmt: skip
-    return y_TO
+    return y_MN
 
 
-def launch_silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """silu(gate) * up of [T, 2F]: [T, F]."""
-    T, F = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    assert gate_up_T2F.stride(1) == 1
-    out_TF = gate_up_T2F.new_empty(T, F)
+def launch_silu_mul(gate_up_M2F: Tensor) -> Tensor:
+    """silu(gate) * up of [M, 2F]: [M, F]."""
+    M, F = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
+    assert gate_up_M2F.stride(1) == 1
+    out_MF = gate_up_M2F.new_empty(M, F)
     block = min(2048, triton.next_power_of_2(F))
     blocks = triton.cdiv(F, block)
-    if T:
-        silu_mul_kernel[(T * blocks,)](
-            gate_up_T2F, out_TF, gate_up_T2F.stride(0), blocks, F, BLOCK=block, num_warps=8, **chained(out_TF.device)
+    if M:
+        silu_mul_kernel[(M * blocks,)](
+            gate_up_M2F, out_MF, gate_up_M2F.stride(0), blocks, F, BLOCK=block, num_warps=8, **chained(out_MF.device)
         )
-    return out_TF
+    return out_MF
 
 
 def result_of(
-    x_TI: Tensor, O: int, splits: int, num_tiles: int, block_n: int, block_m: int, store_partials: bool = False
+    x_MK: Tensor, N: int, splits: int, num_tiles: int, block_n: int, block_m: int, store_partials: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the result [T, O], or partials [splits, T, O] float32 with store_partials; a workspace for partials; arrival counters).
+    """(the result [M, N], or partials [splits, M, N] float32 with store_partials; a workspace for partials; arrival counters).
 
     All three are memory to be written.  Where programs add nothing up, the last two are never read.
     """
     if store_partials:
-        y = x_TI.new_empty(splits, x_TI.shape[0], O, dtype=torch.float32)
+        y = x_MK.new_empty(splits, x_MK.shape[0], N, dtype=torch.float32)
         return y, y, y
-    y = x_TI.new_empty(x_TI.shape[0], O)
+    y = x_MK.new_empty(x_MK.shape[0], N)
     if splits == 1:
         return y, y, y
     assert num_tiles <= ARRIVALS
-    partials = x_TI.new_empty(num_tiles, splits, block_n, block_m, dtype=torch.float32)
-    return y, partials, arrivals_of(x_TI.device)
+    partials = x_MK.new_empty(num_tiles, splits, block_n, block_m, dtype=torch.float32)
+    return y, partials, arrivals_of(x_MK.device)
 
 
 @cache

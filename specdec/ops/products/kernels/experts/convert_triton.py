@@ -1,9 +1,9 @@
-"""How the kernel of kernels/experts/mixture_triton.py makes numbers of words of codes, in registers.
+"""How the kernel of kernels/experts/mixture_triton.py converts words of quantised values in registers.
 
-On a GPU in bfloat16 a float's code is moved to where bfloat16 has its sign, exponent and mantissa, and nothing else: the
-result is the number times a small power of two, SMALL.  x is multiplied by LARGE, so that products stay in float32's range,
+On a GPU in bfloat16 a float's bits are moved to where bfloat16 has its sign, exponent and mantissa, and nothing else: the
+result is the value times a small power of two, SMALL.  x is multiplied by LARGE, so that products stay in float32's range,
 and sums are divided by both at their end.  All of it is exact, for x below 2^63.  Integers, and floats elsewhere, become the
-numbers themselves.
+unscaled values themselves.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 from specdec.ops.products.kernels.quantised.stream_triton import value_of_8_bits, values_of_4_bits, values_of_8_bits
 
 LARGE = tl.constexpr(2.0**64)
-# Programs of the GPU for two words of codes in a register.  e4m3: the number * 2^-120.
+# PTX for two words of quantised values in a register.  e4m3: the value * 2^-120.
 E4M3_ASM = tl.constexpr("""{ .reg .b32 t, u, s;
 shl.b32 u, $2, 4; shl.b32 t, $2, 8; and.b32 s, t, 0x80008000; lop3.b32 $0, u, 0x07f007f0, s, 0xea;
 shr.b32 u, $2, 4; and.b32 s, $2, 0x80008000; lop3.b32 $1, u, 0x07f007f0, s, 0xea; }""")
-# e2m1: the number * 2^-126.  `pack_steps` has put the first code's bits where they belong, and the others' near them.
+# e2m1: the value * 2^-126.  `pack_steps` has put the first value's bits where they belong, and the others' near them.
 E2M1_ASM = tl.constexpr("""{ .reg .b32 t, u, v;
 and.b32 $0, $4, 0x81c081c0; shl.b32 t, $4, 3; and.b32 $1, t, 0x81c081c0; shl.b32 t, $4, 6; and.b32 $2, t, 0x81c081c0;
 shl.b32 t, $4, 1; shr.b32 u, $4, 5; shr.b32 v, $4, 4; and.b32 t, t, 0x80008000;
@@ -27,47 +27,47 @@ ENLARGE_ASM = tl.constexpr("{ .reg .b32 k; mov.b32 k, 0x5f805f80; mul.bf16x2 $0,
 
 
 @triton.jit
-def convert_4(c_OJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """Words of four codes of 4 bits as four tiles of numbers."""
+def convert_4(words_NJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    """Words of four values of 4 bits as four tiles of unscaled values."""
     if KIND == "e2m1":
         if ASM:
-            a_OJ, b_OJ, c_OJ, d_OJ = tl.inline_asm_elementwise(
-                E2M1_ASM, "=r,=r,=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+            a_NJ, b_NJ, c_NJ, d_NJ = tl.inline_asm_elementwise(
+                E2M1_ASM, "=r,=r,=r,=r,r", [words_NJ], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
                 pack=2,
             )  # fmt: skip
         else:
-            word_OJ = c_OJ.to(tl.int32)
-            a_OJ, b_OJ = _number(word_OJ, DTYPE), _number(word_OJ << 3, DTYPE)
-            fourth_OJ = (word_OJ << 1 & 0x8000) | (word_OJ >> 5 & 0x100) | (word_OJ >> 4 & 0xC0)
-            c_OJ, d_OJ = _number(word_OJ << 6, DTYPE), _number(fourth_OJ, DTYPE)
+            word_NJ = words_NJ.to(tl.int32)
+            a_NJ, b_NJ = _value(word_NJ, DTYPE), _value(word_NJ << 3, DTYPE)
+            fourth_NJ = (word_NJ << 1 & 0x8000) | (word_NJ >> 5 & 0x100) | (word_NJ >> 4 & 0xC0)
+            c_NJ, d_NJ = _value(word_NJ << 6, DTYPE), _value(fourth_NJ, DTYPE)
     else:
-        none_O = tl.zeros([c_OJ.shape[0]], tl.float32)
-        a_OJ, b_OJ, c_OJ, d_OJ = values_of_4_bits(c_OJ, none_O, none_O, KIND, False, ASM, DTYPE)
-    return a_OJ, b_OJ, c_OJ, d_OJ
+        none_N = tl.zeros([words_NJ.shape[0]], tl.float32)
+        a_NJ, b_NJ, c_NJ, d_NJ = values_of_4_bits(words_NJ, none_N, none_N, KIND, False, ASM, DTYPE)
+    return a_NJ, b_NJ, c_NJ, d_NJ
 
 
 @triton.jit
-def convert_8(c_OJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """Words of two codes of 8 bits as two tiles of numbers."""
+def convert_8(words_NJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    """Words of two values of 8 bits as two tiles of unscaled values."""
     if KIND == "e4m3" and ASM:
-        a_OJ, b_OJ = tl.inline_asm_elementwise(
-            E4M3_ASM, "=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        a_NJ, b_NJ = tl.inline_asm_elementwise(
+            E4M3_ASM, "=r,=r,r", [words_NJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     elif KIND == "e4m3":
-        a_OJ, b_OJ = value_of_8_bits(c_OJ, KIND, DTYPE), value_of_8_bits(c_OJ >> 8, KIND, DTYPE)
+        a_NJ, b_NJ = value_of_8_bits(words_NJ, KIND, DTYPE), value_of_8_bits(words_NJ >> 8, KIND, DTYPE)
     else:
-        a_OJ, b_OJ = values_of_8_bits(c_OJ, tl.zeros([c_OJ.shape[0]], tl.float32), KIND, False, ASM, DTYPE)
-    return a_OJ, b_OJ
+        a_NJ, b_NJ = values_of_8_bits(words_NJ, tl.zeros([words_NJ.shape[0]], tl.float32), KIND, False, ASM, DTYPE)
+    return a_NJ, b_NJ
 
 
 @triton.jit
-def _number(word_OJ, DTYPE: tl.constexpr):
-    """The number of the code whose sign is bit 15 and whose other bits are 8, 7 and 6."""
-    bits_OJ = ((word_OJ & 0x8000) | (word_OJ & 0x1C0)) << 16
-    return (bits_OJ.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
+def _value(word_NJ, DTYPE: tl.constexpr):
+    """The unscaled value whose sign is bit 15 and whose other bits are 8, 7 and 6."""
+    bits_NJ = ((word_NJ & 0x8000) | (word_NJ & 0x1C0)) << 16
+    return (bits_NJ.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
 
 
 @triton.jit
-def enlarged(x_TJ):
+def enlarged(x_MJ):
     """x, in bfloat16, times LARGE."""
-    return tl.inline_asm_elementwise(ENLARGE_ASM, "=r,r", [x_TJ], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(ENLARGE_ASM, "=r,r", [x_MJ], dtype=tl.bfloat16, is_pure=True, pack=2)

@@ -9,7 +9,7 @@ expert has.  A program finds its expert and its rows from the counts, on the dev
 
 Order of chained launches (specdec/ops/launch.py): all kernels read weights alone before their wait, and trigger after it.
 
-Shapes: T tokens, E experts, K experts of a token, P = T * K pairs, I in, O out, B matrices of a stack.
+Shapes: M tokens, E experts, A experts of a token (top_k), P = M * A pairs, K in, N out, B matrices of a stack.
 """
 
 from __future__ import annotations
@@ -25,158 +25,158 @@ from specdec.ops.products.tiles.experts import StackedTiles
 
 @triton.jit
 def add_columns(
-    x_T, weight_O, ok_T, ok_O, columns, stride_i,
-    BLOCK_I: tl.constexpr, STAGES: tl.constexpr, EVEN_I: tl.constexpr, ALONG_I: tl.constexpr,
+    x_M, weight_N, ok_M, ok_N, columns, stride_k,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, ALONG_K: tl.constexpr,
 ):  # fmt: skip
-    """[O, T] float32: the products of weight rows and rows of x.
+    """[N, M] float32: the products of weight rows and rows of x.
 
-    ALONG_I: a weight's row is contiguous; otherwise neighbouring rows are, and a row's numbers lie stride_i apart.
+    ALONG_K: a weight's row is contiguous; otherwise neighbouring rows are, and a row's values lie stride_k apart.
     """
-    acc_OT = tl.zeros([weight_O.shape[0], x_T.shape[0]], tl.float32)
-    for first in tl.range(0, columns, BLOCK_I, num_stages=STAGES):
-        i = first + tl.arange(0, BLOCK_I)
-        ok_I = i < columns if not EVEN_I else i >= 0
-        if ALONG_I:
-            w_OI = tl.load(weight_O[:, None] + i[None, :], mask=ok_O[:, None] & ok_I[None, :], other=0.0)
+    acc_NM = tl.zeros([weight_N.shape[0], x_M.shape[0]], tl.float32)
+    for first in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        ok_K = k < columns if not EVEN_K else k >= 0
+        if ALONG_K:
+            w_NK = tl.load(weight_N[:, None] + k[None, :], mask=ok_N[:, None] & ok_K[None, :], other=0.0)
         else:
-            at_IO = weight_O[None, :] + (i * stride_i)[:, None]
-            w_OI = tl.trans(tl.load(at_IO, mask=ok_I[:, None] & ok_O[None, :], other=0.0))
-        x_TI = tl.load(x_T[:, None] + i[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0)
-        acc_OT = tl.dot(w_OI, tl.trans(x_TI), acc_OT, input_precision="ieee")
-    return acc_OT
+            at_KN = weight_N[None, :] + (k * stride_k)[:, None]
+            w_NK = tl.trans(tl.load(at_KN, mask=ok_K[:, None] & ok_N[None, :], other=0.0))
+        x_MK = tl.load(x_M[:, None] + k[None, :], mask=ok_M[:, None] & ok_K[None, :], other=0.0)
+        acc_NM = tl.dot(w_NK, tl.trans(x_MK), acc_NM, input_precision="ieee")
+    return acc_NM
 
 
 @triton.jit
-def rows_of_expert(counts, tile, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
+def rows_of_expert(counts, tile, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """(a tile's expert, its first pair, the end of the expert's pairs).  Beyond the last tile the expert is EXPERTS or more."""
     e = tl.arange(0, PADDED_EXPERTS)
     count_E = tl.load(counts + e, mask=e < EXPERTS, other=0)
-    tiles_E = (count_E + BLOCK_T - 1) // BLOCK_T
+    tiles_E = (count_E + BLOCK_M - 1) // BLOCK_M
     is_before_E = tl.cumsum(tiles_E, 0) <= tile
     expert = tl.sum(is_before_E.to(tl.int32), 0)
     begin = tl.sum(tl.where(is_before_E, count_E, 0), 0)
-    first = begin + (tile - tl.sum(tl.where(is_before_E, tiles_E, 0), 0)) * BLOCK_T
+    first = begin + (tile - tl.sum(tl.where(is_before_E, tiles_E, 0), 0)) * BLOCK_M
     return expert, first, begin + tl.sum(tl.where(e == expert, count_E, 0), 0)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def experts_linear_kernel(
-    x,  # [T, I] if GATED, else [P, I]
-    weight,  # [E, O, I], or [E, 2 * O, I] if GATED
-    order,  # [P] int64: numbers of pairs, sorted by expert
+    x,  # [M, K] if GATED, else [P, K]
+    weight,  # [E, N, K], or [E, 2 * N, K] if GATED
+    order,  # [P] int64: indices of pairs, sorted by expert
     counts,  # [E] int32
-    y,  # [P, O], in the order of `order` if GATED, else by the pairs' numbers
+    y,  # [P, N], in the order of `order` if GATED, else in the order of the pairs
     tiles,  # of rows
     stride_x,
-    O: tl.constexpr, I: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) % tiles
-    expert, first, end = rows_of_expert(counts, tile, EXPERTS, PADDED_EXPERTS, BLOCK_T)
+    expert, first, end = rows_of_expert(counts, tile, EXPERTS, PADDED_EXPERTS, BLOCK_M)
     if expert < EXPERTS:
-        p = first + tl.arange(0, BLOCK_T)
-        ok_T = p < end
-        pair_T = tl.load(order + p, mask=ok_T, other=0)
-        out_O, row_O = rows_of_tile(tl.program_id(0) // tiles, O, BLOCK_O, GATED)
-        x_T = x + (pair_T // CHOSEN if GATED else p.to(tl.int64)) * stride_x
-        ok_O = out_O < O
-        weight_O = weight + expert.to(tl.int64) * ((2 * O if GATED else O) * I) + row_O.to(tl.int64) * I
-        acc_OT = add_columns(x_T, weight_O, ok_T, ok_O, I, 1, BLOCK_I, STAGES, I % BLOCK_I == 0, True)
+        p = first + tl.arange(0, BLOCK_M)
+        ok_M = p < end
+        pair_M = tl.load(order + p, mask=ok_M, other=0)
+        out_N, row_N = rows_of_tile(tl.program_id(0) // tiles, N, BLOCK_N, GATED)
+        x_M = x + (pair_M // TOP_K if GATED else p.to(tl.int64)) * stride_x
+        ok_N = out_N < N
+        weight_N = weight + expert.to(tl.int64) * ((2 * N if GATED else N) * K) + row_N.to(tl.int64) * K
+        acc_NM = add_columns(x_M, weight_N, ok_M, ok_N, K, 1, BLOCK_K, STAGES, K % BLOCK_K == 0, True)
         if GATED:
-            HALF: tl.constexpr = BLOCK_O // 2
-            gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
-            out_FT = gate_FT / (1 + tl.exp(-gate_FT)) * up_FT
+            HALF: tl.constexpr = BLOCK_N // 2
+            gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, BLOCK_M]), [1, 2, 0]))
+            out_FM = gate_FM / (1 + tl.exp(-gate_FM)) * up_FM
             out_F = tl.program_id(0) // tiles * HALF + tl.arange(0, HALF)
-            at_FT = y + p.to(tl.int64)[None, :] * O + out_F[:, None]
-            tl.store(at_FT, out_FT.to(y.dtype.element_ty), mask=(out_F < O)[:, None] & ok_T[None, :])
+            at_FM = y + p.to(tl.int64)[None, :] * N + out_F[:, None]
+            tl.store(at_FM, out_FM.to(y.dtype.element_ty), mask=(out_F < N)[:, None] & ok_M[None, :])
         else:
-            at_OT = y + pair_T[None, :] * O + out_O[:, None]
-            tl.store(at_OT, acc_OT.to(y.dtype.element_ty), mask=ok_O[:, None] & ok_T[None, :])
+            at_NM = y + pair_M[None, :] * N + out_N[:, None]
+            tl.store(at_NM, acc_NM.to(y.dtype.element_ty), mask=ok_N[:, None] & ok_M[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["weights"])
+@triton.jit(do_not_specialize_on_alignment=["topk_weights"])
 def weighted_sum_kernel(
-    x,  # [T, K, O]
-    weights,  # [T, K] float32
-    y,  # [T, O]
-    O: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x,  # [M, A, N]
+    topk_weights,  # [M, A] float32
+    y,  # [M, N]
+    N: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total_O = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(CHOSEN):
-        x_O = tl.load(x + (token * CHOSEN + k) * O + o, mask=o < O, other=0.0).to(tl.float32)
-        total_O = tl.fma(x_O, tl.zeros_like(x_O) + tl.load(weights + token * CHOSEN + k), total_O)
-    tl.store(y + token * O + o, total_O.to(y.dtype.element_ty), mask=o < O)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total_N = tl.zeros([BLOCK], tl.float32)
+    for a in tl.static_range(TOP_K):
+        x_N = tl.load(x + (token * TOP_K + a) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        total_N = tl.fma(x_N, tl.zeros_like(x_N) + tl.load(topk_weights + token * TOP_K + a), total_N)
+    tl.store(y + token * N + n, total_N.to(y.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["M"])
 def each_linear_kernel(
-    x,  # [T, B, I]
-    weight,  # [B, O, I]
-    y,  # [T, B, O]
-    T, stride_xt, stride_xb, stride_wb, stride_wo, stride_wi, stride_yt, stride_yb,
-    O: tl.constexpr, I: tl.constexpr, ALONG_I: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x,  # [M, B, K]
+    weight,  # [B, N, K]
+    y,  # [M, B, N]
+    M, stride_xm, stride_xb, stride_wb, stride_wn, stride_wk, stride_ym, stride_yb,
+    N: tl.constexpr, K: tl.constexpr, ALONG_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    of_t = tl.cdiv(T, BLOCK_T)
-    t = tl.program_id(0) % of_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    o = tl.program_id(0) // of_t * BLOCK_O + tl.arange(0, BLOCK_O)
-    b, token_T = tl.program_id(1).to(tl.int64), t.to(tl.int64)
-    ok_T, ok_O = t < T, o < O
-    x_T = x + token_T * stride_xt + b * stride_xb
-    weight_O = weight + b * stride_wb + o * stride_wo
-    acc_OT = add_columns(x_T, weight_O, ok_T, ok_O, I, stride_wi, BLOCK_I, STAGES, I % BLOCK_I == 0, ALONG_I)
-    at_OT = y + (token_T * stride_yt)[None, :] + b * stride_yb + o[:, None]
-    tl.store(at_OT, acc_OT.to(y.dtype.element_ty), mask=ok_O[:, None] & ok_T[None, :])
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    b, token_M = tl.program_id(1).to(tl.int64), m.to(tl.int64)
+    ok_M, ok_N = m < M, n < N
+    x_M = x + token_M * stride_xm + b * stride_xb
+    weight_N = weight + b * stride_wb + n * stride_wn
+    acc_NM = add_columns(x_M, weight_N, ok_M, ok_N, K, stride_wk, BLOCK_K, STAGES, K % BLOCK_K == 0, ALONG_K)
+    at_NM = y + (token_M * stride_ym)[None, :] + b * stride_yb + n[:, None]
+    tl.store(at_NM, acc_NM.to(y.dtype.element_ty), mask=ok_N[:, None] & ok_M[None, :])
 
 
 def launch_experts_linear(
-    x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Tensor, chosen: int, gated: bool, tiles: StackedTiles
+    x: Tensor, weight_ENK: Tensor, order_P: Tensor, counts_E: Tensor, top_k: int, gated: bool, tiles: StackedTiles
 ) -> Tensor:
-    """[P, O]: each pair's product with its expert's matrix, as stacked.py's function describes it."""
-    (E, rows, I), P = weight_EOI.shape, order_P.shape[0]
-    O = rows // 2 if gated else rows
-    assert x.stride(1) == 1 and x.shape[1] == I and weight_EOI.is_contiguous() and x.dtype == weight_EOI.dtype
-    y_PO = x.new_empty(P, O)
+    """[P, N]: each pair's product with its expert's matrix, as stacked.py's function describes it."""
+    (E, rows, K), P = weight_ENK.shape, order_P.shape[0]
+    N = rows // 2 if gated else rows
+    assert x.stride(1) == 1 and x.shape[1] == K and weight_ENK.is_contiguous() and x.dtype == weight_ENK.dtype
+    y_PN = x.new_empty(P, N)
     outs = tiles.block_n // 2 if gated else tiles.block_n
     of_rows = min(P, E) + P // tiles.block_m  # the most tiles of rows that P pairs can have
-    experts_linear_kernel[(of_rows * triton.cdiv(O, outs),)](
-        x, weight_EOI, order_P, counts_E, y_PO, of_rows, x.stride(0), O=O, I=I, CHOSEN=chosen, EXPERTS=E,
-        PADDED_EXPERTS=triton.next_power_of_2(E), BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k,
+    experts_linear_kernel[(of_rows * triton.cdiv(N, outs),)](
+        x, weight_ENK, order_P, counts_E, y_PN, of_rows, x.stride(0), N=N, K=K, TOP_K=top_k, EXPERTS=E,
+        PADDED_EXPERTS=triton.next_power_of_2(E), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         STAGES=tiles.stages, GATED=gated, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
-    return y_PO
+    return y_PN
 
 
-def launch_weighted_sum(x_TKO: Tensor, topk_weights_TK: Tensor) -> Tensor:
-    """[T, O]: the sum of a token's K rows times their weights, added up in float32 from the first to the last."""
-    (T, K, O), block = x_TKO.shape, min(1024, triton.next_power_of_2(x_TKO.shape[2]))
-    assert x_TKO.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.shape == (T, K)
-    y_TO = x_TKO.new_empty(T, O)
-    weighted_sum_kernel[(T, triton.cdiv(O, block))](
-        x_TKO, topk_weights_TK, y_TO, O=O, CHOSEN=K, BLOCK=block, num_warps=4, **chained(y_TO.device)
+def launch_weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor) -> Tensor:
+    """[M, N]: the sum of a token's A rows times their weights, added up in float32 from the first to the last."""
+    (M, A, N), block = x_MAN.shape, min(1024, triton.next_power_of_2(x_MAN.shape[2]))
+    assert x_MAN.is_contiguous() and topk_weights_MA.is_contiguous() and topk_weights_MA.shape == (M, A)
+    y_MN = x_MAN.new_empty(M, N)
+    weighted_sum_kernel[(M, triton.cdiv(N, block))](
+        x_MAN, topk_weights_MA, y_MN, N=N, TOP_K=A, BLOCK=block, num_warps=4, **chained(y_MN.device)
     )
-    return y_TO
+    return y_MN
 
 
-def launch_each_linear(x_TBI: Tensor, weight_BOI: Tensor, out_TBO: Tensor, tiles: StackedTiles) -> None:
-    """Row b of each token times matrix b, into out_TBO, whose rows may lie anywhere.  One of a matrix's dims is contiguous."""
-    (T, B, I), O = x_TBI.shape, weight_BOI.shape[1]
-    assert weight_BOI.shape == (B, O, I) and out_TBO.shape == (T, B, O) and x_TBI.stride(2) == out_TBO.stride(2) == 1
-    assert 1 in weight_BOI.stride()[1:] and x_TBI.dtype == weight_BOI.dtype
-    each_linear_kernel[(triton.cdiv(O, tiles.block_n) * triton.cdiv(T, tiles.block_m), B)](
-        x_TBI, weight_BOI, out_TBO, T, *x_TBI.stride()[:2], *weight_BOI.stride(), *out_TBO.stride()[:2], O=O, I=I,
-        ALONG_I=weight_BOI.stride(2) == 1, BLOCK_T=tiles.block_m, BLOCK_O=tiles.block_n, BLOCK_I=tiles.block_k,
-        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_TBI.device),
+def launch_each_linear(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles: StackedTiles) -> None:
+    """Row b of each token times matrix b, into out_MBN, whose rows may lie anywhere.  One of a matrix's dims is contiguous."""
+    (M, B, K), N = x_MBK.shape, weight_BNK.shape[1]
+    assert weight_BNK.shape == (B, N, K) and out_MBN.shape == (M, B, N) and x_MBK.stride(2) == out_MBN.stride(2) == 1
+    assert 1 in weight_BNK.stride()[1:] and x_MBK.dtype == weight_BNK.dtype
+    each_linear_kernel[(triton.cdiv(N, tiles.block_n) * triton.cdiv(M, tiles.block_m), B)](
+        x_MBK, weight_BNK, out_MBN, M, *x_MBK.stride()[:2], *weight_BNK.stride(), *out_MBN.stride()[:2], N=N, K=K,
+        ALONG_K=weight_BNK.stride(2) == 1, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MBK.device),
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Products with quantised and lossless 12-bit weights, whose bits become numbers in registers."""
+"""Products with quantised and lossless 12-bit weights, whose bits become dense values in registers."""

@@ -1,4 +1,4 @@
-"""Decoders with packed weights on a GPU: every graph mode, as trees and chains, of both models."""
+"""Decoders with lossless 12-bit weights on a GPU: every graph mode, as trees and chains, of both models."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.
     launch = LosslessWeight._launch
 
     def noted(weight: LosslessWeight, x: Tensor, *more: Any) -> Tensor:
-        read[weight.packed.low_OJ.data_ptr()].add(len(x))
+        read[weight.lossless.low_NJ.data_ptr()].add(len(x))
         return launch(weight, x, *more)
 
     monkeypatch.setattr(LosslessWeight, "_launch", noted)
@@ -54,7 +54,7 @@ def test_a_decoder_writes_the_target_s_text(tmp_path: Path, monkeypatch: pytest.
             assert all((matrix.lossless is None) == (matrix.quantised is not None) for matrix in matrices)
             found = decoder.verify(PROMPTS, PARAMS)
             assert found.passed, (mode, spec, found.prompts)
-            assert {m.lossless.weight.low_OJ.data_ptr() for m in matrices if m.lossless is not None} == set(read)
+            assert {m.lossless.weight.low_NJ.data_ptr() for m in matrices if m.lossless is not None} == set(read)
         assert max(map(max, read.values())) <= 64
 
 

@@ -14,9 +14,9 @@ import pytest
 from toolkit.checkpoints.grammars import EOS, RULES, STOP, V, allowed, first_id, mask_after, paths_of, tokenizer_json
 
 from specdec.config import GrammarKind
-from specdec.grammar.completion import FEW, Completion, _banned, _few, look_ahead
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import GrammarState, Matcher
+from specdec.grammar.tree_completion import FEW, TreeCompletion, _banned, _few, look_ahead
 from specdec.steps import Grammar
 
 N, DEEPEST = 12, 4
@@ -71,7 +71,7 @@ def test_the_target_reads_no_broken_draft(grammars: Grammars, kind: GrammarKind,
         drafts, above = random_tree(draw, masks, text[-1] if text else 0, is_chain)
         if draw.random() < 0.5:
             look_ahead(matcher, len(drafts), DEEPEST, is_chain)
-        tokens, parents = Completion(matcher, drafts, above, DEEPEST, is_chain).run()
+        tokens, parents = TreeCompletion(matcher, drafts, above, DEEPEST, is_chain).run()
         assert len(tokens) == len(parents) == len(drafts) and tokens[0] == drafts[0]
         assert all(0 <= parent < node for node, parent in enumerate(parents) if node) and {*tokens[1:]} <= {*range(V)}
         paths = paths_of(tokens, parents)
@@ -109,10 +109,12 @@ def test_forced_tokens_come_first(grammars: Grammars) -> None:
         run += allowed(mask_1X[0])
     assert len(run) == DEEPEST, "one token a place"
     wrong = [token for token in range(V) if token not in run][:DEEPEST]
-    tokens, parents = Completion(grammars.matcher(rule), [7, *wrong], [0, 0, 0, 0, 0], DEEPEST, False).run()
+    tokens, parents = TreeCompletion(grammars.matcher(rule), [7, *wrong], [0, 0, 0, 0, 0], DEEPEST, False).run()
     assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
     half = first_id("a")  # of "am": masks hold one spelling of what is forced
-    tokens, parents = Completion(grammars.matcher(rule), [7, run[0], half, *wrong[:2]], [0, 0, 1, 0, 0], DEEPEST, False).run()
+    tokens, parents = TreeCompletion(
+        grammars.matcher(rule), [7, run[0], half, *wrong[:2]], [0, 0, 1, 0, 0], DEEPEST, False
+    ).run()
     assert tokens == [7, *run] and parents == [0, 0, 1, 2, 3]
 
 
@@ -124,9 +126,9 @@ def test_what_was_looked_at_ahead_is_not_asked_again(grammars: Grammars, is_chai
     parents = [0, *(range(nodes - 1) if is_chain else [0] * (nodes - 1))]
     look_ahead(matcher, nodes, DEEPEST, is_chain)
     matcher.inner = None  # nobody can be asked any more
-    tokens, above = Completion(matcher, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
+    tokens, above = TreeCompletion(matcher, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
     fresh = grammars.matcher(Grammar("json_schema", RULES["json_schema"], (EOS,)))
-    assert (tokens, above) == Completion(fresh, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
+    assert (tokens, above) == TreeCompletion(fresh, [0, *[V + 1] * (nodes - 1)], parents, DEEPEST, is_chain).run()
 
 
 def test_looking_ahead_ends_where_the_device_waits(grammars: Grammars) -> None:
@@ -153,10 +155,10 @@ def test_what_is_spelled_out_comes_before_what_may_be_chosen(grammars: Grammars,
     a, b, x, d, o = map(first_id, "abxdo")
     matcher = grammars.matcher(Grammar("regex", f"a[xyz]1|bd{after}", (EOS,)))
     wrong = [first_id("q"), first_id("r")]
-    assert Completion(matcher, [7, a, b, wrong[0]], [0] * 4, DEEPEST, False).run() == ([7, a, b, d], [0, 0, 0, 2])
-    assert Completion(matcher, [7, b, a, *wrong], [0] * 5, 2, False).run() == ([7, b, a, d, x], [0, 0, 0, 1, 2])
+    assert TreeCompletion(matcher, [7, a, b, wrong[0]], [0] * 4, DEEPEST, False).run() == ([7, a, b, d], [0, 0, 0, 2])
+    assert TreeCompletion(matcher, [7, b, a, *wrong], [0] * 5, 2, False).run() == ([7, b, a, d, x], [0, 0, 0, 1, 2])
     if after == "og":
-        assert Completion(matcher, [7, a, b, *wrong], [0] * 5, DEEPEST, False).run() == ([7, a, b, d, o], [0, 0, 0, 2, 3])
+        assert TreeCompletion(matcher, [7, a, b, *wrong], [0] * 5, DEEPEST, False).run() == ([7, a, b, d, o], [0, 0, 0, 2, 3])
 
 
 def test_a_draft_in_another_spelling_is_no_draft(grammars: Grammars) -> None:
@@ -164,7 +166,7 @@ def test_a_draft_in_another_spelling_is_no_draft(grammars: Grammars) -> None:
     dn, a, y, d, n = map(first_id, ("dn", "a", "y", "d", "n"))
     matcher = grammars.matcher(Grammar("regex", "dnay", (EOS,)))
     assert matcher.inner.validate_tokens([d, n]) == 2, "the library itself would take it"
-    assert Completion(matcher, [7, d, n, 5], [0, 0, 1, 0], DEEPEST, False).run() == ([7, dn, a, y], [0, 0, 1, 2])
+    assert TreeCompletion(matcher, [7, d, n, 5], [0, 0, 1, 0], DEEPEST, False).run() == ([7, dn, a, y], [0, 0, 1, 2])
 
 
 def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
@@ -182,8 +184,8 @@ def test_where_nothing_is_banned_any_token_is_a_draft() -> None:
 
     matcher = Matcher(Free, Free, (EOS,), V)
     none = V + 5  # no id of the target's
-    assert Completion(matcher, [1, none, none, 7], [0, 0, 0, 0], 2, False).run() == ([1, 7, 0, 1], [0, 0, 0, 0])
-    assert Completion(matcher, [1, 5, none], [0, 0, 1], 2, True).run() == ([1, 5, 0], [0, 0, 1])
+    assert TreeCompletion(matcher, [1, none, none, 7], [0, 0, 0, 0], 2, False).run() == ([1, 7, 0, 1], [0, 0, 0, 0])
+    assert TreeCompletion(matcher, [1, 5, none], [0, 0, 1], 2, True).run() == ([1, 5, 0], [0, 0, 1])
 
 
 def test_a_mask_s_tokens_are_those_of_its_bits() -> None:

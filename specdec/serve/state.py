@@ -29,7 +29,7 @@ class Counts:
     cut_connections: Counter[str] = field(default_factory=Counter)  # that the server has refused or closed, by why
 
 
-class Door:
+class ServerState:
     """The state of one server.  All of it belongs to the server's event loop.
 
     is_draining: whether the server takes no more requests.

@@ -7,20 +7,20 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.door import Door
 from specdec.serve.log import CLIENT_GONE, LogEntry
+from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ErrorAnswer, internal
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # without a key, and without a line in the log: they are asked all the time
 ENTRY = "specdec.entry"  # where endpoints find the LogEntry in an ASGI scope
-GIVEN_ID = "specdec.id"  # where the Gate finds the request's id in an ASGI scope, if whoever is in front has named it
+GIVEN_ID = "specdec.id"  # where the middleware finds the request's id in an ASGI scope, if whoever is in front has named it
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware around all endpoints."""
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,12 +39,12 @@ class Gate:
             await send(message)
 
         try:
-            error = None if is_open else self._door.key_check.error(_header(scope, b"authorization"))
+            error = None if is_open else self._state.key_check.error(_header(scope, b"authorization"))
             if error is None:
                 await self._app(scope, receive, noted)
             else:
                 entry.failed(error)
-                await ErrorAnswer(error, self._door.times.discard)(scope, receive, noted)
+                await ErrorAnswer(error, self._state.times.discard)(scope, receive, noted)
         except Exception as crash:  # a bug of any kind is answered with 500, and the log says where it is
             entry.crashed(crash)
             if not entry.status:
@@ -53,7 +53,7 @@ class Gate:
             entry.status = entry.status or CLIENT_GONE
             raise
         finally:
-            self._door.counts.responses[entry.status] += 1
+            self._state.counts.responses[entry.status] += 1
             if not is_open:
                 entry.write()
 

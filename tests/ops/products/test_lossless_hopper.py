@@ -1,6 +1,6 @@
-"""Products with packed weights on a Hopper GPU, against float64.
+"""Products with lossless weights on a Hopper GPU, against float64.
 
-Shapes: T rows, I in, O out.
+Shapes: M rows, K in, N out.
 """
 
 from functools import partial
@@ -12,18 +12,18 @@ from toolkit.kernels import DEVICE
 from toolkit.quantised_weights import error
 
 from specdec.ops.products.dense import DenseWeight
-from specdec.ops.products.formats.lossless import Packed, pack_weight
+from specdec.ops.products.formats.lossless import LosslessMatrix, encode_lossless
 from specdec.ops.products.gpus import H100, H200, match_of
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.ops.products.partials import Partials, added_up
-from specdec.ops.products.tiles.lossless import packed_tiles
+from specdec.ops.products.tiles.lossless import lossless_tiles
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")]
 
-# T, O, I, whether gated, tiles
+# M, N, K, whether gated, tiles
 WARP = (
     (1, 72, 512, True, (1, 32, 512, 1, 8, 3, 4, 80)), (1, 1048, 1280, False, (1, 64, 128, 3, 4, 4, 1, 128)),
     (6, 264, 2048, True, (8, 64, 256, 2, 8, 3, 2, 96)), (8, 264, 4096, False, (8, 32, 512, 1, 4, 2, 4, 96)),
@@ -39,17 +39,17 @@ WARPGROUP = (
 )  # fmt: skip
 
 
-def random_pair(O: int, I: int, width: float = 1.3) -> tuple[torch.Tensor, Packed]:
-    """A weight, and the same packed.  With a width of 1 rows of 4096 numbers have up to about 13 far ones, with 0 about 3.
+def random_pair(N: int, K: int, width: float = 1.3) -> tuple[torch.Tensor, LosslessMatrix]:
+    """A weight, and the same in 12 bits.  With a width of 1 rows of 4096 values have up to about 13 outliers, with 0 about 3.
 
     One row is zeros.
     """
-    weight = 0.02 * torch.randn(O, I, device=DEVICE) * torch.exp(width * torch.randn(O, I, device=DEVICE))
-    weight[O // 2] = 0
+    weight = 0.02 * torch.randn(N, K, device=DEVICE) * torch.exp(width * torch.randn(N, K, device=DEVICE))
+    weight[N // 2] = 0
     weight = weight.bfloat16()
-    packed = pack_weight(weight)
-    assert packed is not None
-    return weight, packed
+    lossless = encode_lossless(weight)
+    assert lossless is not None
+    return weight, lossless
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,27 +62,27 @@ def exact(x: torch.Tensor, weight: torch.Tensor, gated: bool, bias: torch.Tensor
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_kernels_compute_the_product(wide: bool) -> None:
-    """Keeps out: a far number that is added for another row of x or of the weight, twice, or by no program that shares a tile;
+    """Keeps out: an outlier that is added for another row of x or of the weight, twice, or by no program that shares a tile;
     columns beyond the last one, where quantised values are zeros and mean another value; and what test_quantised_hopper.py
     keeps out of these kernels.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-    for T, O, I, gated, numbers in WARPGROUP if wide else WARP:
+    for M, N, K, gated, numbers in WARPGROUP if wide else WARP:
         tiles = QuantisedTiles("warpgroup_hopper" if wide else "warp_hopper", *numbers)
-        weight, packed = random_pair(2 * O if gated else O, I)
-        assert I < 1024 or packed.most_E.max() > 4, "more than are read together"
-        x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
-        bias = torch.randn(2 * O if gated else O, device=DEVICE, dtype=torch.bfloat16)
+        weight, lossless = random_pair(2 * N if gated else N, K)
+        assert K < 1024 or lossless.most_E.max() > 4, "more than are read together"
+        x = torch.randn(M, K + 8, device=DEVICE, dtype=torch.bfloat16)[:, :K]
+        bias = torch.randn(2 * N if gated else N, device=DEVICE, dtype=torch.bfloat16)
         for b in (bias, None):
-            y = launch_quantised_hopper(x, packed, b, gated, tiles)
-            assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, O, I, gated)
+            y = launch_quantised_hopper(x, lossless, b, gated, tiles)
+            assert error(y, exact(x, weight, gated, b)) < 4e-3, (M, N, K, gated)
             if not gated:
-                partials = Partials(launch_quantised_hopper(x, packed, b, gated, tiles, leaves=True), x.dtype)
+                partials = Partials(launch_quantised_hopper(x, lossless, b, gated, tiles, store_partials=True), x.dtype)
                 assert (
                     partials.sums_SMN.shape[0] == tiles.splits and error(partials.tensor(), exact(x, weight, gated, b)) < 4e-3
                 )
-                assert error(partials.sums_SMN.sum(0), exact(x, weight, gated, b)) < 1e-5, "far numbers that are not exact"
+                assert error(partials.sums_SMN.sum(0), exact(x, weight, gated, b)) < 1e-5, "outliers that are not exact"
 
 
 @pytest.mark.parametrize("width", [0.0, 1.0])
@@ -92,16 +92,20 @@ def test_chosen_tiles_compute_the_product(width: float) -> None:
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-    for O, I, gated in ((4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)):
-        weight, packed = random_pair(O, I, width)
-        for T, kind in product((1, 7, 13, 32, 60), (H100, H200)):
-            tiles = packed_tiles(T, O, I, gated, kind)
-            x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
+    for N, K, gated in ((4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)):
+        weight, lossless = random_pair(N, K, width)
+        for M, kind in product((1, 7, 13, 32, 60), (H100, H200)):
+            tiles = lossless_tiles(M, N, K, gated, kind)
+            x = torch.randn(M, K, device=DEVICE, dtype=torch.bfloat16)
             if tiles is not None:
-                assert error(launch_quantised_hopper(x, packed, None, gated, tiles), exact(x, weight, gated)) < 4e-3, (T, O, I)
+                assert error(launch_quantised_hopper(x, lossless, None, gated, tiles), exact(x, weight, gated)) < 4e-3, (
+                    M,
+                    N,
+                    K,
+                )
             if kind is not match_of(x.device).kind:
                 continue
-            stored = LosslessWeight(DenseWeight(weight), packed)
+            stored = LosslessWeight(DenseWeight(weight), lossless)
             with torch.no_grad():
                 if gated:
                     y = stored.gated(x, None, FAST)
@@ -118,11 +122,11 @@ def test_the_copy_is_read_by_few_rows_alone() -> None:
     """Keeps out: a copy that is read while sums must be taken in one order, while a gradient is recorded, for other dtypes or
     for more rows than were measured; or by nobody.  The ordinary weight is zeros here, so that one tells which was read.
     """
-    zeros, packed = torch.zeros(1024, 1024, device=DEVICE, dtype=torch.bfloat16), random_pair(1024, 1024)[1]
+    zeros, lossless = torch.zeros(1024, 1024, device=DEVICE, dtype=torch.bfloat16), random_pair(1024, 1024)[1]
 
     def reads(rows: int, numerics: Numerics, dtype: torch.dtype = torch.bfloat16) -> bool:
         x = torch.randn(rows, 1024, device=DEVICE, dtype=dtype)
-        stored = LosslessWeight(DenseWeight(zeros.to(dtype)), packed)
+        stored = LosslessWeight(DenseWeight(zeros.to(dtype)), lossless)
         products = stored.matmul, partial(stored.matmul, partials=True), stored.gated
         found = {bool(added_up(each(x, None, numerics)).any()) for each in products}
         assert len(found) == 1
@@ -136,22 +140,22 @@ def test_the_copy_is_read_by_few_rows_alone() -> None:
 
 
 def test_a_product_is_the_same_each_time() -> None:
-    """Keeps out: memory that the copy engine fills while warps still read it, counts of far numbers from memory that is no
+    """Keeps out: memory that TMA fills while warps still read it, counts of outliers from memory that is no
     longer theirs (kernels ran without end now and then), which shows in few programs, where two share an SM.
     """
     from specdec.ops.products.kernels.quantised.hopper_launch import launch_quantised_hopper
 
-    tilings = [(T, packed_tiles(T, O, I, gated, kind), O, I, gated)
-               for (O, I, gated), kind in product(((28672, 4096, True), (4096, 14336, False)), (H100, H200))
-               for T in (1, 5, 8, 16, 32, 60)]  # fmt: skip
+    tilings = [(M, lossless_tiles(M, N, K, gated, kind), N, K, gated)
+               for (N, K, gated), kind in product(((28672, 4096, True), (4096, 14336, False)), (H100, H200))
+               for M in (1, 5, 8, 16, 32, 60)]  # fmt: skip
     tilings.append((16, QuantisedTiles("warpgroup_hopper", 16, 64, 256, 1, 4, 3, 1, 96), 28672, 4096, True))
-    pairs = {(O, I): random_pair(O, I, 0.0)[1] for _, _, O, I, _ in tilings}
-    for T, tiles, O, I, gated in tilings:
+    pairs = {(N, K): random_pair(N, K, 0.0)[1] for _, _, N, K, _ in tilings}
+    for M, tiles, N, K, gated in tilings:
         if tiles is None:
             continue
-        x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
-        y = launch_quantised_hopper(x, pairs[O, I], None, gated, tiles)
+        x = torch.randn(M, K, device=DEVICE, dtype=torch.bfloat16)
+        y = launch_quantised_hopper(x, pairs[N, K], None, gated, tiles)
         differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(300):
-            differ += (launch_quantised_hopper(x, pairs[O, I], None, gated, tiles) != y).any()
-        assert differ.item() == 0, (T, O, I, tiles)
+            differ += (launch_quantised_hopper(x, pairs[N, K], None, gated, tiles) != y).any()
+        assert differ.item() == 0, (M, N, K, tiles)

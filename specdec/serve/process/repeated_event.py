@@ -7,7 +7,7 @@ import time
 from specdec.serve.log import write_line
 
 
-class Episode:
+class RepeatedEvent:
     """what: has happened, in words.  quiet: seconds without a further time, after which it is over."""
 
     def __init__(self, what: str, quiet: float) -> None:

@@ -15,7 +15,7 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
 
 
-def sent(numbers: Numbers, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
+def to_device(numbers: Numbers, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
     """The numbers, on the device."""
     device = torch.device(device)
     pinned = device.type == "cuda"
