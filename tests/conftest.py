@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-gc.disable()  # until tests run: collecting them makes much that stays, in which Python would look for garbage again and again
 if "SPECDEC_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # processes are divided among so many GPUs
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % int(os.environ["SPECDEC_TEST_GPUS"]))
 if not torch.cuda.is_available():
@@ -29,6 +28,7 @@ from toolkit.paths import ROOT
 from specdec.cli import entry
 from specdec.screen.progress import Pace
 
+gc.disable()  # until tests run: collecting them makes much that stays, in which Python would look for garbage again and again
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 logging.disable_progress_bar()
