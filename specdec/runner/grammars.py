@@ -153,7 +153,7 @@ class GrammarRows:
     def _share(self, x: Tensor) -> None:
         """Has x on all ranks hold what it holds on the first, which keeps its own: exchanges that fail give anything."""
         if self._group.size > 1:
-            first = self._group.from_first(x)
+            first = self._group.broadcast(x)
             if self._group.rank != 0:
                 x.copy_(first)
 

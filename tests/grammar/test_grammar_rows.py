@@ -100,7 +100,7 @@ class Broken(Group):
 
     rank, size = 0, 2
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.full((2, *x.shape), 2**30, dtype=x.dtype)
 
 
