@@ -123,15 +123,15 @@ def test_a_row_s_sum_does_not_depend_on_the_rows_beside_it() -> None:
     assert on_processes(3, rows_of_one_order, row_bytes=32, channels=2) == [True] * 3
 
 
-def test_without_kernels_terms_are_added_up_in_the_order_of_ranks() -> None:
+def test_without_kernels_partial_sums_are_added_up_in_the_order_of_ranks() -> None:
     """Keeps out: NCCL's own sum, and torch's, whose orders depend on how many rows there are."""
     partials = [partial_sum(rank, 0, 50, 24).half() * 10.0**-rank for rank in range(4)]
 
     def sums(group: ThreadGroup) -> list[torch.Tensor]:
-        nccl = NcclGroup.__new__(NcclGroup)  # without a GPU: nothing but its gather may be asked
+        nccl = NcclGroup.__new__(NcclGroup)  # without a GPU: nothing but its all_gather may be asked
         nccl.rank, nccl.size, nccl.all_gather = group.rank, group.size, group.all_gather  # type: ignore[method-assign]
         nccl.use_one_order(True)
-        return [each.sum(partials[group.rank][:rows]) for each in (group, nccl) for rows in (1, 50)]
+        return [each.all_reduce(partials[group.rank][:rows]) for each in (group, nccl) for rows in (1, 50)]
 
     for found in on_ranks(4, sums):
         assert all(torch.equal(each, added(partials)[: len(each)]) for each in found)
