@@ -109,7 +109,7 @@ def set_sharing(decoder: SpecDecoder, shared: bool, in_every_pass: bool) -> None
     before anything is captured."""
     sharing, runner = decoder.engine.scheduler.sharing, decoder.engine.runner
     assert sharing is not None
-    sharing.least_saved = 0 if shared else math.inf
+    sharing.min_saved = 0 if shared else math.inf
     if in_every_pass:
         runner.shared = runner.shared._replace(max_queries=10**6)
 

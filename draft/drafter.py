@@ -79,12 +79,12 @@ class DrafterContext(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def most_topk(self) -> int:
+    def max_topk(self) -> int:
         """The most branches of any shape."""
         return max(shape.topk for shape in self.shapes)
 
     @property
-    def most_steps(self) -> int:
+    def max_steps(self) -> int:
         """The most levels of any shape."""
         return max(shape.max_steps for shape in self.shapes)
 

@@ -164,11 +164,12 @@ def number(default: float, bounds: tuple[float, float], step: str, metavar: str,
     return option(default, check, meaning, metavar=metavar, column=type(default), step=step, **more)
 
 
-def _temperature(name: str, value: Any) -> float:
-    temperature = checks.require_float(name, value, 0.0, 100.0)
-    if 0 < temperature < 1e-4:
-        raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}; nearest: 0")
-    return temperature
+def _zero_or_some(name: str, value: Any, zero: str) -> float:
+    """A number that is 0, which has a meaning of its own, or large enough to be told from 0 in float32."""
+    checked = checks.require_float(name, value, 0.0, 100.0)
+    if 0 < checked < 1e-4:
+        raise ValueError(f"{name} must be 0 ({zero}) or at least 0.0001, got {checked}; nearest: 0")
+    return checked
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class SamplingParams:
     """
 
     max_tokens: int = option(128, partial(checks.require_int, low=1))
-    temperature: float = option(0.0, _temperature, column=float, step="sampled", drafted=True)
+    temperature: float = option(0.0, partial(_zero_or_some, zero="greedy"), column=float, step="sampled", drafted=True)
     top_p: float = option(
         1.0,
         partial(checks.require_float, low=0.0, high=1.0, above_low=True),
@@ -241,12 +242,13 @@ class SamplingParams:
         "raw", partial(checks.require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
     n: int = option(1, partial(checks.require_int, low=1, high=MAX_CHOICES))
-    top_n_sigma: float = number(
+    top_n_sigma: float = option(
         0.0,
-        (0.0, 100.0),
-        "top_n_sigma",
-        "X",
+        partial(_zero_or_some, zero="all tokens"),
         "sample from tokens within X standard deviations of the largest logit; 0 is all",
+        metavar="X",
+        column=float,
+        step="top_n_sigma",
         **IDLE,
     )
 

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
 from specdec.engine.loop import Engine
+from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
@@ -28,7 +30,15 @@ from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
-from specdec.prompts.encode import as_prompt_list, check_encoder_input, check_length, check_tokens, encode_prompt, is_one_prompt
+from specdec.prompts.encode import (
+    as_prompt_list,
+    check_encoder_input,
+    check_length,
+    check_tokens,
+    checked_ids,
+    encode_prompt,
+    is_one_prompt,
+)
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner
 from specdec.screen.progress import Progress, show_progress
@@ -162,14 +172,26 @@ class LoadedDecoder:
             return self.run(requests, show)
 
     def run(self, requests: Sequence[Request], show: Progress | None = None) -> list[Generation]:
-        """Runs requests of `new_request` to their ends, as `generate` does.  show: gets the numbers now and then."""
+        """Runs requests of `new_request` to their ends, as `generate` does.  show: gets the numbers now and then.
+
+        ValueError for a request that has run before, RuntimeError if one fails.
+        """
         # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
-        ended: SimpleQueue[None] = SimpleQueue()
+        news: SimpleQueue[None] = SimpleQueue()
+        if not isinstance(requests, Sequence):
+            raise TypeError(
+                f"requests must be a list of what new_request made, got {requests!r} of type {type(requests).__name__}"
+            )
+        own = requests
         try:
-            self.owner.submit(requests, lambda: ended.put(None))
-            _wait(requests, ended, show)
+            try:
+                queues = self.owner.submit(requests, lambda: news.put(None))
+            except (TypeError, ValueError):  # one of them may be somebody else's, who waits for it
+                own = []
+                raise
+            _wait(queues, news, show)
         finally:
-            for request in requests:
+            for request in own:
                 self.owner.cancel(request)
         return [request.result() for request in requests]
 
@@ -196,18 +218,21 @@ class LoadedDecoder:
         streaming: bool = False,
         speculate: bool = True,
     ) -> Request:
-        """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its length or its sampling.
+        """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its ids, length or sampling.
 
         ids: of `encode`.  name: what errors call the prompt.  streaming: make the text token by token.
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling must be a SamplingParams, got {sampling!r} of type {type(sampling).__name__}")
         if sampling.n != 1:
             raise ValueError(
                 f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
                 "SpecDecoder.generate, or several calls with different seeds"
             )
-        config, prompt_ids, encoder_ids = self.model.config, list(ids), None
+        config, encoder_ids = self.model.config, None
+        prompt_ids = checked_ids(ids, name, config.vocab_size)
         if config.encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
             check_encoder_input(prompt_ids, name, self.settings.longest_encoder_input(config))
             prompt_ids, encoder_ids = list(config.encoder.start_ids), prompt_ids
@@ -224,23 +249,24 @@ class LoadedDecoder:
         return request
 
 
-def _wait(requests: Sequence[Request], ended: SimpleQueue[None], show: Progress | None) -> None:
-    """Waits until all requests have ended.  ended: gets an item from each that has.  show: gets the numbers now and then."""
-    start = time.perf_counter()
+def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:
+    """Waits until all requests have ended.  news: gets an item from each that has.  show: gets the numbers now and then."""
+    start, pending = time.perf_counter(), deque(queues)
 
     def report(count: int) -> None:
         if show is not None:
-            tokens, seconds = sum(len(request.output.token_ids) for request in requests), time.perf_counter() - start
-            show(f"{tokens:,} tokens, {tokens / max(seconds, 1e-3):,.0f} tok/s", count, len(requests))
+            tokens, seconds = sum(len(each.request.output.token_ids) for each in queues), time.perf_counter() - start
+            show(f"{tokens:,} tokens, {tokens / max(seconds, 1e-3):,.0f} tok/s", count, len(queues))
 
-    for count in range(len(requests)):
-        while True:
-            try:
-                ended.get(timeout=None if show is None else SHOW_SECONDS)
-                break
-            except Empty:
-                report(count)
-    report(len(requests))
+    while pending:
+        if pending[0].is_done:
+            pending.popleft()
+            continue
+        try:
+            news.get(timeout=None if show is None else SHOW_SECONDS)
+        except Empty:
+            report(sum(each.is_done for each in queues))
+    report(len(queues))
 
 
 def per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

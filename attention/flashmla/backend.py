@@ -40,7 +40,7 @@ class FlashMLABackend(TritonBackend):
 
     def __init__(self, programs: int | None = None, min_rows: int = adapters.MIN_ROWS) -> None:
         super().__init__(programs)
-        self._least_rows = min_rows
+        self._min_rows = min_rows
         self.checked: set[tuple[object, ...]] = set()
         self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
 
@@ -59,7 +59,7 @@ class FlashMLABackend(TritonBackend):
         """Whether the library reads a plan's segments; specdec's kernels do otherwise."""
         if not isinstance(view, LatentView) or len(segments) > 1:
             return False
-        by_rows = adapters.reads_rows(q_THD, view, segments[0], self._least_rows)
+        by_rows = adapters.reads_rows(q_THD, view, segments[0], self._min_rows)
         return by_rows or adapters.reads_pages(q_THD, view, segments[0])
 
     def _library(

@@ -13,7 +13,7 @@ from functools import lru_cache
 @dataclass(frozen=True)
 class Limits:
     """expand_above: queries a row above which a prompt's latents are expanded.  Prompts in captured graphs must not pass it
-        (`most_captured_cost`): the host decides into how many chunks the cached part of a row is cut, and a graph would freeze
+        (`max_captured_cost`): the host decides into how many chunks the cached part of a row is cut, and a graph would freeze
         that number.
     expanded_tokens: cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16.
     convert_from: queries a row from which on latents in 8 bits are converted first.

@@ -95,12 +95,12 @@ class World:
         self.prep = HeadPrep(Rotation(table, positions_T), K)
         self.caches = [MHAView(_random(B * width * PAGE_SIZE, 2, K, D)) for _ in range(LAYERS)]
         self.weights = [(_random((H + 2 * K) * D, HIDDEN) * 0.02, _random(HIDDEN, H * D) * 0.02) for _ in range(LAYERS)]
-        self.norm_H, self.x_TI = torch.ones(HIDDEN, device=DEVICE, dtype=DTYPE), _random(self.T, HIDDEN)
+        self.norm_H, self.x_TH = torch.ones(HIDDEN, device=DEVICE, dtype=DTYPE), _random(self.T, HIDDEN)
 
     def layers(self) -> list[Tensor]:
         """Attention's output of each layer."""
         (H, K, D), backend, outs = self.heads, TritonBackend(), []
-        prepared, x, delta = backend.prepare(self.plan), self.x_TI, torch.zeros_like(self.x_TI)
+        prepared, x, delta = backend.prepare(self.plan), self.x_TH, torch.zeros_like(self.x_TH)
         for view, (qkv_weight, o_weight) in zip(self.caches, self.weights, strict=True):
             x, normed = add_rms_norm(x, delta, self.norm_H, 1e-5)
             qkv_TXD = linear(normed, qkv_weight).view(self.T, H + 2 * K, D)

@@ -8,7 +8,7 @@ After that come the shipped pair's shapes in float32 (these stay in L2), SiLU-mu
 forward: 32 layers without and with their norms (one more norm stands in attention's place), and the LM head.  With --rows only
 the bf16 shapes and the forward are measured, at these rows, and with --forwards only the forward.
 
-Shapes: T rows, I in, O weight rows.
+Shapes: M rows, K in, N weight rows.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def graph_us(step: Callable[[], object], replays: int = 25) -> float:
     return replay_us(graph, replays)
 
 
-def new_weight(O: int, I: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(O, I, device=DEVICE, dtype=dtype).mul_(I**-0.5)
+def new_weight(N: int, K: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(N, K, device=DEVICE, dtype=dtype).mul_(K**-0.5)
 
 
-def cublas_gated(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    return silu_mul(F.linear(x_TI, weight_OI))
+def cublas_gated(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    return silu_mul(F.linear(x_MK, weight_NK))
 
 
 def products(name: str) -> dict[str, Product]:
@@ -73,29 +73,29 @@ def products(name: str) -> dict[str, Product]:
     return {"ours": linear, "cublas": F.linear}
 
 
-def time_shape(name: str, O: int, I: int, dtype: torch.dtype, rows: Sequence[int]) -> list[dict[str, Any]]:
-    size = O * I * dtype.itemsize
+def time_shape(name: str, N: int, K: int, dtype: torch.dtype, rows: Sequence[int]) -> list[dict[str, Any]]:
+    size = N * K * dtype.itemsize
     small = size < 8_000_000
-    weights = [new_weight(O, I, dtype) for _ in range(8 if small else max(2, math.ceil(COLD_BYTES / size)))]
+    weights = [new_weight(N, K, dtype) for _ in range(8 if small else max(2, math.ceil(COLD_BYTES / size)))]
     todo = weights * math.ceil((64 if small else 8) / len(weights))  # a graph long enough that its start does not count
     out = []
-    for T in rows:
-        x_TI = torch.randn(T, I, device=DEVICE, dtype=dtype)
-        row: dict[str, Any] = {"shape": name, "O": O, "I": I, "dtype": str(dtype)[6:], "T": T}
+    for M in rows:
+        x_MK = torch.randn(M, K, device=DEVICE, dtype=dtype)
+        row: dict[str, Any] = {"shape": name, "O": N, "I": K, "dtype": str(dtype)[6:], "T": M}
         for which, product in products(name).items():
-            us = graph_us(lambda: [product(x_TI, w) for w in todo]) / len(todo)  # noqa: B023
+            us = graph_us(lambda: [product(x_MK, w) for w in todo]) / len(todo)  # noqa: B023
             row[f"{which}_us"], row[f"{which}_TB/s"] = round(us, 1), round(size / us / 1e6, 2)
-        tiles = product_tiles(T, O, I, dtype, name.endswith("gate_up"), match_of(x_TI.device).kind)
+        tiles = product_tiles(M, N, K, dtype, name.endswith("gate_up"), match_of(x_MK.device).kind)
         row["policy"] = "cublas" if tiles is None else list(tiles)
         out.append(row)
         print(json.dumps(row))
     return out
 
 
-def time_silu_mul(T: int, F_: int = 14336) -> dict[str, Any]:
-    gate_up_T2F = torch.randn(T, 2 * F_, device=DEVICE, dtype=DTYPE)
-    us = graph_us(lambda: [silu_mul(gate_up_T2F) for _ in range(4)]) / 4
-    row = {"silu_mul": F_, "T": T, "us": round(us, 1), "TB/s read and written": round(gate_up_T2F.nbytes * 1.5 / us / 1e6, 2)}
+def time_silu_mul(M: int, F_: int = 14336) -> dict[str, Any]:
+    gate_up_M2F = torch.randn(M, 2 * F_, device=DEVICE, dtype=DTYPE)
+    us = graph_us(lambda: [silu_mul(gate_up_M2F) for _ in range(4)]) / 4
+    row = {"silu_mul": F_, "T": M, "us": round(us, 1), "TB/s read and written": round(gate_up_M2F.nbytes * 1.5 / us / 1e6, 2)}
     print(json.dumps(row))
     return row
 
@@ -111,27 +111,27 @@ class Forward:
     def bytes(self) -> int:
         return sum(w.nbytes for layer in self.layers for w in layer.values()) + self.head.nbytes
 
-    def run(self, x_TH: Tensor, product: Product, gated: Product, norms: bool) -> Tensor:
-        H, delta_TH = x_TH.shape[1], x_TH
+    def run(self, x_MH: Tensor, product: Product, gated: Product, norms: bool) -> Tensor:
+        H, delta_MH = x_MH.shape[1], x_MH
         for layer in self.layers:
             if norms:
-                x_TH, normed_TH = add_rms_norm(x_TH, delta_TH, self.norm_H, EPS)
-            qkv = product(normed_TH if norms else x_TH, layer["qkv"])
-            heads_TH = rms_norm(qkv[:, :H], self.norm_H, EPS) if norms else qkv[:, :H]
-            delta_TH = product(heads_TH, layer["o"])
+                x_MH, normed_MH = add_rms_norm(x_MH, delta_MH, self.norm_H, EPS)
+            qkv = product(normed_MH if norms else x_MH, layer["qkv"])
+            heads_MH = rms_norm(qkv[:, :H], self.norm_H, EPS) if norms else qkv[:, :H]
+            delta_MH = product(heads_MH, layer["o"])
             if norms:
-                x_TH, normed_TH = add_rms_norm(x_TH, delta_TH, self.norm_H, EPS)
-            delta_TH = product(gated(normed_TH if norms else delta_TH, layer["gate_up"]), layer["down"])
-        return product(rms_norm(delta_TH, self.norm_H, EPS) if norms else delta_TH, self.head)
+                x_MH, normed_MH = add_rms_norm(x_MH, delta_MH, self.norm_H, EPS)
+            delta_MH = product(gated(normed_MH if norms else delta_MH, layer["gate_up"]), layer["down"])
+        return product(rms_norm(delta_MH, self.norm_H, EPS) if norms else delta_MH, self.head)
 
-    def time(self, T: int) -> dict[str, Any]:
-        x_TH = torch.randn(T, self.norm_H.shape[0], device=DEVICE, dtype=DTYPE)
-        row: dict[str, Any] = {"forward": f"{len(self.layers)} layers + lm_head", "T": T}
-        row["byte_limit_us"] = round(self.bytes() / (READ_BANDWIDTH[match_of(x_TH.device).kind.name] / 1e6))
+    def time(self, M: int) -> dict[str, Any]:
+        x_MH = torch.randn(M, self.norm_H.shape[0], device=DEVICE, dtype=DTYPE)
+        row: dict[str, Any] = {"forward": f"{len(self.layers)} layers + lm_head", "T": M}
+        row["byte_limit_us"] = round(self.bytes() / (READ_BANDWIDTH[match_of(x_MH.device).kind.name] / 1e6))
         sides: dict[str, tuple[Product, Product]] = {"ours": (linear, gated_linear), "cublas": (F.linear, cublas_gated)}
         for which, (product, gated) in sides.items():
-            row[f"{which}_us"] = round(graph_us(lambda: self.run(x_TH, product, gated, norms=False)))  # noqa: B023
-            row[f"{which}_with_norms_us"] = round(graph_us(lambda: self.run(x_TH, product, gated, norms=True)))  # noqa: B023
+            row[f"{which}_us"] = round(graph_us(lambda: self.run(x_MH, product, gated, norms=False)))  # noqa: B023
+            row[f"{which}_with_norms_us"] = round(graph_us(lambda: self.run(x_MH, product, gated, norms=True)))  # noqa: B023
         print(json.dumps(row))
         return row
 
@@ -155,8 +155,8 @@ def main() -> None:
         result = about | {"shapes": shapes}
         if not (args.rows or args.forwards):
             shapes += [row for name, shape in SMALL.items() for row in time_shape(name, *shape, torch.float32, ROWS[:4])]
-            result["silu_mul"] = [time_silu_mul(T) for T in PREFILL_ROWS]
+            result["silu_mul"] = [time_silu_mul(M) for M in PREFILL_ROWS]
         forward = Forward()
-        result["forwards"] = [forward.time(T) for T in args.rows or FORWARD_ROWS]
+        result["forwards"] = [forward.time(M) for M in args.rows or FORWARD_ROWS]
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))

@@ -27,7 +27,7 @@ from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.models.experts import run_experts
-from specdec.ops.products.experts import Form, QuantisedExperts, SwiGlu, quantised_experts
+from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, quantised_experts
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
 from specdec.ops.products.formats.quantised import Kind
 from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
@@ -41,12 +41,12 @@ class Layer(NamedTuple):
     top_k: int
     hidden: int
     width: int
-    gate: SwiGlu
+    gate: SwiGLU
 
 
 LAYERS = {
-    "gpt-oss-20b": Layer(32, 4, 2880, 2880, SwiGlu(1.702, 7.0)),
-    "Qwen3-30B-A3B": Layer(128, 8, 2048, 768, SwiGlu()),
+    "gpt-oss-20b": Layer(32, 4, 2880, 2880, SwiGLU(1.702, 7.0)),
+    "Qwen3-30B-A3B": Layer(128, 8, 2048, 768, SwiGLU()),
 }
 FORMATS: dict[str, tuple[str, Kind, int]] = {
     "mxfp4": ("gpt-oss-20b", "e2m1", 32),

@@ -107,7 +107,7 @@ class DFlashHead(BlockHead):
 
     def check(self, spec: SpecConfig) -> None:
         super().check(spec)
-        most = self.block.most_steps
+        most = self.block.max_steps
         if most is not None and spec.max_steps > most:
             raise ValueError(
                 f"num_steps must be at most {most}, the tokens that this head drafts in a pass, got {spec.num_steps}; nearest "

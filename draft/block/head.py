@@ -77,7 +77,7 @@ class BlockHead(DraftHead):
 
     def default_shape(self) -> SpecConfig:
         """The usual one, with no more levels than a pass was made to draft tokens."""
-        usual, most = SpecConfig(), self.block.most_steps
+        usual, most = SpecConfig(), self.block.max_steps
         return usual if most is None or usual.max_steps <= most else SpecConfig(most, usual.topk)
 
     def slots(self, spec: SpecConfig) -> int:

@@ -53,7 +53,7 @@ class DraftWorker(PausingDrafter[EagleRows]):
 
     def __init__(self, head: StepHead, context: DrafterContext, shares_noise: bool = True) -> None:
         self.head, self.backend = head, context.backend
-        self.topk = context.most_topk  # of the first level that rows keep
+        self.topk = context.max_topk  # of the first level that rows keep
         self.shares_noise, self.few_rows = shares_noise, FEW_ROWS
         (self.cache,) = self.caches = context.caches
         self.rows = EagleRows.empty(

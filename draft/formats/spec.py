@@ -66,7 +66,7 @@ class BlockSpec:
     confidence: Confidence = "none"
 
     @property
-    def most_steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """The most tokens that a pass drafts; None: any number."""
         return self.size - self.skips_anchor if self.size else None
 

@@ -35,11 +35,14 @@ def deviation(logits_RW: Tensor, largest_R: Tensor, vocabulary: Vocabulary) -> T
     """
     is_finite_RW = logits_RW.isfinite()
     span_R = largest_R + vocabulary.largest(torch.where(is_finite_RW, -logits_RW, -torch.inf))
-    below_RW = (largest_R[:, None] - logits_RW) / span_R.where(span_R > 0, 1.0)[:, None]
-    below_RW = below_RW.where(is_finite_RW, 0.0)  # 0 to 1
-    # Sums of integers are exact in any order, so that they don't depend on the batch, or on how many ranks divide the row.
-    sums_R3 = torch.stack([(x * ONE).long().sum(-1) for x in (below_RW, below_RW.square())] + [is_finite_RW.sum(-1)], dim=-1)
-    if vocabulary.group.size > 1:
-        sums_R3 = vocabulary.group.gather(sums_R3).sum(0)
-    mean_R, square_R = (sums_R3[:, :2].double() / ONE / sums_R3[:, 2:]).unbind(-1)
-    return span_R * (square_R - mean_R.square()).clamp(min=0).sqrt()
+    below_RW = (largest_R[:, None] - logits_RW) / span_R.where(span_R > 0, 1.0)[:, None]  # 0 to 1
+
+    def mean(x_RW: Tensor) -> Tensor:
+        # Sums of integers are exact in any order, so they don't depend on the batch, or on how many ranks divide the row.
+        sums_R2 = torch.stack([(x_RW.where(is_finite_RW, 0.0) * ONE).long().sum(-1), is_finite_RW.sum(-1)], dim=-1)
+        if vocabulary.group.size > 1:
+            sums_R2 = vocabulary.group.gather(sums_R2).sum(0)
+        return sums_R2[:, 0].double() / ONE / sums_R2[:, 1]
+
+    # Squares of differences from the mean keep their digits where most logits lie together, far from the others.
+    return span_R * mean((below_RW - mean(below_RW).float()[:, None]).square()).sqrt()

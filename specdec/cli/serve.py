@@ -18,7 +18,7 @@ from specdec.cli import flags
 from specdec.cli.terminal.output import say_plain
 from specdec.cli.terminal.waiting import over
 from specdec.serve.options import KEY_VARIABLE, ServeOptions, key_of_environment
-from specdec.serve.process.descriptors import most_connections, raised_limit
+from specdec.serve.process.descriptors import connection_limit, raised_limit
 from specdec.serve.process.output import output_that_never_waits
 
 HELP = "serve a pair over HTTP, as OpenAI's API"
@@ -63,7 +63,7 @@ def _serve(args: argparse.Namespace, check: Callable[[], None]) -> int:
         )
     from specdec.serve.run import listen, serve
 
-    most_connections(options.max_connections)  # an error now, not after the models were loaded
+    connection_limit(options.max_connections)  # an error now, not after the models were loaded
     with listen(options) as listener:  # before the models are loaded: a port in use is said at once
         from specdec import AsyncSpecDecoder
 

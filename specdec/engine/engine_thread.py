@@ -76,8 +76,12 @@ class EngineThread:
     def submit(self, requests: Sequence[Request], wake: Callable[[], None]) -> list[OutputQueue]:
         """Hands requests that have passed `Engine.check` to the engine.  Returns an output queue for each.  wake: see there.
 
-        RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.
+        RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before,
+        TypeError for what is none.
         """
+        for request in requests:
+            if not isinstance(request, Request):
+                raise TypeError(f"request must come from new_request, got {request!r} of type {type(request).__name__}"[:400])
         now = time.monotonic()
         queues = [OutputQueue(request, wake, now) for request in requests]
         with self._door:

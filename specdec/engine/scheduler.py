@@ -307,7 +307,7 @@ class Scheduler:
 
     def _is_too_long(self, tokens: int) -> bool:
         """Whether nothing is drafted in a text of so many tokens."""
-        most = self.speculation.most_tokens
+        most = self.speculation.max_draft_length
         return most is not None and tokens >= most
 
     def _end_pause(self) -> None:

@@ -33,7 +33,7 @@ class Speculation:
 
     shapes: those that a round's tree may have; none: there is no drafter; several: the controller chooses.
     ready_seconds: how long it takes to capture a shape's round; 0: nothing is captured, so that any shape may run at any time.
-    most_tokens: of a text, beyond which nothing is drafted; None: there is no such length.
+    max_draft_length: of a text, beyond which nothing is drafted; None: there is no such length.
     first_accepted: see Acceptance.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
@@ -43,11 +43,11 @@ class Speculation:
         self,
         shapes: Sequence[SpecConfig],
         ready_seconds: float = 0.0,
-        most_tokens: int | None = None,
+        max_draft_length: int | None = None,
         is_auto: bool = False,
         first_accepted: float | None = None,
     ) -> None:
-        self.shapes, self.most_tokens = tuple(shapes), most_tokens
+        self.shapes, self.max_draft_length = tuple(shapes), max_draft_length
         self.controller = Controller(shapes, ready_seconds, first_accepted) if is_auto else None
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried

@@ -33,11 +33,11 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int], most_kept: int = MAX_KEPT
+        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int], max_kept: int = MAX_KEPT
     ) -> None:
         self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, tuple(sorted(eos_ids))
         self._tokenizer: Any = None
-        self._most_kept = most_kept
+        self._max_kept = max_kept
         self._compiled: OrderedDict[tuple[GrammarKind, str], Any] = OrderedDict()
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
@@ -83,7 +83,7 @@ class Grammars:
         compiled = self._new(kind, text)  # outside of the lock: a large grammar takes a second, and the engine must not wait
         with self._lock:
             self._compiled[kind, text] = compiled
-            if len(self._compiled) > self._most_kept:
+            if len(self._compiled) > self._max_kept:
                 self._compiled.popitem(last=False)
         return compiled
 

@@ -25,8 +25,8 @@ class TreeCompletion:
     tokens, parents: the nodes so far, padding left out; parents come before their children.
     """
 
-    def __init__(self, matcher: Matcher, drafts_N: Sequence[int], parents_N: Sequence[int], most_depth: int, is_chain: bool):
-        self.matcher, self.is_chain, self.most_depth = matcher, is_chain, most_depth
+    def __init__(self, matcher: Matcher, drafts_N: Sequence[int], parents_N: Sequence[int], max_depth: int, is_chain: bool):
+        self.matcher, self.is_chain, self.max_depth = matcher, is_chain, max_depth
         self._drafts, self._above, self._nodes = drafts_N, parents_N, len(drafts_N)
         self.tokens, self.parents = [drafts_N[0]], [0]
         self._states, self._is_leaf = [matcher.here], [True]  # by node
@@ -85,7 +85,7 @@ class TreeCompletion:
         node = 0
         while node < len(self.tokens) < self._nodes:
             state = self._states[node]
-            if self._is_leaf[node] and state.depth < self.most_depth and not state.is_end:
+            if self._is_leaf[node] and state.depth < self.max_depth and not state.is_end:
                 yield node, state
             node += 1
 
@@ -113,7 +113,7 @@ class TreeCompletion:
 
 
 def look_ahead(
-    matcher: Matcher, nodes: int, most_depth: int, is_chain: bool, is_late: Callable[[], bool] = lambda: False
+    matcher: Matcher, nodes: int, max_depth: int, is_chain: bool, is_late: Callable[[], bool] = lambda: False
 ) -> None:
     """Looks at the states of the tree that a grammar makes by itself, so that completing a drafted one takes less time.
 
@@ -126,7 +126,7 @@ def look_ahead(
         for state in ahead:
             if len(ahead) >= nodes or is_late():
                 return
-            if state.depth < most_depth and not state.is_end:
+            if state.depth < max_depth and not state.is_end:
                 tokens = _proposed(matcher, state)[: 1 if is_chain else nodes - len(ahead)]
                 ahead += [matcher.next_state(state, token) for token in tokens]
 

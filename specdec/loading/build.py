@@ -95,17 +95,17 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  With
     # context parallelism, each row reads its own.
     is_sharded = settings.options.decode_context_parallel_size > 1
-    may_share = model.config.most_read is None and not settings.numerics.is_invariant and not is_sharded
+    may_share = model.config.max_read is None and not settings.numerics.is_invariant and not is_sharded
     reads_together = settings.options.prefix_caching and may_share
     queries = devices.MAX_QUERIES_A_KEY // model.config.heads_a_key
     shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
-    most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
+    max_captured = int(model.group.least(max_captured_cost(model, head), settings.device))
     shapes = head.shapes(settings.spec) if head and settings.spec else ()
     spec = shapes[0] if len(shapes) == 1 else None
     needed = head.needs.models if head else ()
     purpose = repr((model.config, type(head).__name__, needed, settings)) if can_rehearse(model, settings) else None
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, purpose, spec)
+    return DeviceRunner(workers, settings.cuda_graphs, max_captured, shared, purpose, spec)
 
 
 def can_rehearse(model: Target, settings: EngineSettings) -> bool:
@@ -233,7 +233,7 @@ def free_memory(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def most_captured_cost(model: Target, head: DraftModel | None) -> int:
+def max_captured_cost(model: Target, head: DraftModel | None) -> int:
     """The largest cost of a chunk that is captured: up to it, a GPU computes the chunk faster than a slow host launches it.
 
     The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with its weights.

@@ -43,7 +43,7 @@ def _problem(target: ModelConfig, target_backend: str) -> str:
         return "for a target with an encoder"
     if target_backend != "native":
         return "for a target through transformers' code"
-    if target.most_read is not None:
+    if target.max_read is not None:
         return "where an indexer chooses the keys that are read (sparse attention)"
     spans = [str(kind) for kind in target.layer_kinds if kind.span is not None]
     return f"for layers that read a span of keys only ({spans[0]})" if spans else ""

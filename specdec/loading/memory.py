@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.engine.pages.admission import Admission
-from specdec.engine.pages.groups import KvCacheGroup, group_of, page_groups, share_memory
+from specdec.engine.pages.groups import KVCacheGroup, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool
 from specdec.loading.devices import HOST_KEPT_BATCHES, HOST_POOL_SHARE, KEPT_TOKENS, POOL_SHARE
 from specdec.loading.resolve import EngineSettings
@@ -23,7 +23,7 @@ from specdec.models.kv import cache_layout
 class PoolPlan(NamedTuple):
     """The KV pool, by group of layers."""
 
-    groups: tuple[KvCacheGroup, ...]
+    groups: tuple[KVCacheGroup, ...]
     num_pages: tuple[int, ...]  # of each group, its dummy page included
     page_bytes: tuple[int, ...]  # of one page of each group, over both models
 
@@ -86,13 +86,13 @@ def pool_plan(
     return plan
 
 
-def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[KvCacheGroup, ...]:
+def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[KVCacheGroup, ...]:
     """Which layers of these models share page tables."""
     spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
     return page_groups(spans, settings.lookahead, settings.page_tokens, settings.pages_per_sequence, options.prefix_caching)
 
 
-def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[KvCacheGroup]) -> tuple[int, ...]:
+def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     """The bytes of one page of each group, of what the group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
     for model, config in enumerate(configs):

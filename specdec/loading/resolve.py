@@ -270,7 +270,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
     asked = {
         Feature.DIFFERENTIAL: target.differential,
         Feature.INT8_QUERIES: options.int8_queries,
-        Feature.SPARSE: target.most_read is not None,
+        Feature.SPARSE: target.max_read is not None,
         Feature.SOFTCAP: any(c.softcap is not None for c in configs),
         Feature.SINKS: any(c.has_sinks for c in configs),
         Feature.ALIBI: any(kind.alibi for c in configs for kind in c.layer_kinds),

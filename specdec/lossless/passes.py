@@ -38,7 +38,7 @@ class DensePasses:
         self._as_stored, self._numerics = as_stored, settings.numerics
         self._queries_as_read = rounded_queries if settings.options.int8_queries else None
         config = self.model.config
-        self.choosing = config.has_experts or config.most_read is not None
+        self.choosing = config.has_experts or config.max_read is not None
         self.steps = self._as_stored is not None
 
     @contextmanager

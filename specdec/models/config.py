@@ -181,7 +181,7 @@ class ModelConfig:
         return self.latent_rank > 0
 
     @property
-    def most_read(self) -> int | None:
+    def max_read(self) -> int | None:
         """The most keys that a query reads where an indexer chooses them (sparse attention); None: nothing is chosen."""
         return None if self.indexer is None else self.indexer.topk
 

@@ -162,9 +162,9 @@ class Linear(Multiplying):
         """partials: whether the caller can add up split-K partials, as RMSNorm.add does.  Ranks that share columns get sums."""
         return self.stored.matmul(x, self.bias, self.numerics, partials=partials and self.shape()[1] == self.in_features)
 
-    def gated(self, x_TI: Tensor) -> Tensor:
+    def gated(self, x_TK: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
-        return self.stored.gated(x_TI, self.bias, self.numerics)
+        return self.stored.gated(x_TK, self.bias, self.numerics)
 
     @property
     def stored(self) -> Weight:

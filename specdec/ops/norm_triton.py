@@ -103,7 +103,7 @@ def launch_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm); without delta, (x, its norm).  Rows may be strided.
 
-    ids_T: int64; x is a table whose rows of these numbers are meant.  out_TH, below_CH: see `norm.add_rms_norm`.
+    ids_T: int64; x is a table, of which the rows with these ids are read.  out_TH, below_CH: see `norm.add_rms_norm`.
     """
     x_TH, H = _rows(x), x.shape[-1]
     shape = x.shape if ids_T is None else (*ids_T.shape, H)

@@ -1,6 +1,6 @@
 """The kernels of rows.py: one program for each picked row and block of columns, or for each block of ids.
 
-Shapes: B sequences, N rows of a sequence, E picked rows, F columns, S ids.
+Shapes: B sequences, N rows of a sequence, E picked rows, F columns, S ids, T rows of K columns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def launch_take_rows(x_BNF: Tensor, index_BE: Tensor, out: Tensor | None, run: i
 
 @triton.jit(do_not_specialize=["stride_t"])
 def take_columns_kernel(
-    x,  # [T, I]
+    x,  # [T, K]
     order,  # [F] int32, a weight
     out,  # [T, F]
     stride_t,
@@ -76,12 +76,12 @@ def take_columns_kernel(
 
 def launch_take_columns(x: Tensor, order_F: Tensor) -> Tensor:
     """`rows.take_columns`: [..., F]."""
-    x_TI, F = x.reshape(-1, x.shape[-1]), order_F.shape[0]
-    assert x_TI.stride(1) == 1 and order_F.is_contiguous() and order_F.dtype == torch.int32
+    x_TK, F = x.reshape(-1, x.shape[-1]), order_F.shape[0]
+    assert x_TK.stride(1) == 1 and order_F.is_contiguous() and order_F.dtype == torch.int32
     out = x.new_empty(*x.shape[:-1], F)
     if out.numel():
-        take_columns_kernel[(x_TI.shape[0], triton.cdiv(F, 1024))](
-            x_TI, order_F, out, x_TI.stride(0), SIZE=F, BLOCK=min(1024, triton.next_power_of_2(F)), num_warps=4,
+        take_columns_kernel[(x_TK.shape[0], triton.cdiv(F, 1024))](
+            x_TK, order_F, out, x_TK.stride(0), SIZE=F, BLOCK=min(1024, triton.next_power_of_2(F)), num_warps=4,
             **chained(x.device),
         )  # fmt: skip
     return out

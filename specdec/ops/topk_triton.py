@@ -33,8 +33,8 @@ def ordered_16(x):
     """int32 numbers of the same order as 16-bit floats: -0.0 counts as 0.0, NaN as larger than all."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     bits = tl.where(bits == -32768, 0, bits)
-    wide = x.to(tl.float32)
-    return tl.where(wide != wide, 0x7FFF, bits ^ ((bits >> 15) & 0x7FFF))
+    value = x.to(tl.float32)
+    return tl.where(value != value, 0x7FFF, bits ^ ((bits >> 15) & 0x7FFF))
 
 
 @triton.jit
@@ -107,22 +107,22 @@ def scan_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x_N = tl.load(logits + first + i_N, mask=ok_N, other=-float("inf"))
-    wide_N = x_N.to(tl.float32)
+    value_N = x_N.to(tl.float32)
     if NOISE_WEIGHT > 0:
         if CUTOFF_WEIGHT > 0:
-            wide_N = steepened(wide_N, tl.load(cutoff + row), CUTOFF_WEIGHT)
-        wide_N = wide_N * weight + noise_N
-    top = tl.max(wide_N, 0)
+            value_N = steepened(value_N, tl.load(cutoff + row), CUTOFF_WEIGHT)
+        value_N = value_N * weight + noise_N
+    top = tl.max(value_N, 0)
     if SOFTMAX:
         shift = tl.where(top == -float("inf"), 0.0, top)
-        tl.store(sums + place, tl.sum(tl.exp(wide_N - shift), 0))
+        tl.store(sums + place, tl.sum(tl.exp(value_N - shift), 0))
     if K == 1:  # comparing floats takes half as many instructions as making keys
-        wide_N = tl.where(wide_N != wide_N, float("inf"), wide_N)
-        best = tl.min(tl.where(wide_N < tl.max(wide_N, 0), SLICE - 1, i_N), 0)
+        value_N = tl.where(value_N != value_N, float("inf"), value_N)
+        best = tl.min(tl.where(value_N < tl.max(value_N, 0), SLICE - 1, i_N), 0)
         token_C = first + best + c_C
     else:
         if NOISE_WEIGHT > 0 or x_N.dtype == tl.float32:
-            key_N = (ordered_32(wide_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
+            key_N = (ordered_32(value_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
             lowest = tl.full([], LOWEST_64, tl.int64)
         else:  # 16 bits of value above 16 bits of place: one instruction compares two keys
             key_N = (ordered_16(x_N) << 16) | (SLICE - 1 - i_N)
@@ -139,7 +139,7 @@ def scan_kernel(
     if NOISE_WEIGHT == 0:
         value_C = tl.load(logits + token_C, mask=ok_C & (token_C < vocab), other=-float("inf")).to(tl.float32)
     elif K == 1:
-        value_C = tl.max(wide_N, 0) + tl.zeros_like(c_C).to(tl.float32)
+        value_C = tl.max(value_N, 0) + tl.zeros_like(c_C).to(tl.float32)
     else:
         value_C = tl.where(token_C < vocab, key_value(best_C), -float("inf"))
     tl.store(keys + place * K + c_C, make_key(value_C, token_C), mask=ok_C)

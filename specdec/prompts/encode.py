@@ -53,8 +53,6 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
 
     TypeError if it is no prompt.  ValueError if it is empty, holds an id outside the vocabulary, or can't be encoded.
     """
-    if is_array(prompt) and prompt.ndim == 1:
-        prompt = prompt.tolist()
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{name} is an empty string: expected some text")
@@ -68,12 +66,19 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
         for i, message in enumerate(prompt):
             _check_unicode(message["content"] or "", f"{name}[{i}]['content']")
         ids = tokenizer.encode_chat(list(prompt), name)
-    elif isinstance(prompt, list | tuple) and _is_ids(prompt):
-        # A list of ints is copied at once: the GPU waits for this, and a call of int for each token takes more time.
-        ids = list(prompt) if set(map(type, prompt)) == {int} else [int(token) for token in prompt]
     else:
-        fault = _fault(prompt, name)
-        raise TypeError(_expected(name, prompt) + (f"; {fault}" if fault else ""))
+        ids = prompt
+    return checked_ids(ids, name, vocab_size)
+
+
+def checked_ids(ids: Any, name: str, vocab_size: int) -> list[int]:
+    """Token ids as a list of ints.  TypeError if they are none, ValueError for none at all or one outside the vocabulary."""
+    given = ids.tolist() if is_array(ids) and ids.ndim == 1 else ids
+    if not isinstance(given, list | tuple) or not _is_ids(given):
+        fault = _fault(given, name)
+        raise TypeError(_expected(name, given) + (f"; {fault}" if fault else ""))
+    # A list of ints is copied at once: the GPU waits for this, and a call of int for each token takes more time.
+    ids = list(given) if set(map(type, given)) == {int} else [int(token) for token in given]
     if not ids:
         raise ValueError(f"{name} is empty: expected at least one token")
     if min(ids) < 0 or max(ids) >= vocab_size:

@@ -1,6 +1,6 @@
 """Runs chunks of prompts through both models: eagerly, or as a CUDA graph where launching takes longer than computing.
 
-A small chunk's kernels end before the host has launched the next ones.  So chunks that cost at most `most_captured` are padded
+A small chunk's kernels end before the host has launched the next ones.  So chunks that cost at most `max_captured` are padded
 to a bucket and captured: the first chunk of a bucket runs eagerly without padding, the second eagerly with padding, and the
 third is captured, as long as there are fewer than MAX_GRAPHS.
 
@@ -38,11 +38,11 @@ class ChunkKey(NamedTuple):
 class PromptRunner:
     """Runs chunks.  A chunk's results are written into the rows of the batch; the first tokens of its prompts are returned.
 
-    most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk runs eagerly.
+    max_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk runs eagerly.
     """
 
-    def __init__(self, workers: Workers, capture: bool, most_captured: int, grammars: GrammarRows) -> None:
-        self.workers, self.most_captured, self.grammars = workers, most_captured, grammars
+    def __init__(self, workers: Workers, capture: bool, max_captured: int, grammars: GrammarRows) -> None:
+        self.workers, self.max_captured, self.grammars = workers, max_captured, grammars
         self.graphs = GraphSet(capture)
         self._passes: Counter[ChunkKey] = Counter()  # eager passes; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
@@ -58,7 +58,7 @@ class PromptRunner:
         bucket = bucket_of(exact)
         # A backend that reads lengths on the host needs those of each chunk, so it can't replay another chunk's graph.
         reads_lengths = not self.workers.verifier.backend.reads_no_lengths
-        if not self.graphs.enabled or reads_lengths or max(chunk.cost, bucket.tokens) > self.most_captured:
+        if not self.graphs.enabled or reads_lengths or max(chunk.cost, bucket.tokens) > self.max_captured:
             return self._eager(chunk, exact)
         key = ChunkKey(bucket, chunk.needs, chunk.drafted)
         passes = self._passes[key]

@@ -51,7 +51,7 @@ class RankCall(NamedTuple):
 class DeviceRunner:
     """Executes steps.
 
-    graphs: see RoundRunner.  most_captured: see PromptRunner.  rehearses, spec: see FirstPasses, whose purpose the first is;
+    graphs: see RoundRunner.  max_captured: see PromptRunner.  rehearses, spec: see FirstPasses, whose purpose the first is;
     None: passes may not be rehearsed.  shared: buffers for the pages that rows read together; None where rows never do.
     """
 
@@ -59,7 +59,7 @@ class DeviceRunner:
         self,
         workers: Workers,
         graphs: GraphMode,
-        most_captured: int = 0,
+        max_captured: int = 0,
         shared: SharedPrefix | None = None,
         rehearses: str | None = None,
         spec: SpecConfig | None = None,
@@ -75,7 +75,7 @@ class DeviceRunner:
         vocabulary = workers.verifier.model.vocabulary
         self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
-        self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
+        self.prompts = PromptRunner(workers, bool(graphs), max_captured, self.grammars)
         self._rehearses = rehearses is not None
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
         self._actions: dict[type[Any], Callable[[Any], steps.Pending | None]] = {

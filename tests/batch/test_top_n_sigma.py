@@ -11,6 +11,7 @@ from specdec import SamplingParams
 from specdec.batch.choose import edited_logits
 from specdec.batch.rules import LogitRows
 from specdec.batch.sampling import RowSampling
+from specdec.batch.sigma import deviation
 from specdec.batch.tables import TokenTables
 from specdec.engine.needs import RowChoice, union
 from specdec.parallel.group import ALONE
@@ -93,3 +94,13 @@ def test_rows_without_a_deviation_stay_as_they_are(special: float, everywhere: b
         assert batch.edited(ALONE).allclose(batch.logits_RV, equal_nan=True)  # type: ignore[arg-type]
     else:
         assert batch.edited(ALONE).isneginf().any(-1).all()  # type: ignore[arg-type]
+
+
+def test_the_deviation_of_logits_that_lie_together() -> None:
+    """Keeps out: squares that lose the digits of a small deviation far from the middle of the span."""
+    rows = torch.full((3, 4096), -72.0)
+    rows[1] += 1e-2 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    rows[:, 0], rows[:, 1], rows[2, 5:9] = 0.0, -100.0, -torch.inf
+    got = deviation(rows, rows.amax(-1), Vocabulary.of(4096, ALONE))
+    want = [row[np.isfinite(row)].std() for row in rows.double().numpy()]
+    assert np.allclose(got.numpy(), want, rtol=2e-6)

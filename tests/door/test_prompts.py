@@ -273,3 +273,29 @@ def test_the_bench_asks_chats_through_their_template(zoo: Zoo, tmp_path: Path, c
             encoded_by(ids, tokenizer) == [[1, 2]]
             and prompt_facts([[1, 2]], ids.prompts, "p.jsonl", chat=chat)["chat_template"] is False
         )
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "error", "match"),
+    [
+        ([10**6], SHORT, ValueError, r"prompt holds the token id 1000000; expected ids in \[0, "),
+        ([-1], SHORT, ValueError, "prompt holds the token id -1"),
+        ([], SHORT, ValueError, "prompt is empty: expected at least one token"),
+        ([1.5], SHORT, TypeError, "prompt"),
+        ([True], SHORT, TypeError, "prompt"),
+        ("A dog", SHORT, TypeError, "prompt"),
+        ([1, 2], 5, TypeError, "sampling must be a SamplingParams, got 5 of type int"),
+    ],
+    ids=str,
+)
+def test_a_request_s_ids_are_checked(decoder: SpecDecoder, ids: Any, sampling: Any, error: type[Exception], match: str) -> None:
+    """Keeps out: ids that go past `encode`, fail inside the engine, and take the requests beside them along."""
+    with pytest.raises(error, match=match):
+        decoder.new_request(ids, sampling)
+
+
+@pytest.mark.parametrize("requests", [[5], 5, [[1, 2]]], ids=str)
+def test_what_runs_is_a_request(decoder: SpecDecoder, requests: Any) -> None:
+    """Keeps out: an error that names an attribute of the engine."""
+    with pytest.raises(TypeError, match="requests must be a list|request must come from new_request"):
+        decoder.run(requests)

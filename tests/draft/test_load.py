@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target, read_target_config
+from toolkit.heads import block_zoo  # noqa: F401  which the zoo then has
 from toolkit.models import HEADS, Zoo, kept_ids, save_eagle1, save_eagle3
 from torch import Tensor
 
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.formats.body import default_aux_layers
 from specdec.draft.formats.open import HowToRead
-from specdec.draft.load import load_head
+from specdec.draft.load import HeadDrafter, load_head
 from specdec.ops.topk import with_offsets
 
 Tensors = dict[str, Tensor]
@@ -169,3 +170,16 @@ def test_default_aux_layers(zoo: Zoo) -> None:
     assert [default_aux_layers(n) for n in (8, 32, 36)] == [(1, 3, 4), (1, 15, 28), (1, 17, 32)]
     head = load(zoo, zoo.head("llama-linear-8-layers", "eagle3"), "llama-linear-8-layers")
     assert head.config.aux_layers == (1, 3, 4)
+
+
+@pytest.mark.parametrize("in_bits", [True, False])
+def test_a_copy_beside_a_matrix_in_few_bits_counts(zoo: Zoo, in_bits: bool) -> None:
+    """Keeps out: a plan of memory without the head's copy of the target's last matrix, which stays where that has few bits."""
+
+    class FewBits:
+        def format_of(self, name: str) -> object:
+            return object() if in_bits and name == "lm_head" else None
+
+    drafter = HeadDrafter(zoo.head("llama", "dspark-gated"), read_target_config(zoo.target("llama")), HowToRead())
+    assert drafter.opened.parsed.copies
+    assert ("lm_head.weight" in drafter.unkept(FewBits())) != in_bits  # type: ignore[arg-type]

@@ -351,7 +351,7 @@ def test_the_drafter_knows_no_text_after_the_runner_ended_its_drafts(pause: int)
 def test_the_drafter_knows_no_text_after_it_was_stopped(pause: int) -> None:
     """Keeps out: pages beyond the length at which drafting stops, or that the drafter has not caught up on, kept as drafted."""
     engine, stopped = engine_of(1, ChunkBudget(16, 16, 16)), list[int]()
-    engine.scheduler.speculation.most_tokens = 20
+    engine.scheduler.speculation.max_draft_length = 20
     request = new_request([5] * 10, 30)
     engine.submit([request])
     while not engine.is_idle:
@@ -382,3 +382,9 @@ def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:
                 chunks_until.setdefault(index, chunks)
     assert chunks_until[2] <= 2 and chunks_until[1] <= 2 + 400 // 48 + 2 and chunks_until[0] > 50
     assert requests[1].stats.cached_tokens >= 400 - 256
+
+
+@pytest.mark.parametrize(("shape", "depths"), [((5, 4, 3), 2), ((5, 1, 6), 5), ((2, 4, 11), 2)], ids=str)
+def test_a_tree_has_no_more_levels_than_drafted_nodes(shape: tuple[int, int, int], depths: int) -> None:
+    """Keeps out: rows of counters for depths that no node can have."""
+    assert RunRound(1, "speculative", SpecConfig(*shape), Needs.of()).depths == depths

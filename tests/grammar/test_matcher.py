@@ -77,7 +77,7 @@ def test_the_grammar_that_was_used_least_recently_goes() -> None:
         def _new(self, kind: GrammarKind, text: str) -> None:
             made.append(text)
 
-    grammars = Noted(tokenizer_json, V, [EOS], most_kept=2)
+    grammars = Noted(tokenizer_json, V, [EOS], max_kept=2)
     for text in "abacab":
         grammars.check("regex", text)
     assert made == ["a", "b", "c", "b"]

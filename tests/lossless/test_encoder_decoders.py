@@ -107,3 +107,14 @@ def test_a_text_that_fails_leaves_the_others_running(bart: Path, monkeypatch: py
         both = [sources()[2], sources()[4]]  # they fill all rows, so no place of a text may have been lost
         for source, out in zip(both, decoder.generate(both, SamplingParams(max_tokens=6)), strict=True):
             assert out.token_ids == greedy(model, source, 6)
+
+
+def test_the_longest_output_counts_no_encoder_input(bart: Path) -> None:
+    """Keeps out: a chat without max_tokens that is cut short by the length of a text which only the encoder reads."""
+    with SpecDecoder.from_pretrained(bart, None, None, device="cpu", dtype="float32", max_seq_len=32) as decoder:
+        short, long = ([3] * count for count in (1, 20))
+        longest = decoder.longest_output(short)
+        assert longest == decoder.longest_output(long) > 20
+        decoder.new_request(long, SamplingParams(max_tokens=longest))
+        with pytest.raises(ValueError, match="max_seq_len"):
+            decoder.new_request(long, SamplingParams(max_tokens=longest + 1))

@@ -16,10 +16,11 @@ from toolkit.heads.block_zoo import HEADS  # which the zoo then has
 from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
-from specdec import SamplingParams, SpecConfig
+from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.batch.tree import DraftTree
 from specdec.draft.eagle.worker import FEW_ROWS
 from specdec.ops.cuda_graph import GraphSet
+from specdec.shipped import draft_folder, target_folder
 
 SAMPLING = [
     SamplingParams(max_tokens=11),
@@ -134,6 +135,22 @@ def test_warm_ups_change_nothing(zoo: Zoo, kind: str, whole: bool) -> None:
     driver.use_graphs(graphs, whole)
     assert outputs(driver, seen) == want
     assert seen == trees and graphs.calls > 20 and any(sum(accepted) for _, accepted in want)
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(4, 3, 10), SpecConfig(3, 1, 4)], ids=str)
+def test_a_tree_is_read_again_after_a_warm_up(spec: SpecConfig) -> None:
+    """Keeps out: rows with a grammar whose accepted path is committed from slots that a warm-up's commit has overwritten.  The
+    other rounds read the tree within the function that warms up."""
+    sampling = [SamplingParams(max_tokens=24, regex=r"(The|A) [a-z]{2,6}( [a-z]{2,7}){4}\."), SamplingParams(max_tokens=24)]
+    found: list[list[list[int]]] = []
+    for graphs in (None, WarmUps([])):
+        with SpecDecoder.from_pretrained(target_folder(), draft_folder(), spec, device="cpu", max_seq_len=160) as decoder:
+            driver = Driver(decoder)
+            if graphs is not None:
+                driver.use_graphs(graphs, False)
+            outs = decoder.generate(["Once upon a time", "Once upon a time"], sampling)
+            found.append([out.token_ids for out in outs])
+    assert found[0] == found[1] and any(out.stats.accepted > 3 for out in outs)
 
 
 MIXED = [  # so that rows with different needs run beside each other, and in turns

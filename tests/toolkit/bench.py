@@ -41,7 +41,7 @@ class StubModel(torch.nn.Module):
             layer_kinds=(FULL,),
             kv_source=(0,),
             has_experts=False,
-            most_read=None,
+            max_read=None,
         )
         self.vocabulary = Vocabulary.of(len(logits), ALONE)
 

@@ -322,7 +322,7 @@ class Driver(Hooks):
 
     def set_least_shared(self, tokens: int) -> None:
         """Sets the threshold of (rows - 1) * tokens from which rows read common pages together."""
-        self._scheduler.sharing.least_saved = tokens
+        self._scheduler.sharing.min_saved = tokens
 
     def script_levels(self, *steps: int) -> None:
         """`script_shapes` with trees of so many levels, of as many branches and nodes as the decoder's spec allows."""

@@ -54,8 +54,8 @@ def test_products_of_a_checkpoint(zoo: Zoo) -> None:
 def test_no_candidate_splits_more_than_there_is() -> None:
     """Keeps out: programs without a column of a narrow product, whose sums nobody writes."""
     for match in (Match(H200, "", True), Match(H200, "", False)):
-        for T in (1, 16, 64):
-            own, *others = candidates(T, SMALL, match)
+        for M in (1, 16, 64):
+            own, *others = candidates(M, SMALL, match)
             assert all(tiles is None or tiles.splits <= -(-SMALL.K // tiles.block_k) for tiles in others[1:])
 
 
@@ -64,12 +64,12 @@ def test_a_product_is_right_within_16_bits(gated: bool) -> None:
     """Keeps out: tiles that are fast because they leave something out; one that can't be compiled, which ends the run."""
 
     def gives(share: float) -> Any:
-        def run(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool, tiles: object) -> torch.Tensor:
-            gate, up = (x_TI @ weight.T).chunk(2, -1)
-            y_TO = torch.nn.functional.silu(gate) * up if gated else torch.cat((gate, up), -1)
+        def run(x_MK: torch.Tensor, weight: torch.Tensor, gated: bool, tiles: object) -> torch.Tensor:
+            gate, up = (x_MK @ weight.T).chunk(2, -1)
+            y_MN = torch.nn.functional.silu(gate) * up if gated else torch.cat((gate, up), -1)
             if not share:
                 raise RuntimeError("out of resources")
-            return share * y_TO
+            return share * y_MN
 
         return run
 
@@ -79,16 +79,16 @@ def test_a_product_is_right_within_16_bits(gated: bool) -> None:
 
 
 @pytest.mark.parametrize("match", [Match(H200, "", True), Match(H100, "", True), Match(H200, "", False)])
-@pytest.mark.parametrize("T", [1, 6, 16, 40, 64])
-def test_candidates_begin_with_the_kinds_own(T: int, match: Match) -> None:
+@pytest.mark.parametrize("M", [1, 6, 16, 40, 64])
+def test_candidates_begin_with_the_kinds_own(M: int, match: Match) -> None:
     """Keeps out: a comparison with something other than what runs, tiles twice, and Hopper's kernel on another GPU."""
     for product in named_products("llama-3.1-8b", torch.bfloat16):
-        O, I, gated, dtype = product
-        found = candidates(T, product, match)
-        assert found[0] == product_tiles(T, O, I, dtype, gated, match.kind if match.hopper else H100)
+        N, K, gated, dtype = product
+        found = candidates(M, product, match)
+        assert found[0] == product_tiles(M, N, K, dtype, gated, match.kind if match.hopper else H100)
         assert None in found and len(set(found)) == len(found) > 5
         tiles = [each for each in found if each is not None]
-        assert all(each.block_m >= T and each.shared_bytes(2) <= 232448 for each in tiles)
+        assert all(each.block_m >= M and each.shared_bytes(2) <= 232448 for each in tiles)
         assert match.hopper or all(each.kernel != "stream_hopper" for each in tiles)
 
 
@@ -102,13 +102,13 @@ class Times:
         self.own, *others = candidates(1, SMALL, self.match)
         self.wrong, self.best = [tiles for tiles in others if tiles is not None][:2]
 
-    def compile(self, T: int, tiles: list[Any], rehearsals: Any) -> None:
+    def compile(self, M: int, tiles: list[Any], rehearsals: Any) -> None:
         assert tiles[0] == self.own
 
-    def is_right(self, T: int, tiles: ProductTiles | None) -> bool:
+    def is_right(self, M: int, tiles: ProductTiles | None) -> bool:
         return tiles != self.wrong
 
-    def microseconds(self, T: int, tiles: ProductTiles | None) -> float:
+    def microseconds(self, M: int, tiles: ProductTiles | None) -> float:
         return {self.own: 10.0, self.wrong: 1.0, self.best: 10.0 * self.gain}.get(tiles, 20.0)
 
 

@@ -31,18 +31,18 @@ def test_products_take_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         taken = []
         launch = products._launch
         monkeypatch.setattr(products, "_launch", lambda *given: (taken.append(given[-1]), launch(*given))[1])
-        for T in (1, 9, 16):
+        for M in (1, 9, 16):
             for product, multiply in ((qkv, linear), (pair, gated_linear)):
-                x_TI = torch.randn(T, product.K, device=device, dtype=torch.bfloat16)
-                weight_OI = torch.randn(product.N, product.K, device=device, dtype=torch.bfloat16) * product.K**-0.5
-                exact_TO = x_TI.double() @ weight_OI.double().T
+                x_MK = torch.randn(M, product.K, device=device, dtype=torch.bfloat16)
+                weight_NK = torch.randn(product.N, product.K, device=device, dtype=torch.bfloat16) * product.K**-0.5
+                exact_MN = x_MK.double() @ weight_NK.double().T
                 if product.gated:
-                    gate, up = exact_TO.chunk(2, -1)
-                    exact_TO = torch.nn.functional.silu(gate) * up
+                    gate, up = exact_MN.chunk(2, -1)
+                    exact_MN = torch.nn.functional.silu(gate) * up
                 taken.clear()
                 with torch.inference_mode():
-                    got_TO = multiply(x_TI, weight_OI)
-                assert taken == [tiles for tiles in [table.find(T, product)[1]] if tiles is not None]
-                assert (got_TO.double() - exact_TO).norm() < 6e-3 * exact_TO.norm()
+                    got_MN = multiply(x_MK, weight_NK)
+                assert taken == [tiles for tiles in [table.find(M, product)[1]] if tiles is not None]
+                assert (got_MN.double() - exact_MN).norm() < 6e-3 * exact_MN.norm()
     finally:
         tuned_table.cache_clear()

@@ -27,6 +27,6 @@ class BlockRows(PausedRows):
         """hidden, features: H and F."""
         device, dtype = context.device, context.dtype
         return cls(
-            hidden_BSH=torch.zeros(context.rows, context.most_steps, hidden, dtype=dtype, device=device),
+            hidden_BSH=torch.zeros(context.rows, context.max_steps, hidden, dtype=dtype, device=device),
             **cls.nothing_pending(context.rows, context.max_pause, features, device, dtype),
         )

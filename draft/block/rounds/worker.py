@@ -30,7 +30,7 @@ class BlockWorker(PausingDrafter[BlockRows]):
     def __init__(self, head: BlockHead, context: DrafterContext) -> None:
         self.head = head
         (self.cache,) = self.caches = context.caches
-        self.run = head.make_pass(context.backend, self.cache, context.most_steps)
+        self.run = head.make_pass(context.backend, self.cache, context.max_steps)
         self.groups = self.cache.group_numbers
         self.rows = BlockRows.empty(context, head.config.model.hidden_size, head.config.feature_size)
 

@@ -57,7 +57,7 @@ class Admission:
     span: the most keys that one query reads in these layers.
     encoder_pages: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
-    least_shared_to_wait: see `should_wait`.
+    min_shared_to_wait: see `should_wait`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Admission:
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
         self.allocations: dict[Request, PageAllocation] = {}
         self.lookup_tokens = self.hit_tokens = 0
-        self.least_shared_to_wait = MIN_SHARED_TO_WAIT
+        self.min_shared_to_wait = MIN_SHARED_TO_WAIT
 
     @property
     def max_chunk_tokens(self) -> int | None:
@@ -150,14 +150,14 @@ class Admission:
     def should_wait(self, request: Request, found: PrefixHit, others: Sequence[Request]) -> bool:
         """Whether the request had better enter after the prompts of `others` have run.
 
-        That is so if the prefix cache would then hold at least least_shared_to_wait more tokens of its prompt.
+        That is so if the prefix cache would then hold at least min_shared_to_wait more tokens of its prompt.
         found: what the cache holds now.
         """
         if self.cache is None:
             return False
         size = self.pool.page_size
         shared = max(common_pages(request.prompt_ids, other.prompt_ids, size) for other in others) * size
-        return shared - found.tokens >= self.least_shared_to_wait
+        return shared - found.tokens >= self.min_shared_to_wait
 
     def admit(self, request: Request, found: PrefixHit) -> bool:
         """Gives the request its pages.  Returns whether there were enough; if not, nothing has changed."""

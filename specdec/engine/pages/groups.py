@@ -16,19 +16,19 @@ RING_PREFILL = 2048  # the most tokens of one prompt in one chunk, where sequenc
 LOCAL_SHARE = 0.5  # where memory is too small, the most of it that rings get before the layers that read all keys get theirs
 
 
-class KvCacheGroup(NamedTuple):
+class KVCacheGroup(NamedTuple):
     """Layers that share one page table."""
 
     ring: int | None  # the number of pages that a sequence reuses for these layers; None: it has pages for all its tokens
     span: int | None  # the most keys that one query reads in any of these layers; None: there is no bound
 
 
-ALL = KvCacheGroup(None, None)  # a group in which every sequence has pages for all its tokens
+ALL = KVCacheGroup(None, None)  # a group in which every sequence has pages for all its tokens
 
 
 def page_groups(
     spans: Sequence[int | None], lookahead: int, page_size: int, table_pages: int, prefix_caching: bool
-) -> tuple[KvCacheGroup, ...]:
+) -> tuple[KVCacheGroup, ...]:
     """One group, or two: the layers that read all keys, and then those with a span.
 
     spans: for each layer of both models, the most keys that one query reads; None for a layer that reads all keys.
@@ -45,11 +45,11 @@ def page_groups(
     ring += prefix_caching  # a chunk's first page may begin before the chunk; it is still there when the chunk has run
     if ring >= table_pages:
         return (ALL,)
-    local = KvCacheGroup(ring, span)
+    local = KVCacheGroup(ring, span)
     return (local,) if len(bounded) == len(spans) else (ALL, local)
 
 
-def group_of(span: int | None, groups: Sequence[KvCacheGroup]) -> int:
+def group_of(span: int | None, groups: Sequence[KVCacheGroup]) -> int:
     """The index of the group to which a layer with that span belongs."""
     return 1 if len(groups) == 2 and span is not None else 0
 

@@ -48,12 +48,12 @@ def best_group(rows: Sequence[list[int]]) -> PrefixGroup:
 class RowSharing:
     """Chooses which rows read common pages together.  A choice holds until a row enters, leaves or moves.
 
-    least_saved: a threshold for the keys that a round need not read again, (rows - 1) * tokens.  Below it rows read alone.
+    min_saved: a threshold for the keys that a round need not read again, (rows - 1) * tokens.  Below it rows read alone.
     group: the rows that read together; None: not chosen since the rows last changed.
     """
 
-    def __init__(self, page_size: int, least_saved: float) -> None:
-        self.page_size, self.least_saved = page_size, least_saved
+    def __init__(self, page_size: int, min_saved: float) -> None:
+        self.page_size, self.min_saved = page_size, min_saved
         self.group: PrefixGroup | None = NO_GROUP
 
     def forget(self) -> None:
@@ -69,7 +69,7 @@ class RowSharing:
             return None
         self.group = best_group(rows)
         tokens = self.group.pages * self.page_size
-        if self.group.rows and (len(self.group.rows) - 1) * tokens >= self.least_saved:
+        if self.group.rows and (len(self.group.rows) - 1) * tokens >= self.min_saved:
             pages = rows[self.group.rows[0]][: self.group.pages]
             return ShareRows(tuple(self.group.rows), tuple(pages), tokens)
         self.group = NO_GROUP

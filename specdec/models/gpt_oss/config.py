@@ -24,7 +24,7 @@ from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
-from specdec.ops.products.experts import SwiGlu
+from specdec.ops.products.experts import SwiGLU
 
 METHOD = "mxfp4"  # the quant_method of its own checkpoints
 
@@ -35,7 +35,7 @@ class GptOssConfig(ModelConfig):
 
     count: int = 0
     top_k: int = 0
-    gate: SwiGlu = SwiGlu()
+    gate: SwiGLU = SwiGLU()
 
 
 def is_quantised(raw: dict[str, Any]) -> bool:
@@ -82,7 +82,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
         quantization=_quantization(raw, count, where),
         count=count,
         top_k=top_k,
-        gate=SwiGlu(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
+        gate=SwiGLU(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
     )
 
 

@@ -35,14 +35,14 @@ class TensorSource(Protocol):
 class Outline(NamedTuple):
     """What becomes of a matrix in memory, by the headers of its tensors.
 
-    group: columns of a scale; 0: all of a row.  scale_bytes: of one scale.  has_zero_points: whether each scale has a zero
+    group_size: columns of a scale; 0: all of a row.  scale_bytes: of one scale.  has_zero_points: whether each scale has a zero
     point beside it.
     """
 
     kind: Kind
     rows: int
     columns: int
-    group: int
+    group_size: int
     scale_bytes: int
     has_zero_points: bool = False
 
@@ -82,7 +82,7 @@ class WeightFormat(Protocol):
         """Of the matrix of that name, whose tensors are there.  Reads headers alone."""
         ...
 
-    def group_of(self, columns: int) -> int:
+    def group_size_of(self, columns: int) -> int:
         """Columns of a scale in a matrix of so many; 0: all of a row."""
         ...
 
@@ -126,6 +126,6 @@ def one_of(source: TensorSource, name: str, *shapes: tuple[int, ...]) -> tuple[i
     return next((shape for shape in shapes if name in source and source.shape(name) == shape), shapes[0])
 
 
-def check_groups(source: TensorSource, name: str, columns: int, group: int) -> None:
-    if group and columns % group:
-        raise source.refuse(name, f"has {columns} columns, which are no whole groups of {group}")
+def check_groups(source: TensorSource, name: str, columns: int, group_size: int) -> None:
+    if group_size and columns % group_size:
+        raise source.refuse(name, f"has {columns} columns, which are no whole groups of {group_size}")

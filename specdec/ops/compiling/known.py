@@ -35,7 +35,7 @@ ENDINGS = "_triton", "hopper"  # of modules with kernels, and of ops/hopper.py
 FOLDER = "specdec"  # inside of Triton's cache
 
 
-Place = tuple[str, str, str]  # module, name and key of an entry
+EntryKey = tuple[str, str, str]  # module, name and key of an entry
 
 
 class KnownKernel(NamedTuple):
@@ -134,7 +134,7 @@ def _folder() -> Path:
     return Path(triton.knobs.cache.dir) / FOLDER
 
 
-def _read(path: Path) -> dict[Place, KnownKernel]:
+def _read(path: Path) -> dict[EntryKey, KnownKernel]:
     """Nothing if there is no such file yet, if it is broken, or if it was written of other sources."""
     try:
         sources, entries = pickle.loads(path.read_bytes())

@@ -292,8 +292,8 @@ def _without_indices(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else torch.zeros_like(tensor)
 
 
-def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
+def _linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_NK.shape[0])
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

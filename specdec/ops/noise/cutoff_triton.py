@@ -31,7 +31,7 @@ _ADD_32 = tl.constexpr("{ .reg .pred p; setp.ge.s64 p, $3, $4; @p add.s64 $0, $1
 
 @triton.jit
 def _keys(x_N, BITS: tl.constexpr):
-    """Integers in the order of the numbers; -0 and 0 have the same."""
+    """Integers in the order of the logits; -0 and 0 have the same."""
     if BITS == 16:
         bits_N = x_N.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         half = 1 << 15

@@ -22,7 +22,7 @@ from specdec.ops.products.stacked import weighted_sum
 from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles
 
 
-class SwiGlu(NamedTuple):
+class SwiGLU(NamedTuple):
     """How an expert's gate multiplies its up projection: gate * sigmoid(alpha * gate) * up.
 
     limit: gpt-oss's, which holds gates to at most the limit, and ups between -limit and limit, and adds 1 to them; 0: none.
@@ -44,7 +44,7 @@ class SwiGlu(NamedTuple):
 class Form(NamedTuple):
     """What experts compute besides their products.  Biases: [E, rows of the projection]."""
 
-    gate: SwiGlu = SwiGlu()
+    gate: SwiGLU = SwiGLU()
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -65,22 +65,22 @@ def has_experts_kernel(x_TH: Tensor, experts: QuantisedExperts) -> bool:
     if not use_kernels(x_TH) or x_TH.dtype == torch.float32 or not has_pdl(x_TH.device):
         return False
     stacks = experts.gate_up, experts.down
-    return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group) for stack in stacks)
+    return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group_size) for stack in stacks)
 
 
 def quantised_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: QuantisedExperts, numerics: Numerics = FAST,
-    tiles: ExpertTiles | None = None, most_read: int = MAX_READ,
+    tiles: ExpertTiles | None = None, max_read: int = MAX_READ,
 ) -> Tensor:  # fmt: skip
     """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
 
-    tiles: other ones than the policy's.  most_read: up to so many pairs, each program finds its own; more are sorted first.
+    tiles: other ones than the policy's.  max_read: up to so many pairs, each program finds its own; more are sorted first.
     """
     from specdec.ops.products.kernels.experts.mixture_triton import launch_quantised_experts
 
     (T, K), E = topk_ids_TK.shape, experts.gate_up.experts
     pairs, counts_E = topk_ids_TK.flatten(), None
-    if T * K > most_read:
+    if T * K > max_read:
         pairs, counts_E = by_expert(topk_ids_TK, E)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     form, tiles = experts.form, tiles or numerics.expert_tiles(T * K, E)

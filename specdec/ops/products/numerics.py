@@ -55,13 +55,22 @@ class Numerics:
         return product_tiles(M, N, K, dtype, gated, kind, partials)
 
     def quantised_tiles(
-        self, M: int, N: int, K: int, values: Values, group: int, zero_points: bool, gated: bool, partials: bool, hopper: bool
+        self,
+        M: int,
+        N: int,
+        K: int,
+        values: Values,
+        group_size: int,
+        zero_points: bool,
+        gated: bool,
+        partials: bool,
+        hopper: bool,
     ) -> QuantisedTiles | None:
         """Those of a quantised weight [N, K], of the kind `values`; None: it is dequantised, and cuBLAS computes the product.
 
-        group, zero_points: as of hopper_tiles.  hopper: whether the kernels for Hopper GPUs can run.
+        group_size, zero_points: as of hopper_tiles.  hopper: whether the kernels for Hopper GPUs can run.
         """
-        tiles = hopper_tiles(M, N, K, values, group, zero_points, gated, partials) if hopper else None
+        tiles = hopper_tiles(M, N, K, values, group_size, zero_points, gated, partials) if hopper else None
         return tiles or quantised_tiles(M, N, K, values)
 
     def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:

@@ -94,7 +94,7 @@ class QuantisedWeight(NamedTuple):
         weight = self.matrix
         hopper = x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.qweight_NJ)
         return numerics.quantised_tiles(
-            x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group,
+            x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group_size,
             weight.zero_points_NG is not None, gated, partials, hopper,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from specdec.serve.metrics import FULL, IDLE, SLOW, UNREAD
 from specdec.serve.process.acceptor import Acceptor, Closed
 from specdec.serve.process.connection import Connection
-from specdec.serve.process.descriptors import most_connections
+from specdec.serve.process.descriptors import connection_limit
 from specdec.serve.process.repeated_event import RepeatedEvent
 from specdec.serve.state import ServerState
 
@@ -32,7 +32,7 @@ class Connections:
         self._state, self._make = state, make
         self._open: set[Connection] = set()
         self._idle: dict[Connection, float] = {}  # those without a request, and since when; the longest first
-        self.most = most_connections(options.max_connections)
+        self.most = connection_limit(options.max_connections)
         happens = {
             FULL: f"a connection was refused: {self.most} are open, {LIMITED}",
             IDLE: f"a connection without a request made room for another one: {self.most} were open, {LIMITED}",

@@ -40,7 +40,7 @@ def raised_limit(limits: Any = resource) -> Iterator[None]:
             limits.setrlimit(limits.RLIMIT_NOFILE, (soft, hard))
 
 
-def most_connections(asked: int | None, limits: Any = resource) -> int:
+def connection_limit(asked: int | None, limits: Any = resource) -> int:
     """How many connections may be open at once.  asked: by the caller; None: as many as there is room for.  limits: see above.
 
     ValueError if the limit of open files leaves no room for what is asked for, or for any.

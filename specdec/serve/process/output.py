@@ -35,7 +35,7 @@ class NonBlockingStream(io.TextIOBase):
 
     A write that does not end its line is held until the same thread ends the line or calls `flush`, so lines stay whole.
 
-    most_held: characters that wait for the reader.  write: as os.write.  closing_seconds: for the reader to take what waits
+    max_held: characters that wait for the reader.  write: as os.write.  closing_seconds: for the reader to take what waits
     when the stream is closed.  queue: what lines wait in.
 
     dropped: how many lines were lost, because the queue was full or the descriptor took nothing (a full disk, a reader that
@@ -45,13 +45,13 @@ class NonBlockingStream(io.TextIOBase):
     def __init__(
         self,
         descriptor: int,
-        most_held: int = MAX_HELD,
+        max_held: int = MAX_HELD,
         write: Callable[[int, bytes], int] = os.write,
         closing_seconds: float = CLOSING_SECONDS,
         queue: Queue | None = None,
     ) -> None:
         self.dropped = 0
-        self._descriptor, self._most_held, self._write_some = descriptor, most_held, write
+        self._descriptor, self._max_held, self._write_some = descriptor, max_held, write
         self._closing_seconds = closing_seconds
         self._lock = threading.RLock()  # a signal's handler may write while its thread writes
         self._begun = threading.local()
@@ -119,7 +119,7 @@ class NonBlockingStream(io.TextIOBase):
     def _put(self, text: str) -> None:
         with self._lock:
             # After a loss half of the queue must be free, or a slow reader would get a note about losses with every line.
-            room = self._most_held // (2 if self._unsaid else 1)
+            room = self._max_held // (2 if self._unsaid else 1)
             if self._is_closed or (self._held and self._held + len(text) > room):
                 self._lose(text)
                 return

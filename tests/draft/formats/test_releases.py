@@ -135,7 +135,7 @@ def test_nobody_has_to_know_how_long_a_block_is(zoo: Zoo, tmp_path: Path, name: 
     with SpecDecoder.from_pretrained(zoo.target(TARGET), save(tmp_path, written(name)), **options) as decoder:
         spec, block = decoder.settings.spec, getattr(decoder.head, "block", None)
         assert spec is not None and block is not None
-        assert spec == SpecConfig(min(5, block.most_steps or 5), 4), "as many levels as a pass drafts"
+        assert spec == SpecConfig(min(5, block.max_steps or 5), 4), "as many levels as a pass drafts"
         assert decoder.generate([[3, 4, 5]], SamplingParams(max_tokens=6))[0].stats.rounds
 
 

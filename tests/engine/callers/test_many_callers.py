@@ -80,3 +80,27 @@ def test_a_forked_child_is_told_so(zoo: Zoo) -> None:
     assert "can't be used in its fork" in said and "spawn" in said
     (out,) = decoder.generate([3, 4], SamplingParams(max_tokens=6))
     assert out.token_ids == zoo.greedy("llama", [3, 4], 24)[:6]
+
+
+def test_a_request_that_streams_runs_to_its_end(zoo: Zoo) -> None:
+    """Keeps out: `run` that takes the first chunk for the end."""
+    decoder = zoo.decoder("llama", "eagle3", SPEC, max_seq_len=96)
+    requests = [
+        decoder.new_request([3, 4], SamplingParams(max_tokens=20), streaming=streams) for streams in (True, False, True)
+    ]
+    assert [out.token_ids for out in decoder.run(requests)] == [zoo.greedy("llama", [3, 4], 24)[:20]] * 3
+
+
+def test_a_request_that_runs_is_refused_and_goes_on(zoo: Zoo) -> None:
+    """Keeps out: a second `run` of a request, which is refused, that cancels it for whoever waits for it."""
+    decoder = zoo.decoder("llama", "eagle3", SPEC, max_seq_len=96)
+    request = decoder.new_request([3, 4], SamplingParams(max_tokens=60))
+    got: list[list[int]] = []
+    thread = threading.Thread(target=lambda: got.append(decoder.run([request])[0].token_ids))
+    thread.start()
+    while not request.is_submitted:
+        pass
+    with pytest.raises(ValueError, match="a request runs only once"):
+        decoder.run([request])
+    thread.join(timeout=60)
+    assert got == [zoo.greedy("llama", [3, 4], 60)]

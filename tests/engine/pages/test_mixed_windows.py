@@ -17,7 +17,7 @@ from toolkit.models import HEADS, Zoo
 from toolkit.pages import ring_passes_take
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.pages.groups import ALL, KvCacheGroup
+from specdec.engine.pages.groups import ALL, KVCacheGroup
 from specdec.loading.memory import kv_page_bytes, pool_bytes, pool_plan
 from specdec.steps import CopyPages
 
@@ -237,7 +237,7 @@ def test_the_pool_is_what_arithmetic_says(zoo: Zoo) -> None:
     local = (3 * ring + 1) * 4 * 2 * a_token[0]
     assert driver.cache_bytes == full + local
     plan = pool_plan([target, head], settings, pool_bytes(settings.device))
-    assert plan.bytes == full + local and plan.groups == (ALL, KvCacheGroup(ring, 6))
+    assert plan.bytes == full + local and plan.groups == (ALL, KVCacheGroup(ring, 6))
     assert plan.groups_of_layers(target) == (0, 0, 1, 1) and plan.groups_of_layers(head) == (0,) * head.num_layers
     assert sum(kv_page_bytes([target, head], settings, plan.groups)) == kv_page_bytes([target, head], settings, (ALL,))[0]
 

@@ -224,7 +224,7 @@ def test_random_traffic_reads_its_own_text(
             return done
 
     admission = Noting(PagePool(1500 // page_size, page_size), SPEC.lookahead, caching, local, span)
-    admission.least_shared_to_wait = 8
+    admission.min_shared_to_wait = 8
     budget = ChunkBudget(40, 60, 80, most=admission.max_chunk_tokens)
     scheduler = Scheduler(admission, budget, Speculation((SPEC,)), rows, pads_rows=False)
     memory = Memory([LayerKind(), kind], page_size, rng, vocab)

@@ -15,7 +15,7 @@ from toolkit.models import Zoo
 from toolkit.pages import ring_passes_take, shorten_rings
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.pages.groups import ALL, KvCacheGroup, group_of, page_groups, share_memory
+from specdec.engine.pages.groups import ALL, KVCacheGroup, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool, ring_pages
 from specdec.limits import DUMMY_PAGE
 from specdec.loading.memory import kv_page_bytes, pool_plan
@@ -101,11 +101,11 @@ def test_who_gets_a_ring() -> None:
     """Keeps out: a full layer on a ring, a ring longer than the table it replaces, and one whose kept pages are overwritten."""
     ring = (4096 + 2048 - 1 + 15) // 16
     assert page_groups([None, None], 10, 16, 1000, False) == (ALL,)
-    assert page_groups([8, 4096], 10, 16, 1000, False) == (KvCacheGroup(ring, 4096),)
+    assert page_groups([8, 4096], 10, 16, 1000, False) == (KVCacheGroup(ring, 4096),)
     assert page_groups([8, 4096], 10, 16, 1000, True) == (ALL,)
-    assert page_groups([8, None, 4096], 10, 16, 1000, False) == (ALL, KvCacheGroup(ring, 4096))
-    assert page_groups([8, None, 4096], 10, 16, 1000, True) == (ALL, KvCacheGroup(ring + 1, 4096))
-    assert page_groups([8, None, 4096], 3000, 16, 1000, False) == (ALL, KvCacheGroup((4096 + 3000 - 1 + 15) // 16, 4096))
+    assert page_groups([8, None, 4096], 10, 16, 1000, False) == (ALL, KVCacheGroup(ring, 4096))
+    assert page_groups([8, None, 4096], 10, 16, 1000, True) == (ALL, KVCacheGroup(ring + 1, 4096))
+    assert page_groups([8, None, 4096], 3000, 16, 1000, False) == (ALL, KVCacheGroup((4096 + 3000 - 1 + 15) // 16, 4096))
     for spans in ([8, 4096], [8, None, 4096]):
         assert page_groups(spans, 10, 16, 384, False) == (ALL,)
     two = page_groups([8, None], 10, 16, 1000, False)

@@ -191,7 +191,7 @@ def test_only_scores_grow_with_the_context(zoo: SparseZoo, tmp_path: Path) -> No
     shared, own = (load(zoo.target(name)).config for name in ("glm-shared", "glm"))
     assert own.key_operations == 3 * 2 * 16 * 16 and shared.key_operations == 2 * 2 * 16 * 16
     v3 = v3_of(zoo.target("v32"), tmp_path / "v3").config
-    assert v3.most_read is None and own.most_read == TOPK
+    assert v3.max_read is None and own.max_read == TOPK
     assert doubling_context(v3) / doubling_context(own) == own.key_operations / v3.key_operations
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.models.config import ExpertsConfig
 from specdec.models.experts import Router, gathered_experts, grouped_experts, masked_experts
-from specdec.ops.products.experts import PLAIN, Form, SwiGlu
+from specdec.ops.products.experts import PLAIN, Form, SwiGLU
 
 
 def router_of(weight_EH: Tensor, config: ExpertsConfig, correction_E: Tensor | None = None) -> Router:
@@ -71,7 +71,7 @@ def test_routers_choose_among_the_best_groups_alone(gate: Literal["softmax", "si
         torch.testing.assert_close(topk_weights_TK[token].tolist(), [1.7 * scores[e] / total for e in want])
 
 
-BIASED = SwiGlu(alpha=1.702, limit=2.0)
+BIASED = SwiGLU(alpha=1.702, limit=2.0)
 
 
 @pytest.mark.parametrize("biased", [False, True])

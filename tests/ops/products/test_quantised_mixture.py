@@ -12,7 +12,7 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, SwiGlu, has_experts_kernel, quantised_experts
+from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, SwiGLU, has_experts_kernel, quantised_experts
 from specdec.ops.products.formats.experts import (
     QuantisedStack,
     dequantise_stack,
@@ -68,7 +68,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
 
 
-def experts_of(stored: StoredExperts, E: int, H: int, F: int, gate: SwiGlu | None = None) -> QuantisedExperts:
+def experts_of(stored: StoredExperts, E: int, H: int, F: int, gate: SwiGLU | None = None) -> QuantisedExperts:
     """gate: of experts with biases."""
     form = PLAIN if gate is None else Form(gate, rand(E, 2 * F, seed=5), rand(E, H, seed=6))
     return QuantisedExperts(stack(stored, E, 2 * F, H), stack(stored, E, H, F), form)
@@ -143,10 +143,10 @@ def test_a_mixture_equals_its_definition(name: str, sorts: bool) -> None:
     a scale, a zero or a bias of another row or group, and a limit on the wrong side.
     """
     H, F = (128, 128) if name == "int4" else (160, 32)
-    experts = experts_of(FORMS[name], 3, H, F, SwiGlu(1.7, 7.0) if name == "mxfp4" else None)
+    experts = experts_of(FORMS[name], 3, H, F, SwiGLU(1.7, 7.0) if name == "mxfp4" else None)
     x, (topk_weights_TK, topk_ids_TK) = rand(5, H, seed=2) / 8, choice(5, 3, 2)
     with torch.inference_mode():
-        got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL, most_read=0 if sorts else 64)
+        got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL, max_read=0 if sorts else 64)
     assert got.dtype == DTYPE and error(got, exact(x, topk_weights_TK, topk_ids_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
 
 
@@ -184,7 +184,7 @@ def test_a_gate_holds_its_limits() -> None:
     gate_up = torch.tensor([[9.0, -9.0, 0.5, 9.0, -9.0, 0.25]], dtype=torch.float64)
     held = torch.tensor([[7.0, -9.0, 0.5]], dtype=torch.float64)
     want = held * torch.sigmoid(1.702 * held) * (torch.tensor([[7.0, -7.0, 0.25]], dtype=torch.float64) + 1)
-    assert torch.equal(SwiGlu(1.702, 7.0)(gate_up), want)
+    assert torch.equal(SwiGLU(1.702, 7.0)(gate_up), want)
 
 
 def test_what_the_kernel_can_not_read() -> None:
@@ -211,7 +211,7 @@ PUBLISHED = {
 def test_published_sizes(name: str) -> None:
     """Keeps out: an offset that overflows 32 bits, and tiles that do not cover all rows or pairs."""
     H, F, E, K = PUBLISHED[name]
-    experts = experts_of(FORMS[name], E, H, F, SwiGlu(1.702, 7.0))
+    experts = experts_of(FORMS[name], E, H, F, SwiGLU(1.702, 7.0))
     for T in (1, 6, 200):
         x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=T) / 16, choice(T, E, K)
         with torch.inference_mode():

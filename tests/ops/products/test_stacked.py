@@ -2,7 +2,7 @@
 
 On a GPU in bfloat16, else in float16 under Triton's interpreter.
 
-Shapes: T tokens, E experts, K experts of a token, B matrices, I in, O out.
+Shapes: T tokens, E experts, K experts of a token, B matrices.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_each_matrix_equals_the_definition(along: bool) -> None:
     """Keeps out: matrices that lie transposed read as they are, strided rows, columns beyond the last one."""
     weight = rand(3, 20, 24) if along else rand(3, 24, 20).transpose(1, 2)
     x = rand(5, 3, 30, seed=1)[..., 6:]
-    got, want = each_linear(x, weight, torch.float32, SMALL), torch.einsum("tbi,boi->tbo", x.double(), weight.double())
+    got, want = each_linear(x, weight, torch.float32, SMALL), torch.einsum("tbk,bnk->tbn", x.double(), weight.double())
     assert got.dtype == torch.float32 and (got.double() - want).norm() < 1e-3 * want.norm()
 
 
@@ -86,7 +86,7 @@ def test_heads_do_not_depend_on_the_other_rows(B: int, O: int, I: int, along: bo
     weight = rand(B, O, I) if along else rand(B, I, O).transpose(1, 2)
     x = rand(700, B, I, seed=1)
     whole = each_linear(x, weight, DTYPE)
-    want = torch.einsum("tbi,boi->tbo", x[:50].float(), weight.float())
+    want = torch.einsum("tbk,bnk->tbn", x[:50].float(), weight.float())
     assert (whole[:50].float() - want).norm() < 6e-3 * want.norm()
     for T in (1, 2, 6, 8, 17, 32, 60, 100, 256):
         assert torch.equal(each_linear(x[700 - T :], weight, DTYPE), whole[700 - T :]), T

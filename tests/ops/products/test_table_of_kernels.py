@@ -6,12 +6,14 @@ import re
 from itertools import product
 from typing import NamedTuple, get_args
 
+import pytest
 import torch
 from toolkit.paths import ROOT
 
 import specdec.ops.products
-from specdec.ops.products.formats.quantised import pack_factor_of
+from specdec.ops.products.formats.quantised import Kind, pack_factor_of
 from specdec.ops.products.gpus import H100, H200
+from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.tiles import dense, quantised
 
@@ -69,3 +71,15 @@ def test_choices_are_in_their_lines() -> None:
     for kernel, rows in seen.items():
         ends = table()[kernel].rows
         assert min(rows) == ends.start and max(rows) == min(ends.stop - 1, max(ROWS)), kernel
+
+
+@pytest.mark.parametrize(("kind", "group", "zero_points"), quantised.SEEN, ids=str)
+def test_each_tile_of_a_split_product_has_a_counter(kind: Kind, group: int, zero_points: bool) -> None:
+    """Keeps out: more tiles than counters, of which a program with two warpgroups takes two; a GPU alone would show it."""
+    splits = 0
+    for N, K in product((1024, 4096, 6144, 8192, 17408, 34816, 131072), (1024, 4096, 14336, 28672)):
+        for M in (*range(1, 65, 7), 65, 96, 128, 190, 220, 256, 468, 500, 1000, 2048):
+            if (tiles := quantised.hopper_tiles(M, N, K, kind, group, zero_points, False)) is not None and tiles.splits > 1:
+                splits += 1
+                assert -(-N // tiles.block_n) * -(-M // tiles.block_m) * tiles.of_program <= ARRIVALS, (M, N, K, tiles)
+    assert splits > 10

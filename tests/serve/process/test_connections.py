@@ -22,7 +22,7 @@ from toolkit.serving.server import Served, error_of, wait_until
 from specdec import SpecDecoder
 from specdec.serve.metrics import CUTS
 from specdec.serve.process.acceptor import Acceptor
-from specdec.serve.process.descriptors import MAX_CONNECTIONS, REFUSED_AT_ONCE, SPARE, most_connections, raised_limit
+from specdec.serve.process.descriptors import MAX_CONNECTIONS, REFUSED_AT_ONCE, SPARE, connection_limit, raised_limit
 from specdec.serve.times import ServeTimes
 
 PATH = "/v1/completions"
@@ -184,19 +184,19 @@ def test_the_bound_follows_the_limit_of_files() -> None:
     )
     is_open = len(os.listdir("/dev/fd"))
     beside = is_open + SPARE + REFUSED_AT_ONCE
-    assert abs(most_connections(None, files) - (200 - beside)) <= 3 and most_connections(10, files) == 10
+    assert abs(connection_limit(None, files) - (200 - beside)) <= 3 and connection_limit(10, files) == 10
     with raised_limit(files):
-        assert kept["limit"] == (1000, 1000) and most_connections(None, files) > 1000 - beside - 3
+        assert kept["limit"] == (1000, 1000) and connection_limit(None, files) > 1000 - beside - 3
     assert kept["limit"] == (200, 1000)
     with pytest.raises(ValueError, match="max_connections=199 is more than there is room for.*nearest setting that works: 1"):
-        most_connections(199, files)
+        connection_limit(199, files)
     kept["limit"] = (beside - 10, beside - 10)
     with raised_limit(files), pytest.raises(ValueError, match="no room for connections.*LimitNOFILE"):
-        most_connections(None, files)
+        connection_limit(None, files)
     kept["limit"] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     with raised_limit(files):
         assert kept["limit"][0] == resource.RLIM_INFINITY
-        assert most_connections(None, files) == MAX_CONNECTIONS
+        assert connection_limit(None, files) == MAX_CONNECTIONS
 
 
 # ---- too slow ----

@@ -46,7 +46,7 @@ def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe) -> None:
     """Keeps out: a thread that stops because nobody reads its log, memory that grows with a log that nobody reads, and lines
     that are missing without a word, or of which a wrong number is given."""
     pipe.fill()
-    out = NonBlockingStream(pipe.writer, most_held=50 * len(LINE))
+    out = NonBlockingStream(pipe.writer, max_held=50 * len(LINE))
     began = time.monotonic()
     for number in range(1000):
         print(f"{number:099}", file=out, flush=True)
@@ -63,7 +63,7 @@ def test_no_write_waits_and_what_was_lost_is_said(pipe: Pipe) -> None:
 def test_a_slow_reader_is_not_told_with_every_line(pipe: Pipe) -> None:
     """Keeps out: a log that is half notes about lost lines, because each line that is read makes room for one."""
     pipe.fill()
-    out, found = NonBlockingStream(pipe.writer, most_held=400 * len(LINE)), ""
+    out, found = NonBlockingStream(pipe.writer, max_held=400 * len(LINE)), ""
     for _ in range(60):  # each of which makes room for a tenth of the queue, and writes more than that
         found += os.read(pipe.reader, 4096).decode()
         time.sleep(0.005)

@@ -9,7 +9,7 @@ import torch
 
 from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
-from specdec.ops.products.experts import Form, QuantisedExperts, SwiGlu, has_experts_kernel, quantised_experts
+from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, has_experts_kernel, quantised_experts
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
 from specdec.ops.products.formats.lossless import LosslessMatrix
 from specdec.ops.products.formats.quantised import QuantisedMatrix, row_bytes
@@ -96,7 +96,7 @@ def coded_mixtures() -> None:
                 scales = torch.empty(E * O, 4 * steps_of(I), dtype=torch.uint8)  # noqa: B023
             return QuantisedStack(kind, E, qweight, scales, None, I, group)  # noqa: B023
 
-        form = Form(SwiGlu(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
+        form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
         experts = QuantisedExperts(stack(2 * F, H), stack(H, F), form)
         for T in (1, 6, 60, 2048):
             if has_experts_kernel(halves(T, H), experts):

@@ -216,7 +216,7 @@ class Hooks:
 
     def set_least_shared_to_wait(self, tokens: int) -> None:
         """Makes a prompt wait for another one's prefill if both share at least so many tokens that are not in the cache."""
-        self._scheduler.admission.least_shared_to_wait = tokens
+        self._scheduler.admission.min_shared_to_wait = tokens
 
     @contextmanager
     def small_pool(self, pages: int) -> Iterator[None]:
@@ -225,7 +225,7 @@ class Hooks:
         assert self.is_idle and whole.local is None
         pool = PagePool(pages + 1, whole.pool.page_size, whole.pool.ring)
         small = self._scheduler.admission = Admission(pool, whole.lookahead, whole.cache is not None)
-        small.least_shared_to_wait = whole.least_shared_to_wait
+        small.min_shared_to_wait = whole.min_shared_to_wait
         yield
         self.settle()
         self._scheduler.admission = whole

@@ -26,9 +26,9 @@ FUNCTIONS = stream_hopper.hopper_linear_kernel, stream_triton.silu_mul_kernel
 
 
 def launches() -> None:
-    x_TI, weight_OI = torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.bfloat16)
-    stream_hopper.launch_hopper_linear(x_TI, weight_OI, None, True, ProductTiles("stream_hopper", 16, 64, 64, 1, 4, 2))
-    stream_triton.launch_silu_mul(weight_OI)
+    x_MK, weight_NK = torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.bfloat16)
+    stream_hopper.launch_hopper_linear(x_MK, weight_NK, None, True, ProductTiles("stream_hopper", 16, 64, 64, 1, 4, 2))
+    stream_triton.launch_silu_mul(weight_NK)
 
 
 def start(purpose: str = "one") -> tuple[int, int]:

@@ -129,26 +129,26 @@ US_OF_PARTIALS, US_OF_SUMS = 2.0, 6.0
 
 @cache
 def hopper_tiles(
-    M: int, N: int, K: int, kind: Kind, group: int, zero_points: bool, gated: bool, partials: bool = False
+    M: int, N: int, K: int, kind: Kind, group_size: int, zero_points: bool, gated: bool, partials: bool = False
 ) -> QuantisedTiles | None:
     """Tiles of hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns; None: another one.
 
-    group: columns of a scale, 0: all.  zero_points: whether there are any.  partials: whether a norm adds up splits.  Products
-    of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
+    group_size: columns of a scale, 0: all.  zero_points: whether there are any.  partials: whether a norm adds up splits.
+     Products of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
     """
     pack_factor = pack_factor_of(kind)
     if (
-        not 0 < M <= (MANY if group else MANY_PLAIN)
-        or (kind, group, zero_points) not in SEEN
+        not 0 < M <= (MANY if group_size else MANY_PLAIN)
+        or (kind, group_size, zero_points) not in SEEN
         or N % (16 if gated else 8)
         or K % (64 * pack_factor)
     ):
         return None
     if M > FEW:
-        return by_waves(M, N, K, pack_factor, group > 0, partials)
+        return by_waves(M, N, K, pack_factor, group_size > 0, partials)
     block_m, shape = tile_rows(M), shape_of(N, K)
     choice = MEASURED[pack_factor][block_m][shape]
-    if group and pack_factor == 2 and block_m == 64 and shape == "large N":
+    if group_size and pack_factor == 2 and block_m == 64 and shape == "large N":
         choice = LARGE_N_GROUPED_64
     return fitted(M, N, K, choice, pack_factor, 16 // pack_factor)
 

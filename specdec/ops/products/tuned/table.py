@@ -23,7 +23,7 @@ from specdec.ops.products.tiles.dense import ProductTiles
 
 FORMAT = 2  # of the file
 # What measured tiles are true of.
-KERNELS = ("dense.py", "kernels/dense/stream_triton.py", "kernels/dense/stream_hopper.py", "tiles/dense.py")
+KERNELS = ("dense.py", "../hopper.py", "kernels/dense/stream_triton.py", "kernels/dense/stream_hopper.py", "tiles/dense.py")
 
 
 class Product(NamedTuple):

@@ -34,7 +34,7 @@ from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert
 from specdec.ops.products.tiles.experts import MAX_READ
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import SwiGlu
+    from specdec.ops.products.experts import SwiGLU
     from specdec.ops.products.formats.experts import QuantisedStack
     from specdec.ops.products.tiles.experts import ExpertTiles
 
@@ -55,7 +55,7 @@ def quantised_experts_kernel(
     pairs, stride_x,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ALONE: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,7 +97,7 @@ def quantised_experts_kernel(
         x_M = x + (pair_M // TOP_K if GATED else pair_M).to(tl.int64) * stride_x
         acc_NM = _product(
             x_M, ok_M, qweight_N, scales + row_N * G, zero_points + row_N * G, K,
-            KIND, GROUP, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, STAGES,
+            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]
@@ -135,7 +135,7 @@ def _pairs_of_program(topk_ids, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.c
 @triton.jit
 def _product(
     x_M, ok_M, qweight_N, scales_N, zero_points_N, K: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
     ENLARGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[N, M] float32: rows of a matrix times rows of x.
@@ -151,12 +151,12 @@ def _product(
     j = tl.arange(0, WORDS)
     k = j if FOUR else j // 32 * 64 + j % 32
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    next_N = _scale(scales_N, 0, K, GROUP, SCALES)
+    next_N = _scale(scales_N, 0, K, GROUP_SIZE, SCALES)
     for first in tl.range(0, STEPS, UNROLL, num_stages=STAGES):
         for n in tl.static_range(UNROLL):
             step = first + n
             now_N = next_N
-            next_N = _scale(scales_N, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP, SCALES)
+            next_N = _scale(scales_N, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP_SIZE, SCALES)
             at_J = step * WORDS + j
             if STEPS % UNROLL == 0:
                 words_NJ = tl.load(qweight_N[:, None] + at_J[None, :])
@@ -164,7 +164,7 @@ def _product(
                 words_NJ = tl.load(qweight_N[:, None] + at_J[None, :], mask=(at_J < STEPS * WORDS)[None, :], other=0)
             acc_NM = _add_step(
                 acc_NM, words_NJ, x_M, step * 128, k, ok_M, now_N, scales_N, zero_points_N, K,
-                KIND, GROUP, SCALES, HAS_ZERO_POINTS, ASM, SMALL and ENLARGES, FOUR, EVEN_K,
+                KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, SMALL and ENLARGES, FOUR, EVEN_K,
             )  # fmt: skip
     if SCALES == "row":
         acc_NM *= next_N.to(tl.float32)[:, None]
@@ -176,7 +176,7 @@ def _product(
 @triton.jit
 def _add_step(
     acc_NM, words_NJ, x_M, at, k, ok_M, now_N, scales_N, zero_points_N, K: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
     ENLARGES: tl.constexpr, FOUR: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc_NM plus the products of a step's columns.  words_NJ: theirs.  now_N: their scale, or scales."""
@@ -190,11 +190,11 @@ def _add_step(
     else:
         a_NJ, b_NJ = convert_8(words_NJ, KIND, ASM, DTYPE)
     if HAS_ZERO_POINTS:
-        a_NJ -= _zero(zero_points_N, at, K, GROUP).to(DTYPE)[:, None]
-        b_NJ -= _zero(zero_points_N, at + 32, K, GROUP).to(DTYPE)[:, None]
+        a_NJ -= _zero(zero_points_N, at, K, GROUP_SIZE).to(DTYPE)[:, None]
+        b_NJ -= _zero(zero_points_N, at + 32, K, GROUP_SIZE).to(DTYPE)[:, None]
         if FOUR:
-            c_NJ -= _zero(zero_points_N, at + 64, K, GROUP).to(DTYPE)[:, None]
-            d_NJ -= _zero(zero_points_N, at + 96, K, GROUP).to(DTYPE)[:, None]
+            c_NJ -= _zero(zero_points_N, at + 64, K, GROUP_SIZE).to(DTYPE)[:, None]
+            d_NJ -= _zero(zero_points_N, at + 96, K, GROUP_SIZE).to(DTYPE)[:, None]
     if SCALES == "row":
         acc_NM = tl.dot(a_NJ, tl.trans(a_MJ), acc_NM, input_precision="ieee")
         acc_NM = tl.dot(b_NJ, tl.trans(b_MJ), acc_NM, input_precision="ieee")
@@ -215,11 +215,11 @@ def _add_step(
         acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * _power(now_N >> 24)[:, None]
     else:
         acc_NM += tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee") * now_N.to(tl.float32)[:, None]
-        b_N = _scale(scales_N, at + 32, K, GROUP, SCALES).to(tl.float32)
+        b_N = _scale(scales_N, at + 32, K, GROUP_SIZE, SCALES).to(tl.float32)
         acc_NM += tl.dot(b_NJ, tl.trans(b_MJ), input_precision="ieee") * b_N[:, None]
-        c_N = _scale(scales_N, at + 64, K, GROUP, SCALES).to(tl.float32)
+        c_N = _scale(scales_N, at + 64, K, GROUP_SIZE, SCALES).to(tl.float32)
         acc_NM += tl.dot(c_NJ, tl.trans(c_MJ), input_precision="ieee") * c_N[:, None]
-        d_N = _scale(scales_N, at + 96, K, GROUP, SCALES).to(tl.float32)
+        d_N = _scale(scales_N, at + 96, K, GROUP_SIZE, SCALES).to(tl.float32)
         acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * d_N[:, None]
     return acc_NM
 
@@ -233,18 +233,18 @@ def _columns(x_M, at_J, ok_M, K: tl.constexpr, EVEN_K: tl.constexpr, ENLARGES: t
 
 
 @triton.jit
-def _scale(scales_N, column, K: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr):
+def _scale(scales_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr):
     """The scale of a column's group, or a step's word of exponents; of a column that is not there, any."""
     if SCALES == "powers":
         return tl.load(scales_N + column // 128)
     if SCALES == "row":
         return tl.load(scales_N)
-    return tl.load(scales_N + tl.minimum(column, K - 1) // GROUP)
+    return tl.load(scales_N + tl.minimum(column, K - 1) // GROUP_SIZE)
 
 
 @triton.jit
-def _zero(zero_points_N, column, K: tl.constexpr, GROUP: tl.constexpr):
-    return tl.load(zero_points_N + (tl.minimum(column, K - 1) // GROUP if GROUP > 0 else 0)).to(tl.float32)
+def _zero(zero_points_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    return tl.load(zero_points_N + (tl.minimum(column, K - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0)).to(tl.float32)
 
 
 @triton.jit
@@ -260,7 +260,7 @@ def launch_quantised_experts(
     topk_ids_P: Tensor,
     counts_E: Tensor | None,
     top_k: int,
-    gate: SwiGlu | None,
+    gate: SwiGLU | None,
     tiles: ExpertTiles,
 ) -> Tensor:
     """[P, N]: each pair's product with its expert's matrix, in the order of the pairs.
@@ -283,7 +283,7 @@ def launch_quantised_experts(
         EXPERTS=weight.experts, PADDED_EXPERTS=triton.next_power_of_2(weight.experts),
         PADDED_PAIRS=next((size for size in READ if counts_E is None and P <= size), READ[0]),
         SORTED=counts_E is not None, ALONE=counts_E is None and P == top_k,
-        KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
+        KIND=weight.kind, GROUP_SIZE=weight.group_size, SCALES=scales_form(weight.kind, weight.group_size),
         HAS_ZERO_POINTS=weight.zero_points_RG is not None, HAS_BIAS=bias_EN is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,

@@ -1,0 +1,38 @@
+"""What is on its way from the device, and is dropped."""
+
+from typing import Any
+
+import torch
+
+from specdec.runner.pending import EmittedPending
+
+
+class Tickets:
+    """A `Readback` that counts the copies that nobody has given back."""
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+
+    def start(self, source: torch.Tensor, begun: Any = None) -> "CountedTicket":
+        self.open.add(id(source))
+        return CountedTicket(self, id(source))
+
+
+class CountedTicket:
+    done = 0.0
+
+    def __init__(self, counter: Tickets, name: int) -> None:
+        self.counter, self.name = counter, name
+
+    def drop(self) -> None:
+        self.counter.open.remove(self.name)
+
+
+def test_all_copies_are_given_back() -> None:
+    """Keeps out: pinned memory of log-probabilities that is lost whenever a step that emits them is dropped."""
+    tickets, numbers, logprobs = Tickets(), torch.zeros(4), torch.zeros(2, 3)
+    for some in (None, logprobs):
+        pending = EmittedPending(tickets, numbers, lambda _: [], some)  # type: ignore[arg-type]
+        assert len(tickets.open) == (1 if some is None else 2)
+        pending.drop()
+        assert not tickets.open
