@@ -149,7 +149,7 @@ def launch_scores(
         )  # fmt: skip
         return scratch
     most, blocks = min(segment.max_seqlen_q, queries), triton.cdiv(segment.pages.capacity, sizes.multi_block)
-    # A program scores a block of keys for a group of queries.  Groups are as large as possible while every SM has several programs.
+    # A program scores a block of keys for a group of queries, which is as large as still gives every SM several programs.
     wanted = max(min(most * segment.rows * blocks // (8 * programs), sizes.max_queries), sizes.min_queries)
     groups = triton.cdiv(most, wanted)
     group = triton.cdiv(most, groups)
