@@ -82,11 +82,11 @@ def round_target(decoder: SpecDecoder, scheme: Scheme) -> None:
             if kind is None:
                 weight.copy_(weight.bfloat16())
             elif kind == "e2m1":
-                matrix.fill(part, rounded_floats(weight, scheme.group))
+                matrix.fill(part, rounded_floats(weight, scheme.group_size))
             else:
-                group, columns = scheme.group, weight.shape[1]
+                group, columns = scheme.group_size, weight.shape[1]
                 if scheme.smaller:
-                    group = RoundToNearest(kind, group).group_of(columns)
+                    group = RoundToNearest(kind, group).group_size_of(columns)
                 elif group and columns % group:
                     group = 0
                 matrix.fill(part, rounded(weight, kind, group))
