@@ -48,9 +48,10 @@ class Outline(NamedTuple):
 
 
 class WeightFormat(Protocol):
-    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape.
+    """How a matrix lies in a checkpoint.
 
-    may_end: of the names of tensors that may be there beside those that `endings` says.
+    packs: whether several values lie in a word or a byte, so that no tensor has the matrix's own shape.
+    may_end: how the names of tensors end that may be there beside those that `endings` says.
     """
 
     packs: ClassVar[bool]
@@ -64,7 +65,7 @@ class WeightFormat(Protocol):
         ...
 
     def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
-        """Of the names of the tensors of the matrix of that name."""
+        """How the names of the matrix's tensors end."""
         ...
 
     def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
@@ -79,7 +80,7 @@ class WeightFormat(Protocol):
         ...
 
     def outline(self, source: TensorSource, name: str) -> Outline:
-        """Of the matrix of that name, whose tensors are there.  Reads headers alone."""
+        """The outline of the matrix of that name, by the headers of its tensors alone, which are there."""
         ...
 
     def group_size_of(self, columns: int) -> int:

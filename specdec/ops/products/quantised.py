@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.quantised import QuantisedMatrix, dequantise
-from specdec.ops.products.gpus import Kind, match_of
+from specdec.ops.products.gpus import GpuKind, match_of
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
@@ -60,7 +60,7 @@ class QuantisedWeight(NamedTuple):
         )  # fmt: skip
         return in_model_order(dequantise(own, whole.scales_NG.dtype), self.order_K)
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         stored = self.matrix.qweight_NJ, self.matrix.scales_NG, self.matrix.zero_points_NG
         return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
 

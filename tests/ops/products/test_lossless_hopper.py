@@ -53,7 +53,7 @@ def random_pair(N: int, K: int, width: float = 1.3) -> tuple[torch.Tensor, Lossl
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
-    want = x.double() @ weight.double().M + (0 if bias is None else bias.double())
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     if not gated:
         return want
     gate, up = want.chunk(2, -1)

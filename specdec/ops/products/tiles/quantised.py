@@ -18,7 +18,7 @@ from specdec.ops.products.tiles.dense import SMS
 
 MAX_TILES = 1024  # of a split product: as many as there are counters of arrivals
 FEW = 64  # threshold in rows of x: tiles of more are chosen by waves, and left to cuBLAS where the Hopper kernels don't run
-MANY_PLAIN, MANY = 2048, 512  # thresholds in rows of x: more are left to cuBLAS, with a scale for each row and for groups
+MAX_M, MAX_M_GROUPED = 2048, 512  # thresholds in rows of x: more are left to cuBLAS, with a scale for each row and for groups
 LARGE_N, LARGE_K = 16384, 8192  # thresholds in rows and in columns of the weight
 # The kinds, columns of a scale, and whether there are zero points, whose products by the Hopper kernels were held against
 # float64 on a GPU.
@@ -110,8 +110,8 @@ SIZES: dict[tuple[int, int], TileSizes] = {
     (192, 64): (64, 128, 1, 4, 3, 1, 144), (192, 128): (128, 128, 1, 8, 3, 1, 168),
 }  # fmt: skip
 # By values of a word and whether groups have scales: microseconds that a wave of programs, one an SM, takes for PASS columns of
-# the weight.  A thread that holds two sums has no registers for 256 rows but with 64 of x; one that holds one gains nothing by
-# these.
+# the weight.  Where groups have scales, a thread holds two sums, and has registers for 256 rows of the weight only with 64 rows
+# of x; where rows have scales, tiles of 64 rows of x gained nothing.
 PASS = 4096
 WAVES: dict[tuple[int, bool], dict[tuple[int, int], float]] = {
     (2, False): {(96, 64): 17.4, (96, 128): 26, (96, 256): 47, (128, 64): 19.7, (128, 128): 26, (128, 256): 47.5,
@@ -138,7 +138,7 @@ def hopper_tiles(
     """
     pack_factor = pack_factor_of(kind)
     if (
-        not 0 < M <= (MANY if group_size else MANY_PLAIN)
+        not 0 < M <= (MAX_M_GROUPED if group_size else MAX_M)
         or (kind, group_size, zero_points) not in SEEN
         or N % (16 if gated else 8)
         or K % (64 * pack_factor)

@@ -5,10 +5,11 @@ scales multiply float32 sums over their columns.  So nothing is rounded before t
 written to memory.
 
 A program takes a tile of one expert's rows and some of this expert's pairs.  There are two ways to find them:
-- of few pairs, each program reads all topk_ids.  It belongs to a pair, and works if the pair is the first of its expert's (or
-  number BLOCK_M, 2 * BLOCK_M, ...); so an expert's weights are read once for BLOCK_M pairs.  ALONE: of a single token's pairs,
-  no two of which have the same expert, there is nothing to find.
-- of many, `order` lists the pairs sorted by expert, and `counts` says how many each expert has (ops/products/stacked.py).
+- Of few pairs, each program reads all topk_ids.  There is a program for each pair, which works if its pair is the first of the
+  expert's pairs (or number BLOCK_M, 2 * BLOCK_M, ...); so an expert's weights are read once for BLOCK_M pairs.  With one token
+  (ONE_TOKEN) no two pairs have the same expert, and there is nothing to find.
+- Of many (SORTED), topk_ids lists the indices of pairs sorted by expert instead, as vLLM's sorted_token_ids does, and `counts`
+  says how many pairs each expert has.
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers after its wait.  The second product of an MLP comes
 directly after the first one; so when it starts, topk_ids are complete, and it reads them, from L2, and asks for its first
@@ -54,7 +55,7 @@ def quantised_experts_kernel(
     y,  # [P, N]
     pairs, stride_x,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ALONE: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
@@ -79,7 +80,7 @@ def quantised_experts_kernel(
         p_M = first + tl.arange(0, BLOCK_M)
         ok_M = p_M < end
         pair_M = tl.load(topk_ids + p_M, mask=ok_M, other=0).to(tl.int32)
-    elif ALONE:
+    elif ONE_TOKEN:
         expert = tl.load(topk_ids + tl.program_id(1), cache_modifier=".cg").to(tl.int32)
         works = expert >= 0
         ok_M = tl.arange(0, BLOCK_M) == 0
@@ -282,7 +283,7 @@ def launch_quantised_experts(
         P, x.stride(0), N=N, K=K, J=weight.qweight_RJ.shape[1] // 2, G=scales.shape[1], TOP_K=top_k,
         EXPERTS=weight.experts, PADDED_EXPERTS=triton.next_power_of_2(weight.experts),
         PADDED_PAIRS=next((size for size in READ if counts_E is None and P <= size), READ[0]),
-        SORTED=counts_E is not None, ALONE=counts_E is None and P == top_k,
+        SORTED=counts_E is not None, ONE_TOKEN=counts_E is None and P == top_k,
         KIND=weight.kind, GROUP_SIZE=weight.group_size, SCALES=scales_form(weight.kind, weight.group_size),
         HAS_ZERO_POINTS=weight.zero_points_RG is not None, HAS_BIAS=bias_EN is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
