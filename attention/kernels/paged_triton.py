@@ -148,7 +148,7 @@ def store_lse(lse, at_M, top_M, total_M, ok_M, LIFT: tl.constexpr):
 @triton.jit
 def values_at(kv, at_ND, slot_N, stride_slot, e, pointer: tl.constexpr, SAME_WIDTH: tl.constexpr, QUANT: tl.constexpr):
     """Where the values of slots begin, stride_v values early.  pointer: the type of a pointer to queries."""
-    if QUANT == "key":
+    if QUANT == "int8_keys":
         at_NE = (kv + slot_N * stride_slot).to(pointer)[:, None] + e[None, :]
     elif SAME_WIDTH:
         at_NE = at_ND
@@ -205,7 +205,7 @@ def paged_attention_kernel(
     WINDOW_RIGHT: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys) or nothing ("")
+    QUANT: tl.constexpr,  # the kv_cache_dtype of an 8-bit cache: "fp8", "int8" or "int8_keys"; else ""
     INT8_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -259,7 +259,7 @@ def paged_attention_kernel(
     ok_MD &= ok_M[:, None]
     q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
     scale2 = scale if SOFTCAP else scale * LOG2E
-    if QUANT == "head":
+    if QUANT == "fp8":
         scale2 *= tl.load(scales + kv_head)
     if QUANT != "":
         of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
@@ -268,7 +268,7 @@ def paged_attention_kernel(
     if HAS_SLOPES:
         q_position_M, slope_M = tl.load(q_positions + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
     # Weights of 8-bit values are scaled by 2 ** LIFT: small ones stay normal in float16.  TO: what values are converted to.
-    LIFT: tl.constexpr = 14.0 if QUANT == "head" or QUANT == "token" else 0.0
+    LIFT: tl.constexpr = 14.0 if QUANT == "fp8" or QUANT == "int8" else 0.0
     TO: tl.constexpr = tl.float16 if LIFT > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
@@ -280,11 +280,11 @@ def paged_attention_kernel(
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = upcast(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
-        scales_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
-        if QUANT == "token" and not INT8_QUERIES:
+        scales_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS) + kv_head
+        if QUANT == "int8" and not INT8_QUERIES:
             k_ND *= scales_in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
-        if QUANT == "key" or INT8_QUERIES:
+        if QUANT == "int8_keys" or INT8_QUERIES:
             s_MN *= scales_loaded_once(scales_N, ok_N)[None, :]
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
@@ -304,12 +304,12 @@ def paged_attention_kernel(
         at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
         ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
         v_NE = upcast(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), TO, ASM)
-        if QUANT == "token":
+        if QUANT == "int8":
             v_NE *= scales_in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), TO)[:, None]
         acc_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, acc_ME * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 
-    if QUANT == "head":
+    if QUANT == "fp8":
         acc_ME *= tl.load(scales + KV_HEADS + kv_head)
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
     safe_M = store_lse(lse, state_M, top_M, total_M, ok_M, LIFT)
