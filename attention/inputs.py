@@ -87,7 +87,7 @@ class LayerCall(NamedTuple):
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
         own, group = self.plan.context_parallel
         of_all = self.once("context_parallel", lambda _: backend.prepare(AttentionPlan((own,))))
-        prefix = all_to_all_states(backend.attend(group.gather_heads(q_THD), view, of_all, self.scoring), group)
+        prefix = all_to_all_states(backend.attend(group.all_gather_heads(q_THD), view, of_all, self.scoring), group)
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
 
     def finish(self, state: AttentionState) -> AttentionState:

@@ -1,7 +1,7 @@
 """Several decoders behind Ray Serve, one address in front: ray_serve.py [NAME=VALUE ...], until Ctrl-C.
 
-It needs the extra `ray`.  The values are the fields of Arguments: `ray_serve.py num_replicas=2 num_gpus=0` serves the pair in
-the box from two processes on the CPU.  On a cluster, the same file is what Ray's own commands take:
+It needs the extra `ray`.  The values are the fields of Arguments: `ray_serve.py num_replicas=2 num_gpus=0` serves the pair that
+ships with specdec from two processes on the CPU.  On a cluster, the same file is what Ray's own commands take:
 
     serve run --app-dir examples ray_serve:app target=/models/llama draft=/models/llama-eagle3 num_replicas=4
 """
@@ -20,7 +20,7 @@ from specdec.serve.replicas import application
 class Arguments(BaseModel, extra="forbid"):
     """What the command line may say.  Ray turns its texts into these types and refuses what is not here."""
 
-    target: str | None = None  # a folder that every machine has, or a hub id; None: the pair in the box
+    target: str | None = None  # a folder that every machine has, or a hub id; None: the shipped pair
     draft: str | None = None
     num_steps: int = 5
     topk: int = 4

@@ -28,6 +28,7 @@ from toolkit.paths import ROOT
 from specdec.cli import entry
 from specdec.screen.progress import Pace
 
+gc.disable()  # until tests run: collecting them makes much that stays, in which Python would look for garbage again and again
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 logging.disable_progress_bar()
@@ -79,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
     The first tier loses no file because it was renamed.
     """
     config.option.loadscopereorder = False
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()  # other processes collect the tests and run them
     files = {each.partition("::")[0] for each in QUICK}
     if config.option.markexpr == "quick" and (gone := [file for file in files if not (ROOT / f"tests/{file}.py").is_file()]):
         raise pytest.UsageError(f"QUICK in tests/conftest.py names files that are gone: {', '.join(gone)}")
@@ -118,6 +121,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays, and garbage is no longer looked for in it: a decoder looks for some when it is closed."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,7 +14,7 @@ from toolkit.rules.class_names import shared_class_names
 from toolkit.rules.imports import MAY_IMPORT, ROOMS, layer, module_name, package_files, wrong_imports
 from toolkit.rules.patches import patches
 from toolkit.rules.private_names import borrowed_names
-from toolkit.rules.source import parsed
+from toolkit.rules.source import nodes, parsed, source_is_forgotten  # noqa: F401
 
 OPTIONAL = (
     "triton",
@@ -51,7 +51,7 @@ def oversized(root: Path) -> list[str]:
         text, name = path.read_text(), path.relative_to(root)
         if (lines := len(text.splitlines())) > MAX_FILE:
             found.append(f"{name}: {lines} lines, at most {MAX_FILE}")
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
                 lines, most = node.end_lineno - node.lineno + 1, MAX_KERNEL if kernel else MAX_FUNCTION
@@ -73,7 +73,7 @@ def entangled(root: Path) -> list[str]:
     found = []
     for path in sorted((root / "tests").rglob("*.py")):
         name = path.relative_to(root)
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else modules
             if any(part.startswith(("test_", "conftest")) for module in modules for part in module.split(".")):

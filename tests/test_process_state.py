@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from toolkit.paths import ROOT
-from toolkit.rules.source import parsed
+from toolkit.rules.source import nodes, source_is_forgotten  # noqa: F401
 
 FOLDERS = ("specdec", "attention", "draft", "verify")
 # torch's constructors that take the default device and, for floats, the default dtype.  Integers name theirs too: a list may be
@@ -78,7 +78,7 @@ def faults(root: Path) -> list[str]:
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 found += [
                     f"{name}:{getattr(node, 'lineno', 0)}: {what}"
                     for what in (*_made_by_default(node), *(s for s in _shared(node) if (name, s) not in ALLOWED))
@@ -138,7 +138,7 @@ def test_product_code_takes_no_default_and_shares_no_state() -> None:
 
 def test_what_is_allowed_is_there() -> None:
     """Keeps out: an exception that outlives its reason, and allows what nobody has judged."""
-    seen = {(name, what) for name in {name for name, _ in ALLOWED} for node in ast.walk(parsed(ROOT / name))
+    seen = {(name, what) for name in {name for name, _ in ALLOWED} for node in nodes(ROOT / name)
             for what in _shared(node)}  # fmt: skip
     assert set(ALLOWED) - seen == set()
 

@@ -58,7 +58,7 @@ class Int8KeysView(CachedHeads):
 
     @property
     def quant(self) -> str:
-        return "key"
+        return INT8_KEYS
 
     @property
     def scales(self) -> Tensor:

@@ -67,7 +67,7 @@ class CachedHeads(ABC):
 
     @property
     def quant(self) -> str:
-        """The kernels' name for what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys), or "" if nothing has one."""
+        """The kv_cache_dtype of an 8-bit cache ("fp8", "int8" or "int8_keys"), or "" for another: kernels branch on it."""
         return ""
 
     @property

@@ -63,7 +63,7 @@ class QuantView(CachedHeads):
 
     @property
     def quant(self) -> str:
-        return "head" if self.scales_N2K is None else "token"
+        return "fp8" if self.scales_N2K is None else "int8"
 
     @property
     def scales(self) -> Tensor:

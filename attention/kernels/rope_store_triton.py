@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysView
+from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
 from specdec.attention.kernels.int8_triton import abs_or_inf, round_to_int8, scale_and_inverse
 from specdec.ops.launch import chained
@@ -136,16 +136,11 @@ def launch_rope_store(qkv_TXD: Tensor, view: StoredView, slots_T: Tensor, prep: 
     assert qkv_TXD.stride()[1:] == (D, 1) and slots_T.shape == (T,)
     if not T:
         return qkv_TXD[:, :Q]
-    quant = ""
-    scales: Tensor | None = k  # without scales the kernel reads none: any tensor may be passed
-    if isinstance(view, QuantView):
-        if view.needs_scale:
-            view.set_scale(prep.apply_(qkv_TXD.clone())[1])
-        quant, scales = ("fp8", view.scale_2K) if view.scales_N2K is None else ("int8", view.scales_N2K)
-    elif isinstance(view, Int8KeysView):
-        quant, scales = INT8_KEYS, view.scales_NK
+    if isinstance(view, QuantView) and view.needs_scale:
+        view.set_scale(prep.apply_(qkv_TXD.clone())[1])
+    quant, scales = view.quant, view.scales
     assert v.dtype == qkv_TXD.dtype or isinstance(view, QuantView)
-    assert scales is not None and (not quant or scales.is_contiguous())
+    assert not quant or scales.is_contiguous()
     strides = k.stride(0), (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1)
     _launch(qkv_TXD, k, strides, scales, slots_T.contiguous(), prep, quant, numerics)
     return qkv_TXD[:, :Q]

@@ -100,8 +100,8 @@ def suffix_merge_kernel(
         at_GD += token * stride_qt + head_G[:, None] * stride_qh
         q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0, cache_modifier=".cg")
         if INT8_QUERIES:
-            q_GD, unit = queries_in_int8(q_GD)
-            scale *= unit
+            q_GD, q_scale = queries_in_int8(q_GD)
+            scale *= q_scale
         kv += kv_head.to(tl.int64) * stride_kv_head
         if VALUE_DIM != HEAD_DIM:
             stride_v += kv_head * (stride_v_head - stride_kv_head)
@@ -110,7 +110,7 @@ def suffix_merge_kernel(
             begin = tl.maximum(tl.load(starts + token, cache_modifier=".cg"), 0)
         if HAS_SLOPES:
             q_at, slope_G = tl.load(q_positions + token, cache_modifier=".cg"), tl.load(slopes + head_G, mask=ok_G, other=0.0)
-        if QUANT == "head":
+        if QUANT == "fp8":
             scale *= tl.load(scales + kv_head)
             value_scale = tl.load(scales + KV_HEADS + kv_head)
         for start in range(begin, length, BLOCK_N):
@@ -125,10 +125,10 @@ def suffix_merge_kernel(
             if QUANT != "":
                 k_ND, v_NE = k_ND.to(q.dtype.element_ty), v_NE.to(q.dtype.element_ty)
             s_GN = tl.dot(q_GD.to(k_ND.dtype), tl.trans(k_ND), input_precision="ieee") * scale
-            at_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
-            if QUANT == "token" or QUANT == "key":
+            at_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS) + kv_head
+            if QUANT == "int8" or QUANT == "int8_keys":
                 s_GN *= tl.load(at_N, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
-            if QUANT == "token":
+            if QUANT == "int8":
                 value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
@@ -139,7 +139,7 @@ def suffix_merge_kernel(
             p_GN = tl.exp(s_GN - new_G[:, None])
             decay_G = tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
-            if QUANT == "head" or QUANT == "token":
+            if QUANT == "fp8" or QUANT == "int8":
                 p_GN *= value_scale
             acc_GE = tl.dot(p_GN.to(v_NE.dtype), v_NE, acc_GE * decay_G[:, None], input_precision="ieee")
             top_G = new_G

@@ -66,7 +66,7 @@ def paged_tiles(
 
     D: head dim.  The tiles were measured for 128; other dims keep the bytes of a pipeline stage.
     itemsize: bytes of a query's element.
-    quant: what has a scale in an 8-bit cache, "head", "token" or "key"; "" for a 16- or 32-bit cache.
+    quant: the kv_cache_dtype of an 8-bit cache, "fp8", "int8" or "int8_keys"; "" for a 16- or 32-bit cache.
     causal: whether the segment is causal.
     waves: rows x kv heads, as a share of the programs that the GPU runs at once.
     max_keys: the segment's: about the most keys of a row.
@@ -88,14 +88,14 @@ def paged_tiles(
     wanted = max(16, triton.next_power_of_2(seqlen_q_packgqa))
     if itemsize == 4:
         return PagedTiles(min(wanted, 32), keys(64), 8, 2)
-    if quant == "key" and wanted <= 32 and (wanted == 16 or waves > 0.8 or int8_queries):
+    if quant == "int8_keys" and wanted <= 32 and (wanted == 16 or waves > 0.8 or int8_queries):
         return PagedTiles(wanted, keys(128), 4, 3, ctas_per_sm=2 if int8_queries else 1)
-    if (quant == "key" or int8_queries) and (wanted <= 64 or D > 128):
+    if (quant == "int8_keys" or int8_queries) and (wanted <= 64 or D > 128):
         return PagedTiles(64, keys(64), 4, 3, ctas_per_sm=2)
     if int8_queries:
         return PagedTiles(128, 64, 8, 3)
     if quant and (wanted <= 64 or D > 128):
-        if quant == "head":
+        if quant == "fp8":
             return PagedTiles(64, keys(128), 4, 3, ctas_per_sm=2)
         return PagedTiles(64, keys(128), 4, 2, ctas_per_sm=2) if waves > 0.3 else PagedTiles(64, keys(64), 4, 3, ctas_per_sm=2)
     if quant:

@@ -214,7 +214,7 @@ class ExpandedPrompt:
         own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
         cached, group = (prompt, ALONE) if sharded is None else sharded
         kept_B = prompt.cache_seqlens - lens_B if sharded is None else cached.cache_seqlens
-        return cls(own, cached, group.gather(kept_B), group, limits.expanded_tokens)
+        return cls(own, cached, group.all_gather(kept_B), group, limits.expanded_tokens)
 
     def state(
         self, backend: Backend, view: LatentView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
@@ -225,7 +225,7 @@ class ExpandedPrompt:
         own = MHAView(expand(view.latents(slots_T, q_THQ.dtype), up_HXC, N))
         state = backend.run(q_THQ, own, self.own, scoring)
         for slots_E, segments in self.chunks():
-            latents_DEL = self.group.gather(view.latents(slots_E, q_THQ.dtype))
+            latents_DEL = self.group.all_gather(view.latents(slots_E, q_THQ.dtype))
             for latent_EL, segment in zip(latents_DEL, segments, strict=True):
                 chunk = MHAView(expand(latent_EL, up_HXC, N))
                 state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))

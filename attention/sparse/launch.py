@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.attention.kernels.tiles_triton import padded, programs_at_once
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.candidates import CandidateKeys
-from specdec.attention.sparse.scores_triton import row_scores_kernel, rows_scores_kernel
+from specdec.attention.sparse.scores_triton import multi_query_scores_kernel, single_query_scores_kernel
 from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
 
@@ -30,31 +30,31 @@ SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries m
 class IndexerTiles(NamedTuple):
     """What one program works on.
 
-    row, row_warps, row_stages: keys of a block, warps and stages of its program, in rows of one query.
+    single_block, single_warps, single_stages: keys of a block, warps and stages of a program, in rows of one query.
     ctas_per_sm: programs of such rows that an SM is given.
-    rows, rows_warps, rows_stages: the same in rows of several queries.
-    rows_registers: of a thread; with these, two such programs fit an SM.
-    group: the most queries that such a program scores; min_group: the fewest, if the row has them.
-    block, warps: scores of a block of the selection, and warps of its programs.
-    slices: programs of the selection that an SM is given.
+    multi_block, multi_warps, multi_stages: the same in rows of several queries.
+    multi_registers: of a thread; with these, two such programs fit an SM.
+    max_queries: the most queries that such a program scores; min_queries: the fewest, if the row has them.
+    select_block, select_warps: scores of a block of the selection, and warps of its programs.
+    select_slices: programs of the selection that an SM is given.
     sampled: how many of a sample's scores are expected among the topk best.
     sample: the most scores of a sample.
-    room: for how many scores between the cutoffs a program of the selection has room, at least, and in multiples of topk.
+    room: scores between the cutoffs for which a program of the selection has room: a lower bound, and a multiple of topk.
     """
 
-    row: int = 128
-    row_warps: int = 4
-    row_stages: int = 3
+    single_block: int = 128
+    single_warps: int = 4
+    single_stages: int = 3
     ctas_per_sm: int = 2
-    rows: int = 256
-    rows_warps: int = 8
-    rows_stages: int = 2
-    rows_registers: int = 128
-    group: int = 64
-    min_group: int = 4
-    block: int = 2048
-    warps: int = 8
-    slices: int = 2
+    multi_block: int = 256
+    multi_warps: int = 8
+    multi_stages: int = 2
+    multi_registers: int = 128
+    max_queries: int = 64
+    min_queries: int = 4
+    select_block: int = 2048
+    select_warps: int = 8
+    select_slices: int = 2
     sampled: int = 64
     sample: int = 8192
     room: tuple[int, int] = (1024, 2)
@@ -77,7 +77,11 @@ def launch_sparse_segment(
     """`segment.sparse_segment` by kernels.  programs: how many programs the GPU is taken to run at once."""
     (T, _, D), N, device = q_THD.shape, candidates.width, q_THD.device
     small = q_THD.element_size() == 4  # float32 uses no tensor cores, and twice the shared memory
-    sizes = (IndexerTiles(row=32, rows=32, rows_warps=4, group=8) if small else IndexerTiles()) if sizes is None else sizes
+    sizes = (
+        (IndexerTiles(single_block=32, multi_block=32, multi_warps=4, max_queries=8) if small else IndexerTiles())
+        if sizes is None
+        else sizes
+    )
     programs = programs_at_once(device) if programs is None else programs
     assert q_THD.dtype == keys_XD.dtype and keys_XD.shape[1] == D and w_TH.shape == q_THD.shape[:2]
     assert q_THD.stride()[1:] == (D, 1) and w_TH.stride(1) == keys_XD.stride(1) == 1
@@ -94,7 +98,7 @@ def launch_sparse_segment(
 
 def _scratch(queries: int, candidates: CandidateKeys, topk: int, sizes: IndexerTiles, programs: int) -> Scratch:
     N, device = candidates.width, candidates.paged_T.device
-    slices = max(1, min(triton.cdiv(N, sizes.block), triton.cdiv(sizes.slices * programs, queries)))
+    slices = max(1, min(triton.cdiv(N, sizes.select_block), triton.cdiv(sizes.select_slices * programs, queries)))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(queries, *shape, dtype=dtype, device=device)
@@ -136,24 +140,25 @@ def launch_scores(
     }  # fmt: skip
     paths_first = 0 if suffix is None else queries  # programs that score a query's path
     if segment.max_seqlen_q == 1:
-        splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.row), sizes.ctas_per_sm * programs)
-        row_scores_kernel[(paths_first + queries * splits,)](
+        splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.single_block), sizes.ctas_per_sm * programs)
+        single_query_scores_kernel[(paths_first + queries * splits,)](
             q_THD, w_TH, keys_XD, pages, paths, candidates.rows_T, candidates.paged_T, candidates.path_T,
             *left, D**-0.5, first, queries, splits, topk, *strides, *widths,
-            BLOCK_N=sizes.row, STAGES=sizes.row_stages, num_warps=sizes.row_warps, num_stages=sizes.row_stages, **shared,
+            BLOCK_N=sizes.single_block, STAGES=sizes.single_stages, num_warps=sizes.single_warps,
+            num_stages=sizes.single_stages, **shared,
         )  # fmt: skip
         return scratch
-    max_queries, blocks = min(segment.max_seqlen_q, queries), triton.cdiv(segment.pages.capacity, sizes.rows)
-    # A block of keys serves a group of queries.  Groups are as large as leaves every SM several programs.
-    wanted = max(min(max_queries * segment.rows * blocks // (8 * programs), sizes.group), sizes.min_group)
-    groups = triton.cdiv(max_queries, wanted)
-    group = triton.cdiv(max_queries, groups)
+    most, blocks = min(segment.max_seqlen_q, queries), triton.cdiv(segment.pages.capacity, sizes.multi_block)
+    # A program scores a block of keys for a group of queries, which is as large as still gives every SM several programs.
+    wanted = max(min(most * segment.rows * blocks // (8 * programs), sizes.max_queries), sizes.min_queries)
+    groups = triton.cdiv(most, wanted)
+    group = triton.cdiv(most, groups)
     width = 0 if suffix is None else paths.shape[1]
-    rows_scores_kernel[(paths_first + segment.rows * groups * blocks,)](
+    multi_query_scores_kernel[(paths_first + segment.rows * groups * blocks,)](
         q_THD, w_TH, keys_XD, pages, paths, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,
         candidates.path_T, *left, D**-0.5, first, queries, groups, group, blocks, width, topk, *strides, *widths,
-        BLOCK_N=sizes.rows, CAUSAL=segment.causal, STAGES=sizes.rows_stages, num_warps=sizes.rows_warps,
-        num_stages=sizes.rows_stages, maxnreg=sizes.rows_registers, **shared,
+        BLOCK_N=sizes.multi_block, CAUSAL=segment.causal, STAGES=sizes.multi_stages, num_warps=sizes.multi_warps,
+        num_stages=sizes.multi_stages, maxnreg=sizes.multi_registers, **shared,
     )  # fmt: skip
     return scratch
 
@@ -168,7 +173,7 @@ def launch_selection(
     visible, slices = (candidates.paged_T, candidates.path_T), scratch.counts.shape[1]
     scores, sample, listed, counts, every = scratch
     room = triton.next_power_of_2(max(sizes.room[0], sizes.room[1] * topk * (1 if N <= LONG else 2)))
-    shared = {"LISTED": room, "BLOCK_N": sizes.block, "num_warps": sizes.warps, **chained(device)}
+    shared = {"LISTED": room, "BLOCK_N": sizes.select_block, "num_warps": sizes.select_warps, **chained(device)}
     filter_kernel[(queries, slices)](
         scores, sample, listed, counts, *visible, first, topk, scores.stride(0), sample.stride(0), EVERY=every,
         SAMPLE=sample_side(sample.shape[1]), **shared,

@@ -1,9 +1,9 @@
 """The kernels that score an indexer's cached keys: products on tensor cores, then the weighted sum over heads, in float32.
 
-`row_scores_kernel` is for rows of one query: a program reads a range of the row's keys once.  `rows_scores_kernel` is for rows
-of several queries (chains, trees, prompts): a program keeps a block of keys and scores it for one query after the other.  Both
-multiply a block of keys with all heads of one query in the same order.  So a query's score of a key does not depend on the
-kernel, nor on whether the key lies in a page or on the query's path in a draft tree.
+`single_query_scores_kernel` is for rows of one query: a program reads a range of the row's keys once.
+`multi_query_scores_kernel` is for rows of several queries (chains, trees, prompts): a program keeps a block of keys, and scores
+it for one query after the other.  Both multiply a block of keys with all heads of one query in the same order.  So a query's
+score of a key does not depend on the kernel, nor on whether the key lies in a page or on the query's path in a draft tree.
 
 In a draft tree, the first programs of either kernel, one for each query, score the query's path.  Of every query's scores, the
 first one and each EVERY-th after it are also written to a sample, for the selection.
@@ -85,7 +85,7 @@ def score_path(
     do_not_specialize=["first_token", "queries", "splits", "stride_row", "stride_suffix", "topk"],
     do_not_specialize_on_alignment=["page_table", "rows_T", "paged_T", "path_T", "suffix"],
 )
-def row_scores_kernel(
+def single_query_scores_kernel(
     q,  # [T, H, D]
     w,  # [T, H], any float type
     keys,  # [X, D]
@@ -173,7 +173,7 @@ def row_scores_kernel(
     ],
     do_not_specialize_on_alignment=["page_table", "cu_seqlens_q", "cache_seqlens", "paged_T", "path_T", "suffix"],
 )
-def rows_scores_kernel(
+def multi_query_scores_kernel(
     q,  # [T, H, D]
     w,  # [T, H], any float type
     keys,  # [X, D]

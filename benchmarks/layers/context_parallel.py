@@ -125,7 +125,9 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
         (whole, count * whole_page), (divided, count * PAGE),
     ))  # fmt: skip
     both = of(whole, of_whole), of(divided, of_divided)
-    return Ways(*both, lambda: group.gather_heads(q_THL), lambda: all_to_all_states(state_of_all, group), (sizes[0], sizes[1]))
+    return Ways(
+        *both, lambda: group.all_gather_heads(q_THL), lambda: all_to_all_states(state_of_all, group), (sizes[0], sizes[1])
+    )
 
 
 def microseconds(call: Callable[[], Any]) -> float:

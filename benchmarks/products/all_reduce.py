@@ -42,14 +42,14 @@ class Nccl(Group):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         all_N = x.new_empty((self.size, *x.shape))
         dist.all_gather_into_tensor(all_N.view(-1), x.contiguous().view(-1))
         return all_N
 
-    def all_reduce_and_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
-        dist.all_reduce(term_TH)
-        return add_rms_norm(x_TH, term_TH, weight_H, EPS)
+    def all_reduce_and_norm(self, x_TH: Tensor, partial_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
+        dist.all_reduce(partial_TH)
+        return add_rms_norm(x_TH, partial_TH, weight_H, EPS)
 
 
 def timed(step: Step, rows: int, hidden: int, group: Group) -> float:
@@ -59,9 +59,9 @@ def timed(step: Step, rows: int, hidden: int, group: Group) -> float:
     first, weight = torch.randn_like(x), torch.ones(hidden, dtype=DTYPE, device="cuda")
 
     def chain() -> None:
-        total, term = x, first.clone()
+        total, partial_sum = x, first.clone()
         for _ in range(calls):
-            total, term = step(total, term, weight)
+            total, partial_sum = step(total, partial_sum, weight)
 
     for _ in range(2):
         chain()
@@ -71,20 +71,20 @@ def timed(step: Step, rows: int, hidden: int, group: Group) -> float:
         chain()
     torch.cuda.synchronize()
     mine = torch.tensor([replay_us(graph, REPLAYS) / calls], device="cuda")
-    return round(float(group.gather(mine).max()), 2)
+    return round(float(group.all_gather(mine).max()), 2)
 
 
 def steps_of(ours: SymmetricGroup, nccl: Nccl, rows: int, hidden: int) -> dict[str, Step]:
     def forced(few: bool) -> Step:
-        def step(x_TH: Tensor, term_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
+        def step(x_TH: Tensor, partial_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
             symmetric.MAX_AS_MESSAGES = 1 << 40 if few else 0
-            return ours.add_rms_norm(x_TH, term_TH, weight_H, EPS)
+            return ours.all_reduce_add_rms_norm(x_TH, partial_TH, weight_H, EPS)
 
         return step
 
-    def chosen(x_TH: Tensor, term_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
+    def chosen(x_TH: Tensor, partial_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
         symmetric.MAX_AS_MESSAGES = CHOSEN
-        return ours.add_rms_norm(x_TH, term_TH, weight_H, EPS)
+        return ours.all_reduce_add_rms_norm(x_TH, partial_TH, weight_H, EPS)
 
     steps: dict[str, Step] = {"chosen": chosen, "marks": forced(False), "nccl": nccl.all_reduce_and_norm}
     return steps | ({"messages": forced(True)} if rows <= ours.inbox.layout.channels else {})

@@ -1,6 +1,6 @@
 """What Nsight Compute counts while a product of few rows runs, on a real GPU: where the time beyond the weight's bytes goes.
 
-    python benchmarks products.counters [--rows 1 32 192] [--codes-rows 1 32] [--raw FILE.csv] [--out FILE]
+    python benchmarks products.counters [--rows 1 32 192] [--quantised-rows 1 32] [--raw FILE.csv] [--out FILE]
 
 `ncu` (of the CUDA toolkit) runs this script again and replays each kernel a few times, alone, with empty caches and the clocks
 as they are.  So a kernel's time here has no neighbour that starts it early, and is longer than in a layer: read the shares, not
@@ -42,16 +42,16 @@ SHARES = {
 }
 
 
-def labels(rows: Sequence[int], codes_rows: Sequence[int]) -> Iterator[tuple[str, int, str]]:
+def labels(rows: Sequence[int], quantised_rows: Sequence[int]) -> Iterator[tuple[str, int, str]]:
     """(weights, rows, product) in the order in which the second process multiplies."""
-    for T in rows:
-        yield from (("bf16", T, name) for name in ("qkv", "o", "gate_up", "down"))
+    for M in rows:
+        yield from (("bf16", M, name) for name in ("qkv", "o", "gate_up", "down"))
     for kind in ("e4m3", "int4"):
-        for T in codes_rows:
-            yield from ((kind, T, name) for name in ("qkv", "o", "gate_up", "down"))
+        for M in quantised_rows:
+            yield from ((kind, M, name) for name in ("qkv", "o", "gate_up", "down"))
 
 
-def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
+def multiply(rows: Sequence[int], quantised_rows: Sequence[int]) -> None:
     """Every product once, each after a marking kernel; all kernels are compiled before the profiler looks."""
     import torch
 
@@ -64,12 +64,12 @@ def multiply(rows: Sequence[int], codes_rows: Sequence[int]) -> None:
     torch.set_grad_enabled(False)
     mark = torch.empty(7, device="cuda")
     for profiled in (False, True):
-        for kind, T, name in labels(rows, codes_rows):
-            O, I = LAYER[name]
-            x = torch.randn(T, I, device="cuda", dtype=torch.bfloat16)
+        for kind, M, name in labels(rows, quantised_rows):
+            N, K = LAYER[name]
+            x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
             plain = kind == "bf16"
             group = 128 if kind == "int4" else 0
-            weight: Any = DenseWeight(new_weight(O, I)) if plain else QuantisedWeight(random_quantised(kind, O, I, group))
+            weight: Any = DenseWeight(new_weight(N, K)) if plain else QuantisedWeight(random_quantised(kind, N, K, group))
             torch.cuda.synchronize()
             if profiled:
                 torch.cuda.profiler.start()
@@ -109,8 +109,8 @@ def by_product(found: list[dict[str, str]], names: list[tuple[str, int, str]]) -
         if MARK in kernel["Kernel Name"]:
             at += 1
         else:
-            kind, T, name = names[at]
-            yield {"weights": kind, "rows": T, "product": name} | counted(kernel)
+            kind, M, name = names[at]
+            yield {"weights": kind, "rows": M, "product": name} | counted(kernel)
 
 
 def profile(arguments: Sequence[str], raw: Path) -> None:
@@ -126,18 +126,20 @@ def profile(arguments: Sequence[str], raw: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 192], help="rows of the products with bf16 weights")
-    parser.add_argument("--codes-rows", type=int, nargs="+", default=[1, 32], help="rows of those with fp8 and int4 weights")
+    parser.add_argument(
+        "--quantised-rows", type=int, nargs="+", default=[1, 32], help="rows of those with fp8 and int4 weights"
+    )
     parser.add_argument("--raw", type=Path, help="where Nsight Compute's own table goes; without it, it is thrown away")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--multiply", action="store_true", help=argparse.SUPPRESS)  # what runs under ncu
     args = parser.parse_args()
     if args.multiply:
-        multiply(args.rows, args.codes_rows)
+        multiply(args.rows, args.quantised_rows)
         return
-    names = list(labels(args.rows, args.codes_rows))
+    names = list(labels(args.rows, args.quantised_rows))
     with tempfile.TemporaryDirectory() as folder:
         raw = args.raw or Path(folder, "raw.csv")
-        profile(["--rows", *map(str, args.rows), "--codes-rows", *map(str, args.codes_rows)], raw)
+        profile(["--rows", *map(str, args.rows), "--quantised-rows", *map(str, args.quantised_rows)], raw)
         found = list(by_product(kernels(raw), names))
     for row in found:
         labelled = [(label, row[label]) for label in SHARES]

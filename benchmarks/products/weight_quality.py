@@ -33,14 +33,14 @@ MX_LARGEST, NV_LARGEST = 6.0, 6.0 * 448.0  # of e2m1; of e2m1 with a scale in e4
 
 
 class Scheme(NamedTuple):
-    """kind: None leaves dense values, in bfloat16 if `group` is 16, else as the checkpoint has them.
+    """kind: None leaves dense values, in bfloat16 if `group_size` is 16, else as the checkpoint has them.
 
-    group: columns of a scale; 0, and where the columns are no whole groups: all of a row.
+    group_size: columns of a scale; 0, and where the columns are no whole groups: all of a row.
     smaller: whether groups are smaller where the columns are no whole groups, as `quantize` makes them.
     """
 
     kind: Kind | None
-    group: int = 0
+    group_size: int = 0
     smaller: bool = False
 
 
@@ -82,11 +82,11 @@ def round_target(decoder: SpecDecoder, scheme: Scheme) -> None:
             if kind is None:
                 weight.copy_(weight.bfloat16())
             elif kind == "e2m1":
-                matrix.fill(part, rounded_floats(weight, scheme.group))
+                matrix.fill(part, rounded_floats(weight, scheme.group_size))
             else:
-                group, columns = scheme.group, weight.shape[1]
+                group, columns = scheme.group_size, weight.shape[1]
                 if scheme.smaller:
-                    group = RoundToNearest(kind, group).group_of(columns)
+                    group = RoundToNearest(kind, group).group_size_of(columns)
                 elif group and columns % group:
                     group = 0
                 matrix.fill(part, rounded(weight, kind, group))

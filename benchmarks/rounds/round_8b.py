@@ -149,7 +149,7 @@ def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, ac
             columns, device = next((each.shape[1], each.device) for each in numbers.values())
             order_K = torch.randperm(columns, device=device).int() if act_order else None
             for part, weight in numbers.items():
-                matrix.fill(part, rounded(weight, form.kind, form.group_of(columns))._replace(order_K=order_K))
+                matrix.fill(part, rounded(weight, form.kind, form.group_size_of(columns))._replace(order_K=order_K))
 
 
 def store_weights(

@@ -123,7 +123,7 @@ class Eagle3Head(EagleHead):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
         if not ends_in_norm:
-            hidden = self.group.add(residual, added_up(delta))
+            hidden = self.group.all_reduce_add(residual, added_up(delta))
             return hidden, hidden
         total, normed = self.norm.add(residual, delta)
         return normed if self.returns_normed else total, normed
@@ -162,4 +162,4 @@ class Eagle1Head(EagleHead):
             x, delta = layer(x, normed, rotation, attn, index)
             x, normed = layers[index + 1].input_layernorm.add(x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
-        return self.group.add(x, added_up(delta))
+        return self.group.all_reduce_add(x, added_up(delta))

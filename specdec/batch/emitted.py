@@ -112,7 +112,7 @@ def token_logprobs(logits_RW: Tensor, tokens_R: Tensor, top: int, vocabulary: Vo
     is_own_R1 = (local_R1 >= 0) & (local_R1 < vocabulary.own)
     padded_RW = F.pad(logits_RW, (0, 1))  # a column for other ranks' tokens
     own_R1 = padded_RW.gather(1, torch.where(is_own_R1, local_R1, vocabulary.own))
-    logit_R1 = vocabulary.group.sum(own_R1.float())
+    logit_R1 = vocabulary.group.all_reduce(own_R1.float())
     # The largest logit's token has minus the logarithm of the sum over all, of differences from that logit.
     floats = [(logit_R1 - best_R1) + likeliest_Rk[:, :1], *([likeliest_Rk] if top else [])]
     bits = [each.double().view(torch.int64) for each in floats]

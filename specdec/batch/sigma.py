@@ -41,7 +41,7 @@ def deviation(logits_RW: Tensor, largest_R: Tensor, vocabulary: Vocabulary) -> T
         # Sums of integers are exact in any order, so they don't depend on the batch, or on how many ranks divide the row.
         sums_R2 = torch.stack([(x_RW.where(is_finite_RW, 0.0) * ONE).long().sum(-1), is_finite_RW.sum(-1)], dim=-1)
         if vocabulary.group.size > 1:
-            sums_R2 = vocabulary.group.gather(sums_R2).sum(0)
+            sums_R2 = vocabulary.group.all_gather(sums_R2).sum(0)
         return sums_R2[:, 0].double() / ONE / sums_R2[:, 1]
 
     # Squares of differences from the mean keep their digits where most logits lie together, far from the others.

@@ -224,8 +224,8 @@ def _is_empty(output: Generation, has_text: bool) -> bool:
 def _memory(session: Session) -> MemoryUse:
     modules = [session.model] + ([session.head] if session.head is not None else [])
     tensors = {t.data_ptr(): t for module in modules for t in module.parameters()}  # shared ones once
-    planes = {id(part): part for module in modules for part in module.modules() if isinstance(part, LosslessParameters)}
-    weights = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(p.weight.num_bytes for p in planes.values())
+    lossless = {id(part): part for module in modules for part in module.modules() if isinstance(part, LosslessParameters)}
+    weights = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(p.weight.num_bytes for p in lossless.values())
     pool, device = session.kv_pool_bytes, session.settings.device
     if device.type == "cuda":
         return MemoryUse(weights, pool, torch.cuda.max_memory_allocated(device), "GPU allocator, this row")

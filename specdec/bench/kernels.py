@@ -19,8 +19,8 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
     (NORM, r"norm|rope|rotate|silu"),
     (
         ATTENTION,
-        r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores"
-        r"|^(filter|select|rows_hopper|merge_rows)_kernel",
+        r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|kv_blocks"
+        r"|^(filter|select|rows_hopper|merge_rows|path)_kernel",
     ),
     (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear"),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),

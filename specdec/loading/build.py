@@ -77,7 +77,7 @@ def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculatio
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
     """The KV pool for both models: as large as the rank with the least memory has room for.  All ranks must ask."""
-    memory = model.group.least(pool_bytes(settings.device), settings.device)
+    memory = model.group.all_reduce_min(pool_bytes(settings.device), settings.device)
     if head is None:
         return pool_plan([model.config], settings, memory)
     needs = head.needs
@@ -100,7 +100,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     queries = devices.MAX_QUERIES_A_KEY // model.config.heads_a_key
     shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
-    max_captured = int(model.group.least(max_captured_cost(model, head), settings.device))
+    max_captured = int(model.group.all_reduce_min(max_captured_cost(model, head), settings.device))
     shapes = head.shapes(settings.spec) if head and settings.spec else ()
     spec = shapes[0] if len(shapes) == 1 else None
     needed = head.needs.models if head else ()

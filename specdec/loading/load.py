@@ -28,7 +28,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import keep_lossless_copies
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
-from specdec.models.schemes.size import EXPERTS, group_of, quantised_matrices
+from specdec.models.schemes.size import EXPERTS, group_size_of, quantised_matrices
 from specdec.models.schemes.slow import slow_warning, slowness
 from specdec.models.sharding import share_of
 from specdec.models.target import Target
@@ -94,7 +94,7 @@ def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Call
         if checkpoint is None or checkpoint.quantization is None:
             continue
         quantised = quantised_matrices(checkpoint, tuple(checkpoint.names()))
-        groups = {group_of(checkpoint, name, format) for name, format in quantised.items() if EXPERTS not in name}
+        groups = {group_size_of(checkpoint, name, format) for name, format in quantised.items() if EXPERTS not in name}
         why, helps = slowness(groups, capability(), dtype)
         if quantised and why:
             warnings.warn(f"the {whose}'s {slow_warning(why, helps, checkpoint.quantization)}", stacklevel=2)

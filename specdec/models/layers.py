@@ -56,13 +56,13 @@ class RMSNorm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
-        delta: this rank's term of what the layer before computed.
+        delta: this rank's partial sum of what the layer before computed.
         out_TH: memory for the sum.  below_CH: rows that follow the normed ones, so that the second result is [T + C, H].
         """
         if isinstance(delta_TH, Partials):
             assert self.group.size == 1, "ranks exchange sums"
             return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
-        return self.group.add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
+        return self.group.all_reduce_add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The pair (embeddings of the ids (int64), their norm), each [T, H].  below_CH: as of `add`."""

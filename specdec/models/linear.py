@@ -24,7 +24,7 @@ from specdec.models.schemes.stacks import StackParameters
 from specdec.ops.products.dense import DenseWeight
 from specdec.ops.products.formats.experts import QuantisedStack
 from specdec.ops.products.formats.lossless import ALIGN_N, encode_lossless
-from specdec.ops.products.gpus import Kind
+from specdec.ops.products.gpus import GpuKind
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
@@ -245,7 +245,7 @@ class Linear(Multiplying):
         """Whether the weight is this very tensor, as the language-model head of a model with tied embeddings is."""
         return self.weight is not None and self.weight.data_ptr() == table.data_ptr()
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         """Bytes that a product of that many rows reads of the matrix.  kind: of GPU; None: of the one where the matrix lies."""
         of_bias = 0 if self.bias is None else self.bias.numel() * self.bias.element_size()
         return self.stored.read_bytes(rows, kind) + of_bias

@@ -55,7 +55,7 @@ def _without_groups(config: ModelConfig, size: int) -> str:
 
 
 def join(model: Shared, group: Group) -> None:
-    """Tells a rank's share which ranks hold the rest: norms add up the terms of the layer before them."""
+    """Tells a rank's share which ranks hold the rest: norms add up the partial sums of the layer before them."""
     model.group = group
     for module in model.modules():
         if isinstance(module, RMSNorm):

@@ -1,4 +1,4 @@
-"""How the ranks that hold one model exchange what each has computed: sums of terms, and what every rank found.
+"""How the ranks that hold one model exchange what each has computed: sums of partial results, and what every rank found.
 
 Every exchange is a call that all ranks make, in the same order and with tensors of the same shape and dtype.  Its result is the
 same on all of them, bit for bit.  This module knows no model.
@@ -28,29 +28,29 @@ class Group(ABC):
     one_order = False
 
     @abstractmethod
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[N, *x.shape]: x of every rank, in the order of ranks."""
 
-    def from_first(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """What the first rank has, of the shape and dtype of x."""
-        return self.gather(x)[0]
+        return self.all_gather(x)[0]
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
-        return self.gather(x)[:, self.rank].contiguous()
+        return self.all_gather(x)[:, self.rank].contiguous()
 
-    def gather_heads(self, x_THL: Tensor) -> Tensor:
+    def all_gather_heads(self, x_THL: Tensor) -> Tensor:
         """[T, N * H, L]: each token's heads of every rank, in the order of ranks."""
-        return self.gather(x_THL.transpose(0, 1)).flatten(0, 1).transpose(0, 1)  # head by head, so that they are copied once
+        return self.all_gather(x_THL.transpose(0, 1)).flatten(0, 1).transpose(0, 1)  # head by head: copied once
 
     def neighbours(self, size: int) -> Group:
         """The group of `size` adjacent ranks to which this rank belongs; size divides N.  All ranks ask for it alike."""
         assert self.size % size == 0, (self.size, size)
         return self if size == self.size else Neighbours(self, size)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """x of all ranks, added up in the order of ranks, in x's dtype or a wider one, and rounded once."""
-        first, *others = self.gather(x)
+        first, *others = self.all_gather(x)
         total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         for other in others:  # not torch's sum, whose order depends on the shape
             total += other
@@ -60,28 +60,28 @@ class Group(ABC):
         """Sets `one_order`.  All ranks ask alike."""
         self.one_order = on
 
-    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
-        """x + all ranks' terms.  x: the same on all ranks, as the result is."""
-        return x_TH + self.sum(term_TH)
+    def all_reduce_add(self, x_TH: Tensor, partial_TH: Tensor) -> Tensor:
+        """x + all ranks' partial sums.  x: the same on all ranks, as the result is."""
+        return x_TH + self.all_reduce(partial_TH)
 
-    def add_rms_norm(
+    def all_reduce_add_rms_norm(
         self,
         x_TH: Tensor,
-        term_TH: Tensor,
+        partial_TH: Tensor,
         weight_H: Tensor,
         eps: float,
         out_TH: Tensor | None = None,
         below_CH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(x + all ranks' terms, its norm).  x: the same on all ranks, as both results are.
+        """(x + all ranks' partial sums, its norm).  x: the same on all ranks, as both results are.
 
         out_TH, below_CH: as of the function of that name (ops/norm.py).
         """
-        return add_rms_norm(x_TH, self.sum(term_TH), weight_H, eps, out_TH, below_CH)
+        return add_rms_norm(x_TH, self.all_reduce(partial_TH), weight_H, eps, out_TH, below_CH)
 
-    def least(self, value: float, device: torch.device) -> float:
+    def all_reduce_min(self, value: float, device: torch.device) -> float:
         """The smallest of all ranks' values.  The host waits for it."""
-        return self.gather(torch.tensor([value], dtype=torch.float64, device=device)).min().item()
+        return self.all_gather(torch.tensor([value], dtype=torch.float64, device=device)).min().item()
 
     def problem(self) -> str:
         """Why exchanges have failed, if any has; what they gave since then means nothing.  The host does not wait for it."""
@@ -101,13 +101,13 @@ class Alone(Group):
 
     rank, size = 0, 1
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def least(self, value: float, device: torch.device) -> float:
+    def all_reduce_min(self, value: float, device: torch.device) -> float:
         return value
 
     def use_one_order(self, on: bool) -> None:
@@ -124,7 +124,7 @@ class GlooGroup(Group):
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self._backend, self.rank, self.size = backend, rank, size
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         all_N = x.new_empty((self.size, *x.shape))
         self._backend.allgather([list(all_N.unbind())], [x.contiguous()]).wait()
         return all_N
@@ -142,8 +142,8 @@ class Neighbours(Group):
         self._everyone, self.size = everyone, size
         self.rank, self._first = everyone.rank % size, everyone.rank // size * size
 
-    def gather(self, x: Tensor) -> Tensor:
-        return self._everyone.gather(x)[self._first : self._first + self.size]
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._everyone.all_gather(x)[self._first : self._first + self.size]
 
 
 ALONE = Alone()

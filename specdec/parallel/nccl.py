@@ -45,7 +45,7 @@ class NcclGroup(Group):
             torch.cuda.current_stream()  # makes the GPU's context
             _check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), size, UniqueId.from_buffer_copy(name), rank))
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         all_N = x.new_empty((self.size, *x.shape))
         count = x.numel() * x.element_size()
@@ -83,12 +83,12 @@ class NcclGroup(Group):
             _check(self._nccl.ncclCommSplit(*where))
         return part
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """x of all ranks.  With more than two, NCCL adds in an order of its own, which depends on the size of x; so where one
         order is asked for, x travels whole.
         """
         if self.one_order:
-            return super().sum(x)
+            return super().all_reduce(x)
         x, total = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             where = x.data_ptr(), total.data_ptr(), x.numel()

@@ -90,7 +90,7 @@ class Vocabulary(NamedTuple):
         if self.group.size == 1:
             return logits_RW.amax(-1)
         own_R = logits_RW.amax(-1) if self.own else logits_RW.new_full(logits_RW.shape[:1], -torch.inf)
-        return self.group.gather(own_R).amax(0)
+        return self.group.all_gather(own_R).amax(0)
 
     def use_kernels(self, logits_RW: Tensor, k: int) -> bool:
         """Whether kernels go on with what `scan` finds.  Several ranks need equal runs for that, so that all find as much."""
@@ -107,7 +107,7 @@ class Vocabulary(NamedTuple):
             return noisy_scan(noise, offsets_V)
         from specdec.parallel.scan_triton import launch_scan_ranks
 
-        scan = partial(launch_scan_ranks, gather=self.group.gather, rank=self.group.rank)
+        scan = partial(launch_scan_ranks, gather=self.group.all_gather, rank=self.group.rank)
         if noise is None:
             return scan
         return lambda logits_RW, k, softmax: scan(self._perturbed(logits_RW, noise, offsets_V), k, softmax)
@@ -119,7 +119,9 @@ class Vocabulary(NamedTuple):
         cutoff_R = None
         if noise.filters is not None:
             largest_R = self.largest(logits_RW).float()
-            cutoff_R = cutoffs_of_bins(self.group.sum(bins_of(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
+            cutoff_R = cutoffs_of_bins(
+                self.group.all_reduce(bins_of(logits_RW, largest_R, noise.filters)), largest_R, noise.filters
+            )
         return perturb(logits_RW, noise, offsets_V, self.first, cutoff_R)
 
     def _best(self, logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +141,7 @@ class Vocabulary(NamedTuple):
             total_R1 = logits_RW.logsumexp(-1, keepdim=True)
         # One exchange, of numbers that hold all exactly.  Ranks are gathered in the order of their ids, so a stable sort leaves
         # equal values in that order too.
-        found_NRX = self.group.gather(torch.cat((values_Rk.double(), ids_Rk.double(), total_R1.double()), dim=1))
+        found_NRX = self.group.all_gather(torch.cat((values_Rk.double(), ids_Rk.double(), total_R1.double()), dim=1))
         values_RX, ids_RX = (found_NRX[..., i * most : (i + 1) * most].transpose(0, 1).flatten(1) for i in range(2))
         order_Rk = values_RX.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         values_Rk = values_RX.gather(1, order_Rk).float()
@@ -154,4 +156,4 @@ class Vocabulary(NamedTuple):
             return logits_RW
         most = -(-self.size // self.group.size)
         padded_RW = F.pad(logits_RW, (0, most - self.own))
-        return self.group.gather(padded_RW).transpose(0, 1).flatten(1)[:, : self.size]
+        return self.group.all_gather(padded_RW).transpose(0, 1).flatten(1)[:, : self.size]

@@ -31,7 +31,7 @@ from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.grammar.tree_completion import TreeCompletion, look_ahead
 from specdec.parallel.group import ALONE, Group
-from specdec.runner.readback import Readback, Ticket
+from specdec.runner.readback import HostCopy, Readback
 from specdec.steps import Emitted, Grammar, LeaveRows, PromptPart, RowEntry
 
 HostTree: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens and parents
@@ -52,7 +52,7 @@ class GrammarRow:
 class UnreadTokens(NamedTuple):
     """Tokens that a pass has emitted and no matcher has taken: of these texts, at these places of the copy."""
 
-    ticket: Ticket
+    host_copy: HostCopy
     texts: Sequence[tuple[int, GrammarRow]]
     read: Callable[[Tensor], list[Emitted]]  # makes rows of the copy
 
@@ -93,7 +93,7 @@ class GrammarRows:
         held = {id(row) for row in self._rows.values()}
         for each in [each for each in self._unread if not any(id(row) in held for _, row in each.texts)]:
             self._unread.remove(each)
-            each.ticket.drop()
+            each.host_copy.drop()
 
     def stop_drafting(self, rows: Sequence[int]) -> None:
         """No draft token is accepted in these rows any more."""
@@ -129,8 +129,8 @@ class GrammarRows:
     def _take(self) -> None:
         """Waits for what earlier passes have emitted."""
         while self._unread:
-            ticket, texts, read = self._unread.popleft()
-            emitted = ticket.read(read)
+            host_copy, texts, read = self._unread.popleft()
+            emitted = host_copy.read(read)
             for place, row in texts:
                 assert row.matcher is not None
                 row.matcher.take(emitted[place].tokens)
@@ -153,13 +153,13 @@ class GrammarRows:
     def _share(self, x: Tensor) -> None:
         """Has x on all ranks hold what it holds on the first, which keeps its own: exchanges that fail give anything."""
         if self._group.size > 1:
-            first = self._group.from_first(x)
+            first = self._group.broadcast(x)
             if self._group.rank != 0:
                 x.copy_(first)
 
     def _completed(self, tree: DraftTree) -> HostTrees:
         drafted_2BN = torch.stack((tree.tokens_BN, tree.parents_BN))
-        ticket, made_2BN = self._readback.start(drafted_2BN), self._host(drafted_2BN)
+        host_copy, made_2BN = self._readback.start(drafted_2BN), self._host(drafted_2BN)
         self._take()
         drafting = [
             (place, row.matcher)
@@ -167,10 +167,10 @@ class GrammarRows:
             if row.speculates and row.matcher is not None and not row.matcher.is_over and not row.matcher.is_stuck
         ]
         for _, matcher in drafting:  # as long as the device extends and drafts
-            if ticket.device_waits:
+            if host_copy.device_waits:
                 break
-            look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain, lambda: ticket.device_waits)
-        values, trees, is_changed = ticket.read(Tensor.tolist), HostTrees(), False
+            look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain, lambda: host_copy.device_waits)
+        values, trees, is_changed = host_copy.read(Tensor.tolist), HostTrees(), False
         for place, matcher in drafting:
             drafted = values[0][place], values[1][place]
             trees[place] = TreeCompletion(matcher, *drafted, tree.max_depth, tree.is_chain).run()

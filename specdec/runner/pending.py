@@ -16,7 +16,7 @@ class EmittedPending:
     """What a chunk or a round emits.
 
     numbers: what tokens are read from, by `read`.  logprobs: rows of `token_logprobs`; None: there are none.
-    ended: see Pending.  begun: the mark from before a timed round.
+    ended: see Pending.  begun: the event from before a timed round.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class EmittedPending:
         self._read, self.ended = read, ended
         self._logprobs = None if logprobs is None else readback.start(logprobs)
         self._numbers = readback.start(numbers, begun)
-        self.done = self._numbers.done  # the mark after the step
+        self.done = self._numbers.done  # the event after the step
 
     def read(self) -> list[Emitted]:
         emitted = self._numbers.read(self._read)
@@ -49,7 +49,7 @@ class EmittedPending:
 
 
 class TryPending:
-    """What a step that was tried took, between two marks."""
+    """What a step that was tried took, between two events."""
 
     ended: Sequence[int] = ()
 

@@ -28,10 +28,13 @@ class Readback:
         self.other_ranks: OtherRanks | None = None  # if one fails, what was waited for means nothing
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
 
-    def start(self, source: Tensor, begun: Any = None) -> Ticket:
-        """Enqueues the copy.  begun: a `mark` from before the work that made the tensor; needed only for `Ticket.seconds`."""
+    def start(self, source: Tensor, begun: Any = None) -> HostCopy:
+        """Enqueues the copy.
+
+        begun: an event (`record_event`) from before the work that made the tensor; needed only for `HostCopy.seconds`.
+        """
         if self.device.type != "cuda":
-            return Ticket(self, source.clone(), begun, time.perf_counter())
+            return HostCopy(self, source.clone(), begun, time.perf_counter())
         size = source.numel()
         pinned = next((spare for spare in self._spare if spare.numel() >= size and spare.dtype == source.dtype), None)
         if pinned is None:
@@ -40,19 +43,19 @@ class Readback:
             self._spare = [spare for spare in self._spare if spare is not pinned]
         view = pinned[:size].view(source.shape)
         view.copy_(source, non_blocking=True)
-        return Ticket(self, view, begun, self.mark(), pinned)
+        return HostCopy(self, view, begun, self.record_event(), pinned)
 
-    def wait(self, mark: Any) -> None:
-        """Waits until the device has passed the mark."""
+    def wait(self, event: Any) -> None:
+        """Waits until the device has passed the event."""
         if self.device.type == "cuda":
-            mark.synchronize()
+            event.synchronize()
 
     def seconds(self, begun: Any, done: Any) -> float:
-        """Seconds between two marks that the device has passed."""
+        """Seconds between two events that the device has passed."""
         return begun.elapsed_time(done) / 1e3 if self.device.type == "cuda" else done - begun
 
-    def mark(self) -> Any:
-        """The present point in the device's time: a recorded event on a GPU, seconds elsewhere."""
+    def record_event(self) -> Any:
+        """The present point in the device's time: a recorded CUDA event on a GPU, seconds elsewhere."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -60,11 +63,11 @@ class Readback:
         return event
 
 
-class Ticket:
-    """One copy that is under way.  done: the mark after it."""
+class HostCopy:
+    """One copy that is under way.  done: the event after it."""
 
-    def __init__(self, owner: Readback, host: Tensor, begun: Any, done: Any, pinned: Tensor | None = None) -> None:
-        self._owner, self._host, self._begun, self.done, self._pinned = owner, host, begun, done, pinned
+    def __init__(self, readback: Readback, host: Tensor, begun: Any, done: Any, pinned: Tensor | None = None) -> None:
+        self._readback, self._host, self._begun, self.done, self._pinned = readback, host, begun, done, pinned
 
     def read(self, of: Callable[[Tensor], R]) -> R:
         """Waits for the tensor's values and returns what `of` makes of them.  To be called once only."""
@@ -73,13 +76,13 @@ class Ticket:
             try:
                 self.done.synchronize()
             except RuntimeError as error:  # the device has failed, perhaps because another rank has
-                if self._owner.other_ranks is not None:
-                    raise self._owner.other_ranks.explain(error) from error
+                if self._readback.other_ranks is not None:
+                    raise self._readback.other_ranks.explain(error) from error
                 raise
-            self._owner.wait_seconds += time.perf_counter() - start
-            self._owner.waits += 1
-        if self._owner.other_ranks is not None:
-            self._owner.other_ranks.check()
+            self._readback.wait_seconds += time.perf_counter() - start
+            self._readback.waits += 1
+        if self._readback.other_ranks is not None:
+            self._readback.other_ranks.check()
         values = of(self._host)
         self.drop()
         return values
@@ -92,9 +95,9 @@ class Ticket:
     def drop(self) -> None:
         """Gives the pinned memory back.  The next copy into it is enqueued later on the same stream, so copies can't mix."""
         if self._pinned is not None:
-            self._owner._spare.append(self._pinned)
+            self._readback._spare.append(self._pinned)
 
     def seconds(self) -> float:
         """Device seconds from `begun` to the end of the copy.  To be called only after `read`."""
         assert self._begun is not None
-        return self._owner.seconds(self._begun, self.done)
+        return self._readback.seconds(self._begun, self.done)

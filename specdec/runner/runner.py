@@ -71,7 +71,7 @@ class DeviceRunner:
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.clock = PhaseClock(self.device)
         self.readback = Readback(self.device)
-        self._last_round: Any = None  # the mark after the last step, if that was a round
+        self._last_round: Any = None  # the event after the last step, if that was a round
         vocabulary = workers.verifier.model.vocabulary
         self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
@@ -176,8 +176,8 @@ class DeviceRunner:
         return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs)
 
     def _round(self, step: steps.RunRound, last_round: Any) -> steps.Pending:
-        """last_round: the mark after the step before this one, if that was a round."""
-        begun = None if not step.timed else self.readback.mark() if last_round is None else last_round
+        """last_round: the event after the step before this one, if that was a round."""
+        begun = None if not step.timed else self.readback.record_event() if last_round is None else last_round
         result = self._launch_round(step)
         ended = self.grammars.report_ended() if step.needs.grammar else ()
         numbers_BX = result.emitted.numbers_BX
@@ -197,13 +197,13 @@ class DeviceRunner:
         changed = [*state.written(tried.needs), *(drafter.changed(state) if (drafter := self.workers.drafter) else ())]
         saved = [tensor.clone() for tensor in changed]
         for _ in range(TRIES):  # the first of them captures
-            begun = self.readback.mark()
+            begun = self.readback.record_event()
             if isinstance(tried, steps.CatchUp):
                 self._catch_up(tried)
             else:
                 with self.grammars.only_trying():
                     self._launch_round(tried)
-            done = self.readback.mark()
+            done = self.readback.record_event()
             for tensor, value in zip(changed, saved, strict=True):
                 tensor.copy_(value)
         return TryPending(self.readback, begun, done)

@@ -5,7 +5,7 @@ Shapes: M rows.
 
 from __future__ import annotations
 
-from specdec.ops.products.gpus import H100, Match
+from specdec.ops.products.gpus import H100, GpuMatch
 from specdec.ops.products.tiles.dense import HALF_SM, SMS, WHOLE_SM, ProductTiles, padded_rows, product_tiles
 from specdec.ops.products.tuned.table import Product
 
@@ -16,7 +16,7 @@ STREAMS = (  # rows of the weight, columns of a step, splits, warps, stages
 )  # fmt: skip
 
 
-def candidates(M: int, product: Product, match: Match) -> list[ProductTiles | None]:
+def candidates(M: int, product: Product, match: GpuMatch) -> list[ProductTiles | None]:
     """Different tiles for M rows, of which the first are those of the GPU's kind.  None: cuBLAS."""
     assert 0 < M <= MAX_ROWS
     N, K, gated, dtype = product

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.ops.products.dense import with_tiles
-from specdec.ops.products.gpus import Match, match_of
+from specdec.ops.products.gpus import GpuMatch, match_of
 from specdec.ops.products.tiles.dense import ProductTiles
 from specdec.ops.products.tuned.table import Product
 
@@ -46,7 +46,7 @@ class ProductBench:
         self._weights = [weight.mul_(product.K**-0.5) for weight in made]
 
     @property
-    def match(self) -> Match:
+    def match(self) -> GpuMatch:
         """The kind of GPU whose tiles are compared with."""
         return match_of(self.device)
 

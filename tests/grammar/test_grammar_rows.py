@@ -18,7 +18,7 @@ from specdec.grammar.tree_completion import look_ahead
 from specdec.parallel.group import ALONE, Group
 from specdec.runner import grammars
 from specdec.runner.grammars import GrammarRows
-from specdec.runner.readback import Readback, Ticket
+from specdec.runner.readback import HostCopy, Readback
 from specdec.steps import Grammar, LeaveRows, PromptPart, RowEntry, RowOptions
 
 V, EOS, NODES = 384, 0, 3
@@ -88,7 +88,7 @@ def test_nobody_looks_ahead_while_the_device_waits(monkeypatch: pytest.MonkeyPat
             look_ahead(*given)
 
         monkeypatch.setattr(grammars, "look_ahead", look)
-        monkeypatch.setattr(Ticket, "device_waits", property(lambda ticket, most=most, calls=calls: calls[0] >= most))
+        monkeypatch.setattr(HostCopy, "device_waits", property(lambda copy, most=most, calls=calls: calls[0] >= most))
         tree = DraftTree.chain(drafts.clone())
         made.append((rows.complete(tree), tree.tokens_BN.tolist()))
         looked += calls
@@ -100,7 +100,7 @@ class Broken(Group):
 
     rank, size = 0, 2
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.full((2, *x.shape), 2**30, dtype=x.dtype)
 
 

@@ -16,7 +16,7 @@ from specdec.loading.plan import plan_memories
 from specdec.models.schemes.slow import GROUPS, slowness
 from specdec.ops.products import quantised as linear
 from specdec.ops.products.formats.quantised import Kind, quantise
-from specdec.ops.products.gpus import H200, Match
+from specdec.ops.products.gpus import H200, GpuMatch
 from specdec.ops.products.numerics import FAST
 from specdec.options import EngineOptions
 
@@ -81,7 +81,7 @@ def test_the_rule_is_that_of_the_products(
     """Keeps out: a warning where a kernel reads quantised values, and none where no kernel does: products say which."""
     monkeypatch.setattr(linear, "use_kernels", lambda _: True)
     monkeypatch.setattr(linear, "has_pdl", lambda _: capability >= (9, 0))
-    monkeypatch.setattr(linear, "match_of", lambda _: Match(H200, "", capability == (9, 0)))
+    monkeypatch.setattr(linear, "match_of", lambda _: GpuMatch(H200, "", capability == (9, 0)))
     weight = quantise(torch.randn(256, 512), kind, group)
     has_kernel = linear.QuantisedWeight(weight)._tiles(torch.zeros(1, 512, dtype=dtype), False, FAST) is not None
     why, helps = slowness({group}, capability, dtype)

@@ -157,7 +157,7 @@ def test_a_change_of_dtype_leaves_quantised_parameters_alone() -> None:
     matrix = Linear(64, 8, bias=True)
     matrix.fill("", quantised_rows("int4", 8, 64, 32))
     assert matrix.quantised is not None
-    before = [plane.clone() for plane in matrix.quantised.parameters()]
+    before = [tensor.clone() for tensor in matrix.quantised.parameters()]
     matrix.to(torch.bfloat16)
     assert matrix.bias is not None and matrix.bias.dtype == torch.bfloat16
     assert all(torch.equal(old, new) and old.dtype == new.dtype for old, new in zip(before, matrix.quantised.parameters()))

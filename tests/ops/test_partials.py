@@ -17,7 +17,7 @@ from specdec.models.config import ModelConfig, RopeConfig
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.norm_triton import launch_add_rms_norm
 from specdec.ops.products.dense import DenseWeight, linear
-from specdec.ops.products.gpus import H200, Match
+from specdec.ops.products.gpus import H200, GpuMatch
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.rope import Rotation
@@ -29,7 +29,7 @@ IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 @pytest.fixture(autouse=True)
 def _tiles_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """By them programs share columns.  Every Hopper GPU can run them, and none takes tiles that were kept on this machine."""
-    monkeypatch.setattr("specdec.ops.products.dense.match_of", lambda device: Match(H200, "the tests ask for them", True))
+    monkeypatch.setattr("specdec.ops.products.dense.match_of", lambda device: GpuMatch(H200, "the tests ask for them", True))
     monkeypatch.setattr("specdec.ops.products.dense.tuned_table", lambda device: None)
 
 

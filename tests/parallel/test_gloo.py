@@ -32,7 +32,7 @@ def test_tensors_of_any_layout_are_exchanged(layout: str) -> None:
 
     def exchange(rank: int) -> tuple[Tensor, Tensor]:
         group = GlooGroup(dist.ProcessGroupGloo(store, rank, SIZE, timedelta(seconds=60)), rank, SIZE)
-        return group.gather(of_rank(rank, layout)), group.all_to_all(of_rank(rank, layout))
+        return group.all_gather(of_rank(rank, layout)), group.all_to_all(of_rank(rank, layout))
 
     with ThreadPoolExecutor(SIZE) as pool:
         found = list(pool.map(exchange, range(SIZE)))

@@ -30,7 +30,7 @@ from specdec.parallel import processes
 from specdec.parallel.group import Group
 from specdec.parallel.processes import SILENCE_SECONDS, OtherRanks, RankFailed, RankPipe
 from specdec.prompts.tokenizer import Tokenizer
-from specdec.runner.readback import Readback, Ticket
+from specdec.runner.readback import HostCopy, Readback
 
 SPEC = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8)
 SETTINGS = {"device": "cpu", "max_seq_len": 80, "threads": 1}
@@ -192,7 +192,7 @@ def test_a_device_that_fails_with_another_rank_names_it() -> None:
     readback, failing = Readback(torch.device("cpu")), Failing()
     readback.other_ranks = failing
     with pytest.raises(RankFailed, match="rank 1 failed, and then CUDA error"):
-        Ticket(readback, torch.zeros(1), None, failing, torch.zeros(1)).read(torch.Tensor.tolist)
+        HostCopy(readback, torch.zeros(1), None, failing, torch.zeros(1)).read(torch.Tensor.tolist)
 
 
 SCRIPT = """
@@ -268,7 +268,7 @@ class Second(Group):
 
     rank, size = 1, 2
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("nobody answers")
 
 

@@ -71,7 +71,7 @@ def test_terms_of_all_ranks_add_up(zoo: type[Zoo], name: str, size: int, folder_
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("zoo", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_ranks_compute_the_whole_model(zoo: type[Zoo], name: str, size: int, folder_of: Any) -> None:
-    """Keeps out: an output that is captured, or handed on, before the terms of all ranks are in it."""
+    """Keeps out: an output that is captured, or handed on, before the partial sums of all ranks are in it."""
     whole = load(folder := folder_of(zoo, name))
     if misfit(whole.config, size):
         return

@@ -53,16 +53,16 @@ def test_a_broken_protocol_is_seen(broken: Protocol) -> None:
     assert fault(broken) is not None
 
 
-def term(rank: int, turn: int, *shape: int) -> torch.Tensor:
+def partial_sum(rank: int, turn: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * turn + rank))
 
 
-def added(terms: list[torch.Tensor]) -> torch.Tensor:
+def added(partials: list[torch.Tensor]) -> torch.Tensor:
     """In the order of ranks, in float32, rounded once."""
-    total = terms[0].float()
-    for each in terms[1:]:
+    total = partials[0].float()
+    for each in partials[1:]:
         total = total + each.float()
-    return total.to(terms[0].dtype)
+    return total.to(partials[0].dtype)
 
 
 def many_calls(group: SymmetricGroup) -> list[str]:
@@ -73,23 +73,23 @@ def many_calls(group: SymmetricGroup) -> list[str]:
             time.sleep(own.random() * 0.02)
         T, H, dtype = alike.choice([1, 2, 5, 9]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
         groups.MAX_AS_MESSAGES = alike.choice([0, 1 << 20])
-        terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
-        x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)
+        partials = [partial_sum(rank, turn, T, H).to(dtype) for rank in range(group.size)]
+        x, weight = partial_sum(9, turn, T, H + 4).to(dtype)[:, :H], partial_sum(8, turn, H).to(dtype)
         kind = alike.choice(["norm", "add", "sum", "gather", "all_to_all"])
         if kind == "gather":
-            ids = [(each * 1e9).long() << 20 for each in terms]
-            good = torch.equal(group.gather(ids[group.rank]), torch.stack(ids))
+            ids = [(each * 1e9).long() << 20 for each in partials]
+            good = torch.equal(group.all_gather(ids[group.rank]), torch.stack(ids))
         elif kind == "all_to_all":
-            pieces = [torch.stack([each * rank for rank in range(1, group.size + 1)]) for each in terms]
+            pieces = [torch.stack([each * rank for rank in range(1, group.size + 1)]) for each in partials]
             good = torch.equal(group.all_to_all(pieces[group.rank]), torch.stack([piece[group.rank] for piece in pieces]))
         elif kind == "sum":
-            good = torch.equal(group.sum(terms[group.rank]), added(terms))
+            good = torch.equal(group.all_reduce(partials[group.rank]), added(partials))
         else:
-            want = x + added(terms)
+            want = x + added(partials)
             if kind == "add":
-                good = torch.equal(group.add(x, terms[group.rank]), want)
+                good = torch.equal(group.all_reduce_add(x, partials[group.rank]), want)
             else:
-                total, normed = group.add_rms_norm(x, terms[group.rank], weight, EPS)
+                total, normed = group.all_reduce_add_rms_norm(x, partials[group.rank], weight, EPS)
                 tolerance = 1e-5 if dtype == torch.float32 else 2e-3
                 close = torch.allclose(
                     normed.float(), rms_norm(want.float(), weight.float(), EPS), rtol=tolerance, atol=tolerance
@@ -109,12 +109,12 @@ def rows_of_one_order(group: SymmetricGroup) -> bool:
     """Whether a row's sum and norm, sent as messages, are those of the row among others, sent as they are."""
     group.use_one_order(True)
     groups.MAX_BEYOND_RING = 0  # otherwise, more than two ranks leave sums of rows to their other group
-    terms = [term(rank, 0, 3, 16).half() for rank in range(group.size)]
-    x, weight = term(8, 0, 3, 16).half(), term(9, 0, 16).half()
+    partials = [partial_sum(rank, 0, 3, 16).half() for rank in range(group.size)]
+    x, weight = partial_sum(8, 0, 3, 16).half(), partial_sum(9, 0, 16).half()
     found = []
     for rows, groups.MAX_AS_MESSAGES in ((1, 1 << 20), (3, 0)):
-        found.append([each[:1] for each in group.add_rms_norm(x[:rows], terms[group.rank][:rows], weight, EPS)])
-    right = torch.equal(found[0][0], (x + added(terms))[:1])
+        found.append([each[:1] for each in group.all_reduce_add_rms_norm(x[:rows], partials[group.rank][:rows], weight, EPS)])
+    right = torch.equal(found[0][0], (x + added(partials))[:1])
     return right and all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -123,25 +123,25 @@ def test_a_row_s_sum_does_not_depend_on_the_rows_beside_it() -> None:
     assert on_processes(3, rows_of_one_order, row_bytes=32, channels=2) == [True] * 3
 
 
-def test_without_kernels_terms_are_added_up_in_the_order_of_ranks() -> None:
+def test_without_kernels_partial_sums_are_added_up_in_the_order_of_ranks() -> None:
     """Keeps out: NCCL's own sum, and torch's, whose orders depend on how many rows there are."""
-    terms = [term(rank, 0, 50, 24).half() * 10.0**-rank for rank in range(4)]
+    partials = [partial_sum(rank, 0, 50, 24).half() * 10.0**-rank for rank in range(4)]
 
     def sums(group: ThreadGroup) -> list[torch.Tensor]:
-        nccl = NcclGroup.__new__(NcclGroup)  # without a GPU: nothing but its gather may be asked
-        nccl.rank, nccl.size, nccl.gather = group.rank, group.size, group.gather  # type: ignore[method-assign]
+        nccl = NcclGroup.__new__(NcclGroup)  # without a GPU: nothing but its all_gather may be asked
+        nccl.rank, nccl.size, nccl.all_gather = group.rank, group.size, group.all_gather  # type: ignore[method-assign]
         nccl.use_one_order(True)
-        return [each.sum(terms[group.rank][:rows]) for each in (group, nccl) for rows in (1, 50)]
+        return [each.all_reduce(partials[group.rank][:rows]) for each in (group, nccl) for rows in (1, 50)]
 
     for found in on_ranks(4, sums):
-        assert all(torch.equal(each, added(terms)[: len(each)]) for each in found)
+        assert all(torch.equal(each, added(partials)[: len(each)]) for each in found)
 
 
 def rows_beyond_the_inbox(group: SymmetricGroup) -> bool:
     groups.MAX_AS_MESSAGES = 0
     x = torch.zeros(11, 8)
-    terms = [term(rank, 0, *x.shape) for rank in range(group.size)]
-    return torch.equal(group.add(x, terms[group.rank]), added(terms))
+    partials = [partial_sum(rank, 0, *x.shape) for rank in range(group.size)]
+    return torch.equal(group.all_reduce_add(x, partials[group.rank]), added(partials))
 
 
 def test_rows_beyond_the_inbox_go_in_several_exchanges() -> None:
@@ -154,7 +154,7 @@ def several_blocks(group: SymmetricGroup) -> list[bool]:
     right = []
     for turn, count in enumerate((1023, 2 * 1024 + 3, 4 * 1024)):
         words = [torch.arange(count, dtype=torch.int32) * (10 + rank + turn) for rank in range(group.size)]
-        right.append(torch.equal(group.gather(words[group.rank]), torch.stack(words)))
+        right.append(torch.equal(group.all_gather(words[group.rank]), torch.stack(words)))
         pieces = [torch.stack([own + to for to in range(group.size)]) for own in words]
         right.append(torch.equal(group.all_to_all(pieces[group.rank]), torch.stack([each[group.rank] for each in pieces])))
     return right
@@ -167,10 +167,10 @@ def test_channels_that_send_several_blocks() -> None:
 
 def states_of_all(group: SymmetricGroup, T: int, H: int, E: int, dtype: torch.dtype) -> list[bool]:
     """Whether heads are gathered, and states exchanged by one kernel, as the other ways do it, bit for bit."""
-    q = [term(rank, 1, T, H, E).to(dtype) for rank in range(group.size)]
-    heads = torch.equal(group.gather_heads(q[group.rank]), torch.cat(q, dim=1))
-    outs = [term(rank, 2, T, group.size * H, E).to(dtype) for rank in range(group.size)]
-    lses = [term(rank, 3, T, group.size * H) * 9 for rank in range(group.size)]
+    q = [partial_sum(rank, 1, T, H, E).to(dtype) for rank in range(group.size)]
+    heads = torch.equal(group.all_gather_heads(q[group.rank]), torch.cat(q, dim=1))
+    outs = [partial_sum(rank, 2, T, group.size * H, E).to(dtype) for rank in range(group.size)]
+    lses = [partial_sum(rank, 3, T, group.size * H) * 9 for rank in range(group.size)]
     outs[1][0], lses[1][0], lses[0][1], lses[1][1] = torch.nan, -torch.inf, -torch.inf, -torch.inf
     states = [AttentionState(out, lse) for out, lse in zip(outs, lses)]
     want = launch_merge(torch.stack([pack_states(each, group.size)[group.rank] for each in states]), E)
@@ -193,7 +193,7 @@ def test_states_are_exchanged_and_merged_in_one_launch(ranks: int, T: int, H: in
 def waits_in_vain(group: SymmetricGroup) -> str:
     group.patience = -1.0  # the interpreter has no clock
     if group.rank == 1:
-        group.sum(torch.ones(2, 4))
+        group.all_reduce(torch.ones(2, 4))
     return group.problem()
 
 
@@ -209,7 +209,7 @@ class Witness(Group):
     def __init__(self) -> None:
         self.rank, self.size, self.asked = 0, 2, []  # type: ignore[var-annotated]
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.asked.append(list(x.shape))
         return torch.stack([x, x])
 
@@ -221,13 +221,13 @@ def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
     group = SymmetricGroup(base, inboxes(2, 256)[0])
     ones = torch.ones(2, 128)
     with torch.no_grad():
-        group.add_rms_norm(ones, ones, torch.ones(128), EPS)
-        group.add(torch.ones(2, 36, dtype=torch.float16), torch.ones(2, 36, dtype=torch.float16))
-        group.gather(torch.ones(3, dtype=torch.float16))
-        group.sum(torch.ones(1, dtype=torch.float64))
-        group.least(3.0, torch.device("cpu"))
-    group.sum(torch.ones(1, 4))
-    group.least(3.0, torch.device("cpu"))
+        group.all_reduce_add_rms_norm(ones, ones, torch.ones(128), EPS)
+        group.all_reduce_add(torch.ones(2, 36, dtype=torch.float16), torch.ones(2, 36, dtype=torch.float16))
+        group.all_gather(torch.ones(3, dtype=torch.float16))
+        group.all_reduce(torch.ones(1, dtype=torch.float64))
+        group.all_reduce_min(3.0, torch.device("cpu"))
+    group.all_reduce(torch.ones(1, 4))
+    group.all_reduce_min(3.0, torch.device("cpu"))
     assert base.asked == [[2, 128], [2, 36], [3], [1], [1], [1, 4], [1]]
 
 

@@ -81,7 +81,7 @@ def test_what_a_lost_rank_did_not_send_is_no_index(garbage: float) -> None:
     class Lost(Alone):
         size = 2
 
-        def gather(self, x: Tensor) -> Tensor:
+        def all_gather(self, x: Tensor) -> Tensor:
             return torch.stack((x, torch.full_like(x, garbage)))
 
     own = Vocabulary.of(9, Lost())

@@ -14,6 +14,6 @@ def compiler_s_output(script: str, *arguments: str, **variables: str) -> str:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | variables
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), *sys.path))
     command = [sys.executable, "-P", str(ROOT / "tests" / "toolkit" / script), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

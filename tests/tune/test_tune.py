@@ -18,7 +18,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
-from specdec.ops.products.gpus import H100, H200, Match
+from specdec.ops.products.gpus import H100, H200, GpuMatch
 from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
 from specdec.ops.products.tuned import here
 from specdec.ops.products.tuned.table import MeasuredProduct, Origin, Product, TunedTable, path_for, read
@@ -53,7 +53,7 @@ def test_products_of_a_checkpoint(zoo: Zoo) -> None:
 
 def test_no_candidate_splits_more_than_there_is() -> None:
     """Keeps out: programs without a column of a narrow product, whose sums nobody writes."""
-    for match in (Match(H200, "", True), Match(H200, "", False)):
+    for match in (GpuMatch(H200, "", True), GpuMatch(H200, "", False)):
         for M in (1, 16, 64):
             own, *others = candidates(M, SMALL, match)
             assert all(tiles is None or tiles.splits <= -(-SMALL.K // tiles.block_k) for tiles in others[1:])
@@ -78,9 +78,9 @@ def test_a_product_is_right_within_16_bits(gated: bool) -> None:
         assert bench.is_right(3, None) is right
 
 
-@pytest.mark.parametrize("match", [Match(H200, "", True), Match(H100, "", True), Match(H200, "", False)])
+@pytest.mark.parametrize("match", [GpuMatch(H200, "", True), GpuMatch(H100, "", True), GpuMatch(H200, "", False)])
 @pytest.mark.parametrize("M", [1, 6, 16, 40, 64])
-def test_candidates_begin_with_the_kinds_own(M: int, match: Match) -> None:
+def test_candidates_begin_with_the_kinds_own(M: int, match: GpuMatch) -> None:
     """Keeps out: a comparison with something other than what runs, tiles twice, and Hopper's kernel on another GPU."""
     for product in named_products("llama-3.1-8b", torch.bfloat16):
         N, K, gated, dtype = product
@@ -95,7 +95,7 @@ def test_candidates_begin_with_the_kinds_own(M: int, match: Match) -> None:
 class Times:
     """A bench whose times are known: the fewer stages, the faster; one candidate is fast and wrong."""
 
-    match = Match(H100, "", False)
+    match = GpuMatch(H100, "", False)
 
     def __init__(self, gain: float) -> None:
         self.gain, self.product, self.device = gain, SMALL, CUDA

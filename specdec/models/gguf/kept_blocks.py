@@ -24,7 +24,7 @@ from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.schemes.source import FLOAT32, Outline, TensorSource, take_bytes
 
 METHOD, BLOCKS = "gguf", "blocks"  # the latter: the choice of `quantize`
-GROUP = 32  # columns of a block, which share a scale
+GROUP_SIZE = 32  # columns of a block, which share a scale
 _TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 _MATRICES = (*_TOGETHER, "o_proj", "down_proj", "lm_head")
 
@@ -46,26 +46,26 @@ class GgmlBlocks:
 
     def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         (N, K), kept = shape, KEPT[self.type]
-        if K % GROUP:
-            raise source.refuse(f"{name}.weight", f"must have rows of whole blocks of {GROUP} columns, got {K} columns")
-        blocks = take_bytes(source, f"{name}.weight", (N, K // GROUP * kept.bytes)).to(device)
+        if K % GROUP_SIZE:
+            raise source.refuse(f"{name}.weight", f"must have rows of whole blocks of {GROUP_SIZE} columns, got {K} columns")
+        blocks = take_bytes(source, f"{name}.weight", (N, K // GROUP_SIZE * kept.bytes)).to(device)
         if not source.has_data:
             return None
         qvalues, scales = kept.parts(blocks.view(-1, kept.bytes))
-        rows = QuantisedRows(kept.kind, qvalues.reshape(N, K), scales.reshape(N, K // GROUP), None, GROUP)
+        rows = QuantisedRows(kept.kind, qvalues.reshape(N, K), scales.reshape(N, K // GROUP_SIZE), None, GROUP_SIZE)
         source.landed(f"{name}.weight", rows.scales_PG)
         return rows
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         (rows, row_bytes), kept = source.shape(f"{name}.weight"), KEPT[self.type]
         scale_bytes = FLOAT32 if kept.kind == "e2m1" else 2
-        return Outline(kept.kind, rows, row_bytes // kept.bytes * GROUP, GROUP, scale_bytes)
+        return Outline(kept.kind, rows, row_bytes // kept.bytes * GROUP_SIZE, GROUP_SIZE, scale_bytes)
 
-    def group_of(self, columns: int) -> int:
-        return GROUP
+    def group_size_of(self, columns: int) -> int:
+        return GROUP_SIZE
 
     def describe(self) -> str:
-        return f"{KEPT[self.type].kind}, a scale for each {GROUP} columns ({self.type})"
+        return f"{KEPT[self.type].kind}, a scale for each {GROUP_SIZE} columns ({self.type})"
 
 
 def blocks_of(file: GgufFile, config: ModelConfig) -> Quantization | None:

@@ -84,7 +84,7 @@ def _format(weights: dict[str, Any], kind: str | None, where: str) -> WeightForm
     format, order = _in_order(weights, kind, where), only(weights, "actorder", where, *_IN_ORDER, *_ACT_ORDER)
     if order not in _ACT_ORDER:
         return format
-    if isinstance(format, PackedInts) and format.group:
+    if isinstance(format, PackedInts) and format.group_size:
         return replace(format, in_act_order=True)
     raise ValueError(
         f"{where}: actorder must be {' or '.join(map(repr, _IN_ORDER))} for {format.describe()}, since act order is of "

@@ -67,9 +67,9 @@ class Fp8:
         qvalues = source.take_quantised(f"{name}.weight", shape, "F8_E4M3").to(device)
         source.landed(f"{name}.weight", qvalues)
         ignore(source, name, self.may_end)
-        scale_name, (rows, group) = self.scale_of(source, name), self.block if self.per == "block" else (1, 0)
+        scale_name, (rows, group_size) = self.scale_of(source, name), self.block if self.per == "block" else (1, 0)
         shapes: dict[str, list[tuple[int, ...]]] = {
-            "block": [(-(-N // rows), -(-K // (group or 1)))], "channel": [(N, 1), (N,)], "tensor": [(), (1,), (1, 1)]
+            "block": [(-(-N // rows), -(-K // (group_size or 1)))], "channel": [(N, 1), (N,)], "tensor": [(), (1,), (1, 1)]
         }  # fmt: skip
         form = one_of(source, scale_name, *shapes[self.per])
         if scale_name in source and source.dtype(scale_name) == "F8_E8M0":  # DeepSeek's scale_fmt "ue8m0"
@@ -83,14 +83,14 @@ class Fp8:
             scales_NG = found.repeat_interleave(min(rows, N), dim=0)[:N]
         else:
             scales_NG = found.view(N, 1) if self.per == "channel" else found.view(1, 1).expand(N, 1)
-        return QuantisedRows("e4m3", qvalues.view(torch.uint8), scales_NG, None, group)
+        return QuantisedRows("e4m3", qvalues.view(torch.uint8), scales_NG, None, group_size)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         (rows, columns), scale = source.shape(f"{name}.weight"), self.scale_of(source, name)
         scale_bytes = FLOAT32 if source.dtype(scale) == "F8_E8M0" else source.itemsize(scale)
-        return Outline("e4m3", rows, columns, self.group_of(columns), scale_bytes)
+        return Outline("e4m3", rows, columns, self.group_size_of(columns), scale_bytes)
 
-    def group_of(self, columns: int) -> int:
+    def group_size_of(self, columns: int) -> int:
         return self.block[1] if self.per == "block" else 0
 
     def describe(self) -> str:
@@ -102,13 +102,13 @@ class Fp8:
 class Fp4:
     """Floats of 4 bits (e2m1), two in a byte, the first in the low nibble.
 
-    weight: the ending of the quantised values' name.  group: 32 with scales that are powers of two (mxfp4), 16 with e4m3 scales
-    (nvfp4).
+    weight: the ending of the quantised values' name.  group_size: 32 with scales that are powers of two (mxfp4), 16 with e4m3
+    scales (nvfp4).
     whole: the ending of the name of nvfp4's scale for the whole matrix.  divides: whether that scale divides.
     """
 
     weight: str
-    group: int
+    group_size: int
     whole: str = ""
     divides: bool = False
     packs: ClassVar[bool] = True
@@ -127,12 +127,12 @@ class Fp4:
 
     def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         N, K = shape
-        check_groups(source, f"{name}.{self.weight}", K, self.group)
+        check_groups(source, f"{name}.{self.weight}", K, self.group_size)
         for ending in ("pre_quant_scale",):
             if f"{name}.{ending}" in source:
                 raise source.refuse(f"{name}.{ending}", "scales activations, which can't be computed")
         packed = take_bytes(source, f"{name}.{self.weight}", (N, K // 2)).to(device)
-        scale_name, whole_name, grid = f"{name}.weight_scale", f"{name}.{self.whole}", (N, K // self.group)
+        scale_name, whole_name, grid = f"{name}.weight_scale", f"{name}.{self.whole}", (N, K // self.group_size)
         ignore(source, name, self.may_end)
         if self.whole:
             scales = source.take_quantised(scale_name, grid, "F8_E4M3").to(device)
@@ -155,14 +155,14 @@ class Fp4:
             if bool(scales.float().isfinite().all()) and not bool(scales_NG.isfinite().all()):
                 raise source.refuse(whole_name, f"makes scales that float32 can't hold, got {float(of_all):g}")
         source.landed(scale_name, scales_NG)
-        return QuantisedRows("e2m1", qvalues_NK, scales_NG, None, self.group)
+        return QuantisedRows("e2m1", qvalues_NK, scales_NG, None, self.group_size)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         rows, half = source.shape(f"{name}.{self.weight}")
-        return Outline("e2m1", rows, 2 * half, self.group, FLOAT32)
+        return Outline("e2m1", rows, 2 * half, self.group_size, FLOAT32)
 
-    def group_of(self, columns: int) -> int:
-        return self.group
+    def group_size_of(self, columns: int) -> int:
+        return self.group_size
 
     def describe(self) -> str:
         return "nvfp4, weights alone" if self.whole else "mxfp4, weights alone"
@@ -211,7 +211,7 @@ class ExpertBlocks:
         experts, each, blocks, half = source.shape(f"{name}_blocks")
         return Outline("e2m1", experts * each, 2 * blocks * half, MX_BLOCK, scale_bytes=1)
 
-    def group_of(self, columns: int) -> int:
+    def group_size_of(self, columns: int) -> int:
         return MX_BLOCK
 
     def describe(self) -> str:
@@ -222,11 +222,11 @@ class ExpertBlocks:
 class RoundToNearest:
     """A dense matrix, quantised as it is loaded.
 
-    group: columns of a scale where these divide a matrix's; 0: all of a row.  See `group_of`.
+    group_size: columns of a scale where these divide a matrix's; 0: all of a row.  See `group_size_of`.
     """
 
     kind: Kind
-    group: int
+    group_size: int
     packs: ClassVar[bool] = False
     in_act_order: ClassVar[bool] = False
     may_end: ClassVar[tuple[str, ...]] = ()
@@ -240,30 +240,31 @@ class RoundToNearest:
     def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
         weight_NK = source.take(f"{name}.weight", shape).to(device)
         source.landed(f"{name}.weight", weight_NK)
-        return None if not source.has_data else rounded(weight_NK, self.kind, self.group_of(shape[1]))
+        return None if not source.has_data else rounded(weight_NK, self.kind, self.group_size_of(shape[1]))
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         rows, columns = source.shape(f"{name}.weight")
-        return Outline(self.kind, rows, columns, self.group_of(columns), FLOAT32)
+        return Outline(self.kind, rows, columns, self.group_size_of(columns), FLOAT32)
 
-    def group_of(self, columns: int) -> int:
-        """Columns of a scale in a matrix of so many: `group`, or else 32, which divide what ranks share more often than 64 do.
+    def group_size_of(self, columns: int) -> int:
+        """Columns of a scale in a matrix of so many: `group_size`, or else 32, which divide what ranks share more often than 64
+        do.
 
         0: all of a row.
         """
-        if self.group and columns % self.group == 0:
-            return self.group
-        return MIN_GROUP if self.group and columns % MIN_GROUP == 0 and MIN_GROUP < columns else 0
+        if self.group_size and columns % self.group_size == 0:
+            return self.group_size
+        return MIN_GROUP if self.group_size and columns % MIN_GROUP == 0 and MIN_GROUP < columns else 0
 
     def describe(self) -> str:
-        if not self.group:
+        if not self.group_size:
             return f"{'fp8' if self.kind == 'e4m3' else self.kind}, a scale for each row"
-        fewer = f"or for {MIN_GROUP} or all of a row where {self.group} does not divide them"
-        return f"{self.kind}, a scale for each {self.group} columns, {fewer}"
+        fewer = f"or for {MIN_GROUP} or all of a row where {self.group_size} does not divide them"
+        return f"{self.kind}, a scale for each {self.group_size} columns, {fewer}"
 
 
-def rounded(weight_NK: Tensor, kind: Kind, group: int) -> QuantisedRows:
-    """The matrix rounded to nearest.  group: columns of a scale, which divide the matrix's; 0: all of a row."""
-    assert not group or weight_NK.shape[1] % group == 0, (weight_NK.shape, group)
-    found = quantise(weight_NK, kind, group)
-    return QuantisedRows(kind, unpack(kind, found.qweight_NJ, found.columns), found.scales_NG, None, group)
+def rounded(weight_NK: Tensor, kind: Kind, group_size: int) -> QuantisedRows:
+    """The matrix rounded to nearest.  group_size: columns of a scale, which divide the matrix's; 0: all of a row."""
+    assert not group_size or weight_NK.shape[1] % group_size == 0, (weight_NK.shape, group_size)
+    found = quantise(weight_NK, kind, group_size)
+    return QuantisedRows(kind, unpack(kind, found.qweight_NJ, found.columns), found.scales_NG, None, group_size)

@@ -37,11 +37,11 @@ class KeptParameters(nn.Module):
         return result
 
 
-def unlike_parameters(kind: Kind, group: int, scales: torch.dtype, has_zero_points: bool, part: QuantisedRows) -> str:
+def unlike_parameters(kind: Kind, group_size: int, scales: torch.dtype, has_zero_points: bool, part: QuantisedRows) -> str:
     """Why a part can't be stored beside parts of that kind; empty if it can."""
     own: dict[str, tuple[Any, Any]] = {
         "quantised values": (kind, part.kind),
-        "columns of a scale": (group or "all", part.group or "all"),
+        "columns of a scale": (group_size or "all", part.group_size or "all"),
         "scales in": (scales, part.scales_PG.dtype),
         "zero points": (has_zero_points, part.zero_points_PG is not None),
     }
@@ -54,7 +54,7 @@ class QuantisedParameters(KeptParameters):
     def __init__(self, rows: int, columns: int, like: QuantisedRows) -> None:
         super().__init__()
         self.kind: Kind = like.kind
-        self.columns, self.group = columns, like.group
+        self.columns, self.group_size = columns, like.group_size
         groups, device = like.scales_PG.shape[1], like.qvalues_PK.device
         self.qweight_NJ = self.new(rows, row_bytes(like.kind, columns), torch.uint8, device)
         self.scales_NG = self.new(rows, groups, like.scales_PG.dtype, device)
@@ -65,11 +65,11 @@ class QuantisedParameters(KeptParameters):
     @property
     def weight(self) -> QuantisedMatrix:
         """Its columns are sorted as order_K says."""
-        return QuantisedMatrix(self.kind, self.qweight_NJ, self.scales_NG, self.zero_points_NG, self.columns, self.group)
+        return QuantisedMatrix(self.kind, self.qweight_NJ, self.scales_NG, self.zero_points_NG, self.columns, self.group_size)
 
     def unlike(self, part: QuantisedRows) -> str:
         """Why a part can't be stored here; empty if it can."""
-        unlike = unlike_parameters(self.kind, self.group, self.scales_NG.dtype, self.zero_points_NG is not None, part)
+        unlike = unlike_parameters(self.kind, self.group_size, self.scales_NG.dtype, self.zero_points_NG is not None, part)
         if unlike or (self.order_K is None and part.order_K is None):
             return unlike
         if self.order_K is not None and part.order_K is not None and torch.equal(self.order_K, part.order_K):

@@ -28,7 +28,7 @@ class QuantisedRows(NamedTuple):
     qvalues_PK: Tensor
     scales_PG: Tensor
     zero_points_PG: Tensor | None
-    group: int
+    group_size: int
     order_K: Tensor | None = None
 
     def arranged(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedRows:
@@ -48,21 +48,21 @@ class QuantisedRows(NamedTuple):
         if self.order_K is not None:
             raise ValueError("ranks can't share columns in act order; nearest setting that works: tensor_parallel_size=1")
         own = self._replace(qvalues_PK=self.qvalues_PK.narrow(1, start, size))
-        if not self.group:
+        if not self.group_size:
             return own
-        if start % self.group or size % self.group:
+        if start % self.group_size or size % self.group_size:
             raise ValueError(
-                f"ranks can't share {self.qvalues_PK.shape[1]} columns in runs of {size}: a scale is for {self.group} columns; "
-                "nearest setting that works: a smaller tensor_parallel_size"
+                f"ranks can't share {self.qvalues_PK.shape[1]} columns in runs of {size}: a scale is for {self.group_size} "
+                "columns; nearest setting that works: a smaller tensor_parallel_size"
             )
-        first, groups = start // self.group, size // self.group
+        first, groups = start // self.group_size, size // self.group_size
         zero_points = None if self.zero_points_PG is None else self.zero_points_PG.narrow(1, first, groups)
         return own._replace(scales_PG=self.scales_PG.narrow(1, first, groups), zero_points_PG=zero_points)
 
     def packed(self) -> QuantisedMatrix:
         qweight_PJ = pack(self.kind, self.qvalues_PK)
         return QuantisedMatrix(
-            self.kind, qweight_PJ, self.scales_PG, self.zero_points_PG, self.qvalues_PK.shape[1], self.group
+            self.kind, qweight_PJ, self.scales_PG, self.zero_points_PG, self.qvalues_PK.shape[1], self.group_size
         )  # fmt: skip
 
     def dense(self, dtype: torch.dtype) -> Tensor:

@@ -78,7 +78,7 @@ class Quantization:
         columns: of each of these matrices.
         """
         found = {format for name in names if (format := self.format_of(name, lambda _: True)) is not None}
-        return tuple(sorted({group for format in found if (group := format.group_of(columns))}))
+        return tuple(sorted({group for format in found if (group := format.group_size_of(columns))}))
 
     def in_act_order(self, names: Iterable[str]) -> bool:
         """Whether a matrix of one of these names may be in act order."""

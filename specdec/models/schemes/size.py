@@ -29,19 +29,19 @@ class MatrixSize(NamedTuple):
 
 
 def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str) -> MatrixSize:
-    kind, rows, columns, group, scale_bytes, has_zero_points = format.outline(checkpoint, name)
-    groups, values = -(-columns // (group or columns)), rows * columns
+    kind, rows, columns, group_size, scale_bytes, has_zero_points = format.outline(checkpoint, name)
+    groups, values = -(-columns // (group_size or columns)), rows * columns
     scaled = groups * (scale_bytes + int(has_zero_points))
     if EXPERTS not in name:
         return MatrixSize(rows * (row_bytes(kind, columns) + scaled), values, True)
-    form, steps = scales_form(kind, group), steps_of(columns)
+    form, steps = scales_form(kind, group_size), steps_of(columns)
     return MatrixSize(rows * (steps * step_bytes(kind) + (steps * POWERS if form == "powers" else scaled)), values, not form)
 
 
-def group_of(checkpoint: Checkpoint, name: str, format: WeightFormat) -> int:
+def group_size_of(checkpoint: Checkpoint, name: str, format: WeightFormat) -> int:
     """Columns of a scale in a matrix; 0: all of a row.  This reads no scale: a matrix of that name may turn out to be dense."""
     weight = f"{name}.weight"
-    return format.group_of(checkpoint.shape(weight)[-1] if weight in checkpoint else 0)
+    return format.group_size_of(checkpoint.shape(weight)[-1] if weight in checkpoint else 0)
 
 
 def quantised_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, WeightFormat]:

@@ -35,22 +35,23 @@ class TensorSource(Protocol):
 class Outline(NamedTuple):
     """What becomes of a matrix in memory, by the headers of its tensors.
 
-    group: columns of a scale; 0: all of a row.  scale_bytes: of one scale.  has_zero_points: whether each scale has a zero
+    group_size: columns of a scale; 0: all of a row.  scale_bytes: of one scale.  has_zero_points: whether each scale has a zero
     point beside it.
     """
 
     kind: Kind
     rows: int
     columns: int
-    group: int
+    group_size: int
     scale_bytes: int
     has_zero_points: bool = False
 
 
 class WeightFormat(Protocol):
-    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape.
+    """How a matrix lies in a checkpoint.
 
-    may_end: of the names of tensors that may be there beside those that `endings` says.
+    packs: whether several values lie in a word or a byte, so that no tensor has the matrix's own shape.
+    may_end: how the names of tensors end that may be there beside those that `endings` says.
     """
 
     packs: ClassVar[bool]
@@ -64,7 +65,7 @@ class WeightFormat(Protocol):
         ...
 
     def endings(self, source: TensorSource, name: str) -> tuple[str, ...]:
-        """Of the names of the tensors of the matrix of that name."""
+        """How the names of the matrix's tensors end."""
         ...
 
     def read(self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device) -> QuantisedRows | None:
@@ -79,10 +80,10 @@ class WeightFormat(Protocol):
         ...
 
     def outline(self, source: TensorSource, name: str) -> Outline:
-        """Of the matrix of that name, whose tensors are there.  Reads headers alone."""
+        """The outline of the matrix of that name, by the headers of its tensors alone, which are there."""
         ...
 
-    def group_of(self, columns: int) -> int:
+    def group_size_of(self, columns: int) -> int:
         """Columns of a scale in a matrix of so many; 0: all of a row."""
         ...
 
@@ -126,6 +127,6 @@ def one_of(source: TensorSource, name: str, *shapes: tuple[int, ...]) -> tuple[i
     return next((shape for shape in shapes if name in source and source.shape(name) == shape), shapes[0])
 
 
-def check_groups(source: TensorSource, name: str, columns: int, group: int) -> None:
-    if group and columns % group:
-        raise source.refuse(name, f"has {columns} columns, which are no whole groups of {group}")
+def check_groups(source: TensorSource, name: str, columns: int, group_size: int) -> None:
+    if group_size and columns % group_size:
+        raise source.refuse(name, f"has {columns} columns, which are no whole groups of {group_size}")

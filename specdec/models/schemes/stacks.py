@@ -24,9 +24,9 @@ class StackParameters(KeptParameters):
     def __init__(self, count: int, rows: int, columns: int, like: QuantisedRows) -> None:
         super().__init__()
         self.kind: Kind = like.kind
-        self.count, self.columns, self.group = count, columns, like.group
+        self.count, self.columns, self.group_size = count, columns, like.group_size
         self.scales_dtype, device = like.scales_PG.dtype, like.qvalues_PK.device
-        self.has_powers = like.kind == "e2m1" and like.group == LANES  # nvfp4, whose scales are any, has groups of 16
+        self.has_powers = like.kind == "e2m1" and like.group_size == LANES  # nvfp4, whose scales are any, has groups of 16
         R, groups, steps = count * rows, like.scales_PG.shape[1], steps_of(columns)
         self.qweight_RJ = self.new(R, steps * step_bytes(like.kind), torch.uint8, device)
         if self.has_powers:
@@ -38,12 +38,12 @@ class StackParameters(KeptParameters):
     @property
     def weight(self) -> QuantisedStack:
         return QuantisedStack(
-            self.kind, self.count, self.qweight_RJ, self.scales_RG, self.zero_points_RG, self.columns, self.group
+            self.kind, self.count, self.qweight_RJ, self.scales_RG, self.zero_points_RG, self.columns, self.group_size
         )  # fmt: skip
 
     def unlike(self, part: QuantisedRows) -> str:
         """Why a part can't be stored here; empty if it can."""
-        return unlike_parameters(self.kind, self.group, self.scales_dtype, self.zero_points_RG is not None, part)
+        return unlike_parameters(self.kind, self.group_size, self.scales_dtype, self.zero_points_RG is not None, part)
 
     def put(self, rows: slice, part: QuantisedRows) -> None:
         """Fills these rows, counted over all matrices."""

@@ -102,8 +102,8 @@ GROUPS = (
         {
             "rows_hopper": "counts",
             "merge_rows": "counts",
-            "row_scores": "page_table paged_T path_T rows_T",
-            "rows_scores": "cache_seqlens cu_seqlens_q page_table paged_T path_T",
+            "single_query_scores": "page_table paged_T path_T rows_T",
+            "multi_query_scores": "cache_seqlens cu_seqlens_q page_table paged_T path_T",
             "filter": "paged_T path_T",
             "select": "paged_T path_T rows_T",
         },

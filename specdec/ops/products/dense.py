@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.ops.launch import has_pdl, shared_memory, use_kernels
 from specdec.ops.operator import define, is_traced, use_operator
-from specdec.ops.products.gpus import H100, Kind, match_of
+from specdec.ops.products.gpus import H100, GpuKind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.dense import FEW, ProductTiles
@@ -74,7 +74,7 @@ class DenseWeight(NamedTuple):
     def rows(self, ids_R: Tensor) -> Tensor:
         return self.values_NK[ids_R]
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         return self.values_NK.numel() * self.values_NK.element_size()
 
 

@@ -65,7 +65,7 @@ def has_experts_kernel(x_TH: Tensor, experts: QuantisedExperts) -> bool:
     if not use_kernels(x_TH) or x_TH.dtype == torch.float32 or not has_pdl(x_TH.device):
         return False
     stacks = experts.gate_up, experts.down
-    return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group) for stack in stacks)
+    return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group_size) for stack in stacks)
 
 
 def quantised_experts(

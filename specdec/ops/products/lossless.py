@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import DenseWeight, tma_reads
 from specdec.ops.products.formats.lossless import LosslessMatrix
-from specdec.ops.products.gpus import Kind, match_of
+from specdec.ops.products.gpus import GpuKind, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
@@ -44,7 +44,7 @@ class LosslessWeight(NamedTuple):
     def rows(self, ids_R: Tensor) -> Tensor:
         return self.dense.rows(ids_R)
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         lossless, device = self.lossless, self.lossless.low_NJ.device
         if kind is None and device.type == "cuda":
             kind = match_of(device).kind

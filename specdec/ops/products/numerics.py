@@ -17,8 +17,8 @@ from typing import Never
 
 import torch
 
-from specdec.ops.products.formats.quantised import Kind as Values
-from specdec.ops.products.gpus import H100, Kind
+from specdec.ops.products.formats.quantised import Kind
+from specdec.ops.products.gpus import H100, GpuKind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tiles.experts import ExpertTiles, StackedTiles, expert_tiles, stacked_tiles
 from specdec.ops.products.tiles.lossless import lossless_tiles
@@ -38,7 +38,7 @@ class Numerics:
     is_invariant = False
 
     def product_tiles(
-        self, M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, tuned: TunedTable | None = None,
+        self, M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: GpuKind = H100, tuned: TunedTable | None = None,
         partials: bool = False,
     ) -> ProductTiles | None:  # fmt: skip
         """The tiles of a product of M rows with a weight [N, K]; None: cuBLAS computes it.
@@ -55,16 +55,17 @@ class Numerics:
         return product_tiles(M, N, K, dtype, gated, kind, partials)
 
     def quantised_tiles(
-        self, M: int, N: int, K: int, values: Values, group: int, zero_points: bool, gated: bool, partials: bool, hopper: bool
-    ) -> QuantisedTiles | None:
+        self, M: int, N: int, K: int, values: Kind, group_size: int, zero_points: bool, gated: bool, partials: bool,
+        hopper: bool,
+    ) -> QuantisedTiles | None:  # fmt: skip
         """Those of a quantised weight [N, K], of the kind `values`; None: it is dequantised, and cuBLAS computes the product.
 
-        group, zero_points: as of hopper_tiles.  hopper: whether the kernels for Hopper GPUs can run.
+        group_size, zero_points: as of hopper_tiles.  hopper: whether the kernels for Hopper GPUs can run.
         """
-        tiles = hopper_tiles(M, N, K, values, group, zero_points, gated, partials) if hopper else None
+        tiles = hopper_tiles(M, N, K, values, group_size, zero_points, gated, partials) if hopper else None
         return tiles or quantised_tiles(M, N, K, values)
 
-    def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
+    def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: GpuKind) -> QuantisedTiles | None:
         """Those of a weight that is kept in 12 bits too; None: the product reads the dense weight."""
         return lossless_tiles(M, N, K, gated, kind)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.quantised import QuantisedMatrix, dequantise
-from specdec.ops.products.gpus import Kind, match_of
+from specdec.ops.products.gpus import GpuKind, match_of
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.quantised import QuantisedTiles
@@ -60,7 +60,7 @@ class QuantisedWeight(NamedTuple):
         )  # fmt: skip
         return in_model_order(dequantise(own, whole.scales_NG.dtype), self.order_K)
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         stored = self.matrix.qweight_NJ, self.matrix.scales_NG, self.matrix.zero_points_NG
         return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
 
@@ -94,7 +94,7 @@ class QuantisedWeight(NamedTuple):
         weight = self.matrix
         hopper = x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.qweight_NJ)
         return numerics.quantised_tiles(
-            x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group,
+            x.shape[0], weight.qweight_NJ.shape[0], weight.columns, weight.kind, weight.group_size,
             weight.zero_points_NG is not None, gated, partials, hopper,
         )  # fmt: skip
 

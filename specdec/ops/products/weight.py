@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specdec.ops.products.gpus import Kind
+from specdec.ops.products.gpus import GpuKind
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
 
@@ -29,5 +29,5 @@ class Weight(Protocol):
     def rows(self, ids_R: Tensor) -> Tensor:
         """[R, K]: the rows with these indices."""
 
-    def read_bytes(self, rows: int, kind: Kind | None = None) -> int:
+    def read_bytes(self, rows: int, kind: GpuKind | None = None) -> int:
         """Bytes of the weight that a product of that many rows reads.  kind: of GPU; None: of the one where the weight lies."""

@@ -25,8 +25,8 @@ PATIENCE = 300.0
 ABORTED = -1  # what `abort` writes into the inbox's fault
 # Bytes that a rank sends up to which they go as messages: twice as many bytes, but no fence.
 MAX_AS_MESSAGES = 3 << 18
-# Bytes that a rank may send beyond those that it sends in NCCL's ring: here each sends its whole term to every other one.  With
-# two ranks that is what a ring sends too.
+# Bytes that a rank may send beyond those that it sends in NCCL's ring: here each sends its whole partial sum to every other
+# one.  With two ranks that is what a ring sends too.
 MAX_BEYOND_RING = 2 << 20
 
 
@@ -38,17 +38,17 @@ class SymmetricGroup(Group):
         self.base, self.inbox, self.rank, self.size = base, inbox, base.rank, base.size
         self.patience = PATIENCE
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         if not self._has_words(x, self.inbox.layout.words):
-            return self.base.gather(x)
+            return self.base.all_gather(x)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
         return launch_flat(self.inbox, self.rank, self.nanoseconds, x, "gather")
 
-    def gather_heads(self, x_THL: Tensor) -> Tensor:
+    def all_gather_heads(self, x_THL: Tensor) -> Tensor:
         (T, H, L), row_bytes = x_THL.shape, x_THL[0].nbytes if len(x_THL) else 0
         if row_bytes % 8 or not self._has_words(x_THL, self.inbox.layout.words):
-            return super().gather_heads(x_THL)
+            return super().all_gather_heads(x_THL)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
         gathered = launch_flat(self.inbox, self.rank, self.nanoseconds, x_THL, "gather", rows=T)
@@ -64,36 +64,36 @@ class SymmetricGroup(Group):
     def neighbours(self, size: int) -> Group:
         return self if size == self.size else self.base.neighbours(size)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         if self._has_words(x, self.inbox.layout.channels * BLOCK * 2) and x.dtype in KERNEL_DTYPES:
             from specdec.parallel.symmetric.flat_triton import launch_flat
 
             return launch_flat(self.inbox, self.rank, self.nanoseconds, x, "sum")
-        return self._rows(None, x, None, 0.0)[0] if self._has_rows(x) else self.base.sum(x)
+        return self._rows(None, x, None, 0.0)[0] if self._has_rows(x) else self.base.all_reduce(x)
 
-    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
-        if self._has_rows(term_TH) and x_TH.dtype == term_TH.dtype:
-            return self._rows(x_TH, term_TH, None, 0.0)[0]
-        return self.base.add(x_TH, term_TH)
+    def all_reduce_add(self, x_TH: Tensor, partial_TH: Tensor) -> Tensor:
+        if self._has_rows(partial_TH) and x_TH.dtype == partial_TH.dtype:
+            return self._rows(x_TH, partial_TH, None, 0.0)[0]
+        return self.base.all_reduce_add(x_TH, partial_TH)
 
-    def add_rms_norm(
+    def all_reduce_add_rms_norm(
         self,
         x_TH: Tensor,
-        term_TH: Tensor,
+        partial_TH: Tensor,
         weight_H: Tensor,
         eps: float,
         out_TH: Tensor | None = None,
         below_CH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if not self._has_rows(term_TH) or not x_TH.dtype == weight_H.dtype == term_TH.dtype:
-            return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps, out_TH, below_CH)
-        total_TH, normed_TH = self._rows(x_TH, term_TH, weight_H, eps)
+        if not self._has_rows(partial_TH) or not x_TH.dtype == weight_H.dtype == partial_TH.dtype:
+            return self.base.all_reduce_add_rms_norm(x_TH, partial_TH, weight_H, eps, out_TH, below_CH)
+        total_TH, normed_TH = self._rows(x_TH, partial_TH, weight_H, eps)
         total_TH = total_TH if out_TH is None else out_TH.copy_(total_TH)
         return total_TH, normed_TH if below_CH is None else torch.cat((normed_TH, below_CH))
 
-    def least(self, value: float, device: torch.device) -> float:
+    def all_reduce_min(self, value: float, device: torch.device) -> float:
         """Callers' threads ask for it, of which some record gradients and others don't; so it never goes through kernels."""
-        return self.base.least(value, device)
+        return self.base.all_reduce_min(value, device)
 
     def use_one_order(self, on: bool) -> None:
         super().use_one_order(on)
@@ -130,12 +130,12 @@ class SymmetricGroup(Group):
     def _is_here(self, x: Tensor) -> bool:
         return x.device == self.inbox.counts_C.device and not torch.is_grad_enabled()
 
-    def _rows(self, x_TH: Tensor | None, term_TH: Tensor, weight_H: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    def _rows(self, x_TH: Tensor | None, partial_TH: Tensor, weight_H: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         from specdec.parallel.symmetric.rows_triton import launch_rows
 
-        sent = (self.size - 1) * term_TH.numel() * term_TH.element_size()
-        few = len(term_TH) <= self.inbox.layout.channels and sent <= MAX_AS_MESSAGES
-        return launch_rows(self.inbox, self.rank, self.nanoseconds, x_TH, term_TH, weight_H, eps, few)
+        sent = (self.size - 1) * partial_TH.numel() * partial_TH.element_size()
+        few = len(partial_TH) <= self.inbox.layout.channels and sent <= MAX_AS_MESSAGES
+        return launch_rows(self.inbox, self.rank, self.nanoseconds, x_TH, partial_TH, weight_H, eps, few)
 
 
 def connect(base: Group, device: torch.device) -> Group:

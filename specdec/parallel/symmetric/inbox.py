@@ -100,7 +100,7 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
 
     Unreachable, on all ranks alike, if one can't reach another.
     """
-    programs = group.least(torch.cuda.get_device_properties(device).multi_processor_count, device)
+    programs = group.all_reduce_min(torch.cuda.get_device_properties(device).multi_processor_count, device)
     layout = Layout(group.size, min(CHANNELS, int(programs)))
     for rank, machine in enumerate(_gather_bytes(group, _machine(), device)):
         if machine != _machine():
@@ -148,7 +148,7 @@ def _check_kernels(device: torch.device) -> None:
 
 def _gather_bytes(group: Group, data: bytes, device: torch.device) -> list[bytes]:
     mine = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    return [bytes(each) for each in group.gather(mine).tolist()]
+    return [bytes(each) for each in group.all_gather(mine).tolist()]
 
 
 def _machine() -> bytes:

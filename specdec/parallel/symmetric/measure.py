@@ -1,4 +1,4 @@
-"""How long ranks of this machine take to sum a layer's terms, add and norm them: through GPUs' memory, and over NCCL.
+"""How long ranks of this machine take to sum a layer's partial sums, add and norm them: through GPUs' memory, and over NCCL.
 
 It starts a process for each GPU but the first, as a decoder does, and measures on random rows of bf16.
 """
@@ -87,6 +87,6 @@ def _microseconds(group: Group, rows: int) -> float:
 
 
 def _chain(group: Group, x_TH: Tensor, weight_H: Tensor) -> None:
-    term_TH = x_TH
+    partial_TH = x_TH
     for _ in range(CALLS):
-        x_TH, term_TH = group.add_rms_norm(x_TH, term_TH, weight_H, 1e-5)
+        x_TH, partial_TH = group.all_reduce_add_rms_norm(x_TH, partial_TH, weight_H, 1e-5)

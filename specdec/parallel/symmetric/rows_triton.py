@@ -1,9 +1,10 @@
-"""Kernels that sum the ranks' terms of each row, add them to the residual stream and norm the result.
+"""Kernels that sum the ranks' partial sums of each row, add them to the residual stream and norm the result.
 
-`few` rows: a program for each row sends its term as messages, and reads the others'.  `many` rows: terms travel as they are,
-half the bytes, and a mark after some rows tells that they are complete, which costs a fence.
+`few` rows: a program for each row sends its partial sum as messages, and reads the others'.  `many` rows: partial sums travel
+as they are, half the bytes, and a mark after some rows tells that they are complete, which costs a fence.
 
-With two ranks nothing moves fewer bytes than sending every term to the other rank.  The kernels take any number of ranks.
+With two ranks nothing moves fewer bytes than sending every partial sum to the other rank.  The kernels take any number of
+ranks.
 
 Shapes: T tokens, H hidden size.  Rows are read as pairs of words of 32 bits, each pair an int64.
 """
@@ -42,7 +43,7 @@ def finish_row(
     value, residual, scale, total, normed, row, at, ok, eps,
     PAIRS: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr,
 ):  # fmt: skip
-    """Rounds the summed terms of a row, adds them to its residual words, rounds, norms, and stores both.
+    """Rounds the sum of a row, adds them to its residual words, rounds, norms, and stores both.
 
     It is the same code for few and for many rows, so a row's bits do not depend on how many there are.
     """
@@ -61,7 +62,7 @@ def finish_row(
 
 @triton.jit
 def few_rows_kernel(
-    x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience,
+    x, partial_sum, weight, total, normed, table, counts, stride_x, stride_partial, eps, patience,
     RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +80,7 @@ def few_rows_kernel(
         tl.extra.cuda.gdc_wait()
     count = tl.load(counts + row)
     number = call_number(count)
-    own = tl.load(term + row * stride_term + at)
+    own = tl.load(partial_sum + row * stride_partial + at)
     residual = own
     if HAS_X:
         residual = tl.load(x + row * stride_x + at)
@@ -103,7 +104,7 @@ def few_rows_kernel(
 
 @triton.jit
 def send_rows(
-    term, stride, turn, turns, table, channel, programs, count, number, RANK: tl.constexpr, RANKS: tl.constexpr,
+    partial_sum, stride, turn, turns, table, channel, programs, count, number, RANK: tl.constexpr, RANKS: tl.constexpr,
     AREA: tl.constexpr, MARKS: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, PAIRS: tl.constexpr,
     PADDED: tl.constexpr, GROUP: tl.constexpr, SYS: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +115,7 @@ def send_rows(
     index = lanes(GROUP * PADDED // 2, SYS)
     turn_of = tl.minimum(turn + index // (PADDED // 2), turns - 1)
     at = tl.minimum(index % (PADDED // 2), PAIRS // 2 - 1) * 2
-    first, second = load_two(term + (channel + turn_of.to(tl.int64) * programs) * stride + at, SYS)
+    first, second = load_two(partial_sum + (channel + turn_of.to(tl.int64) * programs) * stride + at, SYS)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             area = tl.load(table + peer) + ROWS_AT + place(channel, count, RANK, peer, RANKS, AREA)
@@ -127,7 +128,7 @@ def send_rows(
 
 @triton.jit(do_not_specialize=["row_count"])
 def many_rows_kernel(
-    x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience, row_count,
+    x, partial_sum, weight, total, normed, table, counts, stride_x, stride_partial, eps, patience, row_count,
     RANK: tl.constexpr, RANKS: tl.constexpr, AREA: tl.constexpr, MARKS: tl.constexpr, ROWS_AT: tl.constexpr,
     MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
     HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
@@ -152,21 +153,21 @@ def many_rows_kernel(
     row = channel.to(tl.int64)
     lost = tl.zeros_like(at).to(tl.int64)
     send_rows(
-        term, stride_term, 0, turns, table, channel, programs, count, number,
+        partial_sum, stride_partial, 0, turns, table, channel, programs, count, number,
         RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, GROUP, SYS,
     )  # fmt: skip
     for turn in range(turns):
         if turn % GROUP == 0:
             if turn + GROUP < turns:  # travels while these rows are finished
                 send_rows(
-                    term, stride_term, turn + GROUP, turns, table, channel, programs, count, number,
+                    partial_sum, stride_partial, turn + GROUP, turns, table, channel, programs, count, number,
                     RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, GROUP, SYS,
                 )  # fmt: skip
             for sender in tl.static_range(RANKS):
                 if sender != RANK:
                     mark = marks + place(channel, count, sender, RANK, RANKS, MARKS) + turn // GROUP
                     lost |= receive(mark + tl.zeros_like(at), number, at, fault, patience, sender, True, SYS)
-        own = tl.load(term + row * stride_term + at)
+        own = tl.load(partial_sum + row * stride_partial + at)
         residual = own
         if HAS_X:
             residual = tl.load(x + row * stride_x + at)
@@ -186,18 +187,19 @@ def many_rows_kernel(
 
 
 def launch_rows(
-    inbox: Inbox, rank: int, patience: int, x_TH: Tensor | None, term_TH: Tensor, weight_H: Tensor | None, eps: float, few: bool
-) -> tuple[Tensor, Tensor]:
-    """(x + all ranks' terms, its norm).  Without x: the terms' sum.  Without weight, the second is the first.
+    inbox: Inbox, rank: int, patience: int, x_TH: Tensor | None, partial_TH: Tensor, weight_H: Tensor | None, eps: float,
+    few: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(x + all ranks' partial sums, its norm).  Without x: their sum alone.  Without weight, the second is the first.
 
-    patience: in nanoseconds.  few: terms travel as messages; at most a row a channel.  Rows of x may be strided.
+    patience: in nanoseconds.  few: partial sums travel as messages; at most a row a channel.  Rows of x may be strided.
     """
-    (T, H), layout = term_TH.shape, inbox.layout
-    total_TH = torch.empty(T, H, dtype=term_TH.dtype, device=term_TH.device)
+    (T, H), layout = partial_TH.shape, inbox.layout
+    total_TH = torch.empty(T, H, dtype=partial_TH.dtype, device=partial_TH.device)
     normed_TH = total_TH if weight_H is None else torch.empty_like(total_TH)
-    term_TP, scale = _pairs(term_TH), total_TH if weight_H is None else weight_H
-    x_TP = term_TP if x_TH is None else _pairs(x_TH)
-    P = term_TP.shape[1]
+    partial_TP, scale = _pairs(partial_TH), total_TH if weight_H is None else weight_H
+    x_TP = partial_TP if x_TH is None else _pairs(x_TH)
+    P = partial_TP.shape[1]
     shared: dict[str, Any] = {
         "RANK": rank, "RANKS": layout.ranks, "PAIRS": P, "PADDED": max(64, triton.next_power_of_2(P)),
         "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None, "SYS": total_TH.is_cuda,
@@ -206,10 +208,10 @@ def launch_rows(
     step = layout.channels * (1 if few else layout.slots(P * 8))
     for first in range(0, T, step):
         own = slice(first, first + step)
-        tensors = x_TP[own], term_TP[own], scale.view(torch.int64), total_TH[own].view(torch.int64)
-        numbers = x_TP.stride(0), term_TP.stride(0), eps, patience
+        tensors = x_TP[own], partial_TP[own], scale.view(torch.int64), total_TH[own].view(torch.int64)
+        numbers = x_TP.stride(0), partial_TP.stride(0), eps, patience
         arguments = *tensors, normed_TH[own].view(torch.int64), inbox.table_X, inbox.counts_C, *numbers
-        count = len(term_TP[own])
+        count = len(partial_TP[own])
         if few:
             few_rows_kernel[(count,)](*arguments, CAPACITY=layout.capacity, **shared)
         else:

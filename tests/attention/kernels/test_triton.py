@@ -252,8 +252,8 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 
 FORMATS = [
-    (2, "", False), (4, "", False), (2, "head", False), (2, "token", False), (4, "head", False), (2, "key", False),
-    (2, "key", True), (4, "key", True), (2, "token", True),
+    (2, "", False), (4, "", False), (2, "fp8", False), (2, "int8", False), (4, "fp8", False), (2, "int8_keys", False),
+    (2, "int8_keys", True), (4, "int8_keys", True), (2, "int8", True),
 ]  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def test_tiles_fit_shared_memory(itemsize: int, quant: str, int8_queries: bool) 
         tiles = paged_tiles(queries, head_dim, itemsize, quant, causal, waves, keys, int8_queries)
         row = padded(head_dim) * itemsize
         narrow = tiles.stages * padded(head_dim) + row  # 8-bit blocks, and one made wider
-        key, value = narrow if quant else tiles.stages * row, narrow if quant in ("head", "token") else tiles.stages * row
+        key, value = narrow if quant else tiles.stages * row, narrow if quant in ("fp8", "int8") else tiles.stages * row
         case = (queries, head_dim, causal, waves, keys, tiles)
         assert tiles.block_m * row + tiles.block_n * (key + value) <= 227 * 1024, case
         assert tiles.block_m >= 16 and tiles.block_n >= 16, case

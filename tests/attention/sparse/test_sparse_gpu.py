@@ -35,7 +35,7 @@ def in_small_rooms(world: IndexWorld) -> Segment:
     """The selection by programs that have too little room for many rows' lists, and read all scores again."""
     from specdec.attention.sparse.launch import IndexerTiles, launch_sparse_segment
 
-    sizes = IndexerTiles(block=1024, warps=4, room=(1024, 0))
+    sizes = IndexerTiles(select_block=1024, select_warps=4, room=(1024, 0))
     return launch_sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK, sizes)
 
 

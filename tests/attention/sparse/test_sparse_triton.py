@@ -13,7 +13,10 @@ from specdec.attention.segment import Segment
 from specdec.attention.sparse.launch import IndexerTiles, Scratch, launch_scores, launch_selection, launch_sparse_segment
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
-TINY = IndexerTiles(row=16, rows=16, rows_warps=4, group=3, min_group=2, block=32, slices=1, sampled=4, room=(32, 2))
+TINY = IndexerTiles(
+    single_block=16, multi_block=16, multi_warps=4, max_queries=3, min_queries=2, select_block=32, select_slices=1, sampled=4,
+    room=(32, 2),
+)  # fmt: skip
 ONE_LIST = TINY._replace(room=(16, 1))
 KINDS = [("causal", 1), ("causal", 5), ("ragged", 4), ("tree", 7)]
 

@@ -41,7 +41,7 @@ def test_bytes_are_known_before_weights_are_read(tmp_path: Path, name: str) -> N
 
 
 def test_bytes_of_scales_in_a_byte_are_known(tmp_path: Path) -> None:
-    """Keeps out: a plan that counts powers of two as they are stored, where planes hold them in 32 bits."""
+    """Keeps out: a plan that counts powers of two as they are stored, where parameters hold them in 32 bits."""
     folder, _ = save_quantised(tmp_path, SCHEMES["deepseek fp8"])
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: scale.to(torch.float8_e8m0fnu) for name, scale in tensors.items() if name.endswith("weight_scale_inv")}

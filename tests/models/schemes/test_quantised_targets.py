@@ -120,7 +120,7 @@ def test_columns_that_128_does_not_divide_have_smaller_groups(tmp_path: Path, co
     model = load_chosen(chosen, target, 64, torch.device("cpu"), torch.bfloat16, False)
     down = model.get_submodule("layers.0.mlp.down_proj")
     assert isinstance(down, Linear) and down.quantised is not None
-    assert (down.quantised.group, down.quantised.scales_NG.shape[1]) == (group, columns // (group or columns))
+    assert (down.quantised.group_size, down.quantised.scales_NG.shape[1]) == (group, columns // (group or columns))
     foreseen = tensor_bytes(open_target(target, chosen.config), chosen.config, torch.bfloat16, set())
     assert foreseen == sum(weight.nbytes for weight in model.parameters())
 

@@ -15,7 +15,7 @@ from specdec.ops.products.formats.quantised import Kind, pack, pack_factor_of
 from specdec.ops.products.numerics import FAST
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.products.quantised import QuantisedWeight
-from specdec.ops.products.tiles.quantised import FEW, MANY, MANY_PLAIN, SEEN, QuantisedTiles, hopper_tiles
+from specdec.ops.products.tiles.quantised import FEW, MAX_M, MAX_M_GROUPED, SEEN, QuantisedTiles, hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
@@ -41,12 +41,14 @@ def test_tiles_fit_a_hopper() -> None:
     slices, a group of warps without a step, which would wait for one without end.
     """
     forms = dict.fromkeys((*FORMATS, *SEEN))
-    rows = 1, 8, 9, 16, 17, 32, 33, FEW, FEW + 1, 128, 129, 192, 256, 500, 1024, MANY_PLAIN, MANY_PLAIN + 1
+    rows = 1, 8, 9, 16, 17, 32, 33, FEW, FEW + 1, 128, 129, 192, 256, 500, 1024, MAX_M, MAX_M + 1
     for (kind, group, zero_points), M, (N, K, gated) in product(forms, rows, SHAPES):
         pack_factor = pack_factor_of(kind)
         for partials in (False,) if gated else (False, True):
             tiles = hopper_tiles(M, N, K, kind, group, zero_points, gated, partials)
-            runs = (kind, group, zero_points) in SEEN and M <= (MANY if group else MANY_PLAIN) and K % (64 * pack_factor) == 0
+            runs = (
+                (kind, group, zero_points) in SEEN and M <= (MAX_M_GROUPED if group else MAX_M) and K % (64 * pack_factor) == 0
+            )
             assert (tiles is not None) == runs, (kind, group, M, N, K)
             if tiles is None:
                 continue
@@ -115,7 +117,7 @@ def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zero_points: b
     shapes = (4096, 14336, False), (32768, 1024, True), (6144, 2048, False), (4096, 1024, False)
     for M, (N, K, gated) in product((1, 7, 13, 32, 64, 70, 190, 2000), shapes):
         tiles, of_partials = (hopper_tiles(M, N, K, kind, group, zero_points, gated, partials) for partials in (False, True))
-        if group and M > MANY:
+        if group and M > MAX_M_GROUPED:
             continue
         assert tiles is not None and of_partials is not None
         weight = random_weight(kind, group, zero_points, N, K)

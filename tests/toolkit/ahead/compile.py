@@ -6,9 +6,10 @@ Run it in a process of its own, with the folder of tests on the path and without
     PYTHONPATH=tests python -P tests/toolkit/ahead/compile.py --gpus H100 --kernels scan_kernel merge_kernel --hashes
 
 Prints a line of JSON for each compiled kernel: gpu, kernel, shared bytes, the GPU's limit, and a problem if there is one.
+`--once H100` compiles each kernel of that GPU for one set of types alone; without a GPU's name, those of all GPUs.
 `--hashes` prints each kernel's name and the digest of its PTX instead, sorted, without lines that only say where in a source
 file an instruction comes from: two commits whose output is equal compile to the same kernels.
-`--names` prints which kernels each GPU launches, and compiles nothing.
+`--names H200` prints which kernels that GPU launches, and compiles none of them; without a GPU's name, those of all GPUs.
 """
 
 import argparse
@@ -60,19 +61,21 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=list(GPUS))
     parser.add_argument("--kernels", nargs="+", help="only these")
     parser.add_argument("--largest", type=int, default=1000, help="of each kernel and types only so many, the largest ones")
-    parser.add_argument("--once", action="store_true", help="each kernel for one set of types alone")
+    parser.add_argument("--once", nargs="*", default=(), choices=list(GPUS), help="each kernel for one set of types alone")
     parser.add_argument("--hashes", action="store_true")
-    parser.add_argument("--names", action="store_true")
+    parser.add_argument("--names", nargs="*", default=(), choices=list(GPUS))
     asked = parser.parse_args()
+    once, names = (asked.gpus if given == [] else given for given in (asked.once, asked.names))
     warnings.simplefilter("ignore")
     knobs.compilation.disable_line_info = True
     hashes, seen = set(), set()
     for gpu in map(GPUS.__getitem__, asked.gpus):
         for (name, _), launches in launches_on(gpu).items():
-            if asked.names:
+            if gpu.name.removeprefix("NVIDIA ") in names:
                 print(json.dumps({"gpu": gpu.name, "kernel": name, "module": launches[0].kernel.__module__}))
-            elif (asked.kernels is None or name in asked.kernels) and not (asked.once and (gpu, name) in seen):
-                seen.add((gpu, name))
+            elif (asked.kernels is None or name in asked.kernels) and (gpu, name) not in seen:
+                if gpu.name.removeprefix("NVIDIA ") in once:
+                    seen.add((gpu, name))
                 for launch in launches[: asked.largest]:
                     line = compiled(gpu, launch)
                     if not asked.hashes:

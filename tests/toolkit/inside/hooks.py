@@ -24,7 +24,7 @@ from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner import prompts as prompt_runner
 from specdec.runner.first_passes import FirstPasses
-from specdec.runner.readback import Ticket
+from specdec.runner.readback import HostCopy
 from specdec.steps import Needs, PromptPart, RunChunk, RunRound, Step
 
 PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
@@ -89,7 +89,7 @@ class Hooks:
         phase: a key of PHASES.
         """
         owner, name = PHASES[phase]
-        victim = getattr(self._workers, owner) if owner else Ticket
+        victim = getattr(self._workers, owner) if owner else HostCopy
         original, calls = getattr(victim, name), iter(range(10**9))
 
         def raising(*args: Any, **kwargs: Any) -> Any:

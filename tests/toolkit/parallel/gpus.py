@@ -33,7 +33,7 @@ class HostGroup(Group):
     def __init__(self, store: dist.TCPStore, rank: int, size: int) -> None:
         self._gloo, self.rank, self.size = dist.ProcessGroupGloo(store, rank, size, PATIENCE), rank, size
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         mine = x.contiguous().cpu()
         all_N = mine.new_empty((self.size, *x.shape))
         self._gloo.allgather([list(all_N.unbind())], [mine]).wait()
@@ -105,11 +105,11 @@ def sums_and_norms(group: SymmetricGroup, cases: list[tuple[int, int]], dtype: t
     """What is wrong with sums and norms of (rows, hidden size): against float64, between ranks, and between row counts."""
     wrong = []
     for T, H in cases:
-        terms = [random_rows(T, H, seed=1000 * T + rank, dtype=dtype) for rank in range(group.size)]
+        partials = [random_rows(T, H, seed=1000 * T + rank, dtype=dtype) for rank in range(group.size)]
         x, weight = random_rows(T, H + 8, seed=T, dtype=dtype)[:, :H], random_rows(H, seed=H, dtype=dtype)
-        total, normed = group.add_rms_norm(x, terms[group.rank], weight, EPS)
-        added, summed = group.add(x, terms[group.rank]), group.sum(terms[group.rank])
-        exact = sum((term.double() for term in terms), torch.zeros((), device="cuda").double())
+        total, normed = group.all_reduce_add_rms_norm(x, partials[group.rank], weight, EPS)
+        added, summed = group.all_reduce_add(x, partials[group.rank]), group.all_reduce(partials[group.rank])
+        exact = sum((partial_sum.double() for partial_sum in partials), torch.zeros((), device="cuda").double())
         unit = torch.finfo(dtype).eps
         close = dict(rtol=unit, atol=4 * torch.finfo(torch.float32).eps)
         rounded = total.double()
@@ -120,10 +120,10 @@ def sums_and_norms(group: SymmetricGroup, cases: list[tuple[int, int]], dtype: t
             "added": torch.equal(added, total),
             "normed": torch.allclose(normed.double(), want, rtol=2 * unit, atol=unit * 1e-2),
         }
-        alone = group.add_rms_norm(x[-1:], terms[group.rank][-1:], weight, EPS)
+        alone = group.all_reduce_add_rms_norm(x[-1:], partials[group.rank][-1:], weight, EPS)
         checks["one row alone"] = all(torch.equal(a[0], b[-1]) for a, b in zip(alone, (total, normed)))
         sums = torch.stack([_fingerprint(each) for each in (total, normed, summed)])
-        checks["same on all ranks"] = bool((group.base.gather(sums) == sums).all())
+        checks["same on all ranks"] = bool((group.base.all_gather(sums) == sums).all())
         wrong += [f"{T} x {H} {dtype}: {name}" for name, good in checks.items() if not good]
     return wrong
 
@@ -144,7 +144,7 @@ def every_exchange(group: SymmetricGroup) -> list[str]:
             wrong += sums_and_norms(group, [(3, 256)], torch.bfloat16)
         own = torch.arange(50, device="cuda") + 100 * group.rank
         all_ranks = torch.stack([own - 100 * group.rank + 100 * rank for rank in range(group.size)])
-        wrong += [] if torch.equal(group.gather(own), all_ranks) else ["gather"]
+        wrong += [] if torch.equal(group.all_gather(own), all_ranks) else ["gather"]
         wrong += (
             [] if torch.equal(group.all_to_all(all_ranks + own[0]), all_ranks + all_ranks[group.rank, 0]) else ["all_to_all"]
         )
@@ -166,24 +166,24 @@ class Exchanges:
         self.weights = {H: torch.ones(H, dtype=torch.bfloat16, device="cuda") for _, H in shapes}
         self.places = {(T, H): torch.arange(T * H, device="cuda").view(T, H) for T, H in shapes}
 
-    def term(self, rank: int, shape: tuple[int, int]) -> Tensor:
+    def partial_sum(self, rank: int, shape: tuple[int, int]) -> Tensor:
         return ((self.step * 31 + rank * 17 + self.places[shape] * 7) % 61 - 30).bfloat16()
 
     def __call__(self) -> None:
         self.step += 1
         for shape in self.shapes:
-            terms = [self.term(rank, shape) for rank in range(self.group.size)]
+            partials = [self.partial_sum(rank, shape) for rank in range(self.group.size)]
             x = (self.places[shape] % 32).bfloat16()
-            total, _ = self.group.add_rms_norm(x, terms[self.group.rank], self.weights[shape[1]], EPS)
-            summed = torch.stack(terms).float().sum(0)
+            total, _ = self.group.all_reduce_add_rms_norm(x, partials[self.group.rank], self.weights[shape[1]], EPS)
+            summed = torch.stack(partials).float().sum(0)
             self.wrong += (total != x + summed).sum()
-            self.wrong += (self.group.add(x, terms[self.group.rank]) != x + summed).sum()
-            self.wrong += (self.group.sum(terms[self.group.rank]) != summed).sum()
+            self.wrong += (self.group.all_reduce_add(x, partials[self.group.rank]) != x + summed).sum()
+            self.wrong += (self.group.all_reduce(partials[self.group.rank]) != summed).sum()
         ids = (self.step * 5 + torch.arange(6, device="cuda").view(2, 3)) * 2**33
         ranks = torch.arange(self.group.size, device="cuda")[:, None, None]
-        self.wrong += (self.group.gather(ids + self.group.rank) != ids + ranks).sum()
+        self.wrong += (self.group.all_gather(ids + self.group.rank) != ids + ranks).sum()
         words = torch.arange(150_001, dtype=torch.int32, device="cuda") * self.step.int()  # more than a block for each channel
-        self.wrong += (self.group.gather(words + self.group.rank) != words + ranks[:, 0]).sum()
+        self.wrong += (self.group.all_gather(words + self.group.rank) != words + ranks[:, 0]).sum()
         self.wrong += (self.group.all_to_all(ids + 10 * self.group.rank + ranks) != ids + 10 * ranks + self.group.rank).sum()
 
 
@@ -216,31 +216,31 @@ def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], see
 def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[str, float]:
     """Rank 0 exchanges with ranks that never do: (why it gave up, the seconds that took)."""
     group.patience = seconds
-    term = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
-    group.sum(term)
+    partial_sum = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
+    group.all_reduce(partial_sum)
     torch.cuda.synchronize()
-    group.base.gather(torch.zeros(1))
+    group.base.all_gather(torch.zeros(1))
     began = time.monotonic()
     if group.rank == 0:
         for _ in range(20):
-            group.sum(term)
+            group.all_reduce(partial_sum)
         torch.cuda.synchronize()
     waited = time.monotonic() - began
-    group.base.gather(torch.zeros(1))
+    group.base.all_gather(torch.zeros(1))
     return group.problem(), waited
 
 
 def aborted(group: SymmetricGroup) -> float:
     """Rank 0 exchanges with ranks that never do, and another thread aborts: the seconds until its GPU is free."""
-    term = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
-    group.sum(term)
+    partial_sum = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
+    group.all_reduce(partial_sum)
     torch.cuda.synchronize()
-    group.base.gather(torch.zeros(1))
+    group.base.all_gather(torch.zeros(1))
     began = time.monotonic()
     if group.rank == 0:
         threading.Timer(0.3, group.abort).start()
-        group.sum(term)
+        group.all_reduce(partial_sum)
         torch.cuda.synchronize()
     waited = time.monotonic() - began
-    group.base.gather(torch.zeros(1))
+    group.base.all_gather(torch.zeros(1))
     return waited

@@ -28,7 +28,7 @@ class ThreadGroup(Group):
         self._shared, self._barrier, self._turn = shared, barrier, turn
         self.exchanges = 0
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.exchanges += 1
         self._shared[self.rank] = x
         self._wait()

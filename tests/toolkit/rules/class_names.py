@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.rules.source import parsed
+from toolkit.rules.source import nodes
 
 
 def shared_class_names(product: Sequence[Path], others: Sequence[Path], root: Path) -> list[str]:
@@ -21,7 +21,7 @@ def shared_class_names(product: Sequence[Path], others: Sequence[Path], root: Pa
 def _places(paths: Sequence[Path], root: Path) -> dict[str, list[str]]:
     found = defaultdict[str, list[str]](list)
     for path in paths:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
     return found

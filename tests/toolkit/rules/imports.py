@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.rules.source import parsed
+from toolkit.rules.source import nodes
 
 ROOMS = ("attention", "draft", "verify")
 LEAVES = {"checks", "config", "generation", "grammar", "limits", "ops", "options", "parallel"} | {
@@ -60,7 +60,7 @@ def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Every module that a file names in an import, at any depth, as (line, absolute name)."""
     name = module_name(path, root)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,7 +69,8 @@ def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
             modules = {module_of(each.name, root) if base == "specdec" else base for each in node.names}
             yield from ((node.lineno, module) for module in sorted(modules))
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            if ast.unparse(node.func).split(".")[-1] in {"import_module", "__import__"}:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))  # its last name
+            if called in {"import_module", "__import__"}:
                 yield node.lineno, str(node.args[0].value)
 
 

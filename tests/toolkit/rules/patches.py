@@ -4,14 +4,14 @@ import ast
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.rules.source import parsed
+from toolkit.rules.source import nodes
 
 METHODS = {"setattr", "delattr", "setitem", "delitem"}  # of pytest's MonkeyPatch; setenv and chdir are free
 
 
 def patches(paths: Sequence[Path]) -> dict[Path, int]:
     """How many places of each file patch, whether by pytest's fixture, by `unittest.mock`, by hand or by `setattr`."""
-    counts = {path: sum(map(_patches, ast.walk(parsed(path)))) for path in paths}
+    counts = {path: sum(map(_patches, nodes(path))) for path in paths}
     return {path: count for path, count in counts.items() if count}
 
 

@@ -9,22 +9,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from toolkit.rules.source import parsed
+from toolkit.rules.source import nodes, parsed
 
 
 def borrowed_names(paths: Sequence[Path], root: Path) -> list[str]:
     """Every private name that a file takes from another, once each."""
-    trees = {path: parsed(path) for path in paths}
     of_files, of_objects = defaultdict[str, set[Path]](set), defaultdict[str, set[Path]](set)
-    for path, tree in trees.items():
-        top = set(_defined(*tree.body))
+    for path in paths:
+        top = set(_defined(*parsed(path).body))
         for name in top:
             of_files[name].add(path)
-        for name in set(_defined(*ast.walk(tree))) - top:
+        for name in set(_defined(*nodes(path))) - top:
             of_objects[name].add(path)
     found = set()
-    for path, tree in trees.items():
-        for name, of_file in _taken(tree):
+    for path in paths:
+        for name, of_file in _taken(nodes(path)):
             owners = of_files[name] if of_file else of_objects[name]
             if owners - {path} and (of_file or path not in owners | of_files[name]):
                 found.add(f"{path.relative_to(root)} takes {name}")
@@ -46,18 +45,22 @@ def _defined(*nodes: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def _taken(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+def _taken(all_nodes: Sequence[ast.AST]) -> Iterator[tuple[str, bool]]:
     """(private name, whether it is a name of a module and not of an object): what a file may have from another one."""
     modules = set()
-    for node in ast.walk(tree):
+    for node in all_nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules |= {alias.asname or alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "specdec"):
             yield from ((alias.name, True) for alias in node.names if _private(alias.name))
-    for node in ast.walk(tree):
+    for node in all_nodes:
         if isinstance(node, ast.Attribute) and _private(node.attr):
             yield node.attr, ast.unparse(node.value) in modules
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "setattr", "hasattr"} and len(node.args) > 1:
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") in {"getattr", "setattr", "hasattr"}
+            and len(node.args) > 1
+        ):
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str) and _private(name.value):
                 yield name.value, ast.unparse(node.args[0]) in modules

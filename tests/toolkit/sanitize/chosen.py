@@ -120,8 +120,10 @@ CHOSEN: dict[str, list[str]] = {
     "store_index_kernel": [
         "tests/attention/sparse/test_index_store.py::test_the_kernel_does_what_its_definition_does[(5, 16, 8)-torch.float16]"
     ],
-    "row_scores_kernel": ["tests/attention/sparse/test_sparse_triton.py::test_scores_meet_the_definition[16-causal-1-dtype1]"],
-    "rows_scores_kernel": [
+    "single_query_scores_kernel": [
+        "tests/attention/sparse/test_sparse_triton.py::test_scores_meet_the_definition[16-causal-1-dtype1]"
+    ],
+    "multi_query_scores_kernel": [
         "tests/attention/sparse/test_sparse_inputs.py::test_tree_nodes_choose_as_plain_decoding_along_their_paths[5-triton]"
     ],
     "filter_kernel": [],

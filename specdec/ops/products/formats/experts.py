@@ -35,7 +35,7 @@ class QuantisedStack(NamedTuple):
         groups of 32 columns.
     zero_points_RG: int8, the signed integer that stands for 0.
     columns: K.
-    group: columns of a scale; 0: all.
+    group_size: columns of a scale; 0: all.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class QuantisedStack(NamedTuple):
     scales_RG: Tensor
     zero_points_RG: Tensor | None
     columns: int
-    group: int
+    group_size: int
 
     @property
     def rows(self) -> int:
@@ -64,19 +64,19 @@ class QuantisedStack(NamedTuple):
         return dequantise_stack(stack_of(self, ids), dtype).unflatten(0, ids.shape)
 
 
-def scales_form(kind: Kind, group: int) -> str:
+def scales_form(kind: Kind, group_size: int) -> str:
     """Where the kernel finds scales of groups of so many columns; empty: it can't read them.
 
     "row": one a row.  "step": one for each step or several.  "parts": one for each 32 or 64 columns.  "powers": one for each
     32, powers of two, of which a step's are one word.
     """
-    if group == 0:
+    if group_size == 0:
         return "row"
     if kind == "e2m1":
-        return "powers" if group == LANES else ""
-    if group % STEP == 0:
+        return "powers" if group_size == LANES else ""
+    if group_size % STEP == 0:
         return "step"
-    return "parts" if kind == "int4" and group in (LANES, 2 * LANES) else ""
+    return "parts" if kind == "int4" and group_size in (LANES, 2 * LANES) else ""
 
 
 def steps_of(columns: int) -> int:
@@ -126,10 +126,10 @@ def dequantise_stack(weight: QuantisedStack, dtype: torch.dtype) -> Tensor:
     qvalues_RK = unpack_steps(weight.kind, weight.qweight_RJ, weight.columns)
     scales_RG = power_of_two(weight.scales_RG) if weight.has_powers else weight.scales_RG
     precise = torch.promote_types(torch.promote_types(dtype, torch.float32), scales_RG.dtype)
-    group = weight.group or weight.columns
+    group_size = weight.group_size or weight.columns
 
     def spread(of_RG: Tensor) -> Tensor:
-        return of_RG.to(precise).repeat_interleave(group, dim=1)[:, : weight.columns]
+        return of_RG.to(precise).repeat_interleave(group_size, dim=1)[:, : weight.columns]
 
     dense_RK = unscaled(weight.kind, qvalues_RK).to(precise)
     if weight.zero_points_RG is not None:

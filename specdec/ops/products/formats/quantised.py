@@ -29,7 +29,7 @@ class QuantisedMatrix(NamedTuple):
     scales_NG: floats, [N, 1] for whole rows.
     zero_points_NG: int8, of integers alone: the signed integer that stands for 0.
     columns: K.
-    group: columns of a scale; 0: all.
+    group_size: columns of a scale; 0: all.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class QuantisedMatrix(NamedTuple):
     scales_NG: Tensor
     zero_points_NG: Tensor | None
     columns: int
-    group: int
+    group_size: int
 
 
 def pack_factor_of(kind: Kind) -> int:
@@ -91,10 +91,10 @@ def dequantise(weight: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """The dense weight [N, K], computed in float32 (or a wider type) and rounded once."""
     qvalues_NK = unpack(weight.kind, weight.qweight_NJ, weight.columns)
     precise = torch.promote_types(torch.promote_types(dtype, torch.float32), weight.scales_NG.dtype)
-    group = weight.group or weight.columns
+    group_size = weight.group_size or weight.columns
 
     def spread(of_NG: Tensor) -> Tensor:
-        return of_NG.repeat_interleave(group, dim=1)[:, : weight.columns].to(precise)
+        return of_NG.repeat_interleave(group_size, dim=1)[:, : weight.columns].to(precise)
 
     dense_NK = unscaled(weight.kind, qvalues_NK).to(precise)
     if weight.zero_points_NG is not None:
@@ -102,14 +102,14 @@ def dequantise(weight: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     return (dense_NK * spread(weight.scales_NG)).to(dtype)
 
 
-def quantise(weight_NK: Tensor, kind: Kind, group: int) -> QuantisedMatrix:
+def quantise(weight_NK: Tensor, kind: Kind, group_size: int) -> QuantisedMatrix:
     """The weight rounded to nearest: the largest magnitude of a group (0: a whole row) decides its scale.
 
     The integers' rule is compressed-tensors' for symmetric weights: a scale of 2 * largest / 15 for 4 bits.
     """
     assert kind in ("e4m3", "int4", "int8"), kind
     N, K = weight_NK.shape
-    runs_NGg = weight_NK.float().unflatten(1, (-1, group or K))
+    runs_NGg = weight_NK.float().unflatten(1, (-1, group_size or K))
     highest = {"e4m3": E4M3_MAX, "int8": 127.5, "int4": 7.5}[kind]
     # A GPU divides by a tensor, but multiplies by the reciprocal of a Python number, which would round ties unlike a CPU.
     scales_NG = runs_NGg.abs().amax(dim=2) / torch.tensor(highest, dtype=torch.float32, device=weight_NK.device)
@@ -120,4 +120,4 @@ def quantise(weight_NK: Tensor, kind: Kind, group: int) -> QuantisedMatrix:
     else:
         offset = OFFSETS[kind]
         qvalues_NK = (scaled_NK.round().clamp(-offset, offset - 1) + offset).to(torch.uint8)
-    return QuantisedMatrix(kind, pack(kind, qvalues_NK), scales_NG, None, K, group)
+    return QuantisedMatrix(kind, pack(kind, qvalues_NK), scales_NG, None, K, group_size)

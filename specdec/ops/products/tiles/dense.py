@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from specdec.ops.products.gpus import H100, H200, Kind
+from specdec.ops.products.gpus import H100, H200, GpuKind
 
 FEW = 64  # threshold in rows of x: up to this many, stream_triton.py's kernel is used, and large_n_triton.py's for more
 STEP = 128  # columns of a step of invariant split-K products: splits begin at multiples of it
@@ -54,7 +54,7 @@ _tiled, _hopper = partial(ProductTiles, "tiled_triton"), partial(ProductTiles, "
 
 @cache
 def product_tiles(
-    M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: Kind = H100, partials: bool = False
+    M: int, N: int, K: int, dtype: torch.dtype, gated: bool, kind: GpuKind = H100, partials: bool = False
 ) -> ProductTiles | None:
     """The kernel's tiles for M rows and a weight of N rows and K columns; None: cuBLAS is used.
 

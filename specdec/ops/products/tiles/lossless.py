@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 from specdec.ops.products.formats.lossless import ALIGN_K, ALIGN_N
-from specdec.ops.products.gpus import Kind
+from specdec.ops.products.gpus import GpuKind
 from specdec.ops.products.tiles.quantised import FEW, QuantisedTiles, TileSizes, fitted, shape_of, tile_rows
 
 # By rows of x and a weight's shape: block_n, block_k (0: slices'), splits, warps, stages, slices, registers.
@@ -40,7 +40,7 @@ MORE_ROWS: dict[str, dict[int, dict[str, TileSizes]]] = {
 
 
 @cache
-def lossless_tiles(M: int, N: int, K: int, gated: bool, kind: Kind) -> QuantisedTiles | None:
+def lossless_tiles(M: int, N: int, K: int, gated: bool, kind: GpuKind) -> QuantisedTiles | None:
     """Tiles of kernels/quantised/hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns;
     None: the product takes the dense weight.
 

@@ -18,7 +18,7 @@ from specdec.ops.products.tiles.dense import SMS
 
 MAX_TILES = 1024  # of a split product: as many as there are counters of arrivals
 FEW = 64  # threshold in rows of x: tiles of more are chosen by waves, and left to cuBLAS where the Hopper kernels don't run
-MANY_PLAIN, MANY = 2048, 512  # thresholds in rows of x: more are left to cuBLAS, with a scale for each row and for groups
+MAX_M, MAX_M_GROUPED = 2048, 512  # thresholds in rows of x: more are left to cuBLAS, with a scale for each row and for groups
 LARGE_N, LARGE_K = 16384, 8192  # thresholds in rows and in columns of the weight
 # The kinds, columns of a scale, and whether there are zero points, whose products by the Hopper kernels were held against
 # float64 on a GPU.
@@ -110,8 +110,8 @@ SIZES: dict[tuple[int, int], TileSizes] = {
     (192, 64): (64, 128, 1, 4, 3, 1, 144), (192, 128): (128, 128, 1, 8, 3, 1, 168),
 }  # fmt: skip
 # By values of a word and whether groups have scales: microseconds that a wave of programs, one an SM, takes for PASS columns of
-# the weight.  A thread that holds two sums has no registers for 256 rows but with 64 of x; one that holds one gains nothing by
-# these.
+# the weight.  Where groups have scales, a thread holds two sums, and has registers for 256 rows of the weight only with 64 rows
+# of x; where rows have scales, tiles of 64 rows of x gained nothing.
 PASS = 4096
 WAVES: dict[tuple[int, bool], dict[tuple[int, int], float]] = {
     (2, False): {(96, 64): 17.4, (96, 128): 26, (96, 256): 47, (128, 64): 19.7, (128, 128): 26, (128, 256): 47.5,
@@ -129,26 +129,26 @@ US_OF_PARTIALS, US_OF_SUMS = 2.0, 6.0
 
 @cache
 def hopper_tiles(
-    M: int, N: int, K: int, kind: Kind, group: int, zero_points: bool, gated: bool, partials: bool = False
+    M: int, N: int, K: int, kind: Kind, group_size: int, zero_points: bool, gated: bool, partials: bool = False
 ) -> QuantisedTiles | None:
     """Tiles of hopper_launch.py's kernels for M rows and a weight of N rows (gate's and up's) and K columns; None: another one.
 
-    group: columns of a scale, 0: all.  zero_points: whether there are any.  partials: whether a norm adds up splits.  Products
-    of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
+    group_size: columns of a scale, 0: all.  zero_points: whether there are any.  partials: whether a norm adds up splits.
+     Products of at most FEW rows and other shapes than the measured ones take the tiles of the most similar one.
     """
     pack_factor = pack_factor_of(kind)
     if (
-        not 0 < M <= (MANY if group else MANY_PLAIN)
-        or (kind, group, zero_points) not in SEEN
+        not 0 < M <= (MAX_M_GROUPED if group_size else MAX_M)
+        or (kind, group_size, zero_points) not in SEEN
         or N % (16 if gated else 8)
         or K % (64 * pack_factor)
     ):
         return None
     if M > FEW:
-        return by_waves(M, N, K, pack_factor, group > 0, partials)
+        return by_waves(M, N, K, pack_factor, group_size > 0, partials)
     block_m, shape = tile_rows(M), shape_of(N, K)
     choice = MEASURED[pack_factor][block_m][shape]
-    if group and pack_factor == 2 and block_m == 64 and shape == "large N":
+    if group_size and pack_factor == 2 and block_m == 64 and shape == "large N":
         choice = LARGE_N_GROUPED_64
     return fitted(M, N, K, choice, pack_factor, 16 // pack_factor)
 

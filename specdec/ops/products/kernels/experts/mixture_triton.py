@@ -5,10 +5,11 @@ scales multiply float32 sums over their columns.  So nothing is rounded before t
 written to memory.
 
 A program takes a tile of one expert's rows and some of this expert's pairs.  There are two ways to find them:
-- of few pairs, each program reads all topk_ids.  It belongs to a pair, and works if the pair is the first of its expert's (or
-  number BLOCK_M, 2 * BLOCK_M, ...); so an expert's weights are read once for BLOCK_M pairs.  ALONE: of a single token's pairs,
-  no two of which have the same expert, there is nothing to find.
-- of many, `order` lists the pairs sorted by expert, and `counts` says how many each expert has (ops/products/stacked.py).
+- Of few pairs, each program reads all topk_ids.  There is a program for each pair, which works if its pair is the first of the
+  expert's pairs (or number BLOCK_M, 2 * BLOCK_M, ...); so an expert's weights are read once for BLOCK_M pairs.  With one token
+  (ONE_TOKEN) no two pairs have the same expert, and there is nothing to find.
+- Of many (SORTED), topk_ids lists the indices of pairs sorted by expert instead, as vLLM's sorted_token_ids does, and `counts`
+  says how many pairs each expert has.
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers after its wait.  The second product of an MLP comes
 directly after the first one; so when it starts, topk_ids are complete, and it reads them, from L2, and asks for its first
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 READ = 16, 128, MAX_READ  # pairs that programs read, padded: few sizes, for each of which the kernel is compiled
-AHEAD = 512  # bytes of each row that are asked of L2 before the wait
+PREFETCH = 512  # bytes of each row that are prefetched into L2 before the wait
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -54,10 +55,10 @@ def quantised_experts_kernel(
     y,  # [P, N]
     pairs, stride_x,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ALONE: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_N)
@@ -79,7 +80,7 @@ def quantised_experts_kernel(
         p_M = first + tl.arange(0, BLOCK_M)
         ok_M = p_M < end
         pair_M = tl.load(topk_ids + p_M, mask=ok_M, other=0).to(tl.int32)
-    elif ALONE:
+    elif ONE_TOKEN:
         expert = tl.load(topk_ids + tl.program_id(1), cache_modifier=".cg").to(tl.int32)
         works = expert >= 0
         ok_M = tl.arange(0, BLOCK_M) == 0
@@ -89,7 +90,7 @@ def quantised_experts_kernel(
     row_N = tl.where(works, expert, 0).to(tl.int64) * ROWS + row_N
     qweight_N = qweight + row_N * J
     if READS_EARLY:
-        ahead = tl.arange(0, AHEAD // 128) * 64
+        ahead = tl.arange(0, PREFETCH // 128) * 64
         prefetch(qweight_N[:, None] + ahead[None, :], ((r >= 0) & works)[:, None] & (ahead < J)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -97,7 +98,7 @@ def quantised_experts_kernel(
         x_M = x + (pair_M // TOP_K if GATED else pair_M).to(tl.int64) * stride_x
         acc_NM = _product(
             x_M, ok_M, qweight_N, scales + row_N * G, zero_points + row_N * G, K,
-            KIND, GROUP, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, STAGES,
+            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]
@@ -135,7 +136,7 @@ def _pairs_of_program(topk_ids, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.c
 @triton.jit
 def _product(
     x_M, ok_M, qweight_N, scales_N, zero_points_N, K: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
     ENLARGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[N, M] float32: rows of a matrix times rows of x.
@@ -151,12 +152,12 @@ def _product(
     j = tl.arange(0, WORDS)
     k = j if FOUR else j // 32 * 64 + j % 32
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    next_N = _scale(scales_N, 0, K, GROUP, SCALES)
+    next_N = _scale(scales_N, 0, K, GROUP_SIZE, SCALES)
     for first in tl.range(0, STEPS, UNROLL, num_stages=STAGES):
         for n in tl.static_range(UNROLL):
             step = first + n
             now_N = next_N
-            next_N = _scale(scales_N, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP, SCALES)
+            next_N = _scale(scales_N, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP_SIZE, SCALES)
             at_J = step * WORDS + j
             if STEPS % UNROLL == 0:
                 words_NJ = tl.load(qweight_N[:, None] + at_J[None, :])
@@ -164,7 +165,7 @@ def _product(
                 words_NJ = tl.load(qweight_N[:, None] + at_J[None, :], mask=(at_J < STEPS * WORDS)[None, :], other=0)
             acc_NM = _add_step(
                 acc_NM, words_NJ, x_M, step * 128, k, ok_M, now_N, scales_N, zero_points_N, K,
-                KIND, GROUP, SCALES, HAS_ZERO_POINTS, ASM, SMALL and ENLARGES, FOUR, EVEN_K,
+                KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, SMALL and ENLARGES, FOUR, EVEN_K,
             )  # fmt: skip
     if SCALES == "row":
         acc_NM *= next_N.to(tl.float32)[:, None]
@@ -176,7 +177,7 @@ def _product(
 @triton.jit
 def _add_step(
     acc_NM, words_NJ, x_M, at, k, ok_M, now_N, scales_N, zero_points_N, K: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
     ENLARGES: tl.constexpr, FOUR: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc_NM plus the products of a step's columns.  words_NJ: theirs.  now_N: their scale, or scales."""
@@ -190,11 +191,11 @@ def _add_step(
     else:
         a_NJ, b_NJ = convert_8(words_NJ, KIND, ASM, DTYPE)
     if HAS_ZERO_POINTS:
-        a_NJ -= _zero(zero_points_N, at, K, GROUP).to(DTYPE)[:, None]
-        b_NJ -= _zero(zero_points_N, at + 32, K, GROUP).to(DTYPE)[:, None]
+        a_NJ -= _zero(zero_points_N, at, K, GROUP_SIZE).to(DTYPE)[:, None]
+        b_NJ -= _zero(zero_points_N, at + 32, K, GROUP_SIZE).to(DTYPE)[:, None]
         if FOUR:
-            c_NJ -= _zero(zero_points_N, at + 64, K, GROUP).to(DTYPE)[:, None]
-            d_NJ -= _zero(zero_points_N, at + 96, K, GROUP).to(DTYPE)[:, None]
+            c_NJ -= _zero(zero_points_N, at + 64, K, GROUP_SIZE).to(DTYPE)[:, None]
+            d_NJ -= _zero(zero_points_N, at + 96, K, GROUP_SIZE).to(DTYPE)[:, None]
     if SCALES == "row":
         acc_NM = tl.dot(a_NJ, tl.trans(a_MJ), acc_NM, input_precision="ieee")
         acc_NM = tl.dot(b_NJ, tl.trans(b_MJ), acc_NM, input_precision="ieee")
@@ -215,11 +216,11 @@ def _add_step(
         acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * _power(now_N >> 24)[:, None]
     else:
         acc_NM += tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee") * now_N.to(tl.float32)[:, None]
-        b_N = _scale(scales_N, at + 32, K, GROUP, SCALES).to(tl.float32)
+        b_N = _scale(scales_N, at + 32, K, GROUP_SIZE, SCALES).to(tl.float32)
         acc_NM += tl.dot(b_NJ, tl.trans(b_MJ), input_precision="ieee") * b_N[:, None]
-        c_N = _scale(scales_N, at + 64, K, GROUP, SCALES).to(tl.float32)
+        c_N = _scale(scales_N, at + 64, K, GROUP_SIZE, SCALES).to(tl.float32)
         acc_NM += tl.dot(c_NJ, tl.trans(c_MJ), input_precision="ieee") * c_N[:, None]
-        d_N = _scale(scales_N, at + 96, K, GROUP, SCALES).to(tl.float32)
+        d_N = _scale(scales_N, at + 96, K, GROUP_SIZE, SCALES).to(tl.float32)
         acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * d_N[:, None]
     return acc_NM
 
@@ -233,18 +234,18 @@ def _columns(x_M, at_J, ok_M, K: tl.constexpr, EVEN_K: tl.constexpr, ENLARGES: t
 
 
 @triton.jit
-def _scale(scales_N, column, K: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr):
+def _scale(scales_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr):
     """The scale of a column's group, or a step's word of exponents; of a column that is not there, any."""
     if SCALES == "powers":
         return tl.load(scales_N + column // 128)
     if SCALES == "row":
         return tl.load(scales_N)
-    return tl.load(scales_N + tl.minimum(column, K - 1) // GROUP)
+    return tl.load(scales_N + tl.minimum(column, K - 1) // GROUP_SIZE)
 
 
 @triton.jit
-def _zero(zero_points_N, column, K: tl.constexpr, GROUP: tl.constexpr):
-    return tl.load(zero_points_N + (tl.minimum(column, K - 1) // GROUP if GROUP > 0 else 0)).to(tl.float32)
+def _zero(zero_points_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    return tl.load(zero_points_N + (tl.minimum(column, K - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0)).to(tl.float32)
 
 
 @triton.jit
@@ -282,11 +283,11 @@ def launch_quantised_experts(
         P, x.stride(0), N=N, K=K, J=weight.qweight_RJ.shape[1] // 2, G=scales.shape[1], TOP_K=top_k,
         EXPERTS=weight.experts, PADDED_EXPERTS=triton.next_power_of_2(weight.experts),
         PADDED_PAIRS=next((size for size in READ if counts_E is None and P <= size), READ[0]),
-        SORTED=counts_E is not None, ALONE=counts_E is None and P == top_k,
-        KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
+        SORTED=counts_E is not None, ONE_TOKEN=counts_E is None and P == top_k,
+        KIND=weight.kind, GROUP_SIZE=weight.group_size, SCALES=scales_form(weight.kind, weight.group_size),
         HAS_ZERO_POINTS=weight.zero_points_RG is not None, HAS_BIAS=bias_EN is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, STAGES=tiles.stages, PREFETCH=PREFETCH,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PN

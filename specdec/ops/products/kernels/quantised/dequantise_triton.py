@@ -28,7 +28,7 @@ def dequantise_kernel(
     zero_points,  # as scales
     out,  # [N, K]
     N, K, J, G,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """RUNS: of 16 words, in each of a program's rows."""
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -45,16 +45,16 @@ def dequantise_kernel(
     k_R = run_R * RUN
     if RUN == 64:
         a_NJ, b_NJ, c_NJ, d_NJ = values_of_4_bits(words_NJ, none_N, none_N, KIND, False, False, tl.float32)
-        a_NRw = _scaled(a_NJ, k_R, scales_N, zero_points_N, ok_N, K, GROUP, HAS_ZERO_POINTS, RUNS).to(dtype)
-        b_NRw = _scaled(b_NJ, k_R + 16, scales_N, zero_points_N, ok_N, K, GROUP, HAS_ZERO_POINTS, RUNS).to(dtype)
-        c_NRw = _scaled(c_NJ, k_R + 32, scales_N, zero_points_N, ok_N, K, GROUP, HAS_ZERO_POINTS, RUNS).to(dtype)
-        d_NRw = _scaled(d_NJ, k_R + 48, scales_N, zero_points_N, ok_N, K, GROUP, HAS_ZERO_POINTS, RUNS).to(dtype)
+        a_NRw = _scaled(a_NJ, k_R, scales_N, zero_points_N, ok_N, K, GROUP_SIZE, HAS_ZERO_POINTS, RUNS).to(dtype)
+        b_NRw = _scaled(b_NJ, k_R + 16, scales_N, zero_points_N, ok_N, K, GROUP_SIZE, HAS_ZERO_POINTS, RUNS).to(dtype)
+        c_NRw = _scaled(c_NJ, k_R + 32, scales_N, zero_points_N, ok_N, K, GROUP_SIZE, HAS_ZERO_POINTS, RUNS).to(dtype)
+        d_NRw = _scaled(d_NJ, k_R + 48, scales_N, zero_points_N, ok_N, K, GROUP_SIZE, HAS_ZERO_POINTS, RUNS).to(dtype)
         all_NRwlh = tl.join(tl.join(a_NRw, b_NRw), tl.join(c_NRw, d_NRw))
         w_NK = tl.reshape(tl.permute(all_NRwlh, (0, 1, 4, 3, 2)), [BLOCK_N, RUNS * RUN])
     else:
         a_NJ, b_NJ = values_of_8_bits(words_NJ, none_N, KIND, False, False, tl.float32)
-        a_NRw = _scaled(a_NJ, k_R, scales_N, zero_points_N, ok_N, K, GROUP, HAS_ZERO_POINTS, RUNS).to(dtype)
-        b_NRw = _scaled(b_NJ, k_R + 16, scales_N, zero_points_N, ok_N, K, GROUP, HAS_ZERO_POINTS, RUNS).to(dtype)
+        a_NRw = _scaled(a_NJ, k_R, scales_N, zero_points_N, ok_N, K, GROUP_SIZE, HAS_ZERO_POINTS, RUNS).to(dtype)
+        b_NRw = _scaled(b_NJ, k_R + 16, scales_N, zero_points_N, ok_N, K, GROUP_SIZE, HAS_ZERO_POINTS, RUNS).to(dtype)
         w_NK = tl.reshape(tl.permute(tl.join(a_NRw, b_NRw), (0, 1, 3, 2)), [BLOCK_N, RUNS * RUN])
     k = tl.program_id(1) * RUNS * RUN + tl.arange(0, RUNS * RUN)
     tl.store(out + row_N[:, None] * K + k[None, :], w_NK, mask=ok_N[:, None] & (k < K)[None, :])
@@ -62,11 +62,11 @@ def dequantise_kernel(
 
 @triton.jit
 def _scaled(
-    w_NJ, k_R, scales_N, zero_points_N, ok_N, K, GROUP: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, RUNS: tl.constexpr
+    w_NJ, k_R, scales_N, zero_points_N, ok_N, K, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, RUNS: tl.constexpr
 ):  # fmt: skip
     """The dense values of the 16 columns from each of k_R on: [N, RUNS, 16].  These 16 have one scale."""
     w_NRw = tl.reshape(w_NJ, [w_NJ.shape[0], RUNS, 16])
-    g_R = k_R // GROUP if GROUP > 0 else k_R * 0
+    g_R = k_R // GROUP_SIZE if GROUP_SIZE > 0 else k_R * 0
     ok_NR = ok_N[:, None] & (k_R < K)[None, :]
     if HAS_ZERO_POINTS:
         w_NRw -= tl.load(zero_points_N[:, None] + g_R[None, :], mask=ok_NR, other=0).to(tl.float32)[:, :, None]
@@ -79,12 +79,12 @@ def launch_dequantise(weight: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     N, J = words_NJ.shape
     out_NK = torch.empty(N, weight.columns, dtype=dtype, device=weight.qweight_NJ.device)
     assert weight.scales_NG.dtype != torch.float64
-    assert weight.group % TILE == 0, weight.group
+    assert weight.group_size % TILE == 0, weight.group_size
     run = TILE * pack_factor_of(weight.kind)
     block_n, runs = VALUES // COLUMNS, COLUMNS // run
     dequantise_kernel[(triton.cdiv(N, block_n), triton.cdiv(J, runs * TILE))](
         words_NJ, weight.scales_NG, weight.scales_NG if weight.zero_points_NG is None else weight.zero_points_NG, out_NK,
-        N, weight.columns, J, weight.scales_NG.shape[1], KIND=weight.kind, GROUP=weight.group,
+        N, weight.columns, J, weight.scales_NG.shape[1], KIND=weight.kind, GROUP_SIZE=weight.group_size,
         HAS_ZERO_POINTS=weight.zero_points_NG is not None, BLOCK_N=block_n, RUNS=runs,
     )  # fmt: skip
     return out_NK

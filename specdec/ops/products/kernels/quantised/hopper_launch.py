@@ -63,7 +63,7 @@ class _Operands(NamedTuple):
     scales: tuple[Tensor, ...]
     columns: int
     groups: int
-    group: int
+    group_size: int
     has_zero_points: bool
 
 
@@ -71,12 +71,12 @@ def _operands(weight: QuantisedMatrix | LosslessMatrix) -> _Operands:
     if isinstance(weight, LosslessMatrix):
         words_NJ, high_NJ = weight.low_NJ.view(torch.int16), weight.high_NJ.view(torch.int16)
         return _Operands("lossless", 2, words_NJ, high_NJ, weight[2:], weight.columns, 1, 0, False)
-    assert weight.zero_points_NG is None or weight.group
+    assert weight.zero_points_NG is None or weight.group_size
     words_NJ, scales_NG, zero_points_NG = weight.qweight_NJ.view(torch.int16), weight.scales_NG, weight.zero_points_NG
     scales = scales_NG, scales_NG if zero_points_NG is None else zero_points_NG, scales_NG, scales_NG, scales_NG
     return _Operands(
-        weight.kind, pack_factor_of(weight.kind), words_NJ, words_NJ, scales, weight.columns, scales_NG.shape[1], weight.group,
-        zero_points_NG is not None,
+        weight.kind, pack_factor_of(weight.kind), words_NJ, words_NJ, scales, weight.columns, scales_NG.shape[1],
+        weight.group_size, zero_points_NG is not None,
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def launch_quantised_hopper(
     tensors = *of.scales, of.scales[0] if bias_N is None else bias_N, y_MN, partials, arrivals
     sizes = M, N, K, of.groups, x_MK.stride(0)
     common: dict[str, Any] = dict(
-        KIND=of.kind, GROUP=of.group, HAS_ZERO_POINTS=of.has_zero_points, BLOCK_M=two_parts(tiles.block_m)[0],
+        KIND=of.kind, GROUP_SIZE=of.group_size, HAS_ZERO_POINTS=of.has_zero_points, BLOCK_M=two_parts(tiles.block_m)[0],
         BLOCK_N=tiles.block_n // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         STORE_PARTIALS=store_partials, HAS_BIAS=bias_N is not None, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         maxnreg=tiles.registers, **chained(x_MK.device),
@@ -125,7 +125,7 @@ def _launch_warp(
     """Each consumer warp multiplies alone (mma).  others: the kernel's arguments from the scales on."""
     (M, K), width, slices = x_MK.shape, 64 * of.pack_factor, tiles.slices
     steps = triton.cdiv(K, tiles.block_k)
-    assert of.group == 0 or (width % of.group == 0 and width // of.group <= 4), of.group
+    assert of.group_size == 0 or (width % of.group_size == 0 and width // of.group_size <= 4), of.group_size
     assert tiles.block_k == slices * width and K % width == 0 and steps >= tiles.splits
     qweight_tiles = _slices_of(of.words_NJ, 64, parts, tiles.block_n, slices)
     high_tiles = _slices_of(of.high_NJ, 32, parts, tiles.block_n, slices) if of.kind == "lossless" else qweight_tiles
@@ -145,7 +145,7 @@ def _launch_warpgroup(
     """The four warps of a warpgroup multiply together (wgmma).  others: the kernel's arguments from the scales on."""
     is_lossless, slices, store_partials = of.kind == "lossless", tiles.slices, common["STORE_PARTIALS"]
     steps = triton.cdiv(x_MK.shape[1], tiles.block_k)
-    assert of.group in (0, tiles.block_k // 2) or of.group % tiles.block_k == 0, of.group
+    assert of.group_size in (0, tiles.block_k // 2) or of.group_size % tiles.block_k == 0, of.group_size
     assert tiles.block_k % (ALIGN_K if is_lossless else 32 * of.pack_factor) == 0
     assert tiles.warps in (4, 8) and slices in (1, tiles.warps // 4) and steps // tiles.splits >= slices <= tiles.stages
     block_n, block_j = tiles.block_n // tiles.of_program, tiles.block_k // of.pack_factor

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.formats.quantised import QuantisedMatrix
     from specdec.ops.products.tiles.quantised import QuantisedTiles
 
-AHEAD = 512  # bytes of each row that are asked of L2 before the wait
+PREFETCH = 512  # bytes of each row that are prefetched into L2 before the wait
 
 
 # PTX for two words of quantised values in a register: each place in a word gives a pair of bfloat16.
@@ -70,9 +70,9 @@ def quantised_linear_kernel(
     partials,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     M, N, K, J, G, stride_x,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -84,14 +84,16 @@ def quantised_linear_kernel(
         row_N = tl.where(out_N < N, row_N, 0)  # an out-of-range row reads row 0; its result is not stored
     TILES: tl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2  # values of a word, which belong to as many tiles
     RUN: tl.constexpr = TILES * 16
-    STEP: tl.constexpr = BLOCK_K if GROUP == 0 or BLOCK_K < GROUP else max(GROUP, RUN)  # columns that are multiplied at once
+    STEP: tl.constexpr = (
+        BLOCK_K if GROUP_SIZE == 0 or BLOCK_K < GROUP_SIZE else max(GROUP_SIZE, RUN)
+    )  # columns that are multiplied at once
     BLOCK_J: tl.constexpr = STEP // TILES
     per_split = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
     low = split * per_split
     high = tl.minimum(low + per_split, K)
     qweight_N = qweight + row_N * J
     if PDL:
-        ahead = low // TILES + tl.arange(0, AHEAD // 128) * 64
+        ahead = low // TILES + tl.arange(0, PREFETCH // 128) * 64
         prefetch(qweight_N[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < tl.cdiv(high, TILES))[None, :])
         tl.extra.cuda.gdc_wait()
 
@@ -107,9 +109,9 @@ def quantised_linear_kernel(
     scales_N, zero_points_N = scales + row_N * G, zero_points + row_N * G
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     zero_point_N = tl.zeros([BLOCK_N], tl.float32)
-    scale_N = tl.load(scales_N + (low // GROUP if GROUP > 0 else 0))
+    scale_N = tl.load(scales_N + (low // GROUP_SIZE if GROUP_SIZE > 0 else 0))
     if HAS_ZERO_POINTS:
-        zero_point_N = tl.load(zero_points_N + (low // GROUP if GROUP > 0 else 0)).to(tl.float32)
+        zero_point_N = tl.load(zero_points_N + (low // GROUP_SIZE if GROUP_SIZE > 0 else 0)).to(tl.float32)
     other_zero_point_N = zero_point_N
     halfway = low + (high - low) // BLOCK_K // 2 * BLOCK_K
     for step_k in tl.range(low, high, BLOCK_K, num_stages=STAGES):
@@ -129,8 +131,10 @@ def quantised_linear_kernel(
             if TILES == 4:
                 c_MJ = _columns(x_M, at_K + 32, ok_M, high, EVEN_K)
                 d_MJ = _columns(x_M, at_K + 48, ok_M, high, EVEN_K)
-                if HAS_ZERO_POINTS and GROUP > 0 and GROUP < RUN:
-                    other_zero_point_N = tl.load(zero_points_N + tl.minimum(at + GROUP, high - 1) // GROUP).to(tl.float32)
+                if HAS_ZERO_POINTS and GROUP_SIZE > 0 and GROUP_SIZE < RUN:
+                    other_zero_point_N = tl.load(zero_points_N + tl.minimum(at + GROUP_SIZE, high - 1) // GROUP_SIZE).to(
+                        tl.float32
+                    )
                     a_NJ, b_NJ, c_NJ, d_NJ = values_of_4_bits(
                         words_NJ, zero_point_N, other_zero_point_N, KIND, HAS_ZERO_POINTS, ASM, x.dtype.element_ty
                     )
@@ -140,7 +144,7 @@ def quantised_linear_kernel(
                     )
             else:
                 a_NJ, b_NJ = values_of_8_bits(words_NJ, zero_point_N, KIND, HAS_ZERO_POINTS, ASM, x.dtype.element_ty)
-            if GROUP == 0:
+            if GROUP_SIZE == 0:
                 acc_NM = tl.dot(a_NJ, tl.trans(a_MJ), acc_NM, input_precision="ieee")
                 acc_NM = tl.dot(b_NJ, tl.trans(b_MJ), acc_NM, input_precision="ieee")
                 if TILES == 4:
@@ -148,25 +152,25 @@ def quantised_linear_kernel(
                     acc_NM = tl.dot(d_NJ, tl.trans(d_MJ), acc_NM, input_precision="ieee")
             else:
                 now_N = scale_N.to(tl.float32)
-                ahead_g = tl.minimum(at + STEP, high - 1) // GROUP
+                ahead_g = tl.minimum(at + STEP, high - 1) // GROUP_SIZE
                 scale_N = tl.load(scales_N + ahead_g)
                 part_NM = tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee")
-                if GROUP < 32:
+                if GROUP_SIZE < 32:
                     acc_NM += part_NM * now_N[:, None]
-                    now_N = _scale(scales_N, at + 16, high, GROUP)
+                    now_N = _scale(scales_N, at + 16, high, GROUP_SIZE)
                     part_NM = tl.dot(b_NJ, tl.trans(b_MJ), input_precision="ieee")
                 else:
                     part_NM = tl.dot(b_NJ, tl.trans(b_MJ), part_NM, input_precision="ieee")
                 if TILES == 4:
-                    if GROUP < RUN:
+                    if GROUP_SIZE < RUN:
                         acc_NM += part_NM * now_N[:, None]
-                        now_N = _scale(scales_N, at + 32, high, GROUP)
+                        now_N = _scale(scales_N, at + 32, high, GROUP_SIZE)
                         part_NM = tl.dot(c_NJ, tl.trans(c_MJ), input_precision="ieee")
                     else:
                         part_NM = tl.dot(c_NJ, tl.trans(c_MJ), part_NM, input_precision="ieee")
-                    if GROUP < 32:
+                    if GROUP_SIZE < 32:
                         acc_NM += part_NM * now_N[:, None]
-                        now_N = _scale(scales_N, at + 48, high, GROUP)
+                        now_N = _scale(scales_N, at + 48, high, GROUP_SIZE)
                         part_NM = tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee")
                     else:
                         part_NM = tl.dot(d_NJ, tl.trans(d_MJ), part_NM, input_precision="ieee")
@@ -174,7 +178,7 @@ def quantised_linear_kernel(
                 if HAS_ZERO_POINTS:
                     zero_point_N = tl.load(zero_points_N + ahead_g).to(tl.float32)
 
-    if GROUP == 0:
+    if GROUP_SIZE == 0:
         acc_NM *= tl.load(scales_N).to(tl.float32)[:, None]
     complete(acc_NM, bias, y, partials, arrivals, tile, split, M, N, BLOCK_M, BLOCK_N, SPLITS, GATED, HAS_BIAS)
 
@@ -187,9 +191,9 @@ def _columns(x_M, at_K, ok_M, high, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _scale(scales_N, column, high, GROUP: tl.constexpr):
+def _scale(scales_N, column, high, GROUP_SIZE: tl.constexpr):
     """The scales of a column's group; of a column that is not there, any."""
-    return tl.load(scales_N + tl.minimum(column, high - 1) // GROUP).to(tl.float32)
+    return tl.load(scales_N + tl.minimum(column, high - 1) // GROUP_SIZE).to(tl.float32)
 
 
 @triton.jit
@@ -277,10 +281,10 @@ def launch_quantised_linear(
     quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(M, tiles.block_m))](
         x_MK, weight.qweight_NJ.view(torch.int16), scales_NG, zero_points_NG, scales_NG if bias_N is None else bias_N, y_MN,
         partials, arrivals, M, N, K, weight.qweight_NJ.shape[1] // 2, scales_NG.shape[1], x_MK.stride(0),
-        KIND=weight.kind, GROUP=weight.group, HAS_ZERO_POINTS=weight.zero_points_NG is not None,
+        KIND=weight.kind, GROUP_SIZE=weight.group_size, HAS_ZERO_POINTS=weight.zero_points_NG is not None,
         ASM=x_MK.dtype == torch.bfloat16 and x_MK.is_cuda,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
-        GATED=gated, HAS_BIAS=bias_N is not None, EVEN_N=N % outs == 0, EVEN_K=K % tiles.block_k == 0, AHEAD=AHEAD,
+        GATED=gated, HAS_BIAS=bias_N is not None, EVEN_N=N % outs == 0, EVEN_K=K % tiles.block_k == 0, PREFETCH=PREFETCH,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MK.device),
     )  # fmt: skip
     return y_MN

@@ -51,7 +51,7 @@ def quantised_warp_kernel(
     partials,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     M, N, K, G, stride_x,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr,
+    KIND: gl.constexpr, GROUP_SIZE: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     STEPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PARTS: gl.constexpr, STORE_PARTIALS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
@@ -99,7 +99,7 @@ def quantised_warp_kernel(
         [
             (consume, (
                 x, x_smem, w_cubes, h_cubes, full_w, full_x, empty, of_weight, bias, y, partials, arrivals, tile, split, low,
-                steps, M, N, K, G, stride_x, KIND, GROUP, HAS_ZERO_POINTS, BLOCK_M, BLOCK_N, SLICES, SPLITS, STAGES, PARTS,
+                steps, M, N, K, G, stride_x, KIND, GROUP_SIZE, HAS_ZERO_POINTS, BLOCK_M, BLOCK_N, SLICES, SPLITS, STAGES, PARTS,
                 STORE_PARTIALS, HAS_BIAS, PDL, num_warps,
             )),
             (produce, (
@@ -164,7 +164,7 @@ def _load_columns(x_tiles, x_smem, full_x, step, stage, PACK_FACTOR: gl.constexp
 def consume(
     x, x_smem, w_cubes, h_cubes, full_w, full_x, empty, of_weight, bias, y, partials, arrivals,
     tile, split, low, steps, M, N, K, G, stride_x,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr, BLOCK_M: gl.constexpr,
+    KIND: gl.constexpr, GROUP_SIZE: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
     STORE_PARTIALS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -174,11 +174,11 @@ def consume(
     SLICE: gl.constexpr = 64 * PACK_FACTOR  # columns of a slice of a step: as many as lie in a row of 128 bytes
     ONE: gl.constexpr = BLOCK_M == 1
     PADDED_M: gl.constexpr = 8 if ONE else BLOCK_M
-    RUN: gl.constexpr = SLICE if GROUP == 0 else GROUP  # columns that have one scale a row
+    RUN: gl.constexpr = SLICE if GROUP_SIZE == 0 else GROUP_SIZE  # columns that have one scale a row
     RUNS: gl.constexpr = SLICE // RUN  # such runs of a slice
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, WARPS // SLICES, 1], [1, 16, 8])
     out: gl.constexpr = gl.SliceLayout(0, layout)
-    WHOLE: gl.constexpr = GROUP == 0 and KIND != "lossless"
+    WHOLE: gl.constexpr = GROUP_SIZE == 0 and KIND != "lossless"
     row_scale = scales_of_rows(scales, tile, N, WHOLE, BLOCK_N, PARTS, out)
     pairs: gl.constexpr = gl.DotOperandLayout(0, layout, 1)  # of words: a loop carries 32-bit values as they are
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -192,7 +192,7 @@ def consume(
         )  # fmt: skip
     scale_at = _places(scales, low, tile, N, G, SLICES, RUNS, BLOCK_N, PARTS, gl.SliceLayout(2, layout))
     zero_point_at = _places(zero_points, low, tile, N, G, SLICES, RUNS, BLOCK_N, PARTS, gl.SliceLayout(2, left))
-    scale = _of_runs(scale_at, 0, G, GROUP > 0, RUNS, SLICES)
+    scale = _of_runs(scale_at, 0, G, GROUP_SIZE > 0, RUNS, SLICES)
     zero_point = _of_runs(zero_point_at, 0, G, HAS_ZERO_POINTS, RUNS, SLICES)
     mbarrier.wait(full_w.index(0), 0)
     qweight = w_cubes.index(0).load(pairs)
@@ -213,7 +213,7 @@ def consume(
     phase = 0
     for step in range(steps):
         at = gl.minimum(step + 1, steps - 1)
-        next_scale = _of_runs(scale_at, at, G, GROUP > 0, RUNS, SLICES)
+        next_scale = _of_runs(scale_at, at, G, GROUP_SIZE > 0, RUNS, SLICES)
         next_zero_point = _of_runs(zero_point_at, at, G, HAS_ZERO_POINTS, RUNS, SLICES)
         if not ONE:
             mbarrier.wait(full_x.index(stage), phase)
@@ -224,7 +224,7 @@ def consume(
                 values = convert_lossless(words, words_of(half_of(highs, n), left), base, layout, 64)
             else:
                 values = convert_words(words, zero_point[n * 64 // RUN], layout, KIND, HAS_ZERO_POINTS, 64)
-            if GROUP > 0:  # short chains of products, which the tensor cores work at side by side
+            if GROUP_SIZE > 0:  # short chains of products, which the tensor cores work at side by side
                 part = mma_v2(values, columns[n], gl.zeros([SLICES, BLOCK_N, PADDED_M], gl.float32, layout))
                 acc += part * scale[n * 64 // RUN][:, :, None]
             elif n % 2 == 0:

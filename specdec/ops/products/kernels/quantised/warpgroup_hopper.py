@@ -56,7 +56,7 @@ def quantised_warpgroup_kernel(
     partials,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     M, N, K, G, stride_x,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr,
+    KIND: gl.constexpr, GROUP_SIZE: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr,
     BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, TURNS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -122,8 +122,8 @@ def quantised_warpgroup_kernel(
             [
                 (consume, (
                     x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, of_weight, bias, y, partials, arrivals,
-                    tile, counted, first_m, split, low, steps, M, N, K, G, stride_x, 0, KIND, GROUP, HAS_ZERO_POINTS, BLOCK_M,
-                    MORE_M, BLOCK_N, BLOCK_K, SPLITS, STAGES, TILES, TURNS, PARTS, STORE_PARTIALS, HAS_BIAS, PDL,
+                    tile, counted, first_m, split, low, steps, M, N, K, G, stride_x, 0, KIND, GROUP_SIZE, HAS_ZERO_POINTS,
+                    BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, SPLITS, STAGES, TILES, TURNS, PARTS, STORE_PARTIALS, HAS_BIAS, PDL,
                 )),
                 (produce, (
                     x_tiles, more_tiles, qweight_tiles, high_tiles, columns, w_smem, h_smem, full_w, full_x, empty, tile,
@@ -138,13 +138,13 @@ def quantised_warpgroup_kernel(
             [
                 (consume, (
                     x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, of_weight, bias, y, partials, arrivals,
-                    tile, counted, first_m, split, low, steps, M, N, K, G, stride_x, 0, KIND, GROUP, HAS_ZERO_POINTS, BLOCK_M,
-                    MORE_M, BLOCK_N, BLOCK_K, SPLITS, STAGES, TILES, TURNS, PARTS, STORE_PARTIALS, HAS_BIAS, PDL,
+                    tile, counted, first_m, split, low, steps, M, N, K, G, stride_x, 0, KIND, GROUP_SIZE, HAS_ZERO_POINTS,
+                    BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, SPLITS, STAGES, TILES, TURNS, PARTS, STORE_PARTIALS, HAS_BIAS, PDL,
                 )),
                 (consume, (
                     x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, of_weight, bias, y, partials, arrivals,
-                    tile, counted, first_m, split, low, steps, M, N, K, G, stride_x, 1, KIND, GROUP, HAS_ZERO_POINTS, BLOCK_M,
-                    MORE_M, BLOCK_N, BLOCK_K, SPLITS, STAGES, TILES, TURNS, PARTS, STORE_PARTIALS, HAS_BIAS, PDL,
+                    tile, counted, first_m, split, low, steps, M, N, K, G, stride_x, 1, KIND, GROUP_SIZE, HAS_ZERO_POINTS,
+                    BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, SPLITS, STAGES, TILES, TURNS, PARTS, STORE_PARTIALS, HAS_BIAS, PDL,
                 )),
                 (produce, (
                     x_tiles, more_tiles, qweight_tiles, high_tiles, columns, w_smem, h_smem, full_w, full_x, empty, tile,
@@ -212,7 +212,7 @@ def _load_columns(
 def consume(
     x, columns, w_tiles, h_tiles, full_w, full_x, empty, sums, summed, of_weight, bias, y, partials, arrivals,
     tile, counted, first_m, split, low, steps, M, N, K, G, stride_x,
-    WHO: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr,
+    WHO: gl.constexpr, KIND: gl.constexpr, GROUP_SIZE: gl.constexpr, HAS_ZERO_POINTS: gl.constexpr,
     BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, STORE_PARTIALS: gl.constexpr,
     HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
@@ -225,12 +225,12 @@ def consume(
     FIRST: gl.constexpr = WHO if TURNS > 1 else 0
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    WHOLE: gl.constexpr = GROUP == 0 and KIND != "lossless"
+    WHOLE: gl.constexpr = GROUP_SIZE == 0 and KIND != "lossless"
     scale = scales_of_rows(scales, tile + MINE, N, WHOLE, BLOCK_N, PARTS, layout)
     scales_B = rows_of_groups(scales, tile + MINE, N, G, BLOCK_N, PARTS, gl.SliceLayout(1, layout))
     zero_points_B = rows_of_groups(zero_points, tile + MINE, N, G, BLOCK_N, PARTS, gl.SliceLayout(1, left))
-    scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_K, G, GROUP > 0, GROUP, HALF)
-    zero_point_low, zero_point_high = _of_halves(zero_points_B, (low + FIRST) * BLOCK_K, G, HAS_ZERO_POINTS, GROUP, HALF)
+    scale_low, scale_high = _of_halves(scales_B, (low + FIRST) * BLOCK_K, G, GROUP_SIZE > 0, GROUP_SIZE, HALF)
+    zero_point_low, zero_point_high = _of_halves(zero_points_B, (low + FIRST) * BLOCK_K, G, HAS_ZERO_POINTS, GROUP_SIZE, HALF)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
     more = 0  # the sums of a tile's second part, if it has one
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE_M if MORE_M > 0 else 8, 16])
@@ -258,19 +258,19 @@ def consume(
     for step in range(FIRST, steps, TURNS):
         goes_on = step + TURNS < steps  # else the last step's words are converted once more, for nothing
         next_k = (low + gl.where(goes_on, step + TURNS, step)) * BLOCK_K
-        next_scale_low, next_scale_high = _of_halves(scales_B, next_k, G, GROUP > 0, GROUP, HALF)
-        next_zero_point_low, next_zero_point_high = _of_halves(zero_points_B, next_k, G, HAS_ZERO_POINTS, GROUP, HALF)
+        next_scale_low, next_scale_high = _of_halves(scales_B, next_k, G, GROUP_SIZE > 0, GROUP_SIZE, HALF)
+        next_zero_point_low, next_zero_point_high = _of_halves(zero_points_B, next_k, G, HAS_ZERO_POINTS, GROUP_SIZE, HALF)
         mbarrier.wait(full_x.index(stage), phase)
-        part, part_more = _begin(values, columns, stage, 0, acc, more, GROUP > 0, HALF, MORE_M, narrow)
+        part, part_more = _begin(values, columns, stage, 0, acc, more, GROUP_SIZE > 0, HALF, MORE_M, narrow)
         at = stage * TILES + MINE
         others = _half(
             w_tiles.index(at), h_tiles.index(at), 1, zero_point_high, base, KIND, HAS_ZERO_POINTS, HALF, PACK_FACTOR, layout
         )
-        if GROUP % BLOCK_K == 0:  # the step has one scale: its second half is queued up before the first one is complete
+        if GROUP_SIZE % BLOCK_K == 0:  # the step has one scale: its second half is queued up before the first one is complete
             part, part_more = _begin(others, columns, stage, 1, part, part_more, False, HALF, MORE_M, narrow)
             part, part_more, values = _wait(1, part, part_more, values, MORE_M)
         else:  # both halves' sums at one time would need too many registers
-            acc, more = _end(part, part_more, values, acc, more, scale_low, GROUP, MORE_M, narrow)
+            acc, more = _end(part, part_more, values, acc, more, scale_low, GROUP_SIZE, MORE_M, narrow)
             part, part_more = _begin(others, columns, stage, 1, acc, more, True, HALF, MORE_M, narrow)
         wraps = stage + TURNS >= STAGES
         other_stage = gl.where(goes_on, gl.where(wraps, stage + TURNS - STAGES, stage + TURNS), stage)
@@ -280,7 +280,7 @@ def consume(
         values = _half(
             w_tiles.index(at), h_tiles.index(at), 0, next_zero_point_low, base, KIND, HAS_ZERO_POINTS, HALF, PACK_FACTOR, layout
         )
-        acc, more = _end(part, part_more, others, acc, more, scale_high, GROUP, MORE_M, narrow)
+        acc, more = _end(part, part_more, others, acc, more, scale_high, GROUP_SIZE, MORE_M, narrow)
         mbarrier.arrive(empty.index(stage), count=1)
         stage = other_stage
         phase = next_phase
@@ -309,11 +309,11 @@ def consume(
 
 
 @gluon.jit
-def _of_halves(rows_B, k, G, needed: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
+def _of_halves(rows_B, k, G, needed: gl.constexpr, GROUP_SIZE: gl.constexpr, HALF: gl.constexpr):
     """Scales or zero points of a step's halves, which starts at column k, from global memory."""
     if needed:
-        low = of_groups(rows_B, k // GROUP, G)
-        high = of_groups(rows_B, (k + HALF) // GROUP, G) if HALF % GROUP == 0 else low
+        low = of_groups(rows_B, k // GROUP_SIZE, G)
+        high = of_groups(rows_B, (k + HALF) // GROUP_SIZE, G) if HALF % GROUP_SIZE == 0 else low
         return low, high
     else:
         return 0, 0
@@ -369,11 +369,11 @@ def _wait(halves: gl.constexpr, part, part_more, values, MORE_M: gl.constexpr):
 
 @gluon.jit
 def _end(
-    part, part_more, values, acc, more, scale, GROUP: gl.constexpr, MORE_M: gl.constexpr, narrow: gl.constexpr
+    part, part_more, values, acc, more, scale, GROUP_SIZE: gl.constexpr, MORE_M: gl.constexpr, narrow: gl.constexpr
 ):  # fmt: skip
     """acc and more when these products are complete."""
     part, part_more, _ = _wait(0, part, part_more, values, MORE_M)
-    if GROUP > 0:
+    if GROUP_SIZE > 0:
         if MORE_M > 0:
             part_more = more + part_more * gl.convert_layout(scale, gl.SliceLayout(1, narrow), assert_trivial=True)[:, None]
         return acc + part * scale[:, None], part_more
