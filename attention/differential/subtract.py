@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
 
 def subtract_halves(out_THE: Tensor, num_kv_heads: int, difference: Difference) -> Tensor:
-    """[T, H / 2, E]: scale * norm(first - factor * second) * weight, where first and second are the outputs of a pair of query heads.
+    """[T, H / 2, E]: scale * norm(first - factor * second) * weight, from the outputs of a pair of query heads.
 
     The G query heads of key head 2i hold the first softmaxes, those of key head 2i + 1 the second ones, in the same order.
     """

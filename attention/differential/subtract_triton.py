@@ -56,11 +56,13 @@ def launch_subtract(out_THE: Tensor, num_kv_heads: int, difference: Difference) 
     assert H % num_kv_heads == 0 and num_kv_heads % 2 == 0 and difference.factor.dtype == torch.float32
     norm_E = difference.weight_E
     assert norm_E is None or (norm_E.shape == (E,) and norm_E.dtype == torch.float32 and norm_E.is_contiguous())
+    norm = difference.factor if norm_E is None else norm_E  # not read without a weight
     x_THE = out_THE.contiguous()
     out = x_THE.new_empty(T, H // 2, E)
     if T:
         subtract_kernel[(T * (H // 2),)](
-            x_THE, difference.factor, difference.factor if norm_E is None else norm_E, out, difference.scale, difference.eps,
-            HAS_WEIGHT=norm_E is not None, GROUP=H // num_kv_heads, SIZE=E, PADDED=triton.next_power_of_2(E), num_warps=1, **chained(out.device),
+            x_THE, difference.factor, norm, out, difference.scale, difference.eps,
+            HAS_WEIGHT=norm_E is not None, GROUP=H // num_kv_heads, SIZE=E, PADDED=triton.next_power_of_2(E), num_warps=1,
+            **chained(out.device),
         )  # fmt: skip
     return out

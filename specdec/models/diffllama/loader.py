@@ -15,7 +15,6 @@ from specdec.models.diffllama.modules import DifferentialAttention, diffllama_la
 from specdec.models.layers import MLP
 from specdec.models.llama.loader import UNSAID, expect_llama
 
-
 _NORM = "subln.weight"  # the name in the code of arXiv 2410.05258; transformers' layers have no such weight
 
 
