@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toolkit.models import ragged_prompts
 from toolkit.differential.defined import NORM, OPTIONS, OptionsZoo
+from toolkit.models import ragged_prompts
 from toolkit.prompts import dense_logits, paged_logits
 
 from specdec import SamplingParams, SpecConfig
