@@ -3,7 +3,9 @@
 Keeps out: an option that is read and not computed, or computed in one of the two softmaxes alone.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +53,13 @@ def test_logits_are_those_of_the_definition(zoo: OptionsZoo, name: str) -> None:
     torch.testing.assert_close(dense_logits(model, PROMPTS[-1]), want[-len(PROMPTS[-1]) :], **close)
 
 
-TEXTS = [("norm", "eagle3", "tree", 16)]
+TEXTS = [
+    ("norm", "eagle3", "tree", 16), ("windows", "eagle3", "tree", 4), ("all windows", "eagle1", "chain", 1),
+    ("softcap", "eagle3", "tree", 1), ("all options", "eagle1", "tree", 5),
+]  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("name", "head", "shape", "page_size"), TEXTS)
 def test_text_is_that_of_the_definition(zoo: OptionsZoo, name: str, head: str, shape: str, page_size: int) -> None:
     """Keeps out: nodes of a tree, or prompts in chunks, that read other keys than plain decoding does."""
@@ -62,7 +68,33 @@ def test_text_is_that_of_the_definition(zoo: OptionsZoo, name: str, head: str, s
     assert [out.token_ids for out in outputs] == [zoo.defined(name).greedy(prompt, 10) for prompt in PROMPTS]
 
 
-# ---- the norm's weight ----
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_windows": [8, None]}, "attention_windows must be null or a list of 4 entries, one a layer"),
+        ({"attention_windows": 8}, "attention_windows must be null or a list of 4 entries.*got 8"),
+        ({"attention_windows": [8, 0, None, None]}, "attention_windows must be .* a positive number"),
+        ({"attention_windows": [8, True, None, None]}, "attention_windows must be .* a positive number"),
+        ({"attention_softcap": 0}, "attention_softcap must be"),
+        ({"attention_softcap": "3"}, "attention_softcap must be"),
+    ],
+    ids=str,
+)
+def test_broken_options_are_refused(zoo: OptionsZoo, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    raw = json.loads((zoo.target("plain") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=message):
+        choose_target(tmp_path)
+
+
+def test_only_our_own_modules_read_the_options(zoo: OptionsZoo) -> None:
+    """Keeps out: transformers' code, which would ignore them in silence."""
+    for name, key in (("windows", "attention_windows"), ("softcap", "attention_softcap")):
+        with pytest.raises(ValueError, match=f"unknown config keys {key}"):
+            choose_target(zoo.target(name), "transformers")
 
 
 def test_every_layer_has_a_weight_or_none(zoo: OptionsZoo, tmp_path_factory: pytest.TempPathFactory) -> None:

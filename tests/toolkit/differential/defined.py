@@ -20,6 +20,10 @@ NORM = "subln.weight"
 OPTIONS: dict[str, dict[str, Any]] = {  # by name, the arguments of `save_with_options`
     "plain": dict(family="diffllama-gqa"),
     "norm": dict(family="diffllama-gqa", norm=True),
+    "windows": dict(family="diffllama-gqa", attention_windows=[None, 5, 2, None]),
+    "all windows": dict(family="diffllama-mha", attention_windows=[7, 7, 7, 7]),
+    "softcap": dict(family="diffllama", attention_softcap=3.0),
+    "all options": dict(family="diffllama-mha", norm=True, attention_windows=[None, 6, 6, None], attention_softcap=4.0),
 }
 
 
@@ -100,13 +104,13 @@ class DefinedModel:
         """[T, T]: one softmax.  head: which of the H / 2 differences it is for."""
         T, raw = len(q), self.raw
         scores = q @ k.T * self.D**-0.5
-        if cap := raw.get("attn_logit_softcapping"):
+        if cap := raw.get("attention_softcap"):
             scores = cap * (scores / cap).tanh()
         at = torch.arange(T)
         distance = at - at[:, None]
         seen = distance <= 0
-        if raw.get("layer_types") and raw["layer_types"][layer] == "sliding_attention":
-            seen &= distance > -raw["sliding_window"]
+        if raw.get("attention_windows") and raw["attention_windows"][layer]:
+            seen &= distance > -raw["attention_windows"][layer]
         return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
     def _rotated(self, x: Tensor) -> Tensor:
