@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
-from specdec.attention.kernels.paged_triton import capped, own_part, values_at
+from specdec.attention.kernels.paged_triton import capped, fp8_scales, own_part, values_at
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def joined(top_G, total_G, acc_GE, lse_G, out_GE):
 def suffix_merge_kernel(
     q,  # [T, H, D]
     kv,  # as in the paged kernel
-    scales,  # float32: [2, K], [slots, 2, K] or [slots, K]
+    scales,  # float32: [2, K * KEY_PARTS], [slots, 2, K * KEY_PARTS] or [slots, K]
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
@@ -111,8 +111,9 @@ def suffix_merge_kernel(
         if HAS_SLOPES:
             q_at, slope_G = tl.load(q_positions + token, cache_modifier=".cg"), tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "fp8":
-            scale *= tl.load(scales + kv_head)
-            value_scale = tl.load(scales + KV_HEADS + kv_head)
+            scale *= fp8_scales(scales + kv_head * KEY_PARTS, g, GROUP // KEY_PARTS, KEY_PARTS, 1)
+            at_value = scales + (KV_HEADS + kv_head) * KEY_PARTS
+            value_scale = fp8_scales(at_value, e, VALUE_DIM // KEY_PARTS, KEY_PARTS, 0)
         for start in range(begin, length, BLOCK_N):
             key_N = start + tl.arange(0, BLOCK_N)
             ok_N = key_N < length
@@ -125,11 +126,21 @@ def suffix_merge_kernel(
             if QUANT != "":
                 k_ND, v_NE = k_ND.to(q.dtype.element_ty), v_NE.to(q.dtype.element_ty)
             s_GN = tl.dot(q_GD.to(k_ND.dtype), tl.trans(k_ND), input_precision="ieee") * scale
-            at_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS) + kv_head
+            at_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS * KEY_PARTS) + kv_head * KEY_PARTS
             if QUANT == "int8" or QUANT == "int8_keys":
-                s_GN *= tl.load(at_N, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
+                key_scale = tl.load(at_N, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
+                if KEY_PARTS == 2:
+                    second_N = tl.load(at_N + 1, mask=ok_N, other=0.0, cache_modifier=".cg")
+                    key_scale = tl.where((g < GROUP // 2)[:, None], key_scale, second_N[None, :])
+                s_GN *= key_scale
             if QUANT == "int8":
-                value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
+                at_N += KV_HEADS * KEY_PARTS
+                value_N = tl.load(at_N, mask=ok_N, other=0.0, cache_modifier=".cg")
+                if KEY_PARTS == 1:
+                    value_scale = value_N[None, :]
+                else:
+                    second_N = tl.load(at_N + 1, mask=ok_N, other=0.0, cache_modifier=".cg")
+                    value_scale = tl.where((e < VALUE_DIM // 2)[None, :], value_N[:, None], second_N[:, None])
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
             if HAS_SLOPES:
@@ -140,7 +151,10 @@ def suffix_merge_kernel(
             decay_G = tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
             if QUANT == "fp8" or QUANT == "int8":
-                p_GN *= value_scale
+                if KEY_PARTS == 1:
+                    p_GN *= value_scale
+                else:  # the halves of a value have scales of their own
+                    v_NE = (v_NE.to(tl.float32) * value_scale).to(v_NE.dtype)
             acc_GE = tl.dot(p_GN.to(v_NE.dtype), v_NE, acc_GE * decay_G[:, None], input_precision="ieee")
             top_G = new_G
 

@@ -54,7 +54,7 @@ class DecodePass(nn.Module):
             raise TypeError(f"{expected}, got {type(target).__name__}")
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
         self.kv_cache_dtype = require_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "int8"), "auto")
-        if kv_cache_dtype != "auto" and (target.config.keeps_latents or target.config.split_width):
+        if kv_cache_dtype != "auto" and (target.config.keeps_latents or target.config.value_width):
             expected = f"kv_cache_dtype must be 'auto' for a target of family {target.config.family!r}, got {kv_cache_dtype!r}"
             raise ValueError(f"{expected}; nearest setting that works: kv_cache_dtype='auto'")
         self.layout, self.backend = self._cache(0).layout, OperatorBackend()
