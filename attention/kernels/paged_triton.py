@@ -5,7 +5,7 @@ query heads of a kv head share one tile (packed GQA), so keys and values are rea
 first key of its own, a tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that
 are never touched. Each split leaves a state of its own; the launcher decides how many splits there are and merges their states.
 With WINDOW_RIGHT, causal queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the
-distance of the key.
+distance of the key, or with SQRT_ALIBI its root.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
 represents all 8-bit values exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
@@ -158,6 +158,12 @@ def values_at(kv, at_ND, slot_N, stride_slot, e, pointer: tl.constexpr, SAME_WID
 
 
 @triton.jit
+def root_of_distance(key_at, q_at):
+    """The root of how far keys stand before queries, 0 for later keys, which are masked."""
+    return tl.sqrt(tl.maximum(q_at - key_at, 0).to(tl.float32))
+
+
+@triton.jit
 def capped(logits, softcap):
     """softcap * tanh(logits / softcap)."""
     return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
@@ -204,6 +210,7 @@ def paged_attention_kernel(
     HAS_STARTS: tl.constexpr,
     WINDOW_RIGHT: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
+    SQRT_ALIBI: tl.constexpr,  # with slopes: they are multiplied with the root of the distance
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # the kv_cache_dtype of an 8-bit cache: "fp8", "int8" or "int8_keys"; else ""
     INT8_QUERIES: tl.constexpr,
@@ -289,7 +296,9 @@ def paged_attention_kernel(
             s_MN *= scales_loaded_once(scales_N, ok_N)[None, :]
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
-        if HAS_SLOPES:
+        if HAS_SLOPES and SQRT_ALIBI:
+            s_MN -= slope_M[:, None] * root_of_distance(key_N[None, :], q_position_M[:, None])
+        elif HAS_SLOPES:
             s_MN += (slope_M * (start - q_position_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
         if CAUSAL or HAS_STARTS:
             s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - WINDOW_RIGHT - query_M), HAS_STARTS, CAUSAL)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
-from specdec.attention.kernels.paged_triton import capped, own_part, values_at
+from specdec.attention.kernels.paged_triton import capped, own_part, root_of_distance, values_at
 
 
 @triton.jit
@@ -76,6 +76,7 @@ def suffix_merge_kernel(
     HAS_SUFFIX: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    SQRT_ALIBI: tl.constexpr,  # as in the paged kernel
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # this and the next as in the paged kernel
     INT8_QUERIES: tl.constexpr,
@@ -132,7 +133,9 @@ def suffix_merge_kernel(
                 value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
-            if HAS_SLOPES:
+            if HAS_SLOPES and SQRT_ALIBI:
+                s_GN -= slope_G[:, None] * root_of_distance(key_N, q_at)[None, :]
+            elif HAS_SLOPES:
                 s_GN += slope_G[:, None] * (key_N - q_at).to(tl.float32)[None, :]
             s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
             new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block holds a readable key
