@@ -196,7 +196,8 @@ def launch_paged(
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         WINDOW_RIGHT=segment.window_right, HAS_SLOPES=positions_T is not None, SQRT_ALIBI=scoring.sqrt_alibi,
         SOFTCAP=scoring.softcap is not None, QUANT=quant, INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, Q_IN_MEMORY=q_in_memory, ASM=has_pdl(q_THD.device),
+        BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, Q_IN_MEMORY=q_in_memory,
+        ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 
