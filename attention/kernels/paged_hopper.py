@@ -81,7 +81,7 @@ def _load_first(
 
 
 @gluon.jit
-def _logits(q_MD, kv_PND, stage, scale2, softcap, nothing, PAGES: gl.constexpr, SOFTCAP: gl.constexpr):
+def _logits(q_MD, kv_PND, stage, scale_log2, softcap, nothing, PAGES: gl.constexpr, SOFTCAP: gl.constexpr):
     """The logits of the queries and the keys of each page of a block, times log2(e)."""
     products = ()
     for i in gl.static_range(PAGES):
@@ -89,7 +89,7 @@ def _logits(q_MD, kv_PND, stage, scale2, softcap, nothing, PAGES: gl.constexpr, 
         products = products + (warpgroup_mma(q_MD, keys_DN, nothing, use_acc=False, is_async=True),)  # type: ignore[assignment]
     logits = ()
     for i in gl.static_range(PAGES):
-        s_MN = warpgroup_mma_wait(PAGES - 1 - i, deps=(products[i],)) * scale2
+        s_MN = warpgroup_mma_wait(PAGES - 1 - i, deps=(products[i],)) * scale_log2
         if SOFTCAP:
             s_MN = (softcap - 2 * softcap / (1 + gl.exp2(s_MN * (2 * LOG2E / softcap)))) * LOG2E
         logits = logits + (s_MN,)  # type: ignore[assignment]
@@ -259,7 +259,7 @@ def consumer(
     acc_ME = gl.zeros([BLOCK_M, DIM], gl.float32, layout=A)
     nothing = gl.zeros([BLOCK_M, ROWS], gl.float32, layout=S)
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
-    scale2 = scale if SOFTCAP else scale * LOG2E
+    scale_log2 = scale if SOFTCAP else scale * LOG2E
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     if PDL:
         gdc_wait()
@@ -272,7 +272,7 @@ def consumer(
         # registers of queries that stay in registers to the softmax's weights as well.
         queries_MD = q_MD.load(gl.DotOperandLayout(0, S, 2))
         mbarrier.wait(full.index(stage), phase)
-        logits = _logits(queries_MD, kv_PND, stage, scale2, softcap, nothing, PAGES, SOFTCAP)
+        logits = _logits(queries_MD, kv_PND, stage, scale_log2, softcap, nothing, PAGES, SOFTCAP)
         if (start + BLOCK_N > whole) | (start < from_first):
             visible = ()
             for i in gl.static_range(PAGES):

@@ -79,34 +79,34 @@ def own_part(head_G, d, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_PARTS: 
 
 
 @triton.jit
-def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
+def queries_in_float16(q_MD, scaled_q_MD, ok_MD, Q_IN_MEMORY: tl.constexpr):
     """Queries divided by a power of two so that they fit float16, and that power, by which their products are to be multiplied.
 
-    STAGED: the scaled queries are written to of_MD in global memory and loaded again.  Triton then feeds products with
-        queries from shared memory; otherwise it would hold them in registers, of which large tiles have none to spare.  The
-        splits of a row write the same values.
+    Q_IN_MEMORY: the scaled queries are written to scaled_q_MD in global memory and loaded again.  Triton then feeds products
+        with queries from shared memory; otherwise it would hold them in registers, of which large tiles have none to spare.
+        The splits of a row write the same values.
     """
     size_MD = tl.abs(q_MD.to(tl.float32))
     amax = tl.max(tl.where(size_MD < float("inf"), size_MD, 1e-30))  # a padded row may hold inf or NaN
-    unit = tl.exp2(tl.floor(tl.log2(tl.maximum(amax, 1e-30))) - 14)
-    q_MD = (q_MD.to(tl.float32) / unit).to(tl.float16)
-    if STAGED:
-        tl.store(of_MD, q_MD, mask=ok_MD)
+    q_scale = tl.exp2(tl.floor(tl.log2(tl.maximum(amax, 1e-30))) - 14)
+    q_MD = (q_MD.to(tl.float32) / q_scale).to(tl.float16)
+    if Q_IN_MEMORY:
+        tl.store(scaled_q_MD, q_MD, mask=ok_MD)
         tl.debug_barrier()
-        q_MD = tl.load(of_MD, mask=ok_MD, other=0.0)
-    return q_MD, unit
+        q_MD = tl.load(scaled_q_MD, mask=ok_MD, other=0.0)
+    return q_MD, q_scale
 
 
 @triton.jit
-def queries_for_8_bits(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexpr):
-    """Queries as they multiply 8-bit keys, and the factor of their products.  of_MD, STAGED: see in_float16."""
+def queries_for_8_bits(q_MD, scaled_q_MD, ok_MD, Q_IN_MEMORY: tl.constexpr, INT8_QUERIES: tl.constexpr):
+    """Queries as they multiply 8-bit keys, and the factor of their products.  The other arguments: see queries_in_float16."""
     if INT8_QUERIES:
-        q_MD, unit = queries_in_int8(q_MD)
+        q_MD, q_scale = queries_in_int8(q_MD)
     elif q_MD.dtype == tl.bfloat16:
-        q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
+        q_MD, q_scale = queries_in_float16(q_MD, scaled_q_MD, ok_MD, Q_IN_MEMORY)
     else:
-        unit = 1.0
-    return q_MD, unit
+        q_scale = 1.0
+    return q_MD, q_scale
 
 
 @triton.jit
@@ -137,11 +137,11 @@ def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS
 
 
 @triton.jit
-def store_lse(lse, at_M, top_M, total_M, ok_M, LIFT: tl.constexpr):
-    """Stores the logarithms of sums of weights that were scaled by 2 ** (LIFT - top); returns the sums, 1 in place of 0."""
+def store_lse(lse, at_M, top_M, total_M, ok_M, MAX_OFFSET: tl.constexpr):
+    """Stores the logarithms of sums of weights scaled by 2 ** (MAX_OFFSET - top); returns the sums, with 1 in place of 0."""
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
-    tl.store(lse + at_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
+    tl.store(lse + at_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - MAX_OFFSET)) * LN2, -float("inf")), mask=ok_M)
     return safe_M
 
 
@@ -180,7 +180,7 @@ def paged_attention_kernel(
     slopes,  # [H] float32
     out,  # [T, H, states, E], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
-    staged,  # [T, H, D] float16
+    scaled_q,  # [T, H, D] float16
     scale,
     softcap,
     stride_qt,
@@ -211,7 +211,7 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     MIN_SPLIT_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-    STAGED: tl.constexpr,
+    Q_IN_MEMORY: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -258,18 +258,19 @@ def paged_attention_kernel(
     at_MD, ok_MD = own_part(gqa_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
     ok_MD &= ok_M[:, None]
     q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
-    scale2 = scale if SOFTCAP else scale * LOG2E
+    scale_log2 = scale if SOFTCAP else scale * LOG2E
     if QUANT == "fp8":
-        scale2 *= tl.load(scales + kv_head)
+        scale_log2 *= tl.load(scales + kv_head)
     if QUANT != "":
-        of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
-        q_MD, unit = queries_for_8_bits(q_MD, of_MD, ok_MD, STAGED, INT8_QUERIES)
-        scale2 *= unit
+        scaled_q_MD = scaled_q + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
+        q_MD, q_scale = queries_for_8_bits(q_MD, scaled_q_MD, ok_MD, Q_IN_MEMORY, INT8_QUERIES)
+        scale_log2 *= q_scale
     if HAS_SLOPES:
         q_position_M, slope_M = tl.load(q_positions + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
-    # Weights of 8-bit values are scaled by 2 ** LIFT: small ones stay normal in float16.  TO: what values are converted to.
-    LIFT: tl.constexpr = 14.0 if QUANT == "fp8" or QUANT == "int8" else 0.0
-    TO: tl.constexpr = tl.float16 if LIFT > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
+    # Weights of 8-bit values are scaled by 2 ** MAX_OFFSET, as in flash-attn: small ones stay normal in float16.  TO: the type
+    # that values are converted to.
+    MAX_OFFSET: tl.constexpr = 14.0 if QUANT == "fp8" or QUANT == "int8" else 0.0
+    TO: tl.constexpr = tl.float16 if MAX_OFFSET > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
@@ -283,7 +284,7 @@ def paged_attention_kernel(
         scales_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS) + kv_head
         if QUANT == "int8" and not INT8_QUERIES:
             k_ND *= scales_in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
         if QUANT == "int8_keys" or INT8_QUERIES:
             s_MN *= scales_loaded_once(scales_N, ok_N)[None, :]
         if SOFTCAP:
@@ -295,10 +296,10 @@ def paged_attention_kernel(
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         else:
-            s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # compiles to one fused multiply-add with scale2
+            s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # compiles to one fused multiply-add with scale_log2
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = new_M
-        p_MN = tl.exp2(s_MN - (shift_M - LIFT)[:, None])
+        p_MN = tl.exp2(s_MN - (shift_M - MAX_OFFSET)[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
         at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
@@ -312,7 +313,7 @@ def paged_attention_kernel(
     if QUANT == "fp8":
         acc_ME *= tl.load(scales + KV_HEADS + kv_head)
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
-    safe_M = store_lse(lse, state_M, top_M, total_M, ok_M, LIFT)
+    safe_M = store_lse(lse, state_M, top_M, total_M, ok_M, MAX_OFFSET)
     # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (splits == 1), queries, 0)
     at_ME = out + state_M[:, None] * VALUE_DIM + e[None, :]

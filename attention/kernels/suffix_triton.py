@@ -100,8 +100,8 @@ def suffix_merge_kernel(
         at_GD += token * stride_qt + head_G[:, None] * stride_qh
         q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0, cache_modifier=".cg")
         if INT8_QUERIES:
-            q_GD, unit = queries_in_int8(q_GD)
-            scale *= unit
+            q_GD, q_scale = queries_in_int8(q_GD)
+            scale *= q_scale
         kv += kv_head.to(tl.int64) * stride_kv_head
         if VALUE_DIM != HEAD_DIM:
             stride_v += kv_head * (stride_v_head - stride_kv_head)

@@ -181,7 +181,7 @@ def launch_paged(
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     slopes_H, quant, int8_queries = scoring.slopes_H, view.quant, view.int8_queries
-    in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
+    q_in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     starts_T, positions_T = segment.starts_T, positions_for(scoring, segment)
     for of_T in (starts_T, positions_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
@@ -189,14 +189,14 @@ def launch_paged(
         q_THD, k, view.scales, segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, positions_T)),
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
-        torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
+        torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if q_in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries), VALUE_DIM=E,
         PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         WINDOW_RIGHT=segment.window_right, HAS_SLOPES=positions_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
         INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys,
-        STAGES=tiles.stages, STAGED=in_memory, ASM=has_pdl(q_THD.device),
+        STAGES=tiles.stages, Q_IN_MEMORY=q_in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 

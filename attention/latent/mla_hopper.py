@@ -272,7 +272,7 @@ def latent_hopper_kernel(
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
     acc_MC = gl.zeros([64, 512], gl.float32, layout=A)
     nothing = gl.zeros([64, 64], gl.float32, layout=S)
-    scale2 = scale * LOG2E
+    scale_log2 = scale * LOG2E
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
@@ -300,7 +300,7 @@ def latent_hopper_kernel(
         if not TMA:
             wide_N = _pages_of(pages, start + 64 + LATENTS_AHEAD, high, PAGE_SIZE, PLACES)
             narrow_N = _pages_of(pages, start + 128, high, PAGE_SIZE, NARROW)
-        s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
+        s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale_log2
         if start + 64 > whole:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
             last_M = high + query_M * 0

@@ -169,7 +169,7 @@ def latent_attention_kernel(
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MC = tl.zeros([BLOCK_M, PADDED_RANK], tl.float32)
-    scale2 = scale * LOG2E
+    scale_log2 = scale * LOG2E
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < whole, other=0)
     for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
@@ -178,7 +178,7 @@ def latent_attention_kernel(
         page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < whole, other=0)
         c_NC = latents(latent, scales, slot_N, None, LATENT_STRIDE, SCALES_STRIDE, q_MC.dtype, RANK, PADDED_RANK, SCALED)
         r_NR = rotated_parts(rope, slot_N, None, ROPE_STRIDE, q_MR.dtype, ROPE, PADDED_ROPE)
-        s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale2
+        s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale_log2
         top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
     for start in tl.range(whole, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
@@ -193,7 +193,7 @@ def latent_attention_kernel(
             visible_MN &= key_N[None, :] < (length - (queries - 1 - query_M))[:, None]
         if HAS_STARTS:
             visible_MN &= key_N[None, :] >= start_M[:, None]
-        s_MN = tl.where(visible_MN, products(q_MC, q_MR, c_NC, r_NR) * scale2, -float("inf"))
+        s_MN = tl.where(visible_MN, products(q_MC, q_MR, c_NC, r_NR) * scale_log2, -float("inf"))
         top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
 
     state_M = (token_M * HEADS + head_M) * states + first_state + split

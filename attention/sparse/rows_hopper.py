@@ -115,7 +115,7 @@ def rows_hopper_kernel(
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
     acc_MC = gl.zeros([64, 512], gl.float32, layout=A)
     nothing = gl.zeros([64, 64], gl.float32, layout=S)
-    scale2 = scale * LOG2E
+    scale_log2 = scale * LOG2E
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
@@ -126,7 +126,7 @@ def rows_hopper_kernel(
         s = warpgroup_mma(kept_MK, c_NC.slice(512 - KEPT, KEPT, dim=1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(q_c.slice(256, 128, dim=1), c_NC.slice(256, 128, dim=1).permute((1, 0)), s, is_async=True)
-        s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
+        s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale_log2
         if start + 64 > high:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
             s_MN = gl.where((key_N < high)[None, :], s_MN, -float("inf"))

@@ -1,4 +1,4 @@
-"""Which tiles are fastest for products with weights of 8 or 4 bits, or packed, at Llama-3.1-8B's shapes.
+"""Which tiles are fastest for products with weights of 12, 8 or 4 bits at Llama-3.1-8B's shapes.
 
     python benchmarks products.quantised_tiles --out benchmarks/products/results/quantised_tiles_h200.json
 
@@ -157,7 +157,7 @@ def sweep(
     print(f"{len(done)} of {len(todo)} compiled in {time.time() - start:.1f} s", flush=True)
     for M, (kind, group) in itertools.product(rows_of_x, [each for each in FORMATS if each[0] in kinds]):
         if M > 64 and kind == "packed":
-            print(f"{M} rows read no packed weights")
+            print(f"{M} rows read no lossless weights")
             continue
         if time.time() - start > 0.95 * seconds:
             print(f"no time for {M} rows of {kind}")

@@ -196,7 +196,7 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
 
 
 def check_packing(settings: EngineSettings) -> None:
-    """ValueError if no product would read packed weights, whatever the device."""
+    """ValueError if no product would read lossless 12-bit weights, whatever the device."""
     got = "deterministic=True" if settings.options.deterministic else ""
     if settings.target_backend != "native":
         got = f"backend={settings.target_backend!r} ({settings.target_backend_reason})"
@@ -211,7 +211,7 @@ def check_packing(settings: EngineSettings) -> None:
 
 
 def check_packing_here(device: torch.device, architecture: tuple[int, int] | None, gluon: bool) -> None:
-    """ValueError on a device without the kernels that read packed weights.  gluon: whether Triton has it."""
+    """ValueError on a device without the kernels that read lossless 12-bit weights.  gluon: whether Triton has it."""
     if architecture == (9, 0) and gluon:
         return
     got = device if architecture is None else f"{device} of {'.'.join(map(str, architecture))}"

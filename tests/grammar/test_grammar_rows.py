@@ -88,7 +88,7 @@ def test_nobody_looks_ahead_while_the_device_waits(monkeypatch: pytest.MonkeyPat
             look_ahead(*given)
 
         monkeypatch.setattr(grammars, "look_ahead", look)
-        monkeypatch.setattr(HostCopy, "device_waits", property(lambda ticket, most=most, calls=calls: calls[0] >= most))
+        monkeypatch.setattr(HostCopy, "device_waits", property(lambda copy, most=most, calls=calls: calls[0] >= most))
         tree = DraftTree.chain(drafts.clone())
         made.append((rows.complete(tree), tree.tokens_BN.tolist()))
         looked += calls

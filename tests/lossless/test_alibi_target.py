@@ -1,6 +1,6 @@
 """A target with ALiBi writes, through chains and trees, what dense attention over its whole text writes.
 
-No family of transformers with ALiBi calls its attention interface, so the target is a Llama of our own whose layers get slopes.
+The target is a Llama of our own whose layers get slopes, half of them with windows, which no family with ALiBi has.
 
 Keeps out: a node's distances counted by its number or its slot; slopes that only prompts, or only rounds, have; a draft head
 that reads its target's kind of layer.

@@ -67,7 +67,7 @@ def test_sources_are_found_and_stored_once(families: Families, name: str) -> Non
 
 
 def call(layer: int, key: Tensor, value: Tensor) -> AttentionCall:
-    return AttentionCall(nn.Identity(), key, key, value, None, None, None, None, {})
+    return AttentionCall(nn.Identity(), key, key, value, None, None, None, None, None, {})
 
 
 def test_tensors_tell_who_shares() -> None:

@@ -87,7 +87,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         **({"encoder": f"reads up to {config.encoder.max_tokens} tokens"} if config.encoder else {}),
         "vocab_size": config.vocab_size,
         "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
-        "rope": _rope(config.rope),
+        "rope": "none: ALiBi" if all(kind.alibi for kind in config.layer_kinds) else _rope(config.rope),
         "context": f"{config.max_position} ({config.max_position_why})",
         "bytes of a token's keys and values": _token_bytes(config),
     }

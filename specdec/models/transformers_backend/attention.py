@@ -29,6 +29,7 @@ class AttentionCall(NamedTuple):
     sliding_window: how many keys a query reads, its own included; None stands for all.
     softcap: the limit c of logits c * tanh(logit / c), or None.
     sinks_H: one logit for each head that takes part in the softmax and has no value, or None.
+    slopes_H: float32, ALiBi's slope of each head, or None.  Only modules whose forward pass is ours (own_attention/) pass it.
     extra: all other keyword arguments of the call.
     """
 
@@ -40,6 +41,7 @@ class AttentionCall(NamedTuple):
     sliding_window: int | None
     softcap: float | None
     sinks_H: Tensor | None
+    slopes_H: Tensor | None
     extra: dict[str, Any]
 
 
@@ -57,7 +59,7 @@ def answering(answer: Answer) -> Iterator[None]:
         _ANSWER.reset(token)
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -67,11 +69,14 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    slopes_H: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
+    """The pair ([1, T, H, D], None): one layer's attention, by the answer that the running pass has set."""
     extra["attention_mask"] = attention_mask
-    return _ANSWER.get()(AttentionCall(module, query, key, value, scaling, sliding_window, softcap, s_aux, extra)), None
+    call = AttentionCall(module, query, key, value, scaling, sliding_window, softcap, s_aux, slopes_H, extra)
+    return _ANSWER.get()(call), None
 
 
 # No mask function is registered under this name, so transformers builds no mask.
-AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(NAME, attend)

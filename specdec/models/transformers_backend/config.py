@@ -5,6 +5,7 @@ Says by name which models can't be targets, and the nearest thing that works.  R
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specdec.models.keys.shared import MTP_COUNT, NATIVE_KEYS
 from specdec.models.kv_source import check_shared_kinds
 from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
+from specdec.models.transformers_backend.own_attention.keys import HARMLESS, longest_key, refuse_unread
 from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
 
@@ -30,12 +32,12 @@ _NO_ENCODER = {  # why encoder-decoder models of these types can't run
     **dict.fromkeys(("whisper", "speech_to_text", "moonshine", "moonshine_streaming"), "has an encoder that reads sound"),
     **dict.fromkeys(("m2m_100", "nllb-moe"), "counts positions by which ids are padding, not by a cache"),
 }
-_ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
 # Keys of published configs of a type that its class takes under another name, or leaves unread on purpose.
 _OWN_HARMLESS_KEYS = {
     "gemma3n_text": frozenset({"altup_lr_multiplier", "query_pre_attn_scalar"}),  # of training; its attention has no scale
     "gemma4_text": frozenset({"global_head_dim", "num_global_key_value_heads"}),
     **dict.fromkeys(("glm4_moe_lite", "ernie4_5_moe", "hy_v3"), frozenset({MTP_COUNT})),
+    **HARMLESS,
 }
 # Whose checkpoints may have layers of multi-token prediction: no part of the model, and no stray tensors.
 _WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "hy_v3")
@@ -75,6 +77,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
     traced = trace(config, where)
     most, why = _max_position(own)
     _check_windows(kinds, traced, where)
+    kinds = tuple(replace(kind, alibi=alibi) for kind, alibi in zip(kinds, traced.has_alibi, strict=True))
     check_shared_kinds(kinds, traced.kv_source, where)
     return ModelConfig(
         family=config.model_type,
@@ -122,6 +125,7 @@ def load_hf_config(folder: Path) -> Any:
         nearest = f"{alike!r}, or a newer transformers" if alike else "a newer transformers"
         raise ValueError(f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: {nearest}")
     refuse_values(raw, where)
+    refuse_unread(raw, where)
     if (folder / SIDECAR).is_file():
         raise ValueError(
             f"{folder / SIDECAR} must be absent: it says how weights of 8 or 4 bits are stored, which specdec's own modules "
@@ -156,11 +160,6 @@ def _refuse(config: Any, where: str) -> None:
             f"{where}: {name} is an encoder-decoder model that {_NO_ENCODER.get(name, 'was never tried')}, expected a "
             f"decoder-only one, such as a Llama, or an encoder-decoder model of type {', '.join(ENCODER_DECODERS)}"
         )
-    if _has_alibi(config):
-        raise ValueError(
-            f"{where}: {name} with ALiBi biases attention by distance in code of its own, which does not call transformers' "
-            "attention interface; nearest: a model with rotary positions"
-        )
     text = config.get_text_config(decoder=True)
     if text is not config:
         raise ValueError(
@@ -193,13 +192,6 @@ def _encoder(config: Any, folder: Path, head_dim: int | None) -> EncoderConfig:
     forced = named(files[0], "forced_bos_token_id")
     longest, _ = _max_position(getattr(config, "encoder", config))
     return EncoderConfig(longest, (first,) if forced is None else (first, forced), head_dim)
-
-
-def _has_alibi(config: Any) -> bool:
-    own = getattr(config, "attn_config", None)
-    if config.model_type == "mpt":
-        return bool(getattr(own, "alibi", True))
-    return config.model_type in _ALIBI or bool(getattr(config, "alibi", False))
 
 
 def layer_kinds(config: Any, where: str) -> tuple[LayerKind, ...]:
@@ -250,7 +242,8 @@ def _is_many(count: Any) -> bool:
 def _max_position(config: Any) -> tuple[int, str]:
     """Up to where positions mean one thing, and which key says so: longrope turns all of a text's by other angles once it is
     longer than its original length."""
-    most, why = getattr(config, "max_position_embeddings", None) or 2048, "max_position_embeddings"
+    why = longest_key(config.model_type) or "max_position_embeddings"
+    most = getattr(config, why, None) or 2048
     for parameters in _rope_parameters(config):
         if parameters.get("rope_type") == "longrope" and parameters["original_max_position_embeddings"] < most:
             most = parameters["original_max_position_embeddings"]

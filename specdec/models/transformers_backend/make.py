@@ -27,6 +27,7 @@ from transformers.utils import logging as its_logging
 from specdec.models.transformers_backend.attention import NAME
 from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
 from specdec.models.transformers_backend.experts import EXPERTS
+from specdec.models.transformers_backend.own_attention.forwards import register_own_classes
 from specdec.models.transformers_backend.parts import ModelParts
 
 _LOCK = RLock()  # of all that makes a transformers model
@@ -104,6 +105,8 @@ def filled_model(folder: Path, config: Any, dtype: torch.dtype) -> tuple[Any, di
 
 def _class_of(config: Any) -> Any:
     """transformers' class of language models of this config."""
+    if config.model_type == "falcon":
+        register_own_classes()
     is_pair = getattr(config, "is_encoder_decoder", False)
     return (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if is_pair else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from specdec.models.transformers_backend.own_attention.forwards import call_our_attention
+
 
 class Unsupported(Exception):
     """The reason why a transformers model can't be a target."""
@@ -49,6 +51,7 @@ class ModelParts:
         if not lists:
             raise Unsupported(f"expected a list of {count} decoder layers in {type(self.decoder).__name__}, found none")
         self.layers = lists[0]
+        call_our_attention(self.decoder, model.config)
         freeze_rope(self.decoder)
         _freeze_cutoffs(self.decoder)
         _guard_per_layer_table(self.decoder)

@@ -100,7 +100,7 @@ class TransformersTarget(Target):
         layer: int = call.module.layer_idx  # type: ignore[assignment]
         kind = self.config.layer_kinds[layer]
         assert call.sliding_window == kind.window and call.extra["attention_mask"] is None, (layer, kind, call.extra)
-        scoring = Scoring(call.scaling, call.softcap, self._sinks_of(layer, call.sinks_H))
+        scoring = Scoring(call.scaling, call.softcap, self._sinks_of(layer, call.sinks_H), call.slopes_H)
         source = self.config.kv_source[layer]
         if source != layer:
             assert call.key is keys[source], f"layer {layer} was to read the keys of layer {source}"

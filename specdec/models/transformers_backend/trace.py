@@ -32,6 +32,7 @@ class Trace(NamedTuple):
     head_dim: of queries and keys.  value_dim: of values.
     sliding_windows: for each layer, how many keys a query reads, or None for all.  softcap: the largest of any layer, or None.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer.
+    has_alibi: for each layer, whether its logits get slopes times distances.
     features_refusal: why the layers' outputs can't be a draft head's features; empty if they can.
     encoder_head_dim: of the encoder's heads; None: there is no encoder.
     """
@@ -44,6 +45,7 @@ class Trace(NamedTuple):
     sliding_windows: tuple[int | None, ...]
     softcap: float | None
     has_sinks: bool
+    has_alibi: tuple[bool, ...]
     kv_source: tuple[int, ...]
     features_refusal: str
     encoder_head_dim: int | None
@@ -104,6 +106,7 @@ def trace(config: Any, where: str) -> Trace:
         sliding_windows=tuple(call.sliding_window for call in calls),
         softcap=max((call.softcap for call in calls if call.softcap is not None), default=None),
         has_sinks=any(call.sinks_H is not None for call in calls),
+        has_alibi=tuple(call.slopes_H is not None for call in calls),
         kv_source=kv_source,
         features_refusal=features_refusal,
         encoder_head_dim=of_encoder[0].query.shape[3] if of_encoder else None,

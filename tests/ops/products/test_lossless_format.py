@@ -43,7 +43,7 @@ def test_every_number_comes_back(width: float) -> None:
     assert lossless.num_bytes == lossless_bytes(80, 5 * ALIGN_K) + 6 * len(lossless.outliers_X)
     assert (len(lossless.outliers_X) > 200) == (width > 1) and lossless.num_bytes < 1.6 * weight.numel()
     counts = lossless.starts.diff()
-    assert torch.equal(lossless.most_E, counts.view(-1, 8).amax(1).int())
+    assert torch.equal(lossless.max_outliers_E, counts.view(-1, 8).amax(1).int())
 
 
 def test_extremes_come_back() -> None:

@@ -1,6 +1,6 @@
 """What products, experts and norms of real widths launch: see passes.py.
 
-Shapes: T tokens, H hidden size, F intermediate size, O out, I in, E experts, K experts of a token.
+Shapes: T tokens, H hidden size, F intermediate size, N out, K in, E experts, A experts of a token (top_k).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def products() -> None:
         linear(halves(rows, HIDDEN), halves(VOCABULARY, HIDDEN))
         silu_mul(halves(rows, 2 * 14336))
     for T in (1, 60, 2048):
-        E, K, H, F = 128, 8, 2048, 768
-        order, each = ids(T * K), counts(E)
+        E, A, H, F = 128, 8, 2048, 768
+        order, each = ids(T * A), counts(E)
         if may_be_deterministic():
             each_linear(halves(T, 128, 128), halves(128, 512, 128), torch.bfloat16)
-            experts_linear(halves(T, H), halves(E, 2 * F, H), order, each, K, gated=True)
-            experts_linear(halves(T * K, F), halves(E, H, F), order, each, K, gated=False)
-        weighted_sum(halves(T, K, H), floats(T, K))
+            experts_linear(halves(T, H), halves(E, 2 * F, H), order, each, A, gated=True)
+            experts_linear(halves(T * A, F), halves(E, H, F), order, each, A, gated=False)
+        weighted_sum(halves(T, A, H), floats(T, A))
 
 
 def quantised_products() -> None:
@@ -55,13 +55,13 @@ def quantised_products() -> None:
     ):
         for dtype in DTYPES[: 2 if kind == "int4" else 1]:
             for rows in (1, 6, 16, 60, 192, 2048):
-                for O, I, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True)):
-                    groups = I // group if group else 1
+                for N, K, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True)):
+                    groups = K // group if group else 1
                     matrix = QuantisedMatrix(
-                        kind, torch.empty(O, row_bytes(kind, I), dtype=torch.uint8), halves(O, groups, dtype=dtype),
-                        torch.empty(O, groups, dtype=torch.int8) if zero_points else None, I, group,
+                        kind, torch.empty(N, row_bytes(kind, K), dtype=torch.uint8), halves(N, groups, dtype=dtype),
+                        torch.empty(N, groups, dtype=torch.int8) if zero_points else None, K, group,
                     )  # fmt: skip
-                    x, weight = halves(rows, I, dtype=dtype), QuantisedWeight(matrix)
+                    x, weight = halves(rows, K, dtype=dtype), QuantisedWeight(matrix)
                     if gated:
                         weight.gated(x, None, FAST)
                     else:
@@ -86,21 +86,21 @@ def coded_mixtures() -> None:
     """Experts of 8 and 4 bits, those of gpt-oss among them."""
     forms = (("e4m3", 0), ("e4m3", 128), ("int8", 0), ("int4", 128), ("int4", 32), ("e2m1", 32))
     for kind, group in forms:
-        E, K, H, F = (32, 4, 2880, 2880) if kind == "e2m1" else (128, 8, 2048, 768)
+        E, A, H, F = (32, 4, 2880, 2880) if kind == "e2m1" else (128, 8, 2048, 768)
         gpt_oss = kind == "e2m1"
 
-        def stack(O: int, I: int) -> QuantisedStack:
-            qweight = torch.empty(E * O, steps_of(I) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
-            scales = halves(E * O, -(-I // group) if group else 1)  # noqa: B023
+        def stack(N: int, K: int) -> QuantisedStack:
+            qweight = torch.empty(E * N, steps_of(K) * step_bytes(kind), dtype=torch.uint8)  # noqa: B023
+            scales = halves(E * N, -(-K // group) if group else 1)  # noqa: B023
             if gpt_oss:  # noqa: B023
-                scales = torch.empty(E * O, 4 * steps_of(I), dtype=torch.uint8)  # noqa: B023
-            return QuantisedStack(kind, E, qweight, scales, None, I, group)  # noqa: B023
+                scales = torch.empty(E * N, 4 * steps_of(K), dtype=torch.uint8)  # noqa: B023
+            return QuantisedStack(kind, E, qweight, scales, None, K, group)  # noqa: B023
 
         form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
         experts = QuantisedExperts(stack(2 * F, H), stack(H, F), form)
         for T in (1, 6, 60, 2048):
             if has_experts_kernel(halves(T, H), experts):
-                quantised_experts(halves(T, H), floats(T, K), ids(T, K), experts)
+                quantised_experts(halves(T, H), floats(T, A), ids(T, A), experts)
 
 
 def norms_and_rows() -> None:

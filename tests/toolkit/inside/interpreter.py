@@ -1,12 +1,13 @@
 """Triton's interpreter without the work that it does again and again: the same results in a third of the time.
 
 It looks through all names of `triton.language` at every launch, and at every call inside a kernel; it computes whether
-sums of integers overflow, only to drop the answer; and it makes a table of types for every value.  This module knows the
-interpreter of the pinned version; a version without these functions is left as it is.
+sums of integers overflow, only to drop the answer; and it makes a table of types, and tuples of sizes, for every value.  This
+module knows the interpreter of the pinned version; a version without these functions is left as it is.
 """
 
 import functools
 import inspect
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -62,9 +63,37 @@ def quicken() -> None:
 
     interpreter._patch_builtin, interpreter._LangPatchScope = patch_builtin, Scope
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, np_dtype
+    _share_sizes(tl.core)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else an overflow raises
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _share_sizes(core: Any) -> None:
+    """Blocks and values of the same sizes share what their types' constructors make of the sizes, which nothing changes."""
+    make_block_type = core.block_type.__init__
+    of_blocks: dict[tuple[str, tuple[int, ...]], tuple[Any, Any, str]] = {}
+    of_values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([each.value if type(each) is core.constexpr else each for each in shape])
+        if not all(type(size) is int for size in sizes):
+            return make_block_type(self, element_ty, shape)  # type: ignore[no-any-return]  # which refuses it
+        key = element_ty.name, sizes
+        if key not in of_blocks:
+            make_block_type(self, element_ty, shape)  # which refuses some too
+            of_blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = of_blocks[key]
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in of_values:
+            of_values[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_values[sizes]
+
+    core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
 
 
 def dot_exactly(monkeypatch: Any) -> None:

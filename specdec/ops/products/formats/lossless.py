@@ -37,7 +37,7 @@ class LosslessMatrix(NamedTuple):
     starts: int32, [N + 1], where each row's outliers begin in the lists, and where the last row's end.
     columns_X: int32, the outliers' columns.
     outliers_X: int16, the bits of the outliers, row by row.
-    most_E: int32, [N / 8], the most outliers that one of 8 rows has.
+    max_outliers_E: int32, [N / 8], the most outliers that one of 8 rows has.
     """
 
     low_NJ: Tensor
@@ -46,7 +46,7 @@ class LosslessMatrix(NamedTuple):
     starts: Tensor
     columns_X: Tensor
     outliers_X: Tensor
-    most_E: Tensor
+    max_outliers_E: Tensor
 
     @property
     def rows(self) -> int:
@@ -76,8 +76,8 @@ def encode_lossless(weight_NK: Tensor) -> LosslessMatrix | None:
     if count_N.max() > MAX_OUTLIERS:
         return None
     starts = torch.nn.functional.pad(count_N.cumsum(0), (1, 0)).int()
-    most_E = torch.nn.functional.pad(count_N, (0, -N % ALIGN_N)).view(-1, ALIGN_N).amax(1).int()
-    return LosslessMatrix(low_NJ, high_NJ, bases_N, starts, columns_X, outliers_X, most_E)
+    max_outliers_E = torch.nn.functional.pad(count_N, (0, -N % ALIGN_N)).view(-1, ALIGN_N).amax(1).int()
+    return LosslessMatrix(low_NJ, high_NJ, bases_N, starts, columns_X, outliers_X, max_outliers_E)
 
 
 def _encode_rows(rows_RK: Tensor) -> tuple[Tensor, ...]:

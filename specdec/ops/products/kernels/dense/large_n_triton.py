@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
 
 WGMMA_M = 64  # rows of the first operand of wgmma
-AHEAD = 256  # elements of each row that are requested from L2 before the wait; measured
+PREFETCH = 256  # elements of each row that are prefetched into L2 before the wait; measured
 
 
 @triton.jit(do_not_specialize=["M"])  # for the reason given at linear_kernel
@@ -42,7 +42,7 @@ def large_n_linear_kernel(
     y,  # [M, N]
     M, N, K,
     LOW: tl.constexpr, HIGH: tl.constexpr, HALF: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if GATED:
         a = tl.program_id(0) * HALF  # first rows of the two tiles of weight
@@ -51,7 +51,7 @@ def large_n_linear_kernel(
         a = tl.program_id(0) * (2 * HALF)
         b = a + HALF
     if PDL:
-        _ask_for_rows(weight, a, b, N, K, HALF, GATED, AHEAD)
+        _prefetch_rows(weight, a, b, N, K, HALF, GATED, PREFETCH)
         tl.extra.cuda.gdc_wait()
 
     a_low = tl.zeros([HALF, LOW], tl.float32)
@@ -87,12 +87,12 @@ def x_first_linear_kernel(
     weight, bias, y,  # these and the rest as above
     M, N, K,
     LOW: tl.constexpr, HIGH: tl.constexpr, HALF: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same product in two pieces of x, which are the first operand."""
     a = tl.program_id(0) * (HALF if GATED else 2 * HALF)
     if PDL:
-        _ask_for_rows(weight, a, a + (N if GATED else HALF), N, K, HALF, GATED, AHEAD)
+        _prefetch_rows(weight, a, a + (N if GATED else HALF), N, K, HALF, GATED, PREFETCH)
         tl.extra.cuda.gdc_wait()
     low = tl.zeros([LOW, 2 * HALF], tl.float32)
     high = tl.zeros([HIGH, 2 * HALF], tl.float32)
@@ -111,11 +111,11 @@ def x_first_linear_kernel(
 
 
 @triton.jit
-def _ask_for_rows(weight, a, b, N, K, HALF: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr):
-    """Requests the first AHEAD elements of a program's rows of the weight from L2."""
+def _prefetch_rows(weight, a, b, N, K, HALF: tl.constexpr, GATED: tl.constexpr, PREFETCH: tl.constexpr):
+    """Prefetches the first PREFETCH elements of a program's rows of the weight into L2."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
     row = a + tl.arange(0, HALF)
-    ahead = tl.arange(0, AHEAD // LINE) * LINE
+    ahead = tl.arange(0, PREFETCH // LINE) * LINE
     at = weight + row.to(tl.int64)[:, None] * K + ahead[None, :]
     prefetch(at, (row < N)[:, None] & (ahead < K)[None, :])
     prefetch(at + (b - a).to(tl.int64) * K, (row + (0 if GATED else HALF) < N)[:, None] & (ahead < K)[None, :])
@@ -160,7 +160,7 @@ def launch_large_n_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
         _tiles_of(x_MK, low, tiles.block_k), _tiles_of(x_MK, high or low, tiles.block_k), of_weight,
         weight_NK, weight_NK if bias_N is None else bias_N, y_MN, M, N, K,
         LOW=low, HIGH=high, HALF=half, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GATED=gated,
-        HAS_BIAS=bias_N is not None, AHEAD=AHEAD, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MK.device),
+        HAS_BIAS=bias_N is not None, PREFETCH=PREFETCH, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MK.device),
     )  # fmt: skip
     return y_MN
 

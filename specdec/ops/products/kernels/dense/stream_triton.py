@@ -4,8 +4,8 @@ With few rows, only the time to read the weight's bytes matters.  So a tile of t
 and x, padded to BLOCK_M rows, is the second.  This module knows no model's shapes and chooses no tiles.
 
 The kernel hides the start and the end of a launch (see specdec/ops/launch.py).
-- Start: no kernel writes weights, so each program asks L2 for the first AHEAD elements of its rows before it waits for the
-  kernel in front.
+- Start: no kernel writes weights, so each program prefetches the first PREFETCH elements of its rows into L2 before it waits
+  for the kernel in front.
 - End: each program lets the next kernel start when it is halfway through its rows, so that the next kernel's requests arrive
   while this kernel's slowest programs still run.
 
@@ -27,7 +27,7 @@ from specdec.ops.launch import chained
 if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
 
-AHEAD = 512  # elements of each row; measured: asking for more delays the requests that are needed first
+PREFETCH = 512  # elements of each row; measured: prefetching more delays the requests that are needed first
 ARRIVALS = 1024  # the most tiles of a split-K product
 
 
@@ -41,7 +41,7 @@ def linear_kernel(
     arrivals,  # [ARRIVALS] int32, zero before and after
     M, N, K, stride_x,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -57,7 +57,7 @@ def linear_kernel(
     weight_N = weight + row_N * K
     if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-        ahead = low + tl.arange(0, AHEAD // LINE) * LINE
+        ahead = low + tl.arange(0, PREFETCH // LINE) * LINE
         prefetch(weight_N[:, None] + ahead[None, :], (n >= 0)[:, None] & (ahead < high)[None, :])
         tl.extra.cuda.gdc_wait()
 
@@ -86,7 +86,7 @@ def linear_kernel(
 
 @triton.jit
 def prefetch(at, ok):
-    """Asks L2 for the 128 bytes around each address, and returns at once."""
+    """Prefetches the 128 bytes around each address into L2, and returns at once."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r", [at, ok.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -182,7 +182,7 @@ def launch_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated:
     linear_kernel[(num_tiles, tiles.splits)](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, y_MN, partials, arrivals, M, N, K, x_MK.stride(0),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
-        GATED=gated, HAS_BIAS=bias_N is not None, EVEN_N=N % outs == 0, EVEN_K=K % tiles.block_k == 0, AHEAD=AHEAD,
+        GATED=gated, HAS_BIAS=bias_N is not None, EVEN_N=N % outs == 0, EVEN_K=K % tiles.block_k == 0, PREFETCH=PREFETCH,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MK.device),
     )  # fmt: skip
     return y_MN

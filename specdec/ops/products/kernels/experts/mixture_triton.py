@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 READ = 16, 128, MAX_READ  # pairs that programs read, padded: few sizes, for each of which the kernel is compiled
-AHEAD = 512  # bytes of each row that are asked of L2 before the wait
+PREFETCH = 512  # bytes of each row that are prefetched into L2 before the wait
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -58,7 +58,7 @@ def quantised_experts_kernel(
     PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_N)
@@ -90,7 +90,7 @@ def quantised_experts_kernel(
     row_N = tl.where(works, expert, 0).to(tl.int64) * ROWS + row_N
     qweight_N = qweight + row_N * J
     if READS_EARLY:
-        ahead = tl.arange(0, AHEAD // 128) * 64
+        ahead = tl.arange(0, PREFETCH // 128) * 64
         prefetch(qweight_N[:, None] + ahead[None, :], ((r >= 0) & works)[:, None] & (ahead < J)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -287,7 +287,7 @@ def launch_quantised_experts(
         KIND=weight.kind, GROUP_SIZE=weight.group_size, SCALES=scales_form(weight.kind, weight.group_size),
         HAS_ZERO_POINTS=weight.zero_points_RG is not None, HAS_BIAS=bias_EN is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, STAGES=tiles.stages, PREFETCH=PREFETCH,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PN

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.formats.quantised import QuantisedMatrix
     from specdec.ops.products.tiles.quantised import QuantisedTiles
 
-AHEAD = 512  # bytes of each row that are asked of L2 before the wait
+PREFETCH = 512  # bytes of each row that are prefetched into L2 before the wait
 
 
 # PTX for two words of quantised values in a register: each place in a word gives a pair of bfloat16.
@@ -72,7 +72,7 @@ def quantised_linear_kernel(
     M, N, K, J, G, stride_x,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -93,7 +93,7 @@ def quantised_linear_kernel(
     high = tl.minimum(low + per_split, K)
     qweight_N = qweight + row_N * J
     if PDL:
-        ahead = low // TILES + tl.arange(0, AHEAD // 128) * 64
+        ahead = low // TILES + tl.arange(0, PREFETCH // 128) * 64
         prefetch(qweight_N[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < tl.cdiv(high, TILES))[None, :])
         tl.extra.cuda.gdc_wait()
 
@@ -284,7 +284,7 @@ def launch_quantised_linear(
         KIND=weight.kind, GROUP_SIZE=weight.group_size, HAS_ZERO_POINTS=weight.zero_points_NG is not None,
         ASM=x_MK.dtype == torch.bfloat16 and x_MK.is_cuda,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, STAGES=tiles.stages,
-        GATED=gated, HAS_BIAS=bias_N is not None, EVEN_N=N % outs == 0, EVEN_K=K % tiles.block_k == 0, AHEAD=AHEAD,
+        GATED=gated, HAS_BIAS=bias_N is not None, EVEN_N=N % outs == 0, EVEN_K=K % tiles.block_k == 0, PREFETCH=PREFETCH,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MK.device),
     )  # fmt: skip
     return y_MN

@@ -1,0 +1,1 @@
+"""BLOOM, MPT and Falcon, whose code in transformers computes attention without its attention interface."""

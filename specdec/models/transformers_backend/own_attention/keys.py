@@ -1,0 +1,106 @@
+"""Keys of BLOOM's, MPT's and Falcon's config.json that transformers' code does not read, although other code does.
+
+Published configs hold them.  Where a key has the value that means what transformers computes, the key is passed over; any other
+value is refused by name.  Reads no weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from specdec.models.checkpoints.config_values import MAX_POSITIONS, mapping, number, whole
+from specdec.models.keys.shared import NATIVE_KEYS
+
+# Of each family: keys that change no forward pass, whatever their values are, beyond those of all families.
+HARMLESS: dict[str, frozenset[str]] = {
+    "bloom": frozenset(
+        "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_embed n_inner offset_alibi seq_length "
+        "skip_bias_add skip_bias_add_qkv".split()
+    ),
+    "mpt": frozenset("init_config tokenizer_name verbose".split()),
+    "falcon": frozenset("apply_residual_connection_post_layernorm n_embed".split()),
+}
+# Of each family: values of keys without which transformers' code would compute something else than the config says.
+_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "bloom": {"slow_but_exact": (False,)},
+    "mpt": {
+        "expansion_ratio": (4,),
+        "logit_scale": (None,),
+        "no_bias": (True,),
+        "norm_type": ("low_precision_layernorm", "layernorm"),
+    },
+    "falcon": {"apply_residual_connection_post_layernorm": (False,)},
+}
+_ONLY_IN_ATTENTION = {  # the same of MPT's attn_config
+    "alibi": (True,),
+    "attn_type": ("multihead_attention",),
+    "attn_uses_sequence_id": (False,),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+}
+_LONGEST = {"bloom": "seq_length", "mpt": "max_seq_len"}  # keys that say how long a text may be
+
+
+def refuse_unread(raw: dict[str, Any], where: str) -> None:
+    """ValueError names `where`, the key, what was expected and what was found.  raw: of a type that transformers knows."""
+    name = raw["model_type"]
+    _only(raw, _ONLY.get(name, {}), where, name)
+    if (longest := longest_key(name)) is not None:
+        whole(raw, longest, where, 1, most=MAX_POSITIONS)
+    if "n_embed" in HARMLESS.get(name, ()) and raw.get("n_embed") is not None:  # an older name of hidden_size
+        whole(raw, "n_embed", where)
+    if name == "bloom":
+        _check_inner(raw, where)
+    if name == "mpt":
+        _check_attention(mapping(raw, "attn_config", where), f"{where}: attn_config")
+    if name == "falcon":
+        _check_kv_heads(raw, where)
+
+
+def longest_key(model_type: str) -> str | None:
+    """The key that says how long a text of such a model may be; None: it is everybody's max_position_embeddings."""
+    return _LONGEST.get(model_type)
+
+
+def _only(raw: dict[str, Any], values: dict[str, tuple[Any, ...]], where: str, name: str) -> None:
+    for key, allowed in values.items():
+        if key in raw and not any(
+            raw[key] is value or (raw[key] == value and type(raw[key]) is type(value)) for value in allowed
+        ):
+            raise ValueError(
+                f"{where}: {key} must be {' or '.join(map(repr, allowed))} in a {name} model, got {raw[key]!r}: transformers' "
+                "code, which runs it, computes nothing else"
+            )
+
+
+def _check_inner(raw: dict[str, Any], where: str) -> None:
+    width = raw.get("n_embed") or raw.get("hidden_size")
+    if raw.get("n_inner") is not None and raw["n_inner"] != 4 * (width or 64):
+        raise ValueError(f"{where}: n_inner must be null or 4 times the hidden size, got {raw['n_inner']!r}")
+
+
+def _check_attention(own: dict[str, Any], where: str) -> None:
+    known = {*CONFIG_MAPPING["mpt"]().attn_config.to_dict(), *NATIVE_KEYS}
+    if odd := sorted(key for key in own if key not in known and not key.startswith("_")):
+        raise ValueError(f"{where}: unknown keys {', '.join(odd)}, which transformers does not read for an mpt model")
+    _only(own, _ONLY_IN_ATTENTION, where, "mpt")
+    for key in ("alibi_bias_max", "clip_qkv", "softmax_scale"):
+        if key in own and (own[key] is not None or key == "alibi_bias_max"):
+            number(own, key, where)
+
+
+def _check_kv_heads(raw: dict[str, Any], where: str) -> None:
+    """Without groups of heads, every head has a key of its own, or all have one: num_kv_heads says nothing else."""
+    heads, kv_heads = raw.get("num_attention_heads", 71), raw.get("num_kv_heads")
+    if kv_heads is None:
+        return
+    whole(raw, "num_kv_heads", where, 1)
+    if raw.get("new_decoder_architecture"):
+        if heads % kv_heads:
+            raise ValueError(f"{where}: num_attention_heads {heads} must be a multiple of num_kv_heads, got {kv_heads}")
+    elif raw.get("multi_query") is False and kv_heads != heads:
+        raise ValueError(
+            f"{where}: num_kv_heads must be num_attention_heads {heads} where multi_query is false, got {kv_heads}"
+        )
