@@ -1,7 +1,6 @@
 """The operators of attention: results, on a CPU, on a GPU, and with kernels in Triton's interpreter."""
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.kv_cache import move_slots
 from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kinds import Scoring
-from specdec.attention.operators.backend import _OTHER_SCORING, OperatorBackend
+from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.segment import Segment
 
 CASES = {**attention.CASES, **indexer.CASES}
@@ -83,15 +82,9 @@ def test_what_operators_would_leave_out_is_refused() -> None:
     backend, (q_THD, kv, *_) = OperatorBackend(), paged_args("cpu")
     segment = Segment.of_slots(table("cpu"), ints("cpu", 1, 2))
     backend.run(q_THD[:2], MHAView(kv), segment)
-
-    @dataclass(frozen=True)
-    class Warped(Scoring):
-        warp: float | None = None
-
-    for scoring, known in ((Warped(), True), (Warped(warp=0.5), False)):
-        others = (*_OTHER_SCORING, ("warp", None))
-        with pytest.MonkeyPatch.context() as patch, nullcontext() if known else pytest.raises(TypeError, match="know no warp"):
-            patch.setattr("specdec.attention.operators.backend._OTHER_SCORING", others)
-            backend.run(q_THD[:2], MHAView(kv), segment, scoring)
+    with pytest.raises(TypeError, match="know no slopes_H: it must be None"):
+        backend.run(q_THD[:2], MHAView(kv), segment, Scoring(slopes_H=torch.ones(H)))
+    with pytest.raises(TypeError, match="know no window_right: it must be 0, got 2"):
+        backend.run(q_THD[:2], MHAView(kv), replace(segment, window_right=2))
     with pytest.raises(TypeError, match="read a cache by MHAView, QuantView, PairedView or LatentView, got SplitView"):
         backend.run(q_THD[:2], SplitView(kv[:, 0], kv[:, 1]), segment)

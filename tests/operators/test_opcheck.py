@@ -1,5 +1,6 @@
 """torch.library.opcheck over every operator of specdec: schema, fake, autograd registration, and traces of symbolic sizes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def test_an_operator_is_what_its_schema_and_fake_say(name: str, device: str, mon
     opcheck(operator, make(device))
 
 
-def by_bytes(compare: Any) -> Any:
-    """The comparison, which multiplies, for tensors of float8 too, which torch can't multiply: they are compared as bytes."""
+def by_bytes(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """The comparison, with tensors of float8 compared as bytes: it multiplies, which torch can't do in float8."""
 
     def compared(x: Tensor, y: Tensor, **options: Any) -> Any:
         is_float8 = x.dtype == y.dtype == torch.float8_e4m3fn
