@@ -20,16 +20,18 @@ class Difference(NamedTuple):
 
     factor: float32 without dims, the factor lambda of the second softmax.
     scale: of the normed difference, 1 - lambda_init.
-    eps: of the norm, which has no weight.
+    eps: of the norm.
+    weight_E: float32, the norm's learnt weight, which all heads share; None: the norm has none.
     """
 
     factor: Tensor
     scale: float
     eps: float
+    weight_E: Tensor | None = None
 
 
 def subtract_halves(out_THE: Tensor, num_kv_heads: int, difference: Difference) -> Tensor:
-    """[T, H / 2, E]: scale * norm(first - factor * second), where first and second are the outputs of a pair of query heads.
+    """[T, H / 2, E]: scale * norm(first - factor * second) * weight, from the outputs of a pair of query heads.
 
     The G query heads of key head 2i hold the first softmaxes, those of key head 2i + 1 the second ones, in the same order.
     """
@@ -39,4 +41,7 @@ def subtract_halves(out_THE: Tensor, num_kv_heads: int, difference: Difference) 
         return launch_subtract(out_THE, num_kv_heads, difference)
     first, second = out_THE.unflatten(1, (num_kv_heads // 2, 2, -1)).unbind(2)
     both = first - difference.factor.to(out_THE.dtype) * second
-    return (difference.scale * F.rms_norm(both, both.shape[-1:], eps=difference.eps)).flatten(1, 2)
+    normed = difference.scale * F.rms_norm(both, both.shape[-1:], eps=difference.eps)
+    if difference.weight_E is not None:
+        normed = normed * difference.weight_E.to(normed.dtype)
+    return normed.flatten(1, 2)

@@ -6,10 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import number
 from specdec.models.config import ModelConfig
 from specdec.models.llama.config import parse_llama
 
+WINDOWS, SOFTCAP = "attention_windows", "attention_softcap"  # keys of our own: no other library computes these options
 # Keys of a Llama that transformers' DiffLlama ignores: a value that would change a Llama must not pass.
 _IGNORED = ("kv_source", "sliding_window", "layer_types", "use_sliding_window", "mlp_bias")
 
@@ -31,11 +33,28 @@ def parse_diffllama(raw: dict[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: attention_dropout must be 0 in a diffllama model, got {raw['attention_dropout']!r}")
     if raw.get("lambda_std_dev") is not None:  # how a fresh model's weights are drawn
         number(raw, "lambda_std_dev", where, or_zero=True)
-    own = (*_IGNORED, "lambda_std_dev")
+    own = (*_IGNORED, "lambda_std_dev", WINDOWS, SOFTCAP)
     llama = {key: value for key, value in raw.items() if key not in own}
     base = parse_llama({"rms_norm_eps": 1e-5, **llama, "model_type": "llama"}, where)
     if base.num_kv_heads % 2:
         raise ValueError(
             f"{where}: num_key_value_heads must be even, because differential attention pairs heads; got {base.num_kv_heads}"
         )
-    return replace(base, family=raw["model_type"], differential=True)
+    return replace(
+        base, family=raw["model_type"], differential=True, layer_kinds=_layer_kinds(raw, base.num_layers, where),
+        softcap=None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP, where),
+    )  # fmt: skip
+
+
+def _layer_kinds(raw: dict[str, Any], count: int, where: str) -> tuple[LayerKind, ...]:
+    """Which keys each layer reads, from the config's list of windows, such as [null, 8, 8, null]."""
+    windows = raw.get(WINDOWS)
+    if windows is None:
+        return ()
+    are_windows = isinstance(windows, list) and all(each is None or (type(each) is int and each > 0) for each in windows)
+    if not are_windows or len(windows) != count:
+        raise ValueError(
+            f"{where}: {WINDOWS} must be null or a list of {count} entries, one a layer, each a positive number of tokens or "
+            f"null, got {windows!r}"
+        )
+    return tuple(FULL if window is None else LayerKind(window=window) for window in windows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -14,6 +15,8 @@ from specdec.models.diffllama.modules import DifferentialAttention, diffllama_la
 from specdec.models.layers import MLP
 from specdec.models.llama.loader import UNSAID, expect_llama
 
+_NORM = "subln.weight"  # the name in the code of arXiv 2410.05258; transformers' layers have no such weight
+
 
 def _fill_attention(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: str) -> None:
     """Stacks q, k and v in one weight, the heads of a pair side by side."""
@@ -21,6 +24,10 @@ def _fill_attention(attention: DifferentialAttention, checkpoint: Checkpoint, pr
     fill_parts(attention.qkv_proj, checkpoint, prefix, partial(paired, num_kv_heads=num_kv_heads))
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     attention.factor = nn.Buffer(_factor(attention, checkpoint, prefix))
+    if f"model.layers.0.self_attn.{_NORM}" in checkpoint:  # then every layer must have one
+        weight_E = checkpoint.take(f"{prefix}.{_NORM}", (2 * attention.head_dim,)).to(attention.factor.device, torch.float32)
+        checkpoint.landed(f"{prefix}.{_NORM}", weight_E)
+        attention.norm_weight = weight_E.contiguous()
 
 
 def paired(rows: Tensor, num_kv_heads: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference
 from specdec.attention.inputs import AttentionFn
+from specdec.attention.kinds import Scoring
 from specdec.models.causal_lm import PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import lambda_init
@@ -28,6 +29,7 @@ class DifferentialAttention(nn.Module):
     """Differential attention of one layer: one projection to queries, keys and values, attention, output projection.
 
     factor: float32 without dims, the layer's lambda.  The loader computes it from the checkpoint's four vectors.
+    norm_weight: float32, of the norm of the difference; None unless the checkpoint has one (`subln`).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -36,15 +38,17 @@ class DifferentialAttention(nn.Module):
         self.qkv_proj = projection(config, config.hidden_size, self.num_kv_heads)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32, device=made_now().device))
+        self.scoring = Scoring(softcap=config.softcap)
+        self.norm_weight: Tensor | None = None
         self.lambda_init = lambda_init(layer)
         self.scale, self.eps = 1 - self.lambda_init, config.rms_norm_eps
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        difference = Difference(self.factor, self.scale, self.eps)
+        difference = Difference(self.factor, self.scale, self.eps, self.norm_weight)
         inputs = DifferentialInputs(qkv_TXD, HeadPrep(rotation, self.num_kv_heads), difference)
-        return self.o_proj(attn(layer, inputs, rows_R).flatten(1))
+        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
 
 def diffllama_layer(config: ModelConfig, index: int) -> PreNormLayer:

@@ -47,7 +47,7 @@ GROUPS = (
         {
             "add_rms_norm": "weight",
             "take_columns": "order",
-            "subtract": "factor",
+            "subtract": "factor norm",
             "rope_store": "positions slots table",
             "sinks": "sinks",
             "suffix_merge": "cache_seqlens kv q q_positions scales slopes slot_table starts",

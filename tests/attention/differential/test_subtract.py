@@ -17,7 +17,8 @@ def by_hand(out_THE: torch.Tensor, num_kv_heads: int, difference: Difference) ->
     for i in range(num_kv_heads // 2):
         for g in range(G):
             both = out_THE[:, 2 * i * G + g] - difference.factor * out_THE[:, (2 * i + 1) * G + g]
-            rows.append(difference.scale * both / (both.square().mean(-1, keepdim=True) + difference.eps).sqrt())
+            normed = difference.scale * both / (both.square().mean(-1, keepdim=True) + difference.eps).sqrt()
+            rows.append(normed if difference.weight_E is None else normed * difference.weight_E.double())
     return torch.stack(rows, dim=1)
 
 
@@ -26,9 +27,10 @@ def by_hand(out_THE: torch.Tensor, num_kv_heads: int, difference: Difference) ->
 def test_difference_is_that_of_the_pairs(T: int, K: int, G: int, E: int, dtype: torch.dtype) -> None:
     """Keeps out: heads paired across groups, a norm over the padded columns too, a factor rounded to 16 bits by the kernel."""
     out_THE = torch.randn(T, K * G, E, generator=torch.Generator().manual_seed(T)).to(DEVICE, dtype)
-    difference = Difference(torch.tensor(0.3712345, device=DEVICE), 0.8, 1e-5)
-    want = by_hand(out_THE.double(), K, difference)
-    for function in (launch_subtract, subtract_halves):
-        got = function(out_THE, K, difference)
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+    for weight_E in (None, torch.linspace(-1.5, 1.5, E, device=DEVICE)):
+        difference = Difference(torch.tensor(0.3712345, device=DEVICE), 0.8, 1e-5, weight_E)
+        want = by_hand(out_THE.double(), K, difference)
+        for function in (launch_subtract, subtract_halves):
+            got = function(out_THE, K, difference)
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), want, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])

@@ -1,0 +1,107 @@
+"""DiffLlama targets with options that transformers' class does not have, against their definition in float64.
+
+Keeps out: an option that is read and not computed, or computed in one of the two softmaxes alone.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toolkit.differential.defined import NORM, OPTIONS, OptionsZoo
+from toolkit.models import ragged_prompts
+from toolkit.prompts import dense_logits, paged_logits
+
+from specdec import SamplingParams, SpecConfig
+from specdec.models.causal_lm import CausalLM
+from specdec.models.registry import choose_target, load_chosen
+
+CPU = torch.device("cpu")
+PROMPTS = ragged_prompts(40, 4, seed=3)
+SHAPES = {"tree": SpecConfig(4, 4, 16), "chain": SpecConfig(3, 1, 4)}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> OptionsZoo:
+    return OptionsZoo(tmp_path_factory.mktemp("options"))
+
+
+def drop(folder: Path, name: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(zoo: OptionsZoo, name: str) -> CausalLM:
+    folder = zoo.target(name)
+    target = load_chosen(choose_target(folder, "native"), folder, 256, CPU, torch.float32, cuda_graphs=False)
+    assert isinstance(target, CausalLM)
+    return target
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.inference_mode()
+def test_logits_are_those_of_the_definition(zoo: OptionsZoo, name: str) -> None:
+    """In one pass, in chunks of a prompt, and without a cache."""
+    model, defined = load(zoo, name), zoo.defined(name)
+    want = torch.cat([defined.logits(prompt) for prompt in PROMPTS]).float()
+    close = dict(atol=1e-5 * float(want.abs().max()), rtol=1e-4)
+    torch.testing.assert_close(paged_logits(model, PROMPTS), want, **close)
+    torch.testing.assert_close(paged_logits(model, PROMPTS, chunk=9, page_size=4), want, **close)
+    torch.testing.assert_close(dense_logits(model, PROMPTS[-1]), want[-len(PROMPTS[-1]) :], **close)
+
+
+TEXTS = [
+    ("norm", "eagle3", "tree", 16), ("windows", "eagle3", "tree", 4), ("all windows", "eagle1", "chain", 1),
+    ("softcap", "eagle3", "tree", 1), ("all options", "eagle1", "tree", 5),
+]  # fmt: skip
+
+
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize(("name", "head", "shape", "page_size"), TEXTS)
+def test_text_is_that_of_the_definition(zoo: OptionsZoo, name: str, head: str, shape: str, page_size: int) -> None:
+    """Keeps out: nodes of a tree, or prompts in chunks, that read other keys than plain decoding does."""
+    decoder = zoo.decoder(name, head, SHAPES[shape], page_size=page_size, max_batch_size=2)
+    outputs = decoder.generate(PROMPTS, SamplingParams(max_tokens=10))
+    assert [out.token_ids for out in outputs] == [zoo.defined(name).greedy(prompt, 10) for prompt in PROMPTS]
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_windows": [8, None]}, "attention_windows must be null or a list of 4 entries, one a layer"),
+        ({"attention_windows": 8}, "attention_windows must be null or a list of 4 entries.*got 8"),
+        ({"attention_windows": [8, 0, None, None]}, "attention_windows must be .* a positive number"),
+        ({"attention_windows": [8, True, None, None]}, "attention_windows must be .* a positive number"),
+        ({"attention_softcap": 0}, "attention_softcap must be"),
+        ({"attention_softcap": "3"}, "attention_softcap must be"),
+    ],
+    ids=str,
+)
+def test_broken_options_are_refused(zoo: OptionsZoo, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    raw = json.loads((zoo.target("plain") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=message):
+        choose_target(tmp_path)
+
+
+def test_only_our_own_modules_read_the_options(zoo: OptionsZoo) -> None:
+    """Keeps out: transformers' code, which would ignore them in silence."""
+    for name, key in (("windows", "attention_windows"), ("softcap", "attention_softcap")):
+        with pytest.raises(ValueError, match=f"unknown config keys {key}"):
+            choose_target(zoo.target(name), "transformers")
+
+
+def test_every_layer_has_a_weight_or_none(zoo: OptionsZoo, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps out: a weight that one layer lacks, taken as ones, and one that is left over."""
+    for gone, message in ((3, "layers.3.self_attn.subln.weight.*missing"), (0, "layers.1.self_attn.subln.weight")):
+        broken = OptionsZoo(tmp_path_factory.mktemp("broken"))
+        folder = broken.target("norm")
+        drop(folder, f"model.layers.{gone}.self_attn.{NORM}")
+        with pytest.raises(ValueError, match=message):
+            load(broken, "norm")

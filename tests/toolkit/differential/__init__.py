@@ -1,0 +1,1 @@
+"""DiffLlama targets with options, and what they compute by definition."""
