@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.attention.kinds import LayerKind
 from specdec.attention.pages import PageTable
 from specdec.ops.index import kept, use_index_kernels
+from specdec.ops.operator import is_traced
 from specdec.parallel.group import Group
 
 Fresh = Literal["none", "queries", "all"]
@@ -93,8 +94,11 @@ class Segment:
     @classmethod
     def of_slots(cls, slots_RW: Tensor, lens_R: Tensor, base_B: Tensor | None = None) -> Segment:
         """One query a row, which reads the first lens_R[r] slots of row r.  All tensors are int32."""
-        rows = lens_R.shape[0]  # a prompt may have any number: the tensors that are kept double in length
-        cu_seqlens_q = uniform_cu_seqlens(1 << rows.bit_length(), 1, lens_R.device)[: rows + 1]
+        rows = lens_R.shape[0]
+        if is_traced(lens_R):
+            cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=lens_R.device)
+        else:  # a prompt may have any number of rows: the tensors that are kept double in length
+            cu_seqlens_q = uniform_cu_seqlens(1 << rows.bit_length(), 1, lens_R.device)[: rows + 1]
         return cls(PageTable(slots_RW), lens_R, cu_seqlens_q, 1, base_B=base_B)
 
     def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:

@@ -5,7 +5,7 @@ query heads of a kv head share one tile (packed GQA), so keys and values are rea
 first key of its own, a tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that
 are never touched. Each split leaves a state of its own; the launcher decides how many splits there are and merges their states.
 With WINDOW_RIGHT, causal queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the
-distance of the key.
+distance of the key, or its root.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
 represents all 8-bit values exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
@@ -189,6 +189,26 @@ def values_at(kv, at_ND, slot_N, stride_slot, e, pointer: tl.constexpr, SAME_WID
 
 
 @triton.jit
+def spaced(distance, ALIBI: tl.constexpr):
+    """What slopes are multiplied with.  distance: a key's position minus the query's; later keys are masked."""
+    if ALIBI == "root":
+        factor = -tl.sqrt(tl.maximum(-distance, 0).to(tl.float32))
+    else:
+        factor = distance.to(tl.float32)
+    return factor
+
+
+@triton.jit
+def biases(slope_M, first_M, n, ALIBI: tl.constexpr):
+    """ALiBi's for keys at distances first_M + n of queries."""
+    if ALIBI == "root":
+        bias_MN = slope_M[:, None] * spaced(first_M[:, None] + n[None, :], ALIBI)
+    else:
+        bias_MN = (slope_M * first_M.to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
+    return bias_MN
+
+
+@triton.jit
 def capped(logits, softcap):
     """softcap * tanh(logits / softcap)."""
     return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
@@ -234,7 +254,7 @@ def paged_attention_kernel(
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     WINDOW_RIGHT: tl.constexpr,  # keys after its own that each query of a causal segment reads too
-    HAS_SLOPES: tl.constexpr,
+    ALIBI: tl.constexpr,  # what slopes are multiplied with: the "distance", its "root", or nothing ("")
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # the kv_cache_dtype of an 8-bit cache: "fp8", "int8" or "int8_keys"; else ""
     INT8_QUERIES: tl.constexpr,
@@ -296,7 +316,7 @@ def paged_attention_kernel(
         scaled_q_MD = scaled_q + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
         q_MD, q_scale = queries_for_8_bits(q_MD, scaled_q_MD, ok_MD, Q_IN_MEMORY, INT8_QUERIES)
         scale_log2 *= q_scale
-    if HAS_SLOPES:
+    if ALIBI != "":
         q_position_M, slope_M = tl.load(q_positions + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
     # Weights of 8-bit values are scaled by 2 ** MAX_OFFSET, as in flash-attn: small ones stay normal in float16.  TO: the type
     # that values are converted to.
@@ -320,8 +340,8 @@ def paged_attention_kernel(
             s_MN *= scales_by_row(scales_N, ok_N, gqa_M % GROUP, GROUP, KEY_PARTS)
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
-        if HAS_SLOPES:
-            s_MN += (slope_M * (start - q_position_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
+        if ALIBI != "":
+            s_MN += biases(slope_M, start - q_position_M, n, ALIBI)
         if CAUSAL or HAS_STARTS:
             s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - WINDOW_RIGHT - query_M), HAS_STARTS, CAUSAL)
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))

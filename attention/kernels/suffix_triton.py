@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
-from specdec.attention.kernels.paged_triton import capped, fp8_scales, own_part, values_at
+from specdec.attention.kernels.paged_triton import capped, fp8_scales, own_part, spaced, values_at
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def suffix_merge_kernel(
     CHUNK: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
+    ALIBI: tl.constexpr,  # as in the paged kernel
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # this and the next as in the paged kernel
     INT8_QUERIES: tl.constexpr,
@@ -108,7 +108,7 @@ def suffix_merge_kernel(
         begin = 0
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token, cache_modifier=".cg"), 0)
-        if HAS_SLOPES:
+        if ALIBI != "":
             q_at, slope_G = tl.load(q_positions + token, cache_modifier=".cg"), tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "fp8":
             scale *= fp8_scales(scales + kv_head * KEY_PARTS, g, GROUP // KEY_PARTS, KEY_PARTS, 1)
@@ -143,8 +143,8 @@ def suffix_merge_kernel(
                     value_scale = tl.where((e < VALUE_DIM // 2)[None, :], value_N[:, None], second_N[:, None])
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
-            if HAS_SLOPES:
-                s_GN += slope_G[:, None] * (key_N - q_at).to(tl.float32)[None, :]
+            if ALIBI != "":
+                s_GN += slope_G[:, None] * spaced(key_N - q_at, ALIBI)[None, :]
             s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
             new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block holds a readable key
             p_GN = tl.exp(s_GN - new_G[:, None])

@@ -193,7 +193,7 @@ def launch_paged(
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries), VALUE_DIM=E,
         PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        WINDOW_RIGHT=segment.window_right, HAS_SLOPES=positions_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
+        WINDOW_RIGHT=segment.window_right, ALIBI=alibi_of(scoring), SOFTCAP=scoring.softcap is not None, QUANT=quant,
         INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys,
         STAGES=tiles.stages, Q_IN_MEMORY=q_in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
@@ -235,7 +235,7 @@ def launch_suffix_merge(
         PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
-        HAS_STARTS=starts_T is not None, HAS_SLOPES=positions_T is not None, SOFTCAP=scoring.softcap is not None,
+        HAS_STARTS=starts_T is not None, ALIBI=alibi_of(scoring) if suffix else "", SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
@@ -250,6 +250,11 @@ def positions_for(scoring: Scoring, segment: Segment) -> Tensor | None:
     assert slopes_H.dtype == torch.float32 and slopes_H.is_contiguous(), "slopes are float32"
     assert segment.alibi_positions_T is not None, "slopes need a plan for layers of a kind with alibi"
     return segment.alibi_positions_T
+
+
+def alibi_of(scoring: Scoring) -> str:
+    """What the kernels multiply slopes with: the distance, its root, or nothing."""
+    return "" if scoring.slopes_H is None else "root" if scoring.sqrt_alibi else "distance"
 
 
 def factors(scoring: Scoring, D: int) -> tuple[float, float]:

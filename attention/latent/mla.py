@@ -29,7 +29,6 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
-from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.limits import LIMITS, Limits
@@ -121,11 +120,10 @@ def store_latent(
     If a slot occurs twice (padding tokens share one), it ends up with either latent.  The inputs may be changed.
     """
     if use_operator(latent_TL):
-        from specdec.attention.operators.latent import LATENT_STORE
+        from specdec.attention.operators.latent import LATENT_STORE, latents_of
 
-        assert isinstance(view, MLAView), "no operator stores latents in 8 bits; DecodePass refuses such caches"
-        rope, out_THR = prep.rotation, q_THR if out_THR is None else out_THR
-        LATENT_STORE(q_THR, latent_TL, view.latent, out_THR, slots_T, rope.positions_T, rope.table_P2D, prep.norm_C, prep.eps)
+        rope, into, out_THR = prep.rotation, latents_of(view), q_THR if out_THR is None else out_THR
+        LATENT_STORE(q_THR, latent_TL, into, out_THR, slots_T, rope.positions_T, rope.table_P2D, prep.norm_C, prep.eps)
         return
     if use_kernels(latent_TL):
         from specdec.attention.latent.mla_store_triton import launch_store_latent

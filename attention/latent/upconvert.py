@@ -94,8 +94,8 @@ class Workspace:
         how much of a row is cached, so nobody would know the workspace's size.
         """
         prompt = plan.segments[0]
-        converts = view.is_lossy and prompt.max_seqlen_q >= limits.convert_from
-        if not converts or len(plan.parts) > 1 or not prompt.causal or prompt.max_cached is None or prompt.starts_T is not None:
+        sized = view.is_lossy and prompt.causal and prompt.max_cached is not None and prompt.starts_T is None
+        if not sized or len(plan.parts) > 1 or prompt.max_seqlen_q < limits.convert_from:
             return None
         return cls.of(prompt, view.width, dtype, limits.workspace_tokens)
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import HeadsView, KVView
-from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE, SUFFIX_MERGE
-from specdec.attention.operators.latent import LATENT_ATTENTION
+from specdec.attention.operators.latent import LATENT_ATTENTION, latents_of
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states
 from specdec.ops.rope import HeadPrep
@@ -63,9 +63,9 @@ class OperatorBackend(Backend):
         pages, lens_R = segment.pages, segment.cache_seqlens
         rows = (pages.table, lens_R, segment.cu_seqlens_q, segment.max_seqlen_q, pages.page_size, segment.causal)
         scale, local = scoring.factor(q_THD.shape[-1]), (segment.starts_T, segment.span)
-        if isinstance(view, MLAView):
+        if isinstance(view, LatentView):
             assert scoring.scale is not None and scoring.softcap is None
-            return AttentionState(*LATENT_ATTENTION(q_THD, view.latent, view.rank, *rows, scale, *local, segment.ragged))
+            return AttentionState(*LATENT_ATTENTION(q_THD, latents_of(view), view.rank, *rows, scale, *local, segment.ragged))
         return AttentionState(*PAGED_ATTENTION(q_THD, *_tensors(view), *rows, scale, scoring.softcap, *local, segment.ragged))
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
@@ -76,7 +76,7 @@ class OperatorBackend(Backend):
     def _with_suffix(
         self, q_THD: Tensor, view: KVView, suffix: Segment, scoring: Scoring, state: AttentionState
     ) -> AttentionState:
-        if isinstance(view, MLAView):
+        if isinstance(view, LatentView):
             return merge_states(state, self.run(q_THD, view, suffix, scoring))
         _check(suffix, scoring)
         own, numbers = (suffix.pages.table, suffix.cache_seqlens), (scoring.factor(q_THD.shape[-1]), scoring.softcap)
@@ -100,7 +100,7 @@ def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
 
 
 def _unknown(view: KVView) -> TypeError:
-    known = "MHAView, QuantView, PairedView or MLAView"
+    known = "MHAView, QuantView, PairedView or LatentView"
     return TypeError(f"the operators of attention read a cache by {known}, got {type(view).__name__}")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.fp8_latent import Fp8LatentView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.mla import store_latent
@@ -19,10 +21,23 @@ from specdec.ops.operator import define, nothing_fake
 from specdec.ops.rope import Rotation
 
 
+def latents_of(view: LatentView) -> Tensor:
+    """The tensor of a cache of latents: latents, or rows of 8-bit latents (uint8)."""
+    if isinstance(view, Fp8LatentView):
+        return view.rows
+    assert isinstance(view, MLAView), view
+    return view.latent
+
+
+def latent_view(latent: Tensor, rank: int) -> LatentView:
+    """The counterpart of `latents_of`."""
+    return Fp8LatentView(latent, rank) if latent.dtype == torch.uint8 else MLAView(latent, rank)
+
+
 def latent_store(
     q_THR: Tensor,
     fresh_TL: Tensor,
-    latent_NL: Tensor,
+    latent: Tensor,
     out_THR: Tensor,
     slots_T: Tensor,
     positions_T: Tensor,
@@ -30,16 +45,19 @@ def latent_store(
     norm_C: Tensor,
     eps: float,
 ) -> None:
-    """Norms and rotates fresh latents into their slots (int64), and rotates queries into out; q and fresh stay as they are."""
+    """Norms and rotates fresh latents into their slots (int64), and rotates queries into out; q and fresh stay as they are.
+
+    latent: see `latents_of`; latents are converted to its format.
+    """
     prep = LatentPrep(Rotation(table_P2R, positions_T), norm_C, eps)
-    if not latent_NL.is_cuda:  # the definition works in place
+    if not latent.is_cuda:  # the definition works in place
         q_THR, fresh_TL = q_THR.clone(), fresh_TL.clone()
-    store_latent(MLAView(latent_NL, norm_C.shape[0]), q_THR, fresh_TL, slots_T, prep, out_THR)
+    store_latent(latent_view(latent, norm_C.shape[0]), q_THR, fresh_TL, slots_T, prep, out_THR)
 
 
 def latent_attention(
     q_THL: Tensor,
-    latent_NL: Tensor,
+    latent: Tensor,
     rank: int,
     table_RW: Tensor,
     lens_R: Tensor,
@@ -54,16 +72,16 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """The state of every absorbed query over the latents of its row: out [T, H, C], and lse [T, H] in float32, natural log.
 
-    rank: C.  The arguments after it are those of `heads.paged_attention`.
+    latent: see `latents_of`.  rank: C.  The arguments after it are those of `heads.paged_attention`.
     """
     segment = Segment(
         PageTable(table_RW, page_size), lens_R, cu_seqlens_q, max_seqlen_q, causal, ragged, starts_T=starts_T, span=span
     )
-    state = backend_for(q_THL).run(q_THL, MLAView(latent_NL, rank), segment, Scoring(scale))
+    state = backend_for(q_THL).run(q_THL, latent_view(latent, rank), segment, Scoring(scale))
     return state.out_THD, state.lse_TH.float()
 
 
-def latent_attention_fake(q_THL: Tensor, latent_NL: Tensor, rank: int, *_: object) -> tuple[Tensor, Tensor]:
+def latent_attention_fake(q_THL: Tensor, latent: Tensor, rank: int, *_: object) -> tuple[Tensor, Tensor]:
     """The state of absorbed queries: values are as wide as the rank."""
     shape = q_THL.shape[:2]
     return q_THL.new_empty(*shape, rank), q_THL.new_empty(shape, dtype=torch.float32)

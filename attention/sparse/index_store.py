@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.operator import use_operator
 from specdec.ops.rope import Rotation
 
 
@@ -51,6 +52,14 @@ def store_index(
 
     If a slot occurs twice (padding tokens share one), it ends up with either key.
     """
+    if use_operator(key_TI):
+        from specdec.attention.operators.sparse import INDEX_STORE
+
+        rope, norm = prep.rotation, (prep.norm_I, prep.bias_I, prep.eps, prep.scale)
+        scaled_TJ: Tensor = INDEX_STORE(
+            q_TJI, key_TI, weights_TJ, index_keys_NI, slots_T, rope.positions_T, rope.table_P2D, *norm
+        )
+        return scaled_TJ
     if use_kernels(key_TI):
         from specdec.attention.sparse.index_store_triton import launch_store_index
 

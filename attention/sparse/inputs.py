@@ -27,6 +27,7 @@ from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.index_store import IndexPrep, store_index
 from specdec.attention.sparse.indexer import indexer_scores, select_rows
 from specdec.attention.sparse.segment import sparse_segment
+from specdec.ops.operator import is_traced
 
 SELECTED = "keys selected by the last indexer"
 
@@ -60,7 +61,9 @@ class SparseLatentInputs(LayerInputs):
             return self.latents.paged(call._replace(view=view.latents))
         inputs, up_HXC, N, L = self.latents, self.latents.up_HXC, self.latents.nope_dim, self.latents.latent_TL.shape[1]
         R, H, step = selected.rows, up_HXC.shape[0], max(1, inputs.limits.absorbed // (up_HXC.shape[0] * L))
-        if R <= step:
+        if (
+            is_traced(inputs.q_THQ) or R <= step
+        ):  # a graph can't hold a number of parts that depends on how many tokens there are
             return self._attended(call, view.latents, inputs.absorbed(call, view.latents), selected)
         store_latent(view.latents, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)
         q_RHQ = call.asked(inputs.q_THQ)
@@ -130,4 +133,4 @@ def reads_all(plan: AttentionPlan, topk: int) -> bool:
     max_keys = first.pages.capacity
     if first.max_cached is not None:
         max_keys = min(max_keys, first.max_cached + first.max_seqlen_q)
-    return max_keys <= topk
+    return isinstance(max_keys, int) and max_keys <= topk  # in an exported program, a table's width may be a symbol

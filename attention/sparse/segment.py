@@ -12,6 +12,7 @@ from specdec.attention.segment import Segment
 from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.indexer import NOTHING, indexer_scores, select_rows, to_slots
 from specdec.ops.launch import use_kernels
+from specdec.ops.operator import use_operator
 
 GATHERED = 1 << 24  # elements of keys that the pure version gathers at once
 
@@ -25,6 +26,16 @@ def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Can
     """
     assert topk > 0 and candidates.paged_T.shape[0] == q_THD.shape[0] == w_TH.shape[0]
     assert q_THD.shape[2] == keys_XD.shape[1]
+    if use_operator(q_THD):
+        from specdec.attention.operators.sparse import SELECT_KEYS
+
+        pages, rows, suffix = candidates.segment.pages, candidates.segment, candidates.suffix
+        slots_TI = SELECT_KEYS(
+            q_THD, w_TH, keys_XD, topk, pages.table, rows.cache_seqlens, rows.cu_seqlens_q, rows.max_seqlen_q, pages.page_size,
+            rows.causal, candidates.rows_T, candidates.paged_T, candidates.path_T,
+            None if suffix is None else suffix.pages.table, rows.ragged,
+        )  # fmt: skip
+        return Segment.of_slots(slots_TI, candidates.counts_T(topk))
     if use_kernels(q_THD):
         from specdec.attention.sparse.launch import launch_sparse_segment
 

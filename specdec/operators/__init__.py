@@ -4,8 +4,9 @@ Importing this package registers every operator of torch.ops.specdec; a process 
 of specdec than this import.  The engine does not use it: it calls the same kernels without an operator's dispatch.
 """
 
-from specdec.attention.operators import backend  # noqa: F401 (imported for the operators that it registers)
-from specdec.operators.decode import DecodePass, GivenCache, export_decode
+from specdec.attention.operators import backend, sparse  # noqa: F401 (imported for the operators that it registers)
+from specdec.operators.decode import DecodePass, export_decode
+from specdec.operators.given_cache import GivenCache
 from specdec.ops import norm, topk  # noqa: F401
 from specdec.ops.products import dense  # noqa: F401
 

@@ -8,7 +8,7 @@ Shapes: B sequences, N new tokens of each, W pages of each, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from specdec.attention.caches.heads_cache import HeadsLayout
-from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.layout import CacheLayout, KVView
-from specdec.attention.caches.mla_cache import LatentLayout
+from specdec.attention.backend import Backend
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
-from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.limits import LIMITS
 from specdec.attention.operators.backend import OperatorBackend
+from specdec.attention.operators.heads import backend_for
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.checks import require_choice, require_int
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import resolve_target
+from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.kv import make_cache
+from specdec.models.kv import cache_layout
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
-
-LayerTensors = dict[str, Tensor]  # one layer's part of a cache: by buffer, a tensor [num_slots, ...]
+from specdec.operators.given_cache import LAYOUTS, SCALE, GivenCache, LayerTensors, check_cache_dtype, new_layers
 
 
 class DecodePass(nn.Module):
@@ -44,7 +42,7 @@ class DecodePass(nn.Module):
 
     target: a model of one of specdec's own families, on its device.
     page_size: tokens of a page.
-    kv_cache_dtype: "auto" (the target's own dtype) or "int8".
+    kv_cache_dtype: "auto" (the target's own dtype); "fp8" or "int8" for keys and values; "fp8_ds_mla" for latents.
     """
 
     def __init__(self, target: Target, page_size: int = 1, kv_cache_dtype: str = "auto") -> None:
@@ -53,12 +51,12 @@ class DecodePass(nn.Module):
             expected = "target must be a model of specdec's own families, as backend='native' loads it"
             raise TypeError(f"{expected}, got {type(target).__name__}")
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
-        self.kv_cache_dtype = require_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "int8"), "auto")
-        if kv_cache_dtype != "auto" and (target.config.keeps_latents or target.config.value_width):
-            expected = f"kv_cache_dtype must be 'auto' for a target of family {target.config.family!r}, got {kv_cache_dtype!r}"
-            raise ValueError(f"{expected}; nearest setting that works: kv_cache_dtype='auto'")
-        self.layout, self.backend = self._cache(0).layout, OperatorBackend()
-        if type(self.layout) not in (HeadsLayout, QuantLayout, LatentLayout):
+        check_cache_dtype(target.config, kv_cache_dtype)
+        self.kv_cache_dtype, weight = kv_cache_dtype, target.embed_tokens.weight
+        scales = kv_scales(target)
+        self.layout = cache_layout(target.config, kv_cache_dtype, weight.dtype, weight.device, scales)
+        self.backend = OperatorBackend()
+        if type(self.layout) not in LAYOUTS:
             got = f"family {target.config.family!r} with {type(self.layout).__name__}"
             raise ValueError(
                 "target must keep keys and values or latents in a cache that operators read (HeadsLayout or LatentLayout), got "
@@ -84,13 +82,27 @@ class DecodePass(nn.Module):
         return cls(load_chosen(chosen, folder, max_positions, torch.device(device), dtype, False), page_size, kv_cache_dtype)
 
     def new_cache(self, num_slots: int) -> list[LayerTensors]:
-        """Memory for the keys and values of so many tokens: one dict for each layer that stores its own.
+        """Memory for what so many tokens keep: one dict for each layer that stores something of its own.
 
-        What the memory holds is arbitrary until a pass stores something there.
+        What the memory holds is arbitrary until a pass stores something there.  With kv_cache_dtype="fp8" each dict holds the
+        layer's scales as well: those of the checkpoint, or NaN until `set_scales` has set them.
         """
-        cache = self._cache(require_int("num_slots", num_slots, self.page_size))
-        stored = range(len(next(iter(cache.buffers.values()))))
-        return [{name: buffer[place] for name, buffer in cache.buffers.items()} for place in stored]
+        require_int("num_slots", num_slots, self.page_size)
+        return new_layers(self.layout, self.target.config.kv_source, num_slots, self.target.embed_tokens.weight.device)
+
+    @torch.no_grad()
+    def set_scales(self, tokens_BN: Tensor, page_table_BW: Tensor, lens_B: Tensor, cache: Sequence[LayerTensors]) -> Tensor:
+        """The same as a call, by kernels instead of operators; and it sets the scales of keys and values in fp8 that the
+        checkpoint lacks, from the keys and values of these tokens.
+
+        Call this once, with the first tokens, before anything else is stored: what was stored under other scales is misread.
+        """
+        if not (isinstance(self.layout, QuantLayout) and self.kv_cache_dtype == "fp8"):
+            raise ValueError(
+                f"set_scales needs kv_cache_dtype='fp8', got {self.kv_cache_dtype!r}: no other cache has such scales"
+            )
+        given = self.given_cache(cache, sets_scales=True)
+        return self._pass(tokens_BN, page_table_BW, lens_B, given, None, backend_for(self.target.embed_tokens.weight))
 
     def forward(
         self,
@@ -110,12 +122,23 @@ class DecodePass(nn.Module):
             itself.  Node i is stored where the token i places after the stored ones belongs; its position is its depth after
             them.  None: the tokens follow one another.
         """
+        return self._pass(tokens_BN, page_table_BW, lens_B, self.given_cache(cache), mask_BNN, self.backend)
+
+    def _pass(
+        self,
+        tokens_BN: Tensor,
+        page_table_BW: Tensor,
+        lens_B: Tensor,
+        given: GivenCache,
+        mask_BNN: Tensor | None,
+        backend: Backend,
+    ) -> Tensor:
         if mask_BNN is None:
             refuse_long(self.target.config, tokens_BN.shape[1])
         shape, pages = tokens_BN.shape, PageTable(page_table_BW, self.page_size)
         slots_BN = pages.next_tokens(lens_B, shape[1]).slots
         plan = chain_plan(pages, lens_B, shape[1]) if mask_BNN is None else tree_plan(pages, lens_B, slots_BN, mask_BNN)
-        given, prepared, slots_T = self.given_cache(cache), PreparedPlan(plan), slots_BN.flatten()
+        prepared, slots_T = PreparedPlan(plan), slots_BN.flatten()
         handed_on: dict[str, Any] = {}
 
         # This is PagedAttention, whose default for `scoring` torch.compile can't trace (torch 2.11) in an object that is made
@@ -123,20 +146,16 @@ class DecodePass(nn.Module):
         def attn(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring | None = None) -> Tensor:
             scoring = PLAIN if scoring is None else scoring
             view, kind = given.view(layer), given.kinds[layer]
-            return inputs.paged(LayerCall(self.backend, view, kind, slots_T, prepared, rows_R, scoring, handed_on))
+            return inputs.paged(LayerCall(backend, view, kind, slots_T, prepared, rows_R, scoring, handed_on))
 
         assert plan.positions_T is not None
         out = self.target(tokens_BN.flatten(), plan.positions_T, attn)
         return self.target.logits(out.hidden_TH).unflatten(0, shape)
 
-    def given_cache(self, cache: Sequence[LayerTensors]) -> GivenCache:
-        """These tensors as a cache of the target's layers."""
+    def given_cache(self, cache: Sequence[LayerTensors], sets_scales: bool = False) -> GivenCache:
+        """These tensors as a cache of the target's layers.  sets_scales: see GivenCache."""
         config = self.target.config
-        return GivenCache(self.layout, config.layer_kinds, config.kv_source, cache)
-
-    def _cache(self, num_slots: int) -> KVCache:
-        weight = self.target.embed_tokens.weight
-        return make_cache(self.target, self.target.config, num_slots, self.kv_cache_dtype, weight.dtype, weight.device)
+        return GivenCache(self.layout, config.layer_kinds, config.kv_source, cache, sets_scales)
 
 
 def chain_plan(pages: PageTable, lens_B: Tensor, N: int) -> AttentionPlan:
@@ -162,30 +181,6 @@ def tree_plan(pages: PageTable, lens_B: Tensor, slots_BN: Tensor, mask_BNN: Tens
 def _rows(like_R: Tensor, queries: int) -> Tensor:
     """[R + 1] int32: cumulative query counts of R rows with so many queries each, computed in the graph for any R."""
     return torch.arange(like_R.shape[0] + 1, dtype=torch.int32, device=like_R.device) * queries
-
-
-class GivenCache(KVCache):
-    """A cache whose layers' tensors are given.
-
-    kv_layers: for each layer, the layer whose keys and values it reads.  layers: the tensors of those that store their own.
-    In a traced pass each of these tensors must be an input of its own.  If they were views of one tensor whose number of slots
-    may vary, inductor (torch 2.13) would lose the views' offsets and store every layer in the first one's place.
-    """
-
-    def __init__(
-        self,
-        layout: CacheLayout,
-        kinds: Sequence[LayerKind],
-        kv_layers: Sequence[int],
-        layers: Sequence[Mapping[str, Tensor]],
-    ) -> None:
-        self.layout, self.kinds, self.kv_layers = layout, tuple(kinds), tuple(kv_layers)
-        self.groups, self.group_numbers = (0,) * len(kinds), (0,)
-        self.layers = dict(zip(sorted(set(kv_layers)), layers, strict=True))
-
-    def view(self, layer: int) -> KVView:
-        source = self.kv_layers[layer]
-        return self.layout.view(source, self.layers[source])
 
 
 def refuse_long(config: ModelConfig, num_tokens: int) -> None:
@@ -231,7 +226,7 @@ def export_decode(
         {0: dims["batch"], 1: dims["num_tokens"]},
         {0: dims["batch"], 1: dims["table_width"]},
         {0: dims["batch"]},
-        [{name: {0: dims["num_slots"]} for name in layer} for layer in cache],
+        [{name: {} if name == SCALE else {0: dims["num_slots"]} for name in layer} for layer in cache],
     )
     if trees:
         args += (torch.ones(B, N, N, dtype=torch.bool, device=device).tril(),)

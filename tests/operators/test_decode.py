@@ -10,82 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.deepseek import DEEPSEEKS, DeepseekZoo, save_deepseek, save_sparse
+from toolkit.deepseek import DEEPSEEKS, DeepseekZoo, save_deepseek
 from toolkit.models import FAMILIES, Zoo, save_target
+from toolkit.operators.passes import PAGE, check, copied, directly, inputs, load
 from toolkit.oracles.sharing import SHARING, SharingZoo
 from toolkit.paths import ROOT
 from toolkit.trees import random_masks
-from torch import Tensor
 
-from specdec.attention.attend import PagedAttention, PassTables, make_backend
-from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.pages import PageTable
-from specdec.attention.plan import causal_segment
-from specdec.attention.segment import AttentionPlan
-from specdec.models.causal_lm import CausalLM
-from specdec.models.registry import choose_target, load_chosen
 from specdec.operators import DecodePass, export_decode
-
-PAGE, VOCAB = 4, 40
-Inputs = tuple[Tensor, Tensor, Tensor, list[dict[str, Tensor]]]
-
-
-def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> CausalLM:
-    model = load_chosen(choose_target(folder, "native"), folder, 128, torch.device(device), dtype, False)
-    assert isinstance(model, CausalLM)
-    return model
-
-
-def inputs(decode: DecodePass, lens: list[int], N: int = 1, seed: int = 0, extra: int = 2) -> Inputs:
-    """Sequences of these lengths over scattered pages; what they have stored is random, and all other slots hold NaN."""
-    generator, device = torch.Generator().manual_seed(seed), decode.target.lm_head.weight.device
-    B, W = len(lens), -(-(max(lens) + N) // PAGE) + extra
-    table_BW = torch.randperm(B * W, generator=generator).view(B, W)
-    cache = decode.new_cache(B * W * PAGE)
-    slots = [int(table_BW[b, p // PAGE]) * PAGE + p % PAGE for b, n in enumerate(lens) for p in range(n)]
-    for buffer in (buffer for layer in cache for buffer in layer.values()):
-        buffer.fill_(torch.nan if buffer.is_floating_point() else 127)
-        fresh = torch.randn(len(slots), *buffer.shape[1:], generator=generator)
-        buffer[slots] = (fresh if buffer.is_floating_point() else fresh * 30).to(device, buffer.dtype)
-    tokens_BN = torch.randint(VOCAB, (B, N), generator=generator)
-    return tokens_BN.to(device), table_BW.int().to(device), torch.tensor(lens, dtype=torch.int32, device=device), cache
-
-
-def copied(given: Inputs) -> Inputs:
-    return (*given[:3], [{name: buffer.clone() for name, buffer in layer.items()} for layer in given[3]])
-
-
-@torch.no_grad()
-def directly(decode: DecodePass, given: Inputs) -> Tensor:
-    """The logits of the same tokens, as the verifier computes them: by a backend's kernels over a cache of the runtime."""
-    tokens_BN, table_BW, lens_B, layers = given
-    model, pages, N = decode.target, PageTable(table_BW, PAGE), tokens_BN.shape[1]
-    slots, kv_layers = layers[0][next(iter(layers[0]))].shape[0], model.config.kv_source
-    cache = KVCache(decode.layout, model.config.layer_kinds, slots, device=lens_B.device, kv_layers=kv_layers)
-    for index, layer in enumerate(layers):
-        for name, buffer in layer.items():
-            cache.buffers[name][index] = buffer
-    new = pages.next_tokens(lens_B, N)
-    plan = AttentionPlan((causal_segment(pages, lens_B + N, N),), new.positions.flatten())
-    backend = make_backend("triton" if lens_B.is_cuda else "torch")
-    attn = PagedAttention(backend, cache, PassTables(plan, new.slots.flatten()))
-    out = model(tokens_BN.flatten(), new.positions.flatten(), attn)
-    for index, layer in enumerate(layers):
-        for name, buffer in layer.items():
-            buffer.copy_(cache.buffers[name][index])
-    return model.logits(out.hidden_TH).unflatten(0, tokens_BN.shape)
-
-
-@torch.no_grad()
-def check(decode: DecodePass, program: Callable[..., Tensor], given: Inputs, tolerance: float = 1e-5) -> None:
-    """The program's logits, and everything in its cache, are those of the direct pass."""
-    other = copied(given)
-    want, got = directly(decode, given), program(*other)
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(other[3], given[3], strict=True):
-        for name in mine:
-            close = dict(rtol=tolerance, atol=1.0 if mine[name].dtype == torch.int8 else tolerance, equal_nan=True)
-            torch.testing.assert_close(mine[name], theirs[name], **close)
 
 
 def operators_in(program: torch.export.ExportedProgram) -> Counter[str]:
@@ -225,14 +157,10 @@ def test_what_a_decode_pass_cannot_do_is_refused(folder: Callable[[str], Path], 
         DecodePass(torch.nn.Linear(2, 2), PAGE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="page_size must be >= 1, got 0; nearest setting that works: page_size=1"):
         DecodePass(llama, 0)
-    with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto' or 'int8', got 'fp8'"):
-        DecodePass(llama, PAGE, "fp8")
+    with pytest.raises(ValueError, match="'auto' or 'fp8' or 'int8' for a target of family 'llama', got 'fp8_ds_mla'"):
+        DecodePass(llama, PAGE, "fp8_ds_mla")
     with pytest.raises(ValueError, match="'auto' for a target of family 'deepseek_v3', got 'int8'; nearest setting.*='auto'"):
         DecodePass(latents, PAGE, "int8")
-    with pytest.raises(
-        ValueError, match="got family 'deepseek_v32' with SparseLatentLayout; nearest setting that works: run it by"
-    ):
-        DecodePass(load(save_sparse(tmp_path / "v32", "v32")), PAGE)
     with pytest.raises(ValueError, match="batch must be >= 1, got 0"):
         export_decode(DecodePass(llama, PAGE), batch=0)
 
