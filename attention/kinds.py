@@ -71,12 +71,17 @@ class Scoring:
     sinks_H: float32, a logit per head that takes part in the softmax's sum and has no value (gpt-oss).
     slopes_H: float32, ALiBi's slope of each head (Bloom, MPT).  A layer adds slope * (key's position - query's position) to its
         logits, after a softcap if there is one.  Only layers whose kind has alibi may have slopes.
+    sqrt_alibi: whether a layer with slopes subtracts slope * sqrt(query's position - key's position) instead.
     """
 
     scale: float | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
     slopes_H: Tensor | None = None
+    sqrt_alibi: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.slopes_H is not None or not self.sqrt_alibi, "the root of a distance needs slopes"
 
     def factor(self, head_dim: int) -> float:
         """The factor of the products."""
@@ -87,6 +92,10 @@ class Scoring:
         assert self.scale is not None, "the scale can't be derived from the width of absorbed queries"
         assert self.softcap is None and self.slopes_H is None, "no model of latent attention has a softcap or slopes"
         return self.scale
+
+    def alibi(self, slopes: Tensor, distance: Tensor) -> Tensor:
+        """What ALiBi adds to logits.  distance: a key's position minus the query's, in the slopes' dtype; 0 or less."""
+        return slopes * (-distance.neg().clamp(min=0).sqrt() if self.sqrt_alibi else distance)
 
     def capped(self, scores: Tensor) -> Tensor:
         """Applies the softcap, if there is one, to scaled products."""

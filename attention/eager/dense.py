@@ -97,7 +97,7 @@ def attend_rows(
     scores = scoring.capped(q_BQTD.to(dtype) @ k.transpose(-1, -2) * scoring.factor(q_BQTD.shape[-1]))
     if scoring.slopes_H is not None:
         at_T = torch.arange(q_BQTD.shape[2], dtype=torch.int64, device=q_BQTD.device)
-        scores = scores + scoring.slopes_H.to(dtype)[:, None, None] * (at_T - at_T[:, None])
+        scores = scores + scoring.alibi(scoring.slopes_H.to(dtype)[:, None, None], (at_T - at_T[:, None]).to(dtype))
     scores = scores.masked_fill(~mask_TT, -torch.inf)
     if scoring.sinks_H is None:
         return (scores.softmax(-1) @ v).to(q_BQTD.dtype)

@@ -48,11 +48,12 @@ class DenseBlock:
             self._additive[group, dtype] = zeros.masked_fill_(hidden, -torch.inf)
         return self._additive[group, dtype]
 
-    def alibi(self, slopes_H: Tensor, group: int, gqa_M: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, K, M, N]: slopes times distances, for M of the queries x heads of a group; gqa_M: which."""
+    def alibi(self, scoring: Scoring, group: int, gqa_M: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, K, M, N]: ALiBi's biases, for M of the queries x heads of a group; gqa_M: which."""
+        assert scoring.slopes_H is not None
         assert self.distance_BQN is not None, "slopes need a plan for layers of a kind with alibi"
-        slopes_KM = slopes_H.to(dtype).view(-1, group)[:, gqa_M % group]
-        return slopes_KM[..., None] * self.distance_BQN[:, None, gqa_M // group].to(dtype)
+        slopes_KM = scoring.slopes_H.to(dtype).view(-1, group)[:, gqa_M % group]
+        return scoring.alibi(slopes_KM[..., None], self.distance_BQN[:, None, gqa_M // group].to(dtype))
 
 
 class TorchBackend(Backend):
@@ -226,7 +227,7 @@ def _dense_state(q: Tensor, k: Tensor, v: Tensor, block: DenseBlock, scoring: Sc
         scores = scoring.capped(q[:, :, start : start + size] @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
         if scoring.slopes_H is not None:
             gqa_M = torch.arange(start, start + scores.shape[2], dtype=torch.int64, device=q.device)
-            scores = scores + block.alibi(scoring.slopes_H, group, gqa_M, dtype)
+            scores = scores + block.alibi(scoring, group, gqa_M, dtype)
         if mask is not None:
             scores = scores + mask[:, :, start : start + size]
         lse = scores.logsumexp(-1, keepdim=True)

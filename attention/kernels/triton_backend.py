@@ -19,7 +19,6 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
-from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
@@ -189,12 +188,12 @@ def launch_paged(
         q_THD, k, view.scales, segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, positions_T)),
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
-        torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if q_in_memory else q_THD,
+        torch.empty((T, H, k.shape[2]), dtype=torch.float16, device=q_THD.device) if q_in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries), VALUE_DIM=E,
         PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        WINDOW_RIGHT=segment.window_right, HAS_SLOPES=positions_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
+        WINDOW_RIGHT=segment.window_right, ALIBI=alibi_of(scoring), SOFTCAP=scoring.softcap is not None, QUANT=quant,
         INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys,
         STAGES=tiles.stages, Q_IN_MEMORY=q_in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
@@ -236,7 +235,7 @@ def launch_suffix_merge(
         PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
-        HAS_STARTS=starts_T is not None, HAS_SLOPES=positions_T is not None, SOFTCAP=scoring.softcap is not None,
+        HAS_STARTS=starts_T is not None, ALIBI=alibi_of(scoring) if suffix else "", SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
@@ -251,6 +250,11 @@ def positions_for(scoring: Scoring, segment: Segment) -> Tensor | None:
     assert slopes_H.dtype == torch.float32 and slopes_H.is_contiguous(), "slopes are float32"
     assert segment.alibi_positions_T is not None, "slopes need a plan for layers of a kind with alibi"
     return segment.alibi_positions_T
+
+
+def alibi_of(scoring: Scoring) -> str:
+    """What the kernels multiply slopes with: the distance, its root, or nothing."""
+    return "" if scoring.slopes_H is None else "root" if scoring.sqrt_alibi else "distance"
 
 
 def factors(scoring: Scoring, D: int) -> tuple[float, float]:
@@ -269,7 +273,7 @@ def check_view(q_THD: Tensor, view: CachedHeads) -> None:
         assert view.scales.is_contiguous() and view.scales.dtype == torch.float32
     if isinstance(view, Int8KeysView):
         assert q_THD.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache's values are {v.dtype}"
-    elif not isinstance(view, QuantView):
+    elif not view.quant:
         assert q_THD.dtype == k.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache is {k.dtype}"
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_int8
+from specdec.attention.eager.dense import attend_rows
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
@@ -141,14 +142,39 @@ def test_distances_are_those_of_positions(
     """Keeps out: a distance counted from a row's or a path's start, by a node's number, or by a slot; a head's slope given to
     its neighbour; slopes that the softcap caps; distances lost when a shared prefix or a split is merged.
     """
+    softcap, (group, K, _) = 3.0 if eight_bit else None, heads
+    scoring = Scoring(0.4, softcap, None, torch.tensor(SLOPES[: group * K]))
+    hold(name, plan_of(P), kind, heads, eight_bit, scoring)
+
+
+@pytest.mark.parametrize("plan_of", [prompts, shared_tree, draft])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_roots_of_distances(name: str, plan_of: Callable[[int], World]) -> None:
+    """Keeps out: a root taken of the distance in a block, of a later key, or in one of the two kernels alone."""
+    kind = ALIBI if plan_of is shared_tree else WINDOW
+    hold(name, plan_of(4), kind, (2, 2, 8), False, Scoring(0.4, None, None, torch.tensor(SLOPES[:4]), sqrt_alibi=True))
+
+
+@pytest.mark.parametrize("roots", [False, True])
+def test_whole_rows(roots: bool) -> None:
+    """The attention over a text without a cache, by which texts are proven."""
+    scoring, at_T = Scoring(slopes_H=torch.tensor(SLOPES[:4]), sqrt_alibi=roots), torch.arange(23)
+    q, k, v = (torch.randn(1, heads, 23, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    seen_TT = of_kind(WINDOW, at_T, at_T) & (at_T <= at_T[:, None])
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    want_THD = dense_attention(*rows, seen_TT, scoring, at_T - at_T[:, None])[0]  # type: ignore[misc]
+    torch.testing.assert_close(attend_rows(q, k, v, WINDOW, scoring)[0].transpose(0, 1), want_THD)
+
+
+def hold(name: str, w: World, kind: LayerKind, heads: tuple[int, int, int], eight_bit: bool, scoring: Scoring) -> None:
+    """Asserts that a backend gives what one dense softmax gives."""
     (group, K, D), (make, dtype) = heads, BACKENDS[name]
-    w, H = plan_of(P), group * K
+    H = group * K
     kv = w.pages.fill(2, K, D, dtype=dtype)
     view: MHAView | QuantView = MHAView(kv)
     if eight_bit:
         stored, scales_N2K = to_int8(kv)
         view = QuantView(stored, scales_N2K=scales_N2K)
-    scoring = Scoring(0.4, 3.0 if eight_bit else None, None, torch.tensor(SLOPES[:H]))
     q_THD = w.pages.randn(sum(map(len, w.at_BN)), H, D, dtype=dtype)
     backend = make()
     prepared = backend.prepare(plan_on_device(w.plan.local(kind), DEVICE))
@@ -158,13 +184,14 @@ def test_distances_are_those_of_positions(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("roots", [False, True])
 @pytest.mark.parametrize("kind", [ALIBI, WINDOW], ids=str)
 @pytest.mark.parametrize("plan_of", PLANS)
-def test_bfloat16(plan_of: Callable[[int], World], kind: LayerKind) -> None:
+def test_bfloat16(plan_of: Callable[[int], World], kind: LayerKind, roots: bool) -> None:
     """Keeps out: a tile, a layout or a precision that is wrong only in compiled code."""
     w, H, K, D = plan_of(16), 32, 8, 128
     view = MHAView(w.pages.fill(2, K, D, dtype=torch.bfloat16))
-    scoring = Scoring(slopes_H=2.0 ** -torch.arange(0.25, 8.25, 0.25))
+    scoring = Scoring(slopes_H=2.0 ** -torch.arange(0.25, 8.25, 0.25), sqrt_alibi=roots)
     q_THD = w.pages.randn(sum(map(len, w.at_BN)), H, D, dtype=torch.bfloat16)
     backend = TritonBackend()
     prepared = backend.prepare(plan_on_device(w.plan.local(kind), DEVICE))

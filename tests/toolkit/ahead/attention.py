@@ -93,7 +93,9 @@ def heads_attention() -> None:
             attend(InvariantBackend(), plain, FULL, make)
             attend(InvariantBackend(), plain, window, make, capped)
     attend(triton, HeadsLayout(8, 128, torch.float16), FULL, heads(32, 8, 128, torch.float16))
-    attend(triton, HeadsLayout(8, 128, torch.bfloat16), LayerKind(alibi=True), heads(32, 8, 128), Scoring(slopes_H=floats(32)))
+    for roots in (False, True):
+        alibi = Scoring(slopes_H=floats(32), sqrt_alibi=roots)
+        attend(triton, HeadsLayout(8, 128, torch.bfloat16), LayerKind(alibi=True), heads(32, 8, 128), alibi)
 
     def normed(T: int) -> LayerInputs:
         return HeadInputs(halves(T, 48, 128), HeadPrep(rotation(128, T), 8, halves(40, 128), 1e-6))

@@ -30,7 +30,8 @@ def dense_attention(
         scores = scoring.softcap * (scores / scoring.softcap).tanh()
     if scoring.slopes_H is not None:
         assert distance_NX is not None
-        scores = scores + scoring.slopes_H.double()[:, None] * distance_NX[:, None]
+        far_NX = -distance_NX.double().neg().clamp(min=0).sqrt() if scoring.sqrt_alibi else distance_NX
+        scores = scores + scoring.slopes_H.double()[:, None] * far_NX[:, None]
     if seen_NX is not None:
         scores = scores.masked_fill(~seen_NX[:, None], -torch.inf)
     lse_NH = scores.logsumexp(-1)

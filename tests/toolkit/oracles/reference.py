@@ -65,6 +65,7 @@ def attend_one(
         scores_HN = scoring.softcap * (scores_HN / scoring.softcap).tanh()
     if scoring.slopes_H is not None:
         assert distance_N is not None
-        scores_HN = scores_HN + scoring.slopes_H.to(scores_HN.dtype)[:, None] * distance_N
+        far_N = -distance_N.to(scores_HN.dtype).neg().clamp(min=0).sqrt() if scoring.sqrt_alibi else distance_N
+        scores_HN = scores_HN + scoring.slopes_H.to(scores_HN.dtype)[:, None] * far_N
     lse_H = scores_HN.logsumexp(-1)
     return torch.einsum("hn,nhe->he", (scores_HN - lse_H[:, None]).exp(), v_NHE), lse_H

@@ -2,6 +2,7 @@
 
 import fcntl
 import multiprocessing
+import os
 import random
 import tempfile
 import threading
@@ -48,9 +49,10 @@ def in_turn() -> Iterator[None]:
     """Keeps the ranks of one test apart from those of another in other processes.
 
     Ranks wait for each other on their GPUs.  Where several pairs share GPUs, which run one process at a time, a rank mostly
-    waits while its partner does not run, and a test of seconds takes minutes.
+    waits while its partner does not run, and a test of seconds takes minutes.  Processes that see other GPUs don't meet.
     """
-    with (Path(tempfile.gettempdir()) / "specdec-tests-of-ranks.lock").open("w") as file:
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    with (Path(tempfile.gettempdir()) / f"specdec-tests-of-ranks-{seen}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
