@@ -35,7 +35,7 @@ def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("llama", "auto"), ("mistral", "auto"), ("v3-dense-tied", "auto"), ("llama", "int8"), ("llama-dim80-biases", "auto"),
-     ("qwen3", "int8"), ("diffllama-gqa", "auto"), ("half", "int8")],
+     ("qwen3", "int8"), ("diffllama-gqa", "auto"), ("half", "int8"), ("diffllama", "int8")],
 )  # fmt: skip
 def test_one_exported_program_serves_all_shapes(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a size, a table or a length frozen into the graph, and a layer that is stored in another layer's place."""
