@@ -108,7 +108,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bloom", dict(seq_length=0), "seq_length must be a whole number"),
     ("bloom", dict(n_embed=-1), "n_embed must be a whole number"),
     ("bloom", dict(alibi_max=9), "unknown config keys alibi_max"),
-    ("bloom", dict(n_head=7), "bloom"),
+    ("bloom", dict(n_head=7), "can't run without values .*divisible by num_heads"),
+    ("bloom", dict(num_attention_heads=10), "n_head and num_attention_heads must be equal, got 5 and 10"),
+    ("bloom", dict(n_embed=40), "n_embed and hidden_size must be equal, got 40 and 80"),
+    ("mpt", dict(num_attention_heads=12), "n_heads and num_attention_heads must be equal, got 6 and 12"),
+    ("bloom", dict(sliding_window=8, rope_theta=1e4), "keys rope_theta, sliding_window must be absent"),
+    ("mpt", dict(num_key_value_heads=2), "keys num_key_value_heads must be absent"),
+    ("falcon-7b", dict(head_dim=8), "keys head_dim must be absent"),
     ("mpt", dict(expansion_ratio=2), "expansion_ratio must be 4"),
     ("mpt", dict(logit_scale="inv_sqrt_d_model"), "logit_scale must be None"),
     ("mpt", dict(no_bias=False), "no_bias must be True"),
@@ -150,7 +156,7 @@ def test_keys_that_nobody_computes_are_refused(tmp_path: Path) -> None:
 HARMLESS: dict[str, dict[str, Any]] = {  # of published configs
     "bloom": dict(
         attention_softmax_in_fp32=True, bias_dropout_fusion=True, masked_softmax_fusion=True, n_inner=None, offset_alibi=100,
-        seq_length=64, skip_bias_add=True, skip_bias_add_qkv=False, pretraining_tp=4, unk_token_id=0,
+        seq_length=64, skip_bias_add=True, skip_bias_add_qkv=False, pretraining_tp=4, unk_token_id=0, n_embed=80,
     ),
     "mpt": dict(
         init_config={"name": "kaiming_normal_"}, tokenizer_name="EleutherAI/gpt-neox-20b", verbose=0, max_seq_len=64,

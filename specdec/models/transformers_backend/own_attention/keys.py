@@ -40,17 +40,30 @@ _ONLY_IN_ATTENTION = {  # the same of MPT's attn_config
     "prefix_lm": (False,),
     "qk_ln": (False,),
 }
+# Keys by which other families say what they compute.  None of these families' code reads one that is not in its class.
+_OTHERS = (
+    "attention_bias head_dim hidden_act intermediate_size layer_types max_position_embeddings max_window_layers mlp_bias "
+    "num_key_value_heads partial_rotary_factor rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window "
+    "use_sliding_window".split()
+)
 _LONGEST = {"bloom": "seq_length", "mpt": "max_seq_len"}  # keys that say how long a text may be
 
 
 def refuse_unread(raw: dict[str, Any], where: str) -> None:
     """ValueError names `where`, the key, what was expected and what was found.  raw: of a type that transformers knows."""
     name = raw["model_type"]
-    _only(raw, _ONLY.get(name, {}), where, name)
+    if name not in HARMLESS:
+        return
+    _only(raw, _ONLY[name], where, name)
     if (longest := longest_key(name)) is not None:
         whole(raw, longest, where, 1, most=MAX_POSITIONS)
-    if "n_embed" in HARMLESS.get(name, ()) and raw.get("n_embed") is not None:  # an older name of hidden_size
+    if "n_embed" in HARMLESS[name] and raw.get("n_embed") is not None:  # an older name of hidden_size
         whole(raw, "n_embed", where)
+    made = CONFIG_MAPPING[name]()
+    _check_twice(raw, made.attribute_map, where)
+    read = {*made.to_dict(), *made.attribute_map, *(("rope_scaling", "rope_theta") if name == "falcon" else ())}
+    if odd := [key for key in _OTHERS if key not in read and raw.get(key) is not None]:
+        raise ValueError(f"{where}: keys {', '.join(odd)} must be absent: transformers does not read them for a {name} model")
     if name == "bloom":
         _check_inner(raw, where)
     if name == "mpt":
@@ -62,6 +75,13 @@ def refuse_unread(raw: dict[str, Any], where: str) -> None:
 def longest_key(model_type: str) -> str | None:
     """The key that says how long a text of such a model may be; None: it is everybody's max_position_embeddings."""
     return _LONGEST.get(model_type)
+
+
+def _check_twice(raw: dict[str, Any], names: dict[str, str], where: str) -> None:
+    """A size under the family's name and under transformers' common one: tensors do not tell how many heads there are."""
+    for common, own in {**names, "hidden_size": names.get("hidden_size", "n_embed")}.items():
+        if None not in (raw.get(common), raw.get(own)) and raw[common] != raw[own]:
+            raise ValueError(f"{where}: {own} and {common} must be equal, got {raw[own]!r} and {raw[common]!r}")
 
 
 def _only(raw: dict[str, Any], values: dict[str, tuple[Any, ...]], where: str, name: str) -> None:
