@@ -107,12 +107,15 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
 
 def _split_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:
     """How values that are not as wide as their keys can't be kept."""
-    if not n.value_dims or n.kv_cache_dtype == "auto" or missing & {Feature.SPLIT_HEADS, Feature.DIFFERENTIAL}:
+    kept = n.kv_cache_dtype
+    if not n.value_dims or kept == "auto" or missing & {Feature.SPLIT_HEADS, Feature.DIFFERENTIAL}:
         return
-    is_split = Feature.SPLIT_HEADS in n.asked
-    what = "values that are not as wide as their keys" if is_split else "differential attention"
-    problem = f"reads {what} in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
-    yield Fault(problem, *_kept_as(n, "auto"))
+    if Feature.SPLIT_HEADS in n.asked:
+        problem = f"reads values that are not as wide as their keys in the model's own dtype, got kv_cache_dtype={kept!r}"
+        yield Fault(problem, *_kept_as(n, "auto"))
+    elif kept not in KV_CACHE_DTYPES:  # a pair's two keys must lie side by side
+        own = f"the model's own dtype or as {' or '.join(KV_CACHE_DTYPES)}"
+        yield Fault(f"reads differential attention in {own}, got kv_cache_dtype={kept!r}", *_kept_as(n, "int8"))
 
 
 def _query_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:

@@ -14,7 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout
+from specdec.attention.caches.quant_cache import QuantView
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,20 @@ class SplitLayout(CacheLayout):
 class PairedView(CachedHeads):
     """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.
 
-    It is only read: layers store through an MHAView of the same tensor.  Heads 2i and 2i + 1 are
+    It is only read: layers store through a view of ordinary heads over the same tensor.  Heads 2i and 2i + 1 are
     a pair.  The softmax of each of its two keys weighs the pair's two values side by side.
+    quantised: that view, if it keeps 8 bits; each head then has its own scales.  None: the model's own dtype.
+    int8_queries: see QuantView.
     """
 
     kv: Tensor
+    quantised: QuantView | None = None
+    int8_queries: bool = False
+
+    @classmethod
+    def of(cls, view: MHAView | QuantView) -> PairedView:
+        """The pairs of a view of ordinary heads."""
+        return cls(view.kv, view, view.int8_queries) if isinstance(view, QuantView) else cls(view.kv)
 
     @cached_property
     def heads(self) -> tuple[Tensor, Tensor]:
@@ -76,9 +87,17 @@ class PairedView(CachedHeads):
         k, v = self.kv.unflatten(2, (-1, 2)).flatten(3).unbind(1)
         return k, v
 
+    @property
+    def quant(self) -> str:
+        return "" if self.quantised is None else self.quantised.quant
+
+    @property
+    def scales(self) -> Tensor:
+        return self.kv if self.quantised is None else self.quantised.scales
+
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, K, D] and values [N, K, 2 D] of the slots (int64 [N])."""
-        k_NKD, v_NKD = self.kv.index_select(0, slots_N).to(dtype).unbind(1)
+        k_NKD, v_NKD = (MHAView(self.kv) if self.quantised is None else self.quantised).read(slots_N, dtype)
         return k_NKD, paired_values(v_NKD)
 
 

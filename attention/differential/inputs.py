@@ -10,11 +10,13 @@ Shapes: T tokens, R asked-for tokens, H query heads, K kv heads, X = H + 2K, D h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView, paired_values
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
@@ -36,13 +38,18 @@ class DifferentialInputs(LayerInputs):
     def paged(self, call: LayerCall) -> Tensor:
         """[T, H / 2, E], or [R, H / 2, E]."""
         view = call.view
-        assert isinstance(view, MHAView), f"differential attention needs a cache in the model's own dtype, got {view}"
+        assert isinstance(view, MHAView | QuantView), f"differential attention needs a cache of whole heads, got {view}"
         q_THD = call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)
-        return self.finish(call.attend(call.asked(q_THD), PairedView(view.kv)))
+        return self.finish(call.attend(call.asked(q_THD), PairedView.of(view)))
 
     def dense(self) -> DenseHeads:
         q_THD, kv_T2KD = self.prep.apply_(self.qkv_TXD)
         return DenseHeads(q_THD, kv_T2KD[:, 0], paired_values(kv_T2KD[:, 1]))
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
+        q_THD, kv_T2KD = self.prep.apply_(self.qkv_TXD)
+        k_TKD, v_TKD = as_stored(kv_T2KD).unbind(1)
+        return DenseHeads(q_THD, k_TKD, paired_values(v_TKD))
 
     def finish(self, out_TQE: Tensor) -> Tensor:
         return subtract_halves(out_TQE, self.prep.num_kv_heads, self.difference)

@@ -23,6 +23,7 @@ other caller has to make sure of the same.
 Values may have another width than keys; a token's keys and values lie in one row.  A key may consist of KEY_PARTS
 equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
 in the other parts its elements are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
+In 8 bits both heads of a pair keep their own scales: one for each half of the key, and one for each half of the value.
 
 Shapes: M rows of a tile (queries x heads of a group), N keys of a block, D key dim, E value dim, R rows, T queries, H heads, K
 kv heads, S splits.
@@ -126,6 +127,36 @@ def scales_in_range(scales_N, to: tl.constexpr):
 
 
 @triton.jit
+def fp8_scales(at, i, PER_PART: tl.constexpr, PARTS: tl.constexpr, AXIS: tl.constexpr):
+    """The scale of an fp8 head, or with parts those of the parts to which rows or columns i belong, with one more axis."""
+    if PARTS == 1:
+        scale = tl.load(at)
+    else:
+        scale = tl.expand_dims(tl.load(at + tl.minimum(i // PER_PART, PARTS - 1)), AXIS)
+    return scale
+
+
+@triton.jit
+def scales_by_column(scales_N, ok_N, d, WIDTH: tl.constexpr, PARTS: tl.constexpr, to: tl.constexpr):
+    """Tokens' scales in the type `to`: [N, 1], or [N, D] where each half of a key or value has its own."""
+    scale_ND = scales_in_range(tl.load(scales_N, mask=ok_N, other=0.0), to)[:, None]
+    if PARTS == 2:
+        second_N = scales_in_range(tl.load(scales_N + 1, mask=ok_N, other=0.0), to)
+        scale_ND = tl.where((d < WIDTH // 2)[None, :], scale_ND, second_N[:, None])
+    return scale_ND
+
+
+@triton.jit
+def scales_by_row(scales_N, ok_N, head_M, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """Tokens' scales for products: [1, N], or [M, N] where each row is multiplied with one half of a key."""
+    scale_MN = scales_loaded_once(scales_N, ok_N)[None, :]
+    if PARTS == 2:
+        second_N = scales_loaded_once(scales_N + 1, ok_N)
+        scale_MN = tl.where((head_M < GROUP // 2)[:, None], scale_MN, second_N[None, :])
+    return scale_MN
+
+
+@triton.jit
 def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr):
     """The logits, and -inf for keys that are not there, before a query's first key, or from its end on."""
     visible_MN = ok_N[None, :]
@@ -191,7 +222,7 @@ def capped(logits, softcap):
 def paged_attention_kernel(
     q,  # [T, H, D]
     kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v values later
-    scales,  # float32: [2, K], [slots, 2, K] or [slots, K]
+    scales,  # float32: [2, K * KEY_PARTS], [slots, 2, K * KEY_PARTS] or [slots, K]
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
@@ -280,7 +311,7 @@ def paged_attention_kernel(
     q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
     scale_log2 = scale if SOFTCAP else scale * LOG2E
     if QUANT == "fp8":
-        scale_log2 *= tl.load(scales + kv_head)
+        scale_log2 *= fp8_scales(scales + kv_head * KEY_PARTS, gqa_M % GROUP, GROUP // KEY_PARTS, KEY_PARTS, 1)
     if QUANT != "":
         scaled_q_MD = scaled_q + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
         q_MD, q_scale = queries_for_8_bits(q_MD, scaled_q_MD, ok_MD, Q_IN_MEMORY, INT8_QUERIES)
@@ -301,12 +332,12 @@ def paged_attention_kernel(
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = upcast(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
-        scales_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS) + kv_head
+        scales_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS * KEY_PARTS) + kv_head * KEY_PARTS
         if QUANT == "int8" and not INT8_QUERIES:
-            k_ND *= scales_in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
+            k_ND *= scales_by_column(scales_N, ok_N, d, HEAD_DIM, KEY_PARTS, q_MD.dtype)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
         if QUANT == "int8_keys" or INT8_QUERIES:
-            s_MN *= scales_loaded_once(scales_N, ok_N)[None, :]
+            s_MN *= scales_by_row(scales_N, ok_N, gqa_M % GROUP, GROUP, KEY_PARTS)
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
         if ALIBI != "":
@@ -326,12 +357,12 @@ def paged_attention_kernel(
         ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
         v_NE = upcast(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), TO, ASM)
         if QUANT == "int8":
-            v_NE *= scales_in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), TO)[:, None]
+            v_NE *= scales_by_column(scales_N + KV_HEADS * KEY_PARTS, ok_N, e, VALUE_DIM, KEY_PARTS, TO)
         acc_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, acc_ME * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 
     if QUANT == "fp8":
-        acc_ME *= tl.load(scales + KV_HEADS + kv_head)
+        acc_ME *= fp8_scales(scales + (KV_HEADS + kv_head) * KEY_PARTS, e, VALUE_DIM // KEY_PARTS, KEY_PARTS, 0)
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
     safe_M = store_lse(lse, state_M, top_M, total_M, ok_M, MAX_OFFSET)
     # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
-from specdec.attention.kernels.paged_triton import capped, own_part, spaced, values_at
+from specdec.attention.kernels.paged_triton import capped, fp8_scales, own_part, spaced, values_at
 
 
 @triton.jit
@@ -30,6 +30,26 @@ def joined(top_G, total_G, acc_GE, lse_G, out_GE):
     return new_G, total_G * decay_G + weight_G, acc_GE * decay_G[:, None] + out_GE * weight_G[:, None]
 
 
+@triton.jit
+def token_scales(at_N, ok_N, is_first, AXIS: tl.constexpr, PARTS: tl.constexpr):
+    """Tokens' int8 scales with one more axis; with two parts those of the first part where is_first, else of the second."""
+    scale = tl.expand_dims(tl.load(at_N, mask=ok_N, other=0.0, cache_modifier=".cg"), AXIS)
+    if PARTS == 2:
+        second = tl.expand_dims(tl.load(at_N + 1, mask=ok_N, other=0.0, cache_modifier=".cg"), AXIS)
+        scale = tl.where(is_first, scale, second)
+    return scale
+
+
+@triton.jit
+def times_scale(p_GN, v_NE, scale, PARTS: tl.constexpr):
+    """Weights and values, of which the weights are multiplied with the values' scales, or the values if parts differ."""
+    if PARTS == 1:
+        p_GN *= scale
+    else:
+        v_NE = (v_NE.to(tl.float32) * scale).to(v_NE.dtype)
+    return p_GN, v_NE
+
+
 @triton.jit(
     do_not_specialize=["stride_row", "splits", "stride_whole_t", "stride_whole_h", "stride_lse_t", "stride_lse_h"],
     do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "q_positions", "slopes", "whole_out", "whole_lse"],
@@ -37,7 +57,7 @@ def joined(top_G, total_G, acc_GE, lse_G, out_GE):
 def suffix_merge_kernel(
     q,  # [T, H, D]
     kv,  # as in the paged kernel
-    scales,  # float32: [2, K], [slots, 2, K] or [slots, K]
+    scales,  # float32: [2, K * KEY_PARTS], [slots, 2, K * KEY_PARTS] or [slots, K]
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
@@ -90,8 +110,7 @@ def suffix_merge_kernel(
     ok_G, ok_D, ok_E = g < GROUP, d < HEAD_DIM, e < VALUE_DIM
     ok_GE = ok_G[:, None] & ok_E[None, :]
     head_G = kv_head * GROUP + g
-    top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
-    total_G = tl.zeros([PADDED_GROUP], tl.float32)
+    top_G, total_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32), tl.zeros([PADDED_GROUP], tl.float32)
     acc_GE = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
 
     if HAS_SUFFIX:
@@ -111,8 +130,8 @@ def suffix_merge_kernel(
         if ALIBI != "":
             q_at, slope_G = tl.load(q_positions + token, cache_modifier=".cg"), tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "fp8":
-            scale *= tl.load(scales + kv_head)
-            value_scale = tl.load(scales + KV_HEADS + kv_head)
+            scale *= fp8_scales(scales + kv_head * KEY_PARTS, g, GROUP // KEY_PARTS, KEY_PARTS, 1)
+            value_scale = fp8_scales(scales + (KV_HEADS + kv_head) * KEY_PARTS, e, VALUE_DIM // KEY_PARTS, KEY_PARTS, 0)
         for start in range(begin, length, BLOCK_N):
             key_N = start + tl.arange(0, BLOCK_N)
             ok_N = key_N < length
@@ -125,11 +144,12 @@ def suffix_merge_kernel(
             if QUANT != "":
                 k_ND, v_NE = k_ND.to(q.dtype.element_ty), v_NE.to(q.dtype.element_ty)
             s_GN = tl.dot(q_GD.to(k_ND.dtype), tl.trans(k_ND), input_precision="ieee") * scale
-            at_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS) + kv_head
+            at_N = scales + slot_N * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS * KEY_PARTS) + kv_head * KEY_PARTS
             if QUANT == "int8" or QUANT == "int8_keys":
-                s_GN *= tl.load(at_N, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
+                s_GN *= token_scales(at_N, ok_N, (g < GROUP // 2)[:, None], 0, KEY_PARTS)
             if QUANT == "int8":
-                value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
+                at_N += KV_HEADS * KEY_PARTS
+                value_scale = token_scales(at_N, ok_N, (e < VALUE_DIM // 2)[None, :], KEY_PARTS - 1, KEY_PARTS)
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
             if ALIBI != "":
@@ -140,7 +160,7 @@ def suffix_merge_kernel(
             decay_G = tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
             if QUANT == "fp8" or QUANT == "int8":
-                p_GN *= value_scale
+                p_GN, v_NE = times_scale(p_GN, v_NE, value_scale, KEY_PARTS)
             acc_GE = tl.dot(p_GN.to(v_NE.dtype), v_NE, acc_GE * decay_G[:, None], input_precision="ieee")
             top_G = new_G
 

@@ -19,7 +19,6 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
-from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
@@ -189,7 +188,7 @@ def launch_paged(
         q_THD, k, view.scales, segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, positions_T)),
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
-        torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if q_in_memory else q_THD,
+        torch.empty((T, H, k.shape[2]), dtype=torch.float16, device=q_THD.device) if q_in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries), VALUE_DIM=E,
         PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
@@ -274,7 +273,7 @@ def check_view(q_THD: Tensor, view: CachedHeads) -> None:
         assert view.scales.is_contiguous() and view.scales.dtype == torch.float32
     if isinstance(view, Int8KeysView):
         assert q_THD.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache's values are {v.dtype}"
-    elif not isinstance(view, QuantView):
+    elif not view.quant:
         assert q_THD.dtype == k.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache is {k.dtype}"
 
 

@@ -92,13 +92,11 @@ def _rope_arguments(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tenso
 
 def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
     """The keys and values of a view, its scales, and whether it reads heads in pairs."""
-    if isinstance(view, QuantView):
-        if view.int8_queries:
-            raise TypeError("the operators of attention know no int8_queries: it must be False, got True")
-        return view.kv, view.scales, False
-    if not isinstance(view, MHAView | PairedView):
+    if not isinstance(view, MHAView | QuantView | PairedView):
         raise _unknown(view)
-    return view.kv, None, isinstance(view, PairedView)
+    if view.int8_queries:
+        raise TypeError("the operators of attention know no int8_queries: it must be False, got True")
+    return view.kv, view.scales if view.quant else None, isinstance(view, PairedView)
 
 
 def _unknown(view: KVView) -> TypeError:

@@ -50,10 +50,8 @@ def stored_view(kv_N2KD: Tensor, scales: Tensor | None) -> MHAView | QuantView:
 
 def read_view(kv_N2KD: Tensor, scales: Tensor | None, paired: bool) -> ReadView:
     """`stored_view` as attention reads it.  paired: two heads as one of twice the width (differential attention)."""
-    if not paired:
-        return stored_view(kv_N2KD, scales)
-    assert scales is None, "differential attention needs a cache without scales"
-    return PairedView(kv_N2KD)
+    view = stored_view(kv_N2KD, scales)
+    return PairedView.of(view) if paired else view
 
 
 def rope_store(

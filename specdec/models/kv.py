@@ -52,7 +52,7 @@ def cache_layout(
         return SplitLayout(config.num_kv_heads, config.head_dim, config.value_width, dtype)
     if kv_cache_dtype in ("auto", FP8_LATENTS):
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
-    assert not config.split_width, "the capability table refuses 8-bit caches for such models"
+    assert not config.value_width, "the capability table refuses 8-bit caches for such models"
     if kv_cache_dtype == INT8_KEYS:
         return Int8KeysLayout(config.num_kv_heads, config.head_dim, dtype, int8_queries)
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales, int8_queries)

@@ -32,7 +32,7 @@ def check_cache_dtype(config: ModelConfig, kv_cache_dtype: str) -> None:
     allowed: tuple[str, ...] = ("auto",)
     if config.keeps_latents and config.latent_rank % GROUP == 0:
         allowed = ("auto", FP8_LATENTS)
-    elif not (config.keeps_latents or config.split_width):
+    elif not (config.keeps_latents or config.value_width):
         allowed = ("auto", "fp8", "int8")
     if kv_cache_dtype not in allowed:
         raise ValueError(

@@ -138,6 +138,7 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "int8 for odd latents": dict(latents=(320, 64), head_dims=(), kv_cache_dtype="int8"),
     "split heads in int8": dict(value_dims=(64,), kv_cache_dtype="int8"),
     "differential in fp8": dict(value_dims=(256,), features=DIFFERENTIAL, kv_cache_dtype="fp8"),
+    "differential with int8 keys": dict(value_dims=(256,), features=DIFFERENTIAL, kv_cache_dtype="int8_keys"),
     "values too wide": dict(value_dims=(512,), features=DIFFERENTIAL),
     "fp8 of odd heads": dict(head_dims=(128, 72), kv_cache_dtype="fp8"),
     "split heads in fp8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="fp8", features=INT8_QUERIES),

@@ -26,7 +26,8 @@ def table_rows() -> list[list[str]]:
         **_yes(Feature.INT8_QUERIES),
         Feature.LATENTS.shown: _mla,
         **_yes(Feature.SPARSE),
-        **_yes(Feature.SPLIT_HEADS, Feature.DIFFERENTIAL, can="KV in the model's own dtype"),
+        **_yes(Feature.SPLIT_HEADS, can="KV in the model's own dtype"),
+        **_yes(Feature.DIFFERENTIAL, can="KV in the model's own dtype, fp8 or int8"),
         **_yes(Feature.DETERMINISTIC, can="on CUDA 9.x"),  # other conditions come from the products around attention
         **_yes(Feature.TREES),
         "CUDA graphs": _graphs,

@@ -6,7 +6,7 @@ Without a GPU the Triton kernels run in the interpreter.
 Shapes: B sequences, N queries of each, T = B * N, H heads, K kv heads, D key dim, E value dim.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +19,7 @@ from toolkit.trees import mask_of
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.caches.quant_cache import KV_CACHE_DTYPES, QuantView
 from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -58,7 +59,7 @@ def view_of(pages: Scattered, sizes: Sizes, dtype: torch.dtype) -> View:
 
 def exact(view: View) -> View:
     """The same numbers in float64."""
-    return type(view)(*(getattr(view, field.name).double() for field in fields(view)))
+    return PairedView(view.kv.double()) if isinstance(view, PairedView) else SplitView(view.k.double(), view.v.double())
 
 
 def plan_of(shape: str, pages: Scattered, N: int) -> AttentionPlan:
@@ -108,6 +109,54 @@ def test_against_the_definition(backend: Backend, shape: str, page_size: int, si
         want_THE = attend(ReferenceBackend(), q_THD.double(), exact(view), local, scoring)
         assert out_THE.shape == (T, sizes.K * sizes.G, sizes.E) and out_THE.dtype == dtype
         torch.testing.assert_close(out_THE.double(), want_THE, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+
+
+def pairs_in_8_bits(pages: Scattered, quant: str, int8_queries: bool) -> PairedView:
+    """Pairs of which each head has scales of its own, very unlike its neighbour's.  What nobody may read is NaN, or has NaN for
+    its scale."""
+    K, _, D, _, _ = SIZES[2]
+    size = 4.0 ** torch.arange(2 * K, dtype=torch.float32, device=DEVICE).view(2, K, 1) / 16
+    slots_N = torch.cat([pages.slots(row, 0, n + pages.extra) for row, n in enumerate(pages.lens)])
+    heads = pages.randn(len(slots_N), 2, K, D) * size
+    kv = torch.full((pages.num_slots, 2, K, D), -1, dtype=torch.int8, device=DEVICE).view(KV_CACHE_DTYPES[quant])
+    if quant == "fp8":
+        view = QuantView(kv, torch.empty(2, K, device=DEVICE), needs_scale=True)
+    else:
+        scales = torch.full((pages.num_slots, 2, K), torch.nan, device=DEVICE)
+        view = QuantView(kv, scales_N2K=scales, int8_queries=int8_queries)
+    view.write(slots_N, heads)
+    return PairedView.of(view)
+
+
+@pytest.mark.slow_cases(keep=4)
+@pytest.mark.parametrize(
+    ("quant", "shape", "page_size", "dtype", "programs"),
+    [
+        ("fp8", "tree", 4, torch.float32, 6), ("int8", "tree", 16, torch.float32, 6),
+        ("int8 queries", "tree", 1, torch.float16, 200), ("fp8", "chain", 16, torch.float16, 200),
+        ("int8", "chain", 1, torch.float16, 6), ("int8", "prompts", 4, torch.float16, 200),
+        ("fp8", "prompts", 64, torch.float16, 6), ("int8 queries", "prompts", 16, torch.float32, 6),
+        # Triton's interpreter computes 8-bit suffixes wrongly in bfloat16, of ordinary heads too.
+        *(pytest.param(quant, shape, 16, torch.bfloat16, 200, marks=pytest.mark.gpu)
+          for quant in ("fp8", "int8", "int8 queries") for shape in ("tree", "prompts")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pairs_in_8_bits(quant: str, shape: str, page_size: int, dtype: torch.dtype, programs: int) -> None:
+    """Keeps out: a half of a key or value with the scale of the other half.  The definition reads what the cache gives back."""
+    N, (K, G, D, E, _) = len(PARENTS), SIZES[2]
+    pages = Scattered(LENS, page_size, extra=N, seed=page_size, device=DEVICE)
+    view, plan = pairs_in_8_bits(pages, quant.split()[0], "queries" in quant), plan_of(shape, pages, N)
+    q_THD = pages.randn(int(plan.segments[0].cu_seqlens_q[-1]), K * G, D, dtype=dtype) / 4
+    bound = BOUNDS.get(dtype, 3e-2)
+    for kind, scoring in ((FULL, Scoring(0.3, 5.0)),) if shape == "prompts" else ((FULL, PLAIN), (KINDS[1], Scoring(0.3, 5.0))):
+        local = plan.local(kind)
+        want_THE = attend(ReferenceBackend(), q_THD.double(), view, local, scoring)
+        for backend in (TritonBackend(programs), TorchBackend()):
+            out_THE = attend(backend, q_THD, view, local, scoring)
+            assert out_THE.shape == (len(q_THD), K * G, E) and out_THE.dtype == dtype
+            size_E = want_THE.abs().amax((0, 1))  # columns differ in size as heads do
+            torch.testing.assert_close(out_THE.double() / size_E, want_THE / size_E, atol=bound, rtol=bound)
 
 
 def test_a_pair_reads_both_values_with_each_key() -> None:

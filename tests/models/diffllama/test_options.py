@@ -68,6 +68,27 @@ def test_text_is_that_of_the_definition(zoo: OptionsZoo, name: str, head: str, s
     assert [out.token_ids for out in outputs] == [zoo.defined(name).greedy(prompt, 10) for prompt in PROMPTS]
 
 
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize(
+    ("name", "kept", "shape", "rounds"),
+    [("plain", "int8", "tree", False), ("all options", "fp8", "tree", False), ("windows", "int8", "chain", True)],
+)
+def test_text_over_8_bit_caches_does_not_depend_on_drafts(
+    zoo: OptionsZoo, name: str, kept: str, shape: str, rounds: bool
+) -> None:
+    """Keeps out: nodes of a tree that are read in another precision than the committed text, and near-ties taken for faults."""
+    settings = dict(page_size=4, max_batch_size=2, kv_cache_dtype=kept, int8_queries=rounds)
+    decoder = zoo.decoder(name, "eagle3", SHAPES[shape], **settings)
+    drafted, plain = (
+        [out.token_ids for out in decoder.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)]
+        for speculate in (True, False)
+    )
+    assert drafted == plain
+    if kept == "int8" and not rounds:  # near enough to the definition, which keeps all numbers as they are
+        defined = [zoo.defined(name).greedy(prompt, 2) for prompt in PROMPTS]
+        assert sum(got[:2] == want for got, want in zip(drafted, defined, strict=True)) >= len(PROMPTS) - 1
+
+
 # ---- what is refused ----
 
 

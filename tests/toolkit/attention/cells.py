@@ -23,7 +23,8 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
 SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
 QUERIES = " queries"  # what follows a kv_cache_dtype whose queries are rounded to int8
-CACHES = (*KV_DTYPES, "int8" + QUERIES, INT8_KEYS + QUERIES, "mla", "sparse", "sparse fp8", "split", "differential")
+PAIRS = {"differential": "auto", "differential fp8": "fp8", "differential int8": "int8"}  # caches, and how they are kept
+CACHES = (*KV_DTYPES, "int8" + QUERIES, INT8_KEYS + QUERIES, "mla", "sparse", "sparse fp8", "split", *PAIRS)
 RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of caches of latents, where a backend takes any
 SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer selected
 PAGE_SIZES = (1, 4, 256)
@@ -43,7 +44,7 @@ FLOAT8_PRODUCTS = 0.12  # the tolerance where a GPU rounds softmax weights to fl
 
 
 class MatrixCell(NamedTuple):
-    """cache: a kv_cache_dtype, perhaps with QUERIES; mla; one of SPARSE; split: values of another width; or differential.
+    """cache: a kv_cache_dtype, perhaps with QUERIES; mla; one of SPARSE; split: values of another width; or one of PAIRS.
 
     capped: with softcap and sinks.  extra: one of EXTRAS.
     """
@@ -85,7 +86,7 @@ class MatrixCell(NamedTuple):
 
     @property
     def kv_cache_dtype(self) -> str:
-        kept = self.cache.removesuffix(QUERIES)
+        kept = PAIRS.get(self.cache, self.cache.removesuffix(QUERIES))
         return FP8_LATENTS if kept == "sparse fp8" else kept if kept in KV_DTYPES else "auto"
 
     @property
@@ -95,21 +96,21 @@ class MatrixCell(NamedTuple):
     @property
     def ordinary(self) -> bool:
         """Whether the cache holds keys and values of ordinary heads, alike in width."""
-        return self.rank is None and self.cache not in ("split", "differential")
+        return self.rank is None and self.cache not in ("split", *PAIRS)
 
     @property
     def needs(self) -> AttentionNeeds:
         asked = {
             Feature.ALIBI: self.extra == "alibi", Feature.ENCODER: self.extra in ("cross", "encoder"),
             Feature.SOFTCAP: self.capped, Feature.SINKS: self.capped, Feature.SPARSE: self.cache in SPARSE,
-            Feature.INT8_QUERIES: self.int8_queries, Feature.DIFFERENTIAL: self.cache == "differential",
+            Feature.INT8_QUERIES: self.int8_queries, Feature.DIFFERENTIAL: self.cache in PAIRS,
             Feature.TREES: self.tree,
         }  # fmt: skip
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (self.head_dim,),
             kinds=(FULL, LAYERS[self.kind]), kv_cache_dtype=self.kv_cache_dtype,
             latents=None if self.rank is None else (self.rank, self.rope_dim),
-            value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
+            value_dims={"split": (E,), **dict.fromkeys(PAIRS, (2 * D,))}.get(self.cache, ()),
             page_size=self.page_size, features=GRAPHS[self.graphs].union(f for f, is_asked in asked.items() if is_asked),
         )  # fmt: skip
 
@@ -123,7 +124,7 @@ def dtype_of(backend: str) -> torch.dtype:
 
 def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
     """What models with such a cache, and perhaps softcaps and sinks, have besides."""
-    if capped or cache in ("differential", INT8_KEYS, *SPARSE) or cache.endswith(QUERIES):
+    if capped or cache in (*PAIRS, INT8_KEYS, *SPARSE) or cache.endswith(QUERIES):
         return ("",)
     return EXTRAS if cache in ("auto", "fp8", "int8") else ("", "alibi")
 

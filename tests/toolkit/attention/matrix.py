@@ -40,6 +40,7 @@ from toolkit.attention.cells import (
     LAYERS,
     LENS,
     LONGEST,
+    PAIRS,
     PARENTS,
     RANKS,
     REACH,
@@ -119,7 +120,8 @@ class World:
         if cell.capped:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
         if cell.extra == "alibi":
-            self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
+            roots = cell.page_size == 4  # of distances; at other page sizes slopes are multiplied with the distances
+            self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE), sqrt_alibi=roots)
         self.heads_kv, self.head_dim = (1, cell.rank + cell.rope_dim) if cell.rank else (K, cell.head_dim)
         self.fill()
 
@@ -134,14 +136,14 @@ class World:
             return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)  # such layers have no windows
         if self.cell.cache == "split":
             return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
-        if self.cell.cache == "differential":
-            return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
         own = self.cell.head_dim
         layout: CacheLayout = HeadsLayout(K, own, self.dtype)
         if self.cell.kv_cache_dtype == INT8_KEYS:
             layout = Int8KeysLayout(K, own, self.dtype, self.cell.int8_queries)
         elif self.cell.kv_cache_dtype != "auto":
             layout = QuantLayout(self.cell.kv_cache_dtype, K, own, device, int8_queries=self.cell.int8_queries)
+        if self.cell.cache in PAIRS:
+            return KVCache(layout, kinds, num_slots, device=device)
         kinds, kv_layers = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
         return KVCache(layout, kinds, num_slots, device=device, kv_layers=kv_layers)
 
@@ -215,7 +217,7 @@ class World:
             else:
                 qkv_TXD, prep = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1), HeadPrep(None, K)
                 inputs: LayerInputs = HeadInputs(qkv_TXD, prep)
-                if self.cell.cache == "differential":
+                if self.cell.cache in PAIRS:
                     inputs = DifferentialInputs(qkv_TXD, prep, difference())
                 outs.append(attn(layer, inputs, scoring=self.scoring))
         if self.cell.ordinary:
@@ -256,7 +258,7 @@ class World:
         for b, q_NHD in enumerate(q_THD.unflatten(0, (len(LENS), N))):
             L = int(self.lens_B[b])
             view = self.cache.view(layer)
-            view = PairedView(view.kv) if self.cell.cache == "differential" else view  # type: ignore[attr-defined]
+            view = PairedView.of(view) if self.cell.cache in PAIRS else view  # type: ignore[arg-type]
             k, v = view.read(self.slots(b, L + N), torch.float64)
             at_X = torch.cat((torch.arange(L, device=DEVICE), L + self.depth_N))
             seen_NX = torch.cat((torch.ones(N, L, dtype=torch.bool, device=DEVICE), self.mask_NN), dim=1)
@@ -268,7 +270,7 @@ class World:
             q_NHD = queries_as_read(view, q_NHD.double())
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])
         out = torch.cat(outs)
-        if self.cell.cache == "differential":
+        if self.cell.cache in PAIRS:
             return subtract_halves(out, K, difference()), magnified(out)
         return out, 1.0
 
