@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 from specdec.attention.backend import Backend
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
-from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.limits import LIMITS
 from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.operators.heads import backend_for
@@ -28,6 +28,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.checks import require_choice, require_int
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import resolve_target
+from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
@@ -40,16 +41,22 @@ from specdec.operators.given_cache import LAYOUTS, SCALE, GivenCache, LayerTenso
 class DecodePass(nn.Module):
     """The next N tokens of B sequences through a target: one token of each to decode, more for a prompt or its chunks.
 
-    target: a model of one of specdec's own families, on its device.
+    target: a model on its device.  One that runs through transformers' code can be exported, and compiled afterwards;
+        torch.compile alone refuses it (`_by_transformers`).
     page_size: tokens of a page.
     kv_cache_dtype: "auto" (the target's own dtype); "fp8" or "int8" for keys and values; "fp8_ds_mla" for latents.
     """
 
     def __init__(self, target: Target, page_size: int = 1, kv_cache_dtype: str = "auto") -> None:
         super().__init__()
-        if not isinstance(target, CausalLM):
-            expected = "target must be a model of specdec's own families, as backend='native' loads it"
-            raise TypeError(f"{expected}, got {type(target).__name__}")
+        if not isinstance(target, Target):
+            raise TypeError(f"target must be a Target, as load_chosen returns it, got {type(target).__name__}")
+        for refused, what in ((target.config.encoder, "an encoder"), (any(map(_alibi, target.config.layer_kinds)), "ALiBi")):
+            if refused:
+                raise ValueError(
+                    f"target must be a model that operators compute, got family {target.config.family!r} with {what}; nearest "
+                    "setting that works: run it by SpecDecoder"
+                )
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
         check_cache_dtype(target.config, kv_cache_dtype)
         self.kv_cache_dtype, weight = kv_cache_dtype, target.embed_tokens.weight
@@ -73,12 +80,17 @@ class DecodePass(nn.Module):
         max_positions: int = 2048,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        backend: str = "auto",
     ) -> DecodePass:
-        """The pass of a target that is loaded from a folder or a hub id.  max_positions: the longest sequence that it reads."""
+        """The pass of a target that is loaded from a folder or a hub id.
+
+        max_positions: the longest sequence that it reads.
+        backend: "native" (specdec's own modules), "transformers", or "auto": own modules where there are some.
+        """
         folder = resolve_target(target, "target")
         require_int("max_positions", max_positions, 1)
         require_choice("dtype", dtype, tuple(DTYPES), "float32")
-        chosen = choose_target(folder, "native")
+        chosen = choose_target(folder, backend)
         return cls(load_chosen(chosen, folder, max_positions, torch.device(device), dtype, False), page_size, kv_cache_dtype)
 
     def new_cache(self, num_slots: int) -> list[LayerTensors]:
@@ -149,13 +161,31 @@ class DecodePass(nn.Module):
             return inputs.paged(LayerCall(backend, view, kind, slots_T, prepared, rows_R, scoring, handed_on))
 
         assert plan.positions_T is not None
-        out = self.target(tokens_BN.flatten(), plan.positions_T, attn)
-        return self.target.logits(out.hidden_TH).unflatten(0, shape)
+        run = _natively if isinstance(self.target, CausalLM) else _by_transformers
+        return run(self.target, tokens_BN.flatten(), plan.positions_T, attn).unflatten(0, shape)
 
     def given_cache(self, cache: Sequence[LayerTensors], sets_scales: bool = False) -> GivenCache:
         """These tensors as a cache of the target's layers.  sets_scales: see GivenCache."""
         config = self.target.config
         return GivenCache(self.layout, config.layer_kinds, config.kv_source, cache, sets_scales)
+
+
+def _natively(target: Target, ids_T: Tensor, positions_T: Tensor, attn: Any) -> Tensor:
+    """The logits [T, V] after each of the tokens."""
+    return target.logits(target(ids_T, positions_T, attn).hidden_TH)
+
+
+@torch.compiler.disable(
+    reason="torch.compile can't trace a target that runs through transformers' code, which finds specdec's attention by a "
+    "ContextVar; nearest that works: torch.compile(export_decode(decode).run_decompositions().module())"
+)
+def _by_transformers(target: Target, ids_T: Tensor, positions_T: Tensor, attn: Any) -> Tensor:
+    """The same, where transformers' code computes them.  torch.export runs that code, however the code finds attention."""
+    return _natively(target, ids_T, positions_T, attn)
+
+
+def _alibi(kind: LayerKind) -> bool:
+    return kind.alibi
 
 
 def chain_plan(pages: PageTable, lens_B: Tensor, N: int) -> AttentionPlan:
@@ -231,4 +261,13 @@ def export_decode(
     if trees:
         args += (torch.ones(B, N, N, dtype=torch.bool, device=device).tril(),)
         by_dim += ({0: dims["batch"], 1: dims["num_tokens"], 2: dims["num_tokens"]},)
-    return torch.export.export(decode, args, dynamic_shapes=by_dim)
+    if isinstance(decode.target, CausalLM):
+        return torch.export.export(decode, args, dynamic_shapes=by_dim)
+    try:
+        return torch.export.export(decode, args, dynamic_shapes=by_dim)
+    except Exception as error:  # of any kind: the code is the model's own
+        any_size = "" if all(given.values()) else "give every size a number (batch, num_tokens, table_width, num_slots), or "
+        raise ValueError(
+            f"family {decode.target.config.family!r} can't be exported through transformers' code for these sizes "
+            f"({one_line(error)}); nearest that works: {any_size}run it by SpecDecoder"
+        ) from error

@@ -30,11 +30,14 @@ def experts_forward(
     """[T, H]: the weighted sum of the outputs of each token's top-k experts.
 
     experts: the transformers module that holds the experts' weights. topk_ids_TK, topk_weights_TK: from the router.  grouped:
-    whether a grouped product may be taken.  Without one the tokens are split so that a product copies at most `copied_bytes`.
+    whether a grouped product may be taken.  Without one the tokens are split so that a product copies at most `copied_bytes`;
+    in a trace for any number of tokens they are not, because a graph has a fixed number of parts.
     """
     matrices = [weight for weight in experts.parameters() if weight.dim() == 3]
     if grouped and has_grouped_product(matrices):
         return grouped_mm_experts_forward(experts, hidden_TH, topk_ids_TK, topk_weights_TK)
+    if not isinstance(hidden_TH.shape[0], int):
+        return batched_mm_experts_forward(experts, hidden_TH, topk_ids_TK, topk_weights_TK)
     bytes_per_token = topk_ids_TK.shape[1] * sum(weight[0].numel() * weight.element_size() for weight in matrices)
     size = max(1, copied_bytes // bytes_per_token)
     parts = zip(*(x.split(size) for x in (hidden_TH, topk_ids_TK, topk_weights_TK)), strict=True)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specdec.models.transformers_backend.own_attention.forwards import call_our_attention
+from specdec.ops.launch import KERNEL_DTYPES
 
 
 class Unsupported(Exception):
@@ -121,16 +122,19 @@ def _freeze_cutoffs(decoder: nn.Module) -> None:
         sparsity = getattr(module, "activation_sparsity", 0.0)
         if hasattr(module, "_gaussian_topk") and sparsity > 0:
             share = torch.tensor(sparsity, dtype=torch.float32, device="cpu")
-            deviations = torch.erfinv(2 * share - 1) * math.sqrt(2)
+            exact = torch.erfinv(2 * share - 1) * math.sqrt(2)
+            deviations = {
+                dtype: exact.to(dtype).item() for dtype in (*KERNEL_DTYPES, torch.float64)
+            }  # rounded first, as transformers does
             module._gaussian_topk = partial(_above_cutoff, deviations=deviations)  # type: ignore[assignment]
 
 
-def _above_cutoff(inputs: Tensor, deviations: Tensor) -> Tensor:
+def _above_cutoff(inputs: Tensor, deviations: dict[torch.dtype, float]) -> Tensor:
     """How far each input lies above its row's mean plus so many standard deviations; 0 below.
 
-    deviations: a number on the host, float32; it is rounded to the inputs' dtype first, as transformers does.
+    deviations: how many, by the inputs' dtype.
     """
-    number = deviations.to(inputs.dtype).item()
+    number = deviations[inputs.dtype]
     cutoff = inputs.mean(dim=-1, keepdim=True) + inputs.std(dim=-1, keepdim=True, unbiased=False) * number
     return F.relu(inputs - cutoff)
 

@@ -120,7 +120,8 @@ class World:
         if cell.capped:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
         if cell.extra == "alibi":
-            self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
+            roots = cell.page_size == 4  # of distances; at other page sizes slopes are multiplied with the distances
+            self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE), sqrt_alibi=roots)
         self.heads_kv, self.head_dim = (1, cell.rank + cell.rope_dim) if cell.rank else (K, cell.head_dim)
         self.fill()
 
