@@ -162,7 +162,12 @@ class TritonBackend(Backend):
         if tiles is None:
             key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
             tiles = paged_tiles(wanted, widest, q_THD.itemsize, *kept)
-            tiles = tiles.within(shared_memory(q_THD.device), key_bytes, padded(k.shape[2]) * q_THD.itemsize)
+            room = shared_memory(q_THD.device)
+            if (
+                view.quant and k.shape[2] > q_THD.shape[2]
+            ):  # halves with scales of their own pass through shared memory once more
+                room -= tiles.block_n * padded(v.shape[2]) * q_THD.itemsize
+            tiles = tiles.within(room, key_bytes, padded(k.shape[2]) * q_THD.itemsize)
         num_tiles = triton.cdiv(seqlen_q_packgqa, tiles.block_m)
         return tiles, splits_for(
             segment.rows * K * num_tiles, segment.max_keys, tiles.min_split_keys, programs * tiles.ctas_per_sm

@@ -108,7 +108,17 @@ def heads_attention() -> None:
 
     attend(triton, HeadsLayout(8, 128, torch.bfloat16), FULL, normed)
     attend(triton, SplitLayout(16, 192, 128, torch.bfloat16), FULL, of_two_widths)
+
+    def weighed(T: int) -> LayerInputs:
+        difference = Difference(floats(1)[0], 0.2, 1e-5, floats(256))
+        return DifferentialInputs(halves(T, 64, 128), HeadPrep(rotation(128, T), 16), difference)
+
     attend(triton, HeadsLayout(16, 128, torch.bfloat16), FULL, differential)
+    attend(triton, HeadsLayout(16, 128, torch.bfloat16), LayerKind(alibi=True), weighed, Scoring(slopes_H=floats(32)))
+    for rounds in (False, True):
+        attend(triton, QuantLayout("int8", 16, 128, here(), int8_queries=rounds), FULL, differential)
+    if has_float8():
+        attend(triton, QuantLayout("fp8", 16, 128, here()), window, differential, capped)
 
 
 class Latents(LayerInputs):
