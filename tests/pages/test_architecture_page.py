@@ -51,9 +51,12 @@ def test_another_import_changes_the_picture(tmp_path):
         return drawer.read_imports(root).arrows
 
     found = drawn(serve="import specdec.decoder", models="import specdec.ops.norm")
-    assert found == {"serve": ["decoder"], "models": ["leaf"]}
+    assert found == {"serve": ["decoder"], "models": ["ops"]}
     found = drawn(cli="import specdec.serve.a, specdec.decoder", serve="import specdec.decoder")
     assert found["cli"] == ["serve"]  # the other arrow follows from it
+    both = "import specdec.batch.a, specdec.models.a"
+    assert drawer.together(drawn(verify=both, draft=both)) == [(["verify", "draft"], ["batch", "models"])]
+    assert len(drawer.together(drawn(verify=both, draft="import specdec.batch.a"))) == 2
     with pytest.raises(ValueError, match="models imports cli"):
         drawn(models="import specdec.cli.a")
     with pytest.raises(ValueError, match="no place for novel"):
