@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.differential.inputs import DifferentialInputs
+from specdec.attention.differential.inputs import DifferentialInputs, DifferentialQueries
 from specdec.attention.differential.subtract import Difference
-from specdec.attention.inputs import AttentionFn
+from specdec.attention.inputs import AttentionFn, LayerInputs
 from specdec.attention.kinds import Scoring
 from specdec.models.causal_lm import PreNormLayer
 from specdec.models.config import ModelConfig
@@ -28,6 +28,8 @@ from specdec.ops.rope import HeadPrep, Rotation
 class DifferentialAttention(nn.Module):
     """Differential attention of one layer: one projection to queries, keys and values, attention, output projection.
 
+    A layer that reads the keys and values of an earlier layer projects queries only.
+    num_kv_heads: K, of the layer whose keys and values it reads.  all_kv_heads: of all ranks.
     factor: float32 without dims, the layer's lambda.  The loader computes it from the checkpoint's four vectors.
     norm_weight: float32, of the norm of the difference; None unless the checkpoint has one (`subln`).
     """
@@ -35,7 +37,9 @@ class DifferentialAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = projection(config, config.hidden_size, self.num_kv_heads)
+        self.all_kv_heads = config.num_kv_heads * config.shard.size // config.kv_copies
+        self.shares_kv = config.kv_source[layer] != layer
+        self.qkv_proj = projection(config, config.hidden_size, 0 if self.shares_kv else self.num_kv_heads)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32, device=made_now().device))
         self.scoring = Scoring(softcap=config.softcap)
@@ -47,7 +51,11 @@ class DifferentialAttention(nn.Module):
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
         difference = Difference(self.factor, self.scale, self.eps, self.norm_weight)
-        inputs = DifferentialInputs(qkv_TXD, HeadPrep(rotation, self.num_kv_heads), difference)
+        inputs: LayerInputs
+        if self.shares_kv:
+            inputs = DifferentialQueries(qkv_TXD, HeadPrep(rotation, 0), difference, self.num_kv_heads)
+        else:
+            inputs = DifferentialInputs(qkv_TXD, HeadPrep(rotation, self.num_kv_heads), difference)
         return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
 

@@ -20,7 +20,8 @@ class KernelGroup(NamedTuple):
 
     trigger: before their wait, after it, or never.  unchained: they have no wait either.
     why: what this is good for.
-    others: kernels that read nothing before their wait, by name.  reads: for others the arguments that they read there.
+    others: kernels that read nothing before their wait, by name.  reads: for all other kernels of the group the arguments that
+    they read there.
     """
 
     trigger: Trigger
@@ -37,6 +38,7 @@ class Chain(NamedTuple):
     reads: frozenset[str]
 
 
+WORDS = "high_tiles max_outliers outlier_columns outliers qweight_tiles scales zero_points"  # all that a product's weight is
 GROUPS = (
     KernelGroup(
         "early",
@@ -66,24 +68,28 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of quantised experts reads topk_ids, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear quantised_warp quantised_warpgroup",
+        "tiled_linear experts_linear weighted_sum each_linear",
         {
-            "quantised_experts": "topk_ids qweight counts",
+            "quantised_experts": "topk_ids qweight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",
             "x_first_linear": "weight",
             "quantised_linear": "qweight",
+            "quantised_warp": WORDS,
+            "quantised_warpgroup": WORDS,
         },
     ),
     KernelGroup(
         "late",
-        "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait.",
+        "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
+        "itself only paged_hopper's producer reads before its wait, and only pages that earlier passes have filled: not those "
+        "with keys that this layer may have just stored (`Segment.fresh`).",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
             "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
-            "paged_hopper": "cache_seqlens cu_seqlens_q starts",
+            "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
             "latent_attention": "cache_seqlens cu_seqlens_q starts",

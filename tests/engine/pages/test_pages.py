@@ -87,7 +87,7 @@ def wrong_reads(ring: int, page_size: int, span: int, ahead: int, seed: int) -> 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_ring_is_just_long_enough(page_size: int) -> None:
-    """Keeps out: an off-by-one at a page's or window's border.  With a page less, where slots count, reads go wrong."""
+    """Keeps out: an off-by-one at a page's or window's edge.  With a page less, where slots count, reads go wrong."""
     rng = random.Random(page_size)
     for _ in range(40):
         span, ahead = rng.randint(1, 40), rng.randint(1, 40)

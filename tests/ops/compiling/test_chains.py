@@ -1,11 +1,16 @@
 """The table of chained launches says what the kernels' source does."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from toolkit.ahead.chained import Found, kernels
+from toolkit.ahead.chained import Found, Module, kernels
+from toolkit.paths import ROOT
 
 from specdec.ops.compiling.chains import CHAINS
+
+PAGED = ROOT / "attention/kernels/paged_hopper.py"
+QUANTISED = ROOT / "specdec/ops/products/kernels/quantised"
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +30,11 @@ def test_kernels_trigger_when_the_table_says(source: dict[str, Found]) -> None:
         assert when == CHAINS[name].trigger, name
 
 
+def test_every_branch_of_a_chained_kernel_waits(source: dict[str, Found]) -> None:
+    """Keeps out: a program that ends without having waited, after which the next kernel takes all in front for complete."""
+    assert {name for name, found in source.items() if found.waits and not found.always} == set()
+
+
 def test_kernels_read_before_their_wait_what_the_table_says(source: dict[str, Found]) -> None:
     """Keeps out: one more load before a wait, of what the kernel in front may still be writing."""
     for name, found in source.items():
@@ -34,3 +44,39 @@ def test_kernels_read_before_their_wait_what_the_table_says(source: dict[str, Fo
 def test_nothing_is_written_before_a_wait(source: dict[str, Found]) -> None:
     """Keeps out: a store into memory that the kernel in front may still be reading."""
     assert {name for name, found in source.items() if found.waits and found.stores} == set()
+
+
+PLANTED = [
+    # A kernel's file; a line of one of its partitions, and what is planted in front of it; what is found then, in which field.
+    (PAGED, "    blocks = gl.cdiv(", "    gl.store(lse + split, 0.0)\n", "stores", "lse"),  # lse: in a tuple of arguments
+    (PAGED, "    mbarrier.wait(full.index(STAGES), 0", "    gl.store(lse + split, 0.0)\n", "stores", None),  # after the wait
+    (PAGED, "    blocks = gl.cdiv(", "    total_M = total_M + gl.load(lse + split)\n", "reads", "lse"),
+    (PAGED, '    if FRESH != "all":', "    tma_load(q_tiles, [0, 0, 0], full.index(0), q_smem.index(0))\n", "reads", "q_tiles"),
+    (QUANTISED / "warpgroup_hopper.py", "    stage = FIRST\n", "    gl.store(y + tile, 0.0)\n", "stores", "y"),
+    (QUANTISED / "warpgroup_hopper.py", "    stage = FIRST\n", "    gl.atomic_add(arrivals + tile, 1)\n", "stores", "arrivals"),
+    (QUANTISED / "warpgroup_hopper.py", "    stage = FIRST\n", "    base += gl.load(bias + tile)\n", "reads", "bias"),
+    (QUANTISED / "warpgroup_hopper.py", "    if FIRST > 0:\n", "    gl.store(y + tile, 0.0)\n", "stores", None),
+    # The consumers wait for columns of x.  If the producer loads some before its wait, they no longer wait for the kernel.
+    (
+        QUANTISED / "warpgroup_hopper.py", "    if PDL:\n        gdc_wait()\n        gdc_launch_dependents()\n",
+        "    _load_columns(x_tiles, more_tiles, columns, full_x, first_m, low * BLOCK_K, 0, BLOCK_M, MORE_M, BLOCK_K)\n",
+        "stores", "y",
+    ),
+    (QUANTISED / "warp_hopper.py", "    for step in range(steps):\n", "    phase = 1\n", "stores", "y"),  # such a wait is none
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "line", "planted", "field", "found"), PLANTED)
+def test_planted_accesses_of_partitions_are_found(
+    path: Path, line: str, planted: str, field: str, found: str | None, tmp_path: Path
+) -> None:
+    """Keeps out: a walk that passes over warps of their own, or over what they are handed in tuples."""
+    text = path.read_text()
+    at = text.rindex(line)
+    copy = tmp_path / path.name
+    copy.write_text(text[:at] + planted + text[at:])
+    (name, clean), (_, broken) = (next(iter(Module(each).kernels().items())) for each in (path, copy))
+    expected = {found} if found else set()
+    assert expected <= getattr(broken, field) - getattr(clean, field), name
+    assert found is not None or getattr(broken, field) == getattr(clean, field)
+    assert found not in CHAINS[name].reads

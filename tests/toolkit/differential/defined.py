@@ -23,6 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # by name, the arguments of `save_with_o
     "windows": dict(family="diffllama-gqa", attention_windows=[None, 5, 2, None]),
     "all windows": dict(family="diffllama-mha", attention_windows=[7, 7, 7, 7]),
     "softcap": dict(family="diffllama", attention_softcap=3.0),
+    "shared": dict(family="diffllama-gqa", sources=[0, 1, 1, 1]),
+    "shared pairs": dict(family="diffllama-mha", sources=[0, 0, 2, 2], attention_windows=[None, None, 6, 6], norm=True),
+    "shared, capped": dict(family="diffllama", sources=[0, 1, 0, 1], attention_softcap=3.0),
     "all options": dict(family="diffllama-mha", norm=True, attention_windows=[None, 6, 6, None], attention_softcap=4.0),
 }
 
@@ -40,12 +43,20 @@ def save_with_options(folder: Path, family: str, sources: list[int] | None = Non
         width = 2 * (raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
         for layer in range(raw["num_hidden_layers"]):
             tensors[f"model.layers.{layer}.self_attn.{NORM}"] = 1 + 0.3 * torch.randn(width, generator=generator)
-    for layer, source in enumerate(sources or []):
+    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 700.0}
+    path.write_text(json.dumps(raw | config))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return share(folder, sources) if sources else folder
+
+
+def share(folder: Path, sources: list[int]) -> Path:
+    """Gives the folder's config.json that kv_source, and drops the tensors that sharing layers lack."""
+    path, weights, tensors = folder / "config.json", folder / "model.safetensors", load_file(folder / "model.safetensors")
+    for layer, source in enumerate(sources):
         if layer != source:
             gone = tuple(f"model.layers.{layer}.self_attn.{part}." for part in ("k_proj", "v_proj"))
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(gone)}
-    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 700.0}
-    path.write_text(json.dumps(raw | config | ({"kv_source": sources} if sources else {})))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kv_source": sources}))
     save_file(tensors, weights, metadata={"format": "pt"})
     return folder
 
