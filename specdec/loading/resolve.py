@@ -179,6 +179,8 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
             f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
             f"got {target.latent_rank}"
         )
+    if any(kind.alibi for kind in target.layer_kinds):
+        refuse("computes attention without ALiBi, which this target has")
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":

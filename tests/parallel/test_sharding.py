@@ -28,7 +28,7 @@ ZOOS: dict[type[Zoo], tuple[str, ...]] = {
     Zoo: ("llama", "llama3-tied-dim8", "llama-dim80-biases", "qwen2", "qwen3", "diffllama-mha", "diffllama-gqa"),
     DeepseekZoo: ("v2-lite", "v3", "v3-no-q-lora", "v2-dense-biases"),
     SparseZoo: ("v32-dense-biases", "glm"),
-    OptionsZoo: ("shared pairs",),
+    OptionsZoo: ("shared pairs", "alibi"),
 }
 NAMES = [(zoo, name) for zoo, names in ZOOS.items() for name in names]
 

@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_definition(zoo: OptionsZoo, name: str) -> None:
     """In one pass, in chunks of a prompt, and without a cache."""
     model, defined = load(zoo, name), zoo.defined(name)
     want = torch.cat([defined.logits(prompt) for prompt in PROMPTS]).float()
-    close = dict(atol=1e-5 * float(want.abs().max()), rtol=1e-4)
+    close = dict(atol=3e-5 * float(want.abs().max()), rtol=1e-4)  # norms magnify the rounding of differences
     torch.testing.assert_close(paged_logits(model, PROMPTS), want, **close)
     torch.testing.assert_close(paged_logits(model, PROMPTS, chunk=9, page_size=4), want, **close)
     torch.testing.assert_close(dense_logits(model, PROMPTS[-1]), want[-len(PROMPTS[-1]) :], **close)
@@ -65,6 +65,7 @@ TEXTS = [
     ("norm", "eagle3", "tree", 16), ("windows", "eagle3", "tree", 4), ("all windows", "eagle1", "chain", 1),
     ("softcap", "eagle3", "tree", 1), ("all options", "eagle1", "tree", 5),
     ("shared", "eagle3", "tree", 16), ("shared pairs", "eagle1", "tree", 4), ("shared, capped", "eagle3", "chain", 1),
+    ("alibi", "eagle3", "tree", 4), ("alibi, many", "eagle1", "tree", 16),
 ]  # fmt: skip
 
 
@@ -149,6 +150,8 @@ def test_sharing_layers_store_nothing_and_run_the_last_token(zoo: OptionsZoo) ->
             {"kv_source": [0, 1, 1, 1], "attention_windows": [None, None, None, 8]},
             r"layer 3 \(window 8\) shares the keys and values of layer 1 \(full\)",
         ),
+        ({"attention_alibi": True, "rope_parameters": None}, "attention_alibi must be null or one of linear, sqrt, got True"),
+        ({"attention_alibi": "linear"}, "rope_parameters must be absent or null with attention_alibi"),
         ({"attention_softcap": 0}, "attention_softcap must be"),
         ({"attention_softcap": "3"}, "attention_softcap must be"),
     ],
@@ -163,7 +166,7 @@ def test_broken_options_are_refused(zoo: OptionsZoo, tmp_path: Path, change: dic
 
 def test_only_our_own_modules_read_the_options(zoo: OptionsZoo) -> None:
     """Keeps out: transformers' code, which would ignore them in silence."""
-    for name, key in (("windows", "attention_windows"), ("softcap", "attention_softcap")):
+    for name, key in (("windows", "attention_windows"), ("softcap", "attention_softcap"), ("alibi", "attention_alibi")):
         with pytest.raises(ValueError, match=f"unknown config keys {key}"):
             choose_target(zoo.target(name), "transformers")
 
