@@ -19,7 +19,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView, paired_values
 from specdec.attention.differential.subtract import Difference, subtract_halves
-from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
+from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs, QueryInputs
 from specdec.ops.rope import HeadPrep
 
 
@@ -37,8 +37,7 @@ class DifferentialInputs(LayerInputs):
 
     def paged(self, call: LayerCall) -> Tensor:
         """[T, H / 2, E], or [R, H / 2, E]."""
-        view = call.view
-        assert isinstance(view, MHAView | QuantView), f"differential attention needs a cache of whole heads, got {view}"
+        view = whole_heads(call)
         q_THD = call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)
         return self.finish(call.attend(call.asked(q_THD), PairedView.of(view)))
 
@@ -53,3 +52,28 @@ class DifferentialInputs(LayerInputs):
 
     def finish(self, out_TQE: Tensor) -> Tensor:
         return subtract_halves(out_TQE, self.prep.num_kv_heads, self.difference)
+
+
+@dataclass
+class DifferentialQueries(QueryInputs):
+    """The same of a layer that reads the keys and values of an earlier layer.  The call's view is that layer's.
+
+    qkv_TXD: queries alone, of the asked-for tokens alone; prep has 0 kv heads.
+    num_kv_heads: K, of the earlier layer.
+    """
+
+    difference: Difference
+    num_kv_heads: int
+
+    def paged(self, call: LayerCall) -> Tensor:
+        q_THD = call.backend.rotate(self.qkv_TXD, self.prep)
+        return self.finish(call.attend(q_THD, PairedView.of(whole_heads(call))))
+
+    def finish(self, out_TQE: Tensor) -> Tensor:
+        return subtract_halves(out_TQE, self.num_kv_heads, self.difference)
+
+
+def whole_heads(call: LayerCall) -> MHAView | QuantView:
+    """The layer's part of a cache of ordinary heads."""
+    assert isinstance(call.view, MHAView | QuantView), f"differential attention needs a cache of whole heads, got {call.view}"
+    return call.view

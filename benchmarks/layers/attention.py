@@ -257,7 +257,7 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
 
 
 def exact(world: World, view: MHAView | QuantView | Int8KeysView) -> Tensor:
-    """Attention in float64 over the numbers that a view reads."""
+    """Attention in float64 over the dequantised keys and values of a view."""
     oracle = TorchBackend()
     return finished(oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan), world.scoring), world)
 

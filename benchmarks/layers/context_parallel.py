@@ -1,12 +1,12 @@
-"""Attention of one layer where ranks divide each sequence (decode_context_parallel_size), against ranks that keep whole ones.
+"""Attention of one layer where ranks shard each sequence (decode_context_parallel_size), against ranks that keep whole ones.
 
     python benchmarks layers.context_parallel --ranks 2 --out benchmarks/layers/results/context_parallel_2xh200.json
 
-`whole`: a rank's own heads over all tokens.  `divided`: the same heads' result from half the tokens (of two ranks): queries
-gathered, attention of all ranks' heads over the rank's own tokens, states packed, exchanged and merged, and the round's nodes
-added.  `gather` and `swap`: the two exchanges of that alone, with the copies that they need.  `differ`: the largest difference
-between the results.  Times are medians of
-CUDA-graph replays, in microseconds a layer; a graph holds several layers.  bf16, scattered pages of 64 slots, random data.
+`whole`: a rank's own heads over all tokens.  `sharded`: the same heads' result from half the tokens (of two ranks): queries
+gathered, attention of all ranks' heads over the rank's own tokens, states put together, exchanged and merged, and the round's
+nodes added.  Recorded results call it `divided`.  `gather` and `swap`: the two exchanges of that alone, with the copies that
+they need.  `differ`: the largest difference between the results.  Times are medians of CUDA-graph replays, in microseconds a
+layer; a graph holds several layers.  bf16, scattered pages of 64 slots, random data.
 
 Shapes: DeepSeek V3's latents (512 + 64) with the heads of a rank where 2 or 8 ranks hold the model, and the one key/value head
 of a rank, with its 8 query heads of 128, where 8 ranks hold a model of 4 key/value heads and 64 query heads.
@@ -45,7 +45,7 @@ from specdec.verify.tables import context_parallel_tables, tree_tables
 
 PAGE = 64
 LAYERS = 4  # calls in a graph
-TIMED = ("whole", "divided", "gather", "swap")
+TIMED = ("whole", "sharded", "gather", "swap")
 REPLAYS = 11
 
 
@@ -83,7 +83,7 @@ class Ways(NamedTuple):
     """One layer's attention both ways, and its exchanges alone.  bytes: of the caches, for these sequences."""
 
     whole: Callable[[], Tensor]
-    divided: Callable[[], Tensor]
+    sharded: Callable[[], Tensor]
     gather: Callable[[], Any]
     swap: Callable[[], Any]
     bytes: tuple[int, int]
@@ -101,13 +101,13 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
     sharding = KVSharding(group.rank, group.size, PAGE, PAGE)
     context_parallel = ContextParallel(group, sharding, count * PAGE, T)
     tree = DraftTree.chain(torch.zeros(rows, nodes, dtype=torch.int64, device=device))
-    of_whole, of_divided = tree_tables(state, tree), context_parallel_tables(state, tree, context_parallel)
-    whole, divided = (shape.cache(slots, dtype, device) for slots in (count * whole_page, count * PAGE + T))
+    of_whole, of_sharded = tree_tables(state, tree), context_parallel_tables(state, tree, context_parallel)
+    whole, sharded = (shape.cache(slots, dtype, device) for slots in (count * whole_page, count * PAGE + T))
     for name, buffer in whole.buffers.items():
         buffer.normal_(generator=dice)
         local_slots = sharding.local_slots(torch.arange(count * whole_page, device=device))
-        divided.buffers[name][0].index_copy_(0, local_slots, buffer[0])
-        divided.buffers[name][0][of_divided.slots_BN.flatten()] = buffer[0][of_whole.slots_BN.flatten()]
+        sharded.buffers[name][0].index_copy_(0, local_slots, buffer[0])
+        sharded.buffers[name][0][of_sharded.slots_BN.flatten()] = buffer[0][of_whole.slots_BN.flatten()]
     q_THL = torch.randn(T, shape.heads, shape.key, device=device, dtype=dtype)
     scoring = Scoring(scale=shape.key**-0.5)
 
@@ -122,9 +122,9 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
     state_of_all = AttentionState(out_THE, torch.zeros(T, heads, device=device))
 
     sizes = tuple(sum(p[0, 0].nbytes for p in cache.buffers.values()) * slots for cache, slots in (
-        (whole, count * whole_page), (divided, count * PAGE),
+        (whole, count * whole_page), (sharded, count * PAGE),
     ))  # fmt: skip
-    both = of(whole, of_whole), of(divided, of_divided)
+    both = of(whole, of_whole), of(sharded, of_sharded)
     return Ways(
         *both, lambda: group.all_gather_heads(q_THL), lambda: all_to_all_states(state_of_all, group), (sizes[0], sizes[1])
     )
@@ -153,20 +153,20 @@ def microseconds(call: Callable[[], Any]) -> float:
 def measured(group: Group, case: Case, backend: Backend, device: torch.device) -> dict[str, Any]:
     """One row of the table.  All ranks must call it alike."""
     made = ways(group, case, backend, device, torch.bfloat16)
-    differ = (made.whole() - made.divided()).abs().max()
+    differ = (made.whole() - made.sharded()).abs().max()
     row = case.shape._asdict() | case._asdict() | {"shape": case.shape.name, "differ": float(differ)}
-    row |= {"whole_bytes": made.bytes[0], "divided_bytes": made.bytes[1]}
+    row |= {"whole_bytes": made.bytes[0], "sharded_bytes": made.bytes[1]}
     return row | {name: microseconds(getattr(made, name)) for name in TIMED}
 
 
 def break_even(rows: list[dict[str, Any]]) -> float | None:
-    """The tokens of a batch from which dividing is faster, between two measured contexts; None if it never was.
+    """The tokens of a batch from which sharding is faster, between two measured contexts; None if it never was.
 
     rows: of one shape and one number of nodes.
     """
     rows = sorted(rows, key=lambda row: row["context"])
     points = [(0.0, -rows[0]["gather"] - rows[0]["swap"])] + [
-        (row["rows"] * row["context"], row["whole"] - row["divided"]) for row in rows
+        (row["rows"] * row["context"], row["whole"] - row["sharded"]) for row in rows
     ]
     for (below, loss), (above, gain) in zip(points, points[1:]):
         if loss < 0 < gain:
@@ -195,7 +195,7 @@ def table(
 
 def show(row: dict[str, Any]) -> None:
     times = ", ".join(f"{name} {row[name]:7.1f}" for name in TIMED)
-    share = row["divided_bytes"] / row["whole_bytes"]
+    share = row["sharded_bytes"] / row["whole_bytes"]
     case = f"{row['shape']:26} {row['rows']} x {row['context']:>7,} x {row['nodes']:>2} nodes"
     print(f"{case}: {times} us, {share:.3f} of the bytes, differ {row['differ']:.1e}", flush=True)
 

@@ -151,17 +151,17 @@ def compare(shape: str, ranks: Ranks, options: EngineOptions, args: argparse.Nam
     model, drafter, _, _ = ranks.load(wanted)
     for name, spec in SPECS.items():
         row: dict[str, Any] = {"shape": shape, "spec": name, "batch": args.batch, "context": args.context, "layers": LAYERS}
-        for way, sharers in (("whole", 1), ("divided", ranks.size)):
+        for way, sharers in (("whole", 1), ("sharded", ranks.size)):
             own = replace(options, decode_context_parallel_size=sharers)
             settings = settings_of(own, spec, model.config)
             with SpecDecoder(model, drafter if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks) as decoder:
                 row[way] = measure(decoder, args.batch, args.context, args.rounds)
-        row["gain_us_a_layer"] = 1e3 * (row["whole"]["ms"] - row["divided"]["ms"]) / LAYERS
-        whole, divided = row["whole"], row["divided"]
+        row["gain_us_a_layer"] = 1e3 * (row["whole"]["ms"] - row["sharded"]["ms"]) / LAYERS
+        whole, sharded = row["whole"], row["sharded"]
         print(
-            f"{shape:26} {name:>5} {args.batch} x {args.context:,}: whole {whole['ms']:.3f} ms, divided {divided['ms']:.3f} ms,"
-            f" {row['gain_us_a_layer']:+.0f} us a layer of {LAYERS}; host {whole['host_ms']:.2f}, {divided['host_ms']:.2f}; "
-            f"{divided['kv_bytes'] / whole['kv_bytes']:.3f} of the bytes of {whole['kv_bytes'] / 2**30:.2f} GiB",
+            f"{shape:26} {name:>5} {args.batch} x {args.context:,}: whole {whole['ms']:.3f} ms, sharded {sharded['ms']:.3f} ms,"
+            f" {row['gain_us_a_layer']:+.0f} us a layer of {LAYERS}; host {whole['host_ms']:.2f}, {sharded['host_ms']:.2f}; "
+            f"{sharded['kv_bytes'] / whole['kv_bytes']:.3f} of the bytes of {whole['kv_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
         rows.append(row)

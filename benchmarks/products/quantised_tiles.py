@@ -43,7 +43,7 @@ from specdec.ops.products.tiles.lossless import lossless_tiles
 from specdec.ops.products.tiles.quantised import MAX_WARP_M, Kernel, QuantisedTiles, hopper_tiles
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("packed", 0))
+FORMATS: tuple[tuple[Stored, int], ...] = (("e4m3", 0), ("e4m3", 128), ("int4", 0), ("int4", 128), ("lossless", 0))
 COLD_BYTES = 200_000_000
 # Rows of x, and of its tiles.
 ROWS = {
@@ -77,7 +77,7 @@ def trials() -> list[Trial]:
     for block_m, (kind, group), shape in itertools.product((1, 32, 8, 16, 64, 128, 96, 192), FORMATS, SHAPES):
         for block_n, block_k, splits, warps, stages, slices, registers in CANDIDATES[kind].get(block_m, {}).get(shape, ()):
             alone = block_m <= MAX_WARP_M
-            pack_factor = 2 if kind == "packed" else pack_factor_of(kind)
+            pack_factor = 2 if kind == "lossless" else pack_factor_of(kind)
             width = slices * 64 * pack_factor if alone else block_k
             kernel: Kernel = "warp_hopper" if alone else "warpgroup_hopper"
             tiles = QuantisedTiles(kernel, block_m, block_n, width, splits, warps, stages, slices, registers)
@@ -86,11 +86,11 @@ def trials() -> list[Trial]:
 
 
 def random_weight(kind: Stored, N: int, K: int, group: int) -> QuantisedMatrix | LosslessMatrix:
-    if kind != "packed":
+    if kind != "lossless":
         return random_quantised(kind, N, K, group)
-    packed = encode_lossless((torch.randn(N, K, device="cuda") * 0.02).bfloat16())
-    assert packed is not None
-    return packed
+    matrix = encode_lossless((torch.randn(N, K, device="cuda") * 0.02).bfloat16())
+    assert matrix is not None
+    return matrix
 
 
 def random_quantised(kind: Kind, N: int, K: int, group: int, zero_points: bool = False) -> QuantisedMatrix:
@@ -156,7 +156,7 @@ def sweep(
     done = compiled(todo, 0.5 * seconds, processes)
     print(f"{len(done)} of {len(todo)} compiled in {time.time() - start:.1f} s", flush=True)
     for M, (kind, group) in itertools.product(rows_of_x, [each for each in FORMATS if each[0] in kinds]):
-        if M > 64 and kind == "packed":
+        if M > 64 and kind == "lossless":
             print(f"{M} rows read no lossless weights")
             continue
         if time.time() - start > 0.95 * seconds:
@@ -194,7 +194,7 @@ def copies(kind: Stored, N: int, K: int, group: int) -> list[QuantisedMatrix | L
 
 
 def bytes_of_row(kind: Stored, K: int) -> int:
-    return 3 * K // 2 if kind == "packed" else row_bytes(kind, K)
+    return 3 * K // 2 if kind == "lossless" else row_bytes(kind, K)
 
 
 def timed(
@@ -213,7 +213,7 @@ def timed(
         gated = name == "gate_up"
         policy = (
             lossless_tiles(M, N, K, gated, match_of(torch.device("cuda", 0)).kind)
-            if kind == "packed"
+            if kind == "lossless"
             else hopper_tiles(M, N, K, kind, group, False, gated, name in ("o", "down"))
         )
         like = kind, group, name

@@ -6,7 +6,7 @@ from typing import Literal
 
 from specdec.ops.products.formats.quantised import Kind
 
-Stored = Kind | Literal["packed"]
+Stored = Kind | Literal["lossless"]
 
 # Of quantised weights, where tiles of x have two pieces, as CANDIDATES has them.
 TWO_PARTS: dict[int, dict[str, tuple[tuple[int, ...], ...]]] = {
@@ -194,7 +194,7 @@ CANDIDATES: dict[Stored, dict[int, dict[str, tuple[tuple[int, ...], ...]]]] = {
         },
         **TWO_PARTS,
     },
-    "packed": {
+    "lossless": {
         1: {
             "qkv": ((16, 0, 1, 4, 4, 4, 64), (32, 0, 2, 4, 4, 2, 80)),
             "o": ((32, 0, 2, 4, 4, 2, 80), (16, 0, 1, 4, 5, 4, 64), (64, 0, 4, 4, 3, 1, 80)),

@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
     parser.add_argument("--quantize", choices=("none", *ROUNDED), default="none", help="the target's weights in 8 or 4 bits")
     parser.add_argument("--act-order", action="store_true", help="and their columns in a random order, as GPTQ's may be")
-    parser.add_argument("--pack-weights", action="store_true", help="keep weights in 16 bit once more, packed")
+    parser.add_argument("--pack-weights", action="store_true", help="keep weights in 16 bit once more in 12 bits, without loss")
     parser.add_argument("--draft-quantize", choices=("none", *ROUNDED), default="none", help="the head's weights likewise")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

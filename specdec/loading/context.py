@@ -38,7 +38,7 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
 
 
 def _problem(target: ModelConfig, target_backend: str) -> str:
-    """What of the target can't be divided at all; empty if nothing is."""
+    """What of the target can't be context-parallel at all; empty if nothing is."""
     if target.encoder is not None:
         return "for a target with an encoder"
     if target_backend != "native":

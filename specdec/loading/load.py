@@ -146,7 +146,7 @@ def load_pair(
 
 
 def pack_pair(model: Target, head: DraftModel | None) -> None:
-    """Packs both models' matrices.  ValueError if there are none that can be."""
+    """Gives both models' matrices their lossless copies.  ValueError if no matrix can have one."""
     require_lossless(keep_lossless_copies(*([model] if head is None else [model, head])))
 
 
@@ -155,7 +155,7 @@ def require_lossless(found: int) -> None:
     if not found:
         raise ValueError(
             f"pack_weights=True packs matrices whose width is a multiple of {ALIGN_K} and whose rows are a multiple of "
-            f"{ALIGN_N}, none with more than {MAX_OUTLIERS} numbers far from its others, and found none; "
+            f"{ALIGN_N}, none with more than {MAX_OUTLIERS} outliers, and found none; "
             "nearest setting that works: pack_weights=False"
         )
 

@@ -66,7 +66,7 @@ def weights_bytes(folder: Path) -> int:
 def no_room(whole: int, group: Group, device: torch.device, configs: Iterable[ModelConfig], packs: bool = False) -> str:
     """What to tell of a rank whose GPU has no room for its share.  whole: bytes of all weights.  packs: with 12-bit copies."""
     free, total = torch.cuda.mem_get_info(device)
-    taken, copies = (whole * 7 // 4, " and their packed copies") if packs else (whole, "")
+    taken, copies = (whole * 7 // 4, " and their lossless copies") if packs else (whole, "")
     configs = list(configs)
     fits = (
         size

@@ -150,7 +150,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
     return {
         "weights of the target": models.weights[0],
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
-        **({"packed copies of weights": models.lossless} if options.pack_weights else {}),
+        **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
         "keys and values": kv + source_bytes(target, settings),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)

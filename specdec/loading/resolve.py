@@ -179,14 +179,16 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
             f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
             f"got {target.latent_rank}"
         )
+    if any(kind.alibi for kind in target.layer_kinds):
+        refuse("computes attention without ALiBi, which this target has")
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":
         got = f"kv_cache_dtype={options.kv_cache_dtype!r}"
         refuse(f"keeps keys and values in the model's dtype, got {got}", "kv_cache_dtype='auto'")
-    if (divided := options.decode_context_parallel_size) > 1:
+    if (sharers := options.decode_context_parallel_size) > 1:
         name = "decode_context_parallel_size"
-        refuse(f"keeps whole sequences on each rank, got {name}={divided}", f"{name}=1")
+        refuse(f"keeps whole sequences on each rank, got {name}={sharers}", f"{name}=1")
     ranks = options.tensor_parallel_size
     if any(size % 8 for size in target.row_lengths(ranks)):
         fits = [n for n in range(ranks, 0, -1) if ranks % n == 0 and not any(size % 8 for size in target.row_lengths(n))]

@@ -30,7 +30,7 @@ class DensePasses:
 
     model, settings: its own.  as_stored: keys and values as its cache would give them back; None: it keeps them exactly.
     choosing: whether the target chooses experts or keys by scores.  steps: whether keys and values are kept in 8 bits.  Where a
-    score or a value lies on a border within rounding, a pass may take either side, and its logits are then far off.
+    score or a value lies on a boundary within rounding, a pass may take either side, and its logits are then far off.
     """
 
     def __init__(self, model: Target, settings: EngineSettings, as_stored: StoreFn | None) -> None:

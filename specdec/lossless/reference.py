@@ -9,7 +9,7 @@ further below the best than FACTOR times the noise of its place, or the text's m
 FACTOR comes from benchmarks/texts/near_ties.py, which measures how far below the best the tokens of right texts lie, in units
 of this noise: about 1 at most where nothing of the next paragraph plays a part.
 
-Over 8-bit KV both passes round keys and values as the cache does.  A value near the border of two steps may be rounded to
+Over 8-bit KV both passes round keys and values as the cache does.  A value near the middle between two steps may be rounded to
 either of them.  A router that chooses experts, or an indexer that chooses keys, may likewise hang on the last bit of one score.
 The noise is larger there, but one pass may show nothing of it at just the place that another pass shows it.  So if a token of
 such a decoder is not explained, more passes run, with the embedding an ulp off, and the largest noise counts.

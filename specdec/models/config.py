@@ -102,6 +102,7 @@ class ModelConfig:
 
     value_width: of a value head where that is not head_dim; 0: it is.
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
+    sqrt_alibi: of layers with ALiBi, whether it counts the roots of distances.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
         then stores its own; left out: every layer stores its own.
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
@@ -139,6 +140,7 @@ class ModelConfig:
     features_refusal: str = ""
     softcap: float | None = None
     has_sinks: bool = False
+    sqrt_alibi: bool = False
     eos_ids: tuple[int, ...] = ()
     ends_by_file: tuple[tuple[str, tuple[int, ...]], ...] = ()
     dtype: str | None = None

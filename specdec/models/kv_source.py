@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.attention.kinds import LayerKind
 
-KEY = "kv_source"  # of a config.json of the Llama family; no other library reads it
+KEY = "kv_source"  # of a config.json of the Llama family or DiffLlama; no other library reads it
 
 
 def parse_kv_source(raw: dict[str, Any], kinds: Sequence[LayerKind], where: str) -> tuple[int, ...]:

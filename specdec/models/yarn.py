@@ -79,7 +79,7 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
         raise ValueError(f"{where}: rope type 'yarn' needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
     given = [key for key in _NUMBERS if merged.get(key) is not None or (key in merged and key == "rope_theta")]
     numbers: dict[str, Any] = {_NUMBERS[key]: number(merged, key, where, or_zero=key.startswith("mscale")) for key in given}
-    if numbers.get("theta", RopeConfig.theta) <= 1:  # the blend's borders are logarithms to this base
+    if numbers.get("theta", RopeConfig.theta) <= 1:  # the blend's ends are logarithms to this base
         raise ValueError(f"{where}: rope_theta must be above 1 for rope type 'yarn', got {merged['rope_theta']!r}")
     rope = YarnRope(**numbers, truncate=flag(merged, "truncate", where, True))
     if "amplitude" in numbers:

@@ -38,7 +38,7 @@ def ragged_texts(lens: list[int]) -> tuple[Tensor, int, Tensor]:
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_both_directions(name: str, texts: str, reach: int | None) -> None:
-    """Keeps out: a key after the query unread; a window off by one at either end, or around a text's border; a text that reads
+    """Keeps out: a key after the query unread; a window off by one at either end, or around a text's end; a text that reads
     its neighbour's keys, of which one is NaN here; a later tile's window skipped with the splits of an earlier one.
     """
     (make, dtype), lens = BACKENDS[name], TEXTS[texts]

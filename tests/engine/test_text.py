@@ -192,7 +192,7 @@ def test_many_tokens_without_text_cost_no_more_a_token() -> None:
 
 @pytest.mark.slow_cases
 def test_stop_strings_are_found_across_pieces(case: Case) -> None:
-    """Keeps out: a stop string missed at a border, or found in the prompt; and text shown that the stop string takes away."""
+    """Keeps out: a stop string missed across pieces, or found in the prompt; and text shown that the stop string takes away."""
     rng = random.Random(3)
     stopped = 0
     for _ in range(300):

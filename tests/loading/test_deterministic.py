@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec import SpecDecoder
+from specdec.attention.kinds import LayerKind
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
 from specdec.models.config import ExpertsConfig, IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -83,6 +84,8 @@ def test_targets_that_depend_on_the_batch() -> None:
     assert refusal(replace(settings(), dtype=torch.float32)).endswith("dtype='bfloat16'")
     assert "backend='transformers'" in refusal(replace(settings(), target_backend="transformers"))
     check_deterministic(settings(), ModelConfig(**SIZES, differential=True), HOPPER)
+    slopes = (LayerKind(alibi=True),) * SIZES["num_layers"]
+    assert "without ALiBi" in refusal(settings(), ModelConfig(**SIZES, differential=True, layer_kinds=slopes))
     latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 24}
     experts = ExpertsConfig(8, 2, 24, 1, "softmax", None, None, False, 1.0)
     check_deterministic(settings(), DeepseekConfig(**latents, experts=experts), HOPPER)

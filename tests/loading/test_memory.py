@@ -68,12 +68,12 @@ def test_pages_take_what_is_left(zoo: Zoo, more: str) -> None:
             assert plan is None or plan.num_pages == (pages - less,)
 
 
-def test_a_divided_pass_fits_its_scratch(zoo: Zoo) -> None:
+def test_a_context_parallel_pass_fits_its_scratch(zoo: Zoo) -> None:
     """Keeps out: a padded chunk of prompts, or a batch of trees, longer than the scratch in which its tokens lie."""
     settings = zoo.decoder("qwen3", "eagle3", SPEC, **SIZES).settings
     for chunk, batch in ((20, 3), (2000, 3), (20, 64)):
-        divided = settings.with_options(decode_context_parallel_size=2, prefill_chunk=chunk, max_batch_size=batch)
-        assert divided.scratch_room >= chunk + MAX_BUCKET_STEP and divided.scratch_room >= (batch + 1) * SPEC.num_draft_tokens
+        sharded = settings.with_options(decode_context_parallel_size=2, prefill_chunk=chunk, max_batch_size=batch)
+        assert sharded.scratch_room >= chunk + MAX_BUCKET_STEP and sharded.scratch_room >= (batch + 1) * SPEC.num_draft_tokens
     assert settings.scratch_room == 0
 
 

@@ -94,6 +94,6 @@ def test_a_plan_counts_the_copies() -> None:
         pack_pair(decoder.model, decoder.head)
         matrices = {id(m): m for part in (decoder.model, decoder.head) for m in part.modules() if isinstance(m, Linear)}
         taken = sum(matrix.lossless.weight.num_bytes for matrix in matrices.values() if matrix.lossless is not None)
-    assert 0 <= taken - plan.parts["packed copies of weights"] < taken / 100
+    assert 0 <= taken - plan.parts["lossless copies of weights"] < taken / 100
     with pytest.raises(ValueError, match="got dtype='float16'"):
         plan_memory(target_folder(), draft_folder(), SpecConfig(), replace(asked, dtype="float16"), 10**9)

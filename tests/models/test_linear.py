@@ -57,7 +57,7 @@ def test_a_shared_weight_is_one_tensor() -> None:
     assert not Linear(5, 7).holds(table.weight)
 
 
-def test_a_packed_copy_is_the_matrix_once_more() -> None:
+def test_a_lossless_copy_is_the_matrix_once_more() -> None:
     """Keeps out: a copy that is a weight of the model, that a change of dtype turns into other values, of a quantised matrix or
     of one that no kernel reads; and bytes that a round is said to read and does not.
     """

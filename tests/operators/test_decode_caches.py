@@ -74,8 +74,8 @@ def test_compiled_whole_it_equals_the_direct_pass(folder: Callable[[str], Path],
     torch._dynamo.reset()
     decode = DecodePass(load(folder(name)), PAGE, dtype)
     program = torch.compile(decode, fullgraph=True, backend="aot_eager")
-    for lens, N in (([5, 0, 9], 1), ([7, 20], 2)):
-        check(decode, program, inputs(decode, lens, N))
+    for lens, N, extra in (([1, 2], 1, 0), ([7, 20], 2, 2)):  # the indexer's queries may read all keys of the first
+        check(decode, program, inputs(decode, lens, N, extra=extra))
 
 
 @pytest.mark.gpu

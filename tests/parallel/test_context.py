@@ -101,9 +101,9 @@ def test_a_rank_holds_a_part_of_each_sequence(zoos: dict[type[Zoo], Zoo]) -> Non
     config = choose_target(zoos[DeepseekZoo].target("v3")).config
     share, memory = share_of(config, Shard(0, 4)), 1e6
     sizes = {"tensor_parallel_size": 4, "max_batch_size": 999}
-    alone, divided = (resolved(config, **sizes, decode_context_parallel_size=size) for size in (1, 4))
-    plan, of_four = pool_plan([share], alone, memory), pool_plan([share], divided, memory + scratch_bytes(share, divided))
-    assert divided.page_tokens == 4 * alone.page_tokens and of_four.num_pages == plan.num_pages
+    alone, sharded = (resolved(config, **sizes, decode_context_parallel_size=size) for size in (1, 4))
+    plan, of_four = pool_plan([share], alone, memory), pool_plan([share], sharded, memory + scratch_bytes(share, sharded))
+    assert sharded.page_tokens == 4 * alone.page_tokens and of_four.num_pages == plan.num_pages
     assert of_four.page_bytes == plan.page_bytes
 
 

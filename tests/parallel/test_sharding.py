@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target
 from toolkit.deepseek import DeepseekZoo, SparseZoo
+from toolkit.differential.defined import OptionsZoo
 from toolkit.models import Zoo, save_target
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from torch import Tensor
@@ -27,6 +28,7 @@ ZOOS: dict[type[Zoo], tuple[str, ...]] = {
     Zoo: ("llama", "llama3-tied-dim8", "llama-dim80-biases", "qwen2", "qwen3", "diffllama-mha", "diffllama-gqa"),
     DeepseekZoo: ("v2-lite", "v3", "v3-no-q-lora", "v2-dense-biases"),
     SparseZoo: ("v32-dense-biases", "glm"),
+    OptionsZoo: ("shared pairs", "alibi"),
 }
 NAMES = [(zoo, name) for zoo, names in ZOOS.items() for name in names]
 
@@ -44,7 +46,7 @@ def load(folder: Path, shard: Shard = WHOLE) -> CausalLM:
 @torch.no_grad()
 def outputs(model: CausalLM, x_TH: Tensor) -> list[tuple[Tensor, Tensor]]:
     """What attention and MLP of each layer make of x, each on its own."""
-    attn = DenseAttention(model.config.layer_kinds)
+    attn = DenseAttention(model.config.layer_kinds, kv_layers=model.config.kv_source)
     rotation = model.rotary.at(torch.arange(T))
     return [(layer.self_attn(x_TH, rotation, attn, i), layer.mlp(x_TH)) for i, layer in enumerate(model.layers)]  # type: ignore
 
@@ -78,7 +80,13 @@ def test_ranks_compute_the_whole_model(zoo: type[Zoo], name: str, size: int, fol
     ids_T, positions_T = torch.randint(0, 40, (T,), generator=torch.Generator().manual_seed(size)), torch.arange(T)
 
     def passed(model: CausalLM) -> TargetOutput:
-        return model(ids_T, positions_T, DenseAttention(model.config.layer_kinds), (0, 2), torch.tensor([3, T - 1]))
+        return model(
+            ids_T,
+            positions_T,
+            DenseAttention(model.config.layer_kinds, kv_layers=model.config.kv_source),
+            (0, 2),
+            torch.tensor([3, T - 1]),
+        )
 
     def on_rank(group: ThreadGroup) -> TargetOutput:
         model = load(folder, Shard(group.rank, group.size))

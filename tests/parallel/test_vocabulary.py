@@ -24,7 +24,7 @@ def logits_of(V: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("V", "size"), [(40, 2), (41, 4), (9, 4), (5, 4), (1000, 3)])
 def test_greedy_tokens(V: int, size: int) -> None:
-    """Keeps out: ties across a border that go to the higher id; ids counted from a rank's own first; an empty run that wins."""
+    """Keeps out: ties of two runs that go to the higher id; ids counted from a rank's own first; an empty run that wins."""
     logits_RV, offsets_V = logits_of(V, size), torch.randint(0, 9, (V,))
 
     def choose(group: ThreadGroup) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Driver], None]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_request_is_the_same_in_any_company(zoo: Zoo, alone: Seen, case: str) -> None:
-    """Keeps out: a row that reads another's keys, a page border, a chunk's end, padding, or what an earlier request left."""
+    """Keeps out: a row that reads another's keys, a page's edge, a chunk's end, padding, or what an earlier request left."""
     settings, prepare = CASES[case]
     decoder = load(zoo, **settings)
     prepare(Driver(decoder))

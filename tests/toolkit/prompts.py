@@ -72,4 +72,8 @@ def paged_logits(
 def dense_logits(model: CausalLM, ids: list[int], batch: int = 1) -> Tensor:
     """Logits of equally long rows, one after the other, without a cache."""
     positions_T = torch.arange(len(ids) // batch).repeat(batch)
-    return model.logits(model(torch.tensor(ids), positions_T, DenseAttention(model.config.layer_kinds, batch)).hidden_TH)
+    return model.logits(
+        model(
+            torch.tensor(ids), positions_T, DenseAttention(model.config.layer_kinds, batch, kv_layers=model.config.kv_source)
+        ).hidden_TH
+    )

@@ -17,7 +17,7 @@ FORMATS: tuple[tuple[Kind, int, bool], ...] = (
 
 
 def random_weight(kind: Kind, group: int, zero_points: bool, N: int, K: int) -> QuantisedMatrix:
-    """Every code occurs, but for NaN; scales are within a factor of two of 1 / 16."""
+    """Every quantised value occurs, but for NaN; scales are within a factor of two of 1 / 16."""
     generator = torch.Generator().manual_seed(N + K)
     qvalues = torch.randint(0, 16 if pack_factor_of(kind) == 4 else 256, (N, K), dtype=torch.uint8, generator=generator)
     if kind == "e4m3":

@@ -38,8 +38,8 @@ class RoundCost:
     tokens: float
     pace: float  # Costs._pace at the last of them
     tried: RoundCost | None = None  # what a trial showed, if there was one before the first round
-    far_seconds: float = 0.0  # these two: averages over more rounds
-    far_tokens: float = 0.0
+    long_seconds: float = 0.0  # these two: averages over more rounds
+    long_tokens: float = 0.0
     first: list[float] = field(default_factory=list)  # the first rounds
     runs: int = 0  # how many were measured
     at: int = 0  # when the last one was, in rounds of any shape
@@ -88,7 +88,7 @@ class Costs:
             known.first.append(seconds)
             known.seconds = sorted(known.first)[(len(known.first) - 1) // 2]
             known.tokens += (tokens - known.tokens) / known.runs
-            known.far_seconds, known.far_tokens, known.pace = known.seconds, known.tokens, self._pace
+            known.long_seconds, known.long_tokens, known.pace = known.seconds, known.tokens, self._pace
             return
         self._learn(known, seconds, tokens)
 
@@ -98,9 +98,12 @@ class Costs:
         surprise, apart = min(seconds, MAX_GROWTH * expected) - expected, tokens - known.tokens
         known.seconds = expected - self.growth * apart + weight * (surprise + self.growth * apart)
         known.tokens += weight * apart
-        fade, far, long_ago = 1 - 1 / GROWTH_MEMORY, tokens - known.far_tokens, expected + surprise - known.far_seconds
-        self._squares, self._products = self._squares * fade + far * far, self._products * fade + far * long_ago
-        known.far_tokens, known.far_seconds = known.far_tokens + slow * far, known.far_seconds + slow * long_ago
+        fade = 1 - 1 / GROWTH_MEMORY
+        tokens_off, seconds_off = tokens - known.long_tokens, expected + surprise - known.long_seconds
+        self._squares = self._squares * fade + tokens_off * tokens_off
+        self._products = self._products * fade + tokens_off * seconds_off
+        known.long_tokens += slow * tokens_off
+        known.long_seconds += slow * seconds_off
         most = MAX_OF_COST * expected / max(1.0, tokens)
         self.growth = min(most, max(0.0, self._products / (self._squares + NO_GROWTH)))
         if self._last.count(self._last[-1]) >= STEADY:

@@ -19,9 +19,8 @@ _NORM = "subln.weight"  # the name in the code of arXiv 2410.05258; transformers
 
 
 def _fill_attention(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: str) -> None:
-    """Stacks q, k and v in one weight, the heads of a pair side by side."""
-    num_kv_heads = attention.qkv_proj.rows_of("k_proj")[1] // attention.head_dim
-    fill_parts(attention.qkv_proj, checkpoint, prefix, partial(paired, num_kv_heads=num_kv_heads))
+    """Stacks q, k and v in one weight, the heads of a pair side by side; q alone where an earlier layer's k and v are read."""
+    fill_parts(attention.qkv_proj, checkpoint, prefix, partial(paired, num_kv_heads=attention.all_kv_heads))
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     attention.factor = nn.Buffer(_factor(attention, checkpoint, prefix))
     if f"model.layers.0.self_attn.{_NORM}" in checkpoint:  # then every layer must have one

@@ -104,14 +104,15 @@ class Awq:
         if N % 8:
             raise source.refuse(f"{name}.qweight", f"packs eight rows in a word, but the matrix has {N}")
         words_KN8 = take_words(source, f"{name}.qweight", (K, N // 8)).to(device)
-        zeros_GN8 = take_words(source, f"{name}.qzeros", (K // group_size, N // 8)).to(device)
+        zero_points_GN8 = take_words(source, f"{name}.qzeros", (K // group_size, N // 8)).to(device)
         scales_GN = take_scale(source, f"{name}.scales", (K // group_size, N), device)
         if not source.has_data:
             return None
-        codes_KN, zeros_GN = (
-            _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_KN8, zeros_GN8)
+        qvalues_KN, zero_points_GN = (
+            _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_KN8, zero_points_GN8)
         )
-        return QuantisedRows("int4", codes_KN.T.contiguous(), scales_GN.T.contiguous(), _signed(zeros_GN.T, 4), self.group_size)
+        zero_points_NG = _signed(zero_points_GN.T, 4)
+        return QuantisedRows("int4", qvalues_KN.T.contiguous(), scales_GN.T.contiguous(), zero_points_NG, self.group_size)
 
     def outline(self, source: TensorSource, name: str) -> Outline:
         (columns, words), scale_bytes = source.shape(f"{name}.qweight"), source.itemsize(f"{name}.scales")

@@ -14,7 +14,7 @@ from specdec.ops.launch import chained
 from specdec.ops.noise.approximate_cutoff import BINS, PER_UNIT, SHIFT
 from specdec.ops.noise.filters import Filters
 
-MOST = 32768  # tokens whose exponentials a program holds in registers; of longer rows it computes them for every look
+MAX_IN_REGISTERS = 32768  # tokens whose exponentials a program holds; of longer rows it computes them for every look
 HALVINGS = (BINS - 1).bit_length()
 
 
@@ -124,7 +124,7 @@ def launch_approximate_cutoffs(logits_RW: Tensor, filters: Filters) -> Tensor:
     assert logits_RW.stride(1) == 1 and all(x.dtype == torch.float32 and x.stride() == floats[0].stride() for x in floats)
     assert filters.top_k_B.dtype == torch.int64 and R % filters.top_k_B.shape[0] == 0
     out = torch.empty(R, dtype=torch.float32, device=logits_RW.device)
-    block = min(MOST, triton.next_power_of_2(W))
+    block = min(MAX_IN_REGISTERS, triton.next_power_of_2(W))
     block = block if block >= W else 8192
     if R:
         approximate_cutoff_kernel[(R,)](

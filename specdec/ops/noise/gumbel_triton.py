@@ -78,10 +78,10 @@ def gumbel_of_bits(bits_N, ASM: tl.constexpr):
     is_small_N = bits_N < 2**51
     least_N = (tl.where(is_small_N, bits_N, 2**52 - 1 - bits_N).to(tl.float32) + 0.5) * 2.0**-52
     # -log(x), by the series of -log(1 - least) where x is so close to 1 that its logarithm would lose digits.
-    far_N = -_log(tl.where(is_small_N, least_N, 1.0 - least_N), ASM)
+    direct_N = -_log(tl.where(is_small_N, least_N, 1.0 - least_N), ASM)
     series_N = 1 / 2 + least_N * (1 / 3 + least_N * (1 / 4 + least_N * (1 / 5 + least_N * (1 / 6))))
     near_N = least_N + least_N * least_N * series_N
-    return -_log(tl.where(is_small_N | (least_N > _NEAR), far_N, near_N), ASM)
+    return -_log(tl.where(is_small_N | (least_N > _NEAR), direct_N, near_N), ASM)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """All products of activations with weights: which kernel serves which rows, and the policy that is asked about such choices.
 
-A weight is an object that multiplies (`Weight` in weight.py): `DenseWeight`, `LosslessWeight` (12 bits a number, beside the
+A weight is an object that multiplies (`Weight` in weight.py): `DenseWeight`, `LosslessWeight` (12 bits a value, beside the
 dense weight) or `QuantisedWeight` (8 and 4 bits); experts.py and stacked.py multiply with stacks of matrices.  Each asks the
 policy (numerics.py), whose answer (tiles/) names a kernel in kernels/ and its tiles, or leaves the product to a library.
 

@@ -87,7 +87,7 @@ def test_unpacking_says_what_the_bytes_say(dtype: torch.dtype) -> None:
         assert torch.equal(got, wanted)
 
 
-def test_codes_are_rounded_to_even_and_never_become_nan() -> None:
+def test_values_are_rounded_to_even_and_never_become_nan() -> None:
     """Keeps out: ties rounded up (a bias); a group's largest value divided to just above 448, which is NaN in e4m3."""
     group = torch.zeros(1, 128 + 2)
     group[0, :8] = torch.tensor([448.0, 17.0, 19.0, 21.0, -17.0, -19.0, 2.0**-10, 3 * 2.0**-10])

@@ -138,7 +138,7 @@ def test_fa3_reads_an_fp8_cache(shape: str, page_size: int, scoring: str) -> Non
     q_THD, K_ = uneven_queries(count, HEAD_DIMS["fa3"]), view.kv.shape[2]
     got = ADAPTERS["fa3"](q_THD, view, segment, SCORINGS[scoring])
     assert got.out_THD.dtype == DTYPE and got.lse_TH.dtype == torch.float32
-    # The definition, over the numbers that the cache and the rounded queries hold.
+    # The definition, over the dequantised values of the cache and of the rounded queries.
     rounded, scale_RK = float8_queries(q_THD, segment.cu_seqlens_q, segment.max_seqlen_q, K_)
     row_T = torch.repeat_interleave(segment.cu_seqlens_q.diff().long())
     q_THD64 = rounded.double() * scale_RK.double().repeat_interleave(H // K_, dim=1)[row_T][:, :, None]

@@ -1,6 +1,6 @@
 """The kernels of sparse attention against the definition, on small random inputs.
 
-Keeps out: a tile, slice or list that loses a key at its border; ties by anything but position; NaN from slots nobody may read.
+Keeps out: a tile, slice or list that loses a key at its edge; ties by anything but position; NaN from slots nobody may read.
 """
 
 import pytest
@@ -22,7 +22,7 @@ KINDS = [("causal", 1), ("causal", 5), ("ragged", 4), ("tree", 7)]
 
 
 def lens_of(kind: str) -> list[int]:
-    """Lengths around the tiles' borders; a tree may stand at the beginning of its sequence."""
+    """Lengths around the tiles' edges; a tree may stand at the beginning of its sequence."""
     return [70, 0, 16, 33] if kind == "tree" else [70, 5, 16, 33]
 
 

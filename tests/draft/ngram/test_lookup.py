@@ -54,7 +54,7 @@ def test_places_and_what_follows(alphabet: int, span: int | None) -> None:
 
 @pytest.mark.parametrize("span", [None, 9], ids=["all", "span"])
 def test_the_kernel_finds_the_same_places(span: int | None) -> None:
-    """Keeps out: a block's border that loses a place or reads past it."""
+    """Keeps out: a block's edge that loses a place or reads past it."""
     text, _ = random_texts(LENS, 2, span, seed=4)
     there = PagedTexts(text.tokens_N.to(DEVICE), text.pages.to(DEVICE), text.lens_B.to(DEVICE), span)
     got = launch_match_keys(there, 3, block=16).topk(3, dim=1).values.cpu()

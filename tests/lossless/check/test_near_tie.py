@@ -56,7 +56,7 @@ def test_in_deterministic_mode_rounding_decides_nothing() -> None:
 
 
 def test_over_8_bit_kv_rounding_may_decide_in_float32_too():
-    """Keeps out: texts over 8-bit KV in float32 called wrong where a key fell on the border of two steps."""
+    """Keeps out: texts over 8-bit KV in float32 called wrong where a key fell midway between two steps."""
     session = StubSession(logits=[0, 16.0, 0, 16.19], dtype=torch.float32, error=ERROR)
     session.settings.options, session.as_stored = EngineOptions(kv_cache_dtype="int8"), lambda layer, kept: kept
     assert explain_divergence(session, 0, [1, 2], [3], [1], GREEDY).verdict == "near-tie"

@@ -1,7 +1,7 @@
 """Whole engines on 8-bit KV: the text is the target's own over a cache of the same dtype, whatever the tree.
 
 The oracle has no cache: one dense forward over the whole text, in which keys and values are rounded as the cache would.
-Passes of other shapes differ in the last bit, and a value on the border of two steps then falls to either side.  So a token
+Passes of other shapes differ in the last bit, and a value midway between two steps then falls to either side.  So a token
 counts as the best if it is within the noise of 8-bit KV of it, and texts must be equal where no token was as near as that.
 """
 

@@ -59,9 +59,9 @@ def test_text_is_the_target_s_over_rounded_latents(
 
 
 def test_experts_choose_alike_in_float64(zoo: DeepseekZoo) -> None:
-    """In float32 a latent may lie so close to the border of two codes that the number of rows beside it decides which one is
-    kept, and a router makes another text of that.  In float64 that does not happen.  Keeps out: a node that reads its path's
-    latents unrounded, where plain decoding reads what was kept; a router that is less exact than the model.
+    """In float32 a latent may lie so close to the middle between two float8 values that the number of rows beside it decides
+    which one is kept, and a router makes another text of that.  In float64 that does not happen.  Keeps out: a node that reads
+    its path's latents unrounded, where plain decoding reads what was kept; a router that is less exact than the model.
     """
     settings = dict(page_size=4, max_batch_size=3, kv_cache_dtype="fp8_ds_mla", dtype="float64")
     decoder = zoo.decoder("v3-wide-experts", "eagle3", SpecConfig(3, 2, 6), **settings)

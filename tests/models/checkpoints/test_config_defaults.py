@@ -99,7 +99,7 @@ YARNS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("more", YARNS, ids=str)
 @pytest.mark.parametrize("head_dim", [8, 64])
 def test_yarn_s_tables_are_those_of_transformers(more: dict[str, Any], head_dim: int) -> None:
-    """Keeps out: a border of the blend, a rounding of it, or an amplitude that only long texts would show."""
+    """Keeps out: an end of the blend, a rounding of it, or an amplitude that only long texts would show."""
     parameters = {**YARN, **more}
     config = LlamaConfig(
         hidden_size=2 * head_dim,

@@ -1,4 +1,4 @@
-"""Blocks of every type stand for the numbers that `gguf` reads of them, bit for bit, for any bytes."""
+"""Blocks of every type are dequantised to what `gguf` makes of them, bit for bit, for any bytes."""
 
 import gguf
 import numpy as np

@@ -60,7 +60,7 @@ def test_modules_that_a_list_names_are_quantised_alone() -> None:
 
 
 def test_gpt_oss_keys() -> None:
-    """Keeps out: a refusal of gpt-oss files that say "dequantize": false, and experts that were said to be numbers."""
+    """Keeps out: a refusal of gpt-oss files that say "dequantize": false, and experts that were said to be dense."""
     raw = {"quantization_config": {**Mxfp4Config().to_dict(), "dequantize": False}}
     assert of_gpt_oss(raw, 4, "here").method == "mxfp4"
     raw["quantization_config"]["dequantize"] = True

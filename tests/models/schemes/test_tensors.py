@@ -40,7 +40,7 @@ def read(
     return rows
 
 
-CODES = {
+DTYPES = {
     "w4a16 g32 asym": {"weight_packed": "I32", "weight_zero_point": "I32"},
     "w8a16 g64": {"weight_packed": "I32"},
     "awq": {"qweight": "I32", "qzeros": "I32"},
@@ -53,7 +53,7 @@ OTHERS = {"I64": torch.int64, "I16": torch.int16, "I8": torch.int8, "U8": torch.
 
 
 @pytest.mark.parametrize(
-    ("scheme", "ending", "expected"), [(name, *pair) for name, qvalues in CODES.items() for pair in qvalues.items()]
+    ("scheme", "ending", "expected"), [(name, *pair) for name, qvalues in DTYPES.items() for pair in qvalues.items()]
 )
 def test_quantised_values_are_read_in_the_dtype_of_their_format_alone(
     tmp_path: Path, scheme: str, ending: str, expected: str

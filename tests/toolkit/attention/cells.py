@@ -124,7 +124,7 @@ def dtype_of(backend: str) -> torch.dtype:
 
 def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
     """What models with such a cache, and perhaps softcaps and sinks, have besides."""
-    if capped or cache in (*PAIRS, INT8_KEYS, *SPARSE) or cache.endswith(QUERIES):
+    if capped or cache in (INT8_KEYS, *SPARSE) or cache.endswith(QUERIES):
         return ("",)
     return EXTRAS if cache in ("auto", "fp8", "int8") else ("", "alibi")
 

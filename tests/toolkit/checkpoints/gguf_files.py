@@ -149,7 +149,7 @@ def as_stored(tensor: Tensor, type: str) -> Tensor:
 
 
 def save_as_stored(folder: Path, out: Path, types: Callable[[str], str]) -> Path:
-    """The model of a folder with the numbers that its GGUF file holds."""
+    """The model of a folder with the dequantised values of its GGUF file."""
     out.mkdir()
     (out / "config.json").write_text((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from toolkit.models import Zoo, save_target
 
@@ -23,6 +24,18 @@ OPTIONS: dict[str, dict[str, Any]] = {  # by name, the arguments of `save_with_o
     "windows": dict(family="diffllama-gqa", attention_windows=[None, 5, 2, None]),
     "all windows": dict(family="diffllama-mha", attention_windows=[7, 7, 7, 7]),
     "softcap": dict(family="diffllama", attention_softcap=3.0),
+    "shared": dict(family="diffllama-gqa", sources=[0, 1, 1, 1]),
+    "shared pairs": dict(family="diffllama-mha", sources=[0, 0, 2, 2], attention_windows=[None, None, 6, 6], norm=True),
+    "shared, capped": dict(family="diffllama", sources=[0, 1, 0, 1], attention_softcap=3.0),
+    "alibi": dict(family="diffllama-mha", attention_alibi="linear"),
+    "alibi, many": dict(
+        family="diffllama-gqa",
+        sources=[0, 1, 1, 3],
+        norm=True,
+        attention_alibi="sqrt",
+        attention_softcap=5.0,
+        attention_windows=[None, 6, 6, None],
+    ),
     "all options": dict(family="diffllama-mha", norm=True, attention_windows=[None, 6, 6, None], attention_softcap=4.0),
 }
 
@@ -40,12 +53,20 @@ def save_with_options(folder: Path, family: str, sources: list[int] | None = Non
         width = 2 * (raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
         for layer in range(raw["num_hidden_layers"]):
             tensors[f"model.layers.{layer}.self_attn.{NORM}"] = 1 + 0.3 * torch.randn(width, generator=generator)
-    for layer, source in enumerate(sources or []):
+    raw["rope_parameters"] = None if "attention_alibi" in config else {"rope_type": "default", "rope_theta": 700.0}
+    path.write_text(json.dumps(raw | config))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return share(folder, sources) if sources else folder
+
+
+def share(folder: Path, sources: list[int]) -> Path:
+    """Gives the folder's config.json that kv_source, and drops the tensors that sharing layers lack."""
+    path, weights, tensors = folder / "config.json", folder / "model.safetensors", load_file(folder / "model.safetensors")
+    for layer, source in enumerate(sources):
         if layer != source:
             gone = tuple(f"model.layers.{layer}.self_attn.{part}." for part in ("k_proj", "v_proj"))
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(gone)}
-    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 700.0}
-    path.write_text(json.dumps(raw | config | ({"kv_source": sources} if sources else {})))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kv_source": sources}))
     save_file(tensors, weights, metadata={"format": "pt"})
     return folder
 
@@ -109,12 +130,17 @@ class DefinedModel:
         at = torch.arange(T)
         distance = at - at[:, None]
         seen = distance <= 0
+        if alibi := raw.get("attention_alibi"):
+            slope = build_alibi_tensor(torch.ones(1, 2), self.H // 2, torch.float64)[head, 0, 1]
+            scores = scores + slope * (-distance.neg().clamp(min=0).double().sqrt() if alibi == "sqrt" else distance)
         if raw.get("attention_windows") and raw["attention_windows"][layer]:
             seen &= distance > -raw["attention_windows"][layer]
         return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """[T, heads, D], with rotary positions."""
+        """[T, heads, D], with rotary positions, unless distances take their place."""
+        if self.raw.get("attention_alibi"):
+            return x
         T, half = len(x), self.D // 2
         angles = torch.arange(T).double()[:, None] * self.raw["rope_parameters"]["rope_theta"] ** -(
             torch.arange(half).double() / half

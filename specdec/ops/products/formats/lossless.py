@@ -1,7 +1,7 @@
 """bfloat16 weights in 12 bits a value, without loss: which bits lie where, and how they become values again.
 
 A value has a sign, 8 bits of exponent and 7 of fraction.  In a trained matrix (or a random one) nearly all exponents of a row
-are 16 neighbouring numbers, so 4 bits say which: how far above the row's base.  The other values, rare and mostly tiny, are
+are 16 neighbouring values, so 4 bits say which: how far above the row's base.  The other values, rare and mostly tiny, are
 outliers.  In an outlier's place the 12 bits say the smallest value that they can, and a list has the outlier and its column.  A
 product adds, for each outlier, the difference between the two.  So every value comes back with all of its bits.  (A product
 with an infinite x is infinite or NaN then, as it is with infinite weights.)

@@ -210,8 +210,8 @@ def _parts(whole: int, size: int) -> int:
 
 
 @cache
-def quantised_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None:
-    """The kernel's tiles for M rows and a weight of N rows and K columns; None: the weight is converted, and cuBLAS is used."""
+def stream_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None:
+    """Tiles of stream_triton's kernel for M rows and a weight [N, K]; None: the weight is dequantised, and cuBLAS is used."""
     if not 0 < M <= FEW:
         return None
     block_m = max(8, 1 << (M - 1).bit_length())
