@@ -133,7 +133,7 @@ def paged_hopper_kernel(
     queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = gl.load(cache_seqlens + row, cache_modifier=".cg")
     end = length  # of the keys that any query of the tile reads
-    # All queries of the tile read all keys from `from_first`, the last of their first keys, to `whole`: no mask is needed there.
+    # All the tile's queries read the keys from `from_first`, the last of their first keys, to `whole`: there no mask is needed.
     whole = length
     if CAUSAL:
         end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
