@@ -11,6 +11,27 @@ from specdec.ops.compiling.chains import CHAINS
 
 PAGED = ROOT / "attention/kernels/paged_hopper.py"
 WARPGROUP, WARP = (ROOT / f"specdec/ops/products/kernels/quantised/{name}_hopper.py" for name in ("warpgroup", "warp"))
+WORDS = "max_outliers outlier_columns outliers scales zero_points"
+NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a wait
+    "add_rms_norm": "weight",
+    "all_to_all_states": "table",  # addresses of the ranks' memory, also in the next three
+    "flat": "table",
+    "few_rows": "table weight",
+    "many_rows": "table weight",
+    "chain_step": "w2",
+    "corrected_logits": "w2",
+    "fill_pairs": "mask",  # a row of the drafter's weights
+    "quantised_warp": WORDS,
+    "quantised_warpgroup": WORDS,
+    "rope_store": "table",  # rotations, also in the next two
+    "store_index": "table",
+    "store_latent": "table",
+    "scan": "offsets",  # from a drafter's token ids to the target's
+    "sinks": "sinks",
+    "subtract": "factor norm",
+    "suffix_merge": "scales slopes",  # scales of fp8 heads; those of int8 tokens come from L2
+    "take_columns": "order",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +60,12 @@ def test_kernels_read_before_their_wait_what_the_table_says(source: dict[str, Fo
     """Keeps out: one more load before a wait, of what the kernel in front may still be writing."""
     for name, found in source.items():
         assert not found.waits or found.reads == CHAINS[name].reads, name
+
+
+def test_what_kernels_write_is_read_from_l2_before_a_wait(source: dict[str, Found]) -> None:
+    """Keeps out: a plain load before a wait, which may find in L1 what stood there before the kernel in front wrote."""
+    by_l1 = {name.removesuffix("_kernel"): found.by_l1 for name, found in source.items() if found.waits and found.by_l1}
+    assert by_l1 == {name: set(arguments.split()) for name, arguments in NEVER_WRITTEN.items()}
 
 
 def test_nothing_is_written_before_a_wait(source: dict[str, Found]) -> None:
