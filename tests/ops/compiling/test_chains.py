@@ -10,7 +10,7 @@ from toolkit.paths import ROOT
 from specdec.ops.compiling.chains import CHAINS
 
 PAGED = ROOT / "attention/kernels/paged_hopper.py"
-QUANTISED = ROOT / "specdec/ops/products/kernels/quantised"
+WARPGROUP, WARP = (ROOT / f"specdec/ops/products/kernels/quantised/{name}_hopper.py" for name in ("warpgroup", "warp"))
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +52,17 @@ PLANTED = [
     (PAGED, "    mbarrier.wait(full.index(STAGES), 0", "    gl.store(lse + split, 0.0)\n", "stores", None),  # after the wait
     (PAGED, "    blocks = gl.cdiv(", "    total_M = total_M + gl.load(lse + split)\n", "reads", "lse"),
     (PAGED, '    if FRESH != "all":', "    tma_load(q_tiles, [0, 0, 0], full.index(0), q_smem.index(0))\n", "reads", "q_tiles"),
-    (QUANTISED / "warpgroup_hopper.py", "    stage = FIRST\n", "    gl.store(y + tile, 0.0)\n", "stores", "y"),
-    (QUANTISED / "warpgroup_hopper.py", "    stage = FIRST\n", "    gl.atomic_add(arrivals + tile, 1)\n", "stores", "arrivals"),
-    (QUANTISED / "warpgroup_hopper.py", "    stage = FIRST\n", "    base += gl.load(bias + tile)\n", "reads", "bias"),
-    (QUANTISED / "warpgroup_hopper.py", "    if FIRST > 0:\n", "    gl.store(y + tile, 0.0)\n", "stores", None),
+    (WARPGROUP, "    stage = FIRST_STEP\n", "    gl.store(y + tile, 0.0)\n", "stores", "y"),
+    (WARPGROUP, "    stage = FIRST_STEP\n", "    gl.atomic_add(arrivals + tile, 1)\n", "stores", "arrivals"),
+    (WARPGROUP, "    stage = FIRST_STEP\n", "    base += gl.load(bias + tile)\n", "reads", "bias"),
+    (WARPGROUP, "    if FIRST_STEP > 0:\n", "    gl.store(y + tile, 0.0)\n", "stores", None),
     # The consumers wait for columns of x.  If the producer loads some before its wait, they no longer wait for the kernel.
     (
-        QUANTISED / "warpgroup_hopper.py", "    if PDL:\n        gdc_wait()\n        gdc_launch_dependents()\n",
-        "    _load_columns(x_tiles, more_tiles, columns, full_x, first_m, low * BLOCK_K, 0, BLOCK_M, MORE_M, BLOCK_K)\n",
+        WARPGROUP, "    if PDL:\n        gdc_wait()\n        gdc_launch_dependents()\n",
+        "    _load_x(x_tiles, more_tiles, x_pieces, full_x, first_m, low * BLOCK_K, 0, BLOCK_M, MORE_M, BLOCK_K)\n",
         "stores", "y",
     ),
-    (QUANTISED / "warp_hopper.py", "    for step in range(steps):\n", "    phase = 1\n", "stores", "y"),  # such a wait is none
+    (WARP, "    for step in range(steps):\n", "    phase = 1\n", "stores", "y"),  # such a wait is none
 ]  # fmt: skip
 
 
