@@ -57,8 +57,8 @@ class DecodePass(nn.Module):
                 "works: run it by SpecDecoder"
             )
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
-        check_cache_dtype(target.config, kv_cache_dtype)
         self.kv_cache_dtype, weight = kv_cache_dtype, target.embed_tokens.weight
+        check_cache_dtype(target.config, kv_cache_dtype, weight.device)
         scales = kv_scales(target)
         self.layout = cache_layout(target.config, kv_cache_dtype, weight.dtype, weight.device, scales)
         self.backend = OperatorBackend()
