@@ -168,7 +168,7 @@ def by_waves(M: int, N: int, K: int, pack_factor: int, grouped: bool, partials: 
         if splits == 1:
             return True
         halves = 2 * _parts(M, size[0]) * _parts(N, size[1])  # of tiles: two warpgroups count apart
-        is_counted = partials or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
+        is_counted = partials or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two pieces
         return is_counted and halves <= MAX_TILES and K >= 2 * splits * SIZES[size][1]
 
     size, splits = min((each for each in product(waves, (1, 2, 3, 4)) if may(*each)), key=lambda each: us(*each))
