@@ -197,7 +197,7 @@ def tree_plan(pages: PageTable, lens_B: Tensor, slots_BN: Tensor, mask_BNN: Tens
     N, nodes_T = slots_BN.shape[1], torch.arange(slots_BN.numel(), dtype=torch.int64, device=slots_BN.device)
     rows_T = nodes_T // N
     mask_TN, slots_TN = mask_BNN[rows_T, nodes_T % N], slots_BN[rows_T]  # torch.export can't flatten [B, N, N] if N may vary
-    order_TN = mask_TN.logical_not().argsort(dim=-1, stable=True)  # a node's path is packed to the left of its row
+    order_TN = mask_TN.logical_not().argsort(dim=-1, stable=True)  # a node's path stands at the left of its row, without gaps
     seen_T = mask_TN.sum(-1).int()
     suffix = Segment(PageTable(slots_TN.gather(1, order_TN).int()), seen_T, _rows(seen_T, 1), 1, base_B=lens_B)
     return AttentionPlan((Segment(pages, lens_B, _rows(lens_B, N), N),), lens_B[rows_T].long() + seen_T - 1, suffix)
