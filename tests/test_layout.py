@@ -143,6 +143,8 @@ def test_imports_run_one_way():
         ("specdec/runner/a.py", "from specdec.engine.loop import Engine"),
         ("specdec/engine/a.py", "from specdec.runner.runner import DeviceRunner"),
         ("specdec/engine/a.py", "from specdec.batch.state import BatchState"),
+        ("specdec/engine/a.py", "from specdec.ops.norm import rms_norm"),
+        ("specdec/steps.py", "from specdec.parallel.group import Group"),
         ("draft/__init__.py", "from .. import verify"),
         ("draft/a.py", "from draft.worker import DraftWorker"),
         ("specdec/decoder.py", "import verify"),

@@ -5,14 +5,17 @@ stored in earlier passes, so the producer loads the first pages of its split bef
 the producer loads the queries, and the pages with keys that this layer may have just stored; the builder of a segment says
 which keys those are (`Segment.fresh`).
 
-A tile of queries x heads (packed GQA) is the first operand of wgmma, 64 rows for each warpgroup, so a row's softmax needs no
-other warp.  TMA brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  There are two ways:
+A tile of queries x heads of a group is the first operand of wgmma, 64 rows for each warpgroup, so a row's softmax needs no
+other warp.  TMA brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  There are two ways
+of loading and multiplying pages:
 - One TMA load brings all panels of a page's keys and values of a head, and each page has a wgmma of its own.
 - Each panel has a TMA load of its own, and a block's pages lie side by side (JOINED), so that fewer and larger wgmmas do.
 
 This module knows pages, not what the keys are, and chooses no tiles.
 
-Shapes: as in paged_triton.py; a page of N keys (or a part of it, in larger pages) instead of a block.
+Shapes: T queries, H heads, K kv heads, D head dim of keys and E of values (equal), P pages; M rows of a tile (queries x heads
+of a group), N keys of one wgmma: a page's, or a block's if JOINED.  Of pages that are larger than a block, "page" means a part
+of BLOCK_N keys.
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ PANEL = 64  # columns of a panel: 128 bytes, the widest swizzle of shared memory
 
 
 @gluon.jit
-def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, PAGES: gl.constexpr):
-    """The first slots of the pages of a block; pages after the row's last key are taken for the last one, or for page 0."""
+def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, PAGE_KEYS: gl.constexpr, PAGES: gl.constexpr):
+    """The first slots of the pages of a block.  A page past the end repeats the last page; a block past the end has page 0."""
     slots = ()  # grows while the compiler unrolls the loop; the type checker takes it for a tuple of one length, here and below
     for p in gl.static_range(PAGES):
-        key = gl.minimum(start + p * ROWS, high - 1)
+        key = gl.minimum(start + p * PAGE_KEYS, high - 1)
         page = gl.load(pages + gl.maximum(key, 0) // PAGE_SIZE, mask=start < high, other=0, cache_modifier=".cg")
         slots = slots + (page * PAGE_SIZE + (start % PAGE_SIZE if PAGES == 1 else 0),)  # type: ignore[assignment]
     return slots
@@ -69,24 +72,24 @@ def _load_page(
 
 @gluon.jit
 def _load_first(
-    kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, LATE: gl.constexpr, STAGES: gl.constexpr,
-    JOINED: gl.constexpr, PAGES: gl.constexpr, ROWS: gl.constexpr, PANELS: gl.constexpr,
+    kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, AFTER_WAIT: gl.constexpr, STAGES: gl.constexpr,
+    JOINED: gl.constexpr, PAGES: gl.constexpr, PAGE_KEYS: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
-    """Issues the TMA loads of the first blocks' pages: those with keys from `settled` on if LATE, else the others."""
+    """Issues the TMA loads of the first blocks' pages: those with keys from `settled` on if AFTER_WAIT, else the others."""
     for s in gl.static_range(STAGES):
         for i in gl.static_range(PAGES):
-            is_late = low + (s * PAGES + i + 1) * ROWS > settled
-            wanted = (s < blocks) & (is_late == LATE)
+            is_fresh = low + (s * PAGES + i + 1) * PAGE_KEYS > settled
+            wanted = (s < blocks) & (is_fresh == AFTER_WAIT)
             _load_page(kv_tiles, kv_smem, full.index(s), slots[s * PAGES + i], kv_head, s, i, wanted, JOINED, PAGES, PANELS)
 
 
 @gluon.jit
-def _logits(q_MD, kv_PND, stage, scale_log2, softcap, nothing, PAGES: gl.constexpr, SOFTCAP: gl.constexpr):
+def _logits(q_MD, kv_PND, stage, scale_log2, softcap, zeros_MN, PAGES: gl.constexpr, SOFTCAP: gl.constexpr):
     """The logits of the queries and the keys of each page of a block, times log2(e)."""
     products = ()
     for i in gl.static_range(PAGES):
         keys_DN = kv_PND.index((stage * PAGES + i) * 2).permute((1, 0))
-        products = products + (warpgroup_mma(q_MD, keys_DN, nothing, use_acc=False, is_async=True),)  # type: ignore[assignment]
+        products = products + (warpgroup_mma(q_MD, keys_DN, zeros_MN, use_acc=False, is_async=True),)  # type: ignore[assignment]
     logits = ()
     for i in gl.static_range(PAGES):
         s_MN = warpgroup_mma_wait(PAGES - 1 - i, deps=(products[i],)) * scale_log2
@@ -102,7 +105,7 @@ def _logits(q_MD, kv_PND, stage, scale_log2, softcap, nothing, PAGES: gl.constex
 )
 def paged_hopper_kernel(
     q_tiles,  # tiles [BLOCK_M / GROUP, GROUP, 64] of [T, H, D]
-    kv_tiles,  # tiles [2, PANELS, ROWS, 64] of keys and values as [2, K * PANELS, slots, 64]
+    kv_tiles,  # tiles [2, PANELS, PAGE_KEYS, 64] of keys and values as [2, K * PANELS, slots, 64]
     page_table, cache_seqlens, cu_seqlens_q, starts, out, lse,  # as in paged_attention_kernel
     scale, softcap, stride_row, states, tiles,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
@@ -110,13 +113,14 @@ def paged_hopper_kernel(
     BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all".
+    """states: splits for which out and lse have memory.  tiles: of a row's queries and heads of a group.
 
-    JOINED: whether a block's pages are multiplied together.  PRODUCER_REGISTERS: of a thread of the producer warp.
+    FRESH: which keys of a row this layer may just have stored: "none", those of the row's "queries", or "all".  JOINED: whether
+    a block's pages are multiplied together.  PRODUCER_REGISTERS: of a thread of the producer warp.
     """
     dtype: gl.constexpr = kv_tiles.dtype
-    ROWS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
-    PAGES: gl.constexpr = BLOCK_N // ROWS
+    PAGE_KEYS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
+    PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
     PANELS: gl.constexpr = DIM // 64
     tile = gl.program_id(0) % tiles
     if CAUSAL:
@@ -128,13 +132,14 @@ def paged_hopper_kernel(
     first = gl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = gl.load(cache_seqlens + row, cache_modifier=".cg")
-    end = length
+    end = length  # of the keys that any query of the tile reads
+    # All the tile's queries read the keys from `from_first`, the last of their first keys, to `whole`: there no mask is needed.
     whole = length
     if CAUSAL:
         end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
         whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // GROUP)
     end = gl.maximum(gl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
-    begin = 0
+    begin = 0  # the first key that any query of the tile reads
     from_first = 0
     if HAS_STARTS:
         query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [num_warps], [0]))) // GROUP
@@ -142,18 +147,18 @@ def paged_hopper_kernel(
         start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
         from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
-    of_page = begin // ROWS * ROWS  # pages are read from their first key on
-    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - of_page, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
-    low = of_page + split * per_split
+    aligned_begin = begin // PAGE_KEYS * PAGE_KEYS  # pages are read from their first key on
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - aligned_begin, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
+    low = aligned_begin + split * per_split
     high = gl.minimum(low + per_split, end)
     whole = gl.minimum(whole, high)
     settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
 
     q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // GROUP, GROUP, 64], q_tiles.layout)
     if JOINED:
-        kv_smem = gl.allocate_shared_memory(dtype, [STAGES * 2 * PANELS * PAGES, 1, 1, ROWS, 64], kv_tiles.layout)
+        kv_smem = gl.allocate_shared_memory(dtype, [STAGES * 2 * PANELS * PAGES, 1, 1, PAGE_KEYS, 64], kv_tiles.layout)
     else:
-        kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, 2, PANELS, ROWS, 64], kv_tiles.layout)
+        kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, 2, PANELS, PAGE_KEYS, 64], kv_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())  # the last mbarrier is the queries'
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -169,10 +174,11 @@ def paged_hopper_kernel(
         [
             (consumer, (
                 memory, shared, keys, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N,
-                BLOCK_N if JOINED else ROWS, STAGES, PDL, num_warps,
+                BLOCK_N if JOINED else PAGE_KEYS, STAGES, PDL, num_warps,
             )),
             (producer, (
-                memory, loads, low, high, settled, GROUP, DIM, PAGE_SIZE, FRESH, BLOCK_M, BLOCK_N, ROWS, JOINED, STAGES, PDL,
+                memory, loads, low, high, settled, GROUP, DIM, PAGE_SIZE, FRESH, BLOCK_M, BLOCK_N, PAGE_KEYS, JOINED, STAGES,
+                PDL,
             )),
         ],
         [1], [PRODUCER_REGISTERS],
@@ -183,22 +189,24 @@ def paged_hopper_kernel(
 def producer(
     memory, loads, low, high, settled,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, ROWS: gl.constexpr, JOINED: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr, JOINED: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The producer warp fills all stages with old pages and, after gdc_wait, with the queries and fresh pages; then stage by
     stage.
     """
     q_smem, kv_smem, full, empty = memory
     q_tiles, kv_tiles, pages, first_query, kv_head = loads
-    PAGES: gl.constexpr = BLOCK_N // ROWS
+    PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
     PANELS: gl.constexpr = DIM // 64
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     slots = ()
     for s in gl.static_range(STAGES):
-        slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+        slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         mbarrier.expect(full.index(s), 4 * BLOCK_N * DIM, pred=s < blocks)
     if FRESH != "all":
-        _load_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, JOINED, PAGES, ROWS, PANELS)
+        _load_first(
+            kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, False, STAGES, JOINED, PAGES, PAGE_KEYS, PANELS
+        )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -206,8 +214,10 @@ def producer(
     for d in gl.static_range(PANELS):
         tma_load(q_tiles, [first_query, kv_head * GROUP, d * 64], full.index(STAGES), q_smem.index(d), pred=blocks > 0)
     if low + STAGES * BLOCK_N > settled:
-        _load_first(kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, ROWS, PANELS)
-    slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+        _load_first(
+            kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, PAGE_KEYS, PANELS
+        )
+    slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
     stage = 0
     phase = 0
     for k in range(STAGES, blocks):
@@ -215,7 +225,7 @@ def producer(
         mbarrier.expect(full.index(stage), 4 * BLOCK_N * DIM)
         for i in gl.static_range(PAGES):
             _load_page(kv_tiles, kv_smem, full.index(stage), slots[i], kv_head, stage, i, True, JOINED, PAGES, PANELS)
-        slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, ROWS, PAGES)
+        slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -223,20 +233,20 @@ def producer(
 def consumer(
     memory, shared, keys,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr,
-    WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MMA_KEYS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps.  ROWS: keys of one wgmma, a page or a block.
+    """The consumer warps.  MMA_KEYS: keys of one wgmma, a page's or a block's.
 
-    whole, from_first: every query of the tile reads the keys before `whole` from `from_first` on.  begin: the first key that
-    any of them reads.
+    top_M, total_M and decay_M are flash-attn's m_i, l_i and alpha: a query's largest logit so far, the sum of its weights, and
+    the factor by which a larger logit makes what was summed before smaller.
     """
     q_smem, kv_smem, full, empty = memory
     starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head, split, splits = shared
     low, high, whole, begin, from_first = keys
     dtype: gl.constexpr = kv_smem.dtype
-    PAGES: gl.constexpr = BLOCK_N // ROWS
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    PAGES: gl.constexpr = BLOCK_N // MMA_KEYS
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MMA_KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     gqa_M = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, S))
@@ -253,12 +263,12 @@ def consumer(
     at_ME = out + gl.convert_layout(state_M, gl.SliceLayout(1, A))[:, None] * DIM + e[None, :]
     ok_ME = gl.convert_layout(ok_M, gl.SliceLayout(1, A))[:, None] & (e < DIM)[None, :]
     q_MD = q_smem._reinterpret(dtype, [BLOCK_M, DIM], SHARED)
-    kv_PND = kv_smem._reinterpret(dtype, [STAGES * PAGES * 2, ROWS, DIM], SHARED)  # each page's keys, then its values
+    kv_PND = kv_smem._reinterpret(dtype, [STAGES * PAGES * 2, MMA_KEYS, DIM], SHARED)  # each page's keys, then its values
     top_M = gl.full([BLOCK_M], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
     total_M = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, S))
     acc_ME = gl.zeros([BLOCK_M, DIM], gl.float32, layout=A)
-    nothing = gl.zeros([BLOCK_M, ROWS], gl.float32, layout=S)
-    n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
+    zeros_MN = gl.zeros([BLOCK_M, MMA_KEYS], gl.float32, layout=S)
+    n = gl.arange(0, MMA_KEYS, layout=gl.SliceLayout(0, S))
     scale_log2 = scale if SOFTCAP else scale * LOG2E
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     if PDL:
@@ -272,26 +282,26 @@ def consumer(
         # registers of queries that stay in registers to the softmax's weights as well.
         queries_MD = q_MD.load(gl.DotOperandLayout(0, S, 2))
         mbarrier.wait(full.index(stage), phase)
-        logits = _logits(queries_MD, kv_PND, stage, scale_log2, softcap, nothing, PAGES, SOFTCAP)
+        logits = _logits(queries_MD, kv_PND, stage, scale_log2, softcap, zeros_MN, PAGES, SOFTCAP)
         if (start + BLOCK_N > whole) | (start < from_first):
             visible = ()
             for i in gl.static_range(PAGES):
-                visible = visible + (_masked(logits[i], start + i * ROWS + n, start_M, last_M, HAS_STARTS),)  # type: ignore[assignment]
+                visible = visible + (_masked(logits[i], start + i * MMA_KEYS + n, start_M, last_M, HAS_STARTS),)  # type: ignore[assignment]
             logits = visible
-        most_MN = logits[0]
+        max_MN = logits[0]
         for i in gl.static_range(1, PAGES):
-            most_MN = gl.maximum(most_MN, logits[i])
-        new_M = gl.maximum(top_M, gl.max(most_MN, 1))
+            max_MN = gl.maximum(max_MN, logits[i])
+        new_M = gl.maximum(top_M, gl.max(max_MN, 1))
         shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         decay_M = gl.exp2(top_M - shift_M)
         top_M = new_M
         if (start + BLOCK_N > high) | (start < begin):
             for i in gl.static_range(PAGES):
-                _drop_values(kv_PND.index((stage * PAGES + i) * 2 + 1), begin, start + i * ROWS, high, ROWS, DIM, WARPS)
+                _drop_values(kv_PND.index((stage * PAGES + i) * 2 + 1), begin, start + i * MMA_KEYS, high, MMA_KEYS, DIM, WARPS)
             fence_async_shared()
             barrier()
         acc_ME *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
-        sum_MN = nothing
+        sum_MN = zeros_MN
         acc = acc_ME
         for i in gl.static_range(PAGES):
             p_MN = gl.exp2(logits[i] - shift_M[:, None])
@@ -323,10 +333,10 @@ def _masked(s_MN, key_N, start_M, last_M, HAS_STARTS: gl.constexpr):
 
 
 @gluon.jit
-def _drop_values(v_ND, begin, start, high, ROWS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr):
+def _drop_values(v_ND, begin, start, high, MMA_KEYS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr):
     """Sets values that no query reads to 0: an unwritten slot may hold NaN, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
-    key_N = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    key_N = start + gl.arange(0, MMA_KEYS, layout=gl.SliceLayout(1, layout))
     v = v_ND.load(layout)
     v_ND.store(gl.where(((key_N >= begin) & (key_N < high))[:, None], v, gl.zeros_like(v)))
 

@@ -68,8 +68,13 @@ class LatentInputs(LayerInputs):
         return self.q_THQ.shape[2] - (self.latent_TL.shape[1] - self.up_HXC.shape[2])
 
     def paged(self, call: LayerCall) -> Tensor:
-        view, q_THQ, up_HXC, N = call.view, self.q_THQ, self.up_HXC, self.nope_dim
+        view = call.view
         assert isinstance(view, LatentView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
+        return self.over(call, view)
+
+    def over(self, call: LayerCall, view: LatentView) -> Tensor:
+        """`paged`, over this view instead of the call's own."""
+        q_THQ, up_HXC, N = self.q_THQ, self.up_HXC, self.nope_dim
         whole = call.rows_R is None and call.kind.reads_all
         may_expand = whole and not self.numerics.is_invariant
         prompt = call.once("expanded prompt", partial(ExpandedPrompt.of, limits=self.limits)) if may_expand else None
@@ -80,7 +85,7 @@ class LatentInputs(LayerInputs):
         if whole and call.plan.context_parallel is None:
             workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype, self.limits))
         if workspace is None:
-            return absorbed_values(call.attend(q_RHL), up_HXC[:, N:], self.numerics)
+            return absorbed_values(call.attend(q_RHL, view), up_HXC[:, N:], self.numerics)
         state = call.finish(workspace.state(call.backend, q_RHL, view, call.scoring))
         return absorbed_values(state.out_THD, up_HXC[:, N:], self.numerics)
 

@@ -110,15 +110,17 @@ def paged_attention(
     starts_T: Tensor | None = None,
     span: int | None = None,
     ragged: bool = False,
+    slopes_H: Tensor | None = None,
+    alibi_positions_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The state of every query over the keys of its row: out [T, H, E], and lse [T, H] in float32, natural log.
 
     kv_N2KD, scales and paired are the arguments of `read_view`, those after them the fields of a Segment and of a Scoring.
     """
-    segment = Segment(
-        PageTable(table_RW, page_size), lens_R, cu_seqlens_q, max_seqlen_q, causal, ragged, starts_T=starts_T, span=span
-    )
-    state = backend_for(q_THD).run(q_THD, read_view(kv_N2KD, scales, paired), segment, Scoring(scale, softcap))
+    rows = (PageTable(table_RW, page_size), lens_R, cu_seqlens_q, max_seqlen_q, causal, ragged)
+    segment = Segment(*rows, starts_T=starts_T, alibi_positions_T=alibi_positions_T, span=span)
+    scoring = Scoring(scale, softcap, slopes_H=slopes_H)
+    state = backend_for(q_THD).run(q_THD, read_view(kv_N2KD, scales, paired), segment, scoring)
     return state.out_THD, state.lse_TH.float()
 
 
@@ -134,13 +136,16 @@ def suffix_merge(
     scale: float,
     softcap: float | None = None,
     starts_T: Tensor | None = None,
+    slopes_H: Tensor | None = None,
+    alibi_positions_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The state of every query over its suffix, merged with the state (out, lse) of its other keys.
 
     The suffix of query t are the first lens_T[t] slots of row t, both int32.  The rest is as in `paged_attention`.
     """
-    view, scoring, before = read_view(kv_N2KD, scales, paired), Scoring(scale, softcap), AttentionState(out_THE, lse_TH)
-    suffix = replace(Segment.of_slots(slots_TW, lens_T), starts_T=starts_T)
+    view, before = read_view(kv_N2KD, scales, paired), AttentionState(out_THE, lse_TH)
+    scoring = Scoring(scale, softcap, slopes_H=slopes_H)
+    suffix = replace(Segment.of_slots(slots_TW, lens_T), starts_T=starts_T, alibi_positions_T=alibi_positions_T)
     if backend_for(q_THD).name == "triton":
         state = merged_by_kernel(q_THD, view, suffix, scoring, before)
     else:
@@ -182,13 +187,14 @@ ROPE = define(
 PAGED_ATTENTION = define(
     "paged_attention(Tensor q, Tensor kv, Tensor? scales, bool paired, Tensor table, Tensor lens, Tensor cu_seqlens_q, "
     "SymInt max_seqlen_q, SymInt page_size, bool causal, float scale, float? softcap=None, Tensor? starts=None, "
-    "SymInt? span=None, bool ragged=False) -> (Tensor, Tensor)",
+    "SymInt? span=None, bool ragged=False, Tensor? slopes=None, Tensor? alibi_positions=None) -> (Tensor, Tensor)",
     paged_attention,
     state_fake,
 )
 SUFFIX_MERGE = define(
     "suffix_merge(Tensor q, Tensor kv, Tensor? scales, bool paired, Tensor slots, Tensor lens, Tensor out, Tensor lse, "
-    "float scale, float? softcap=None, Tensor? starts=None) -> (Tensor, Tensor)",
+    "float scale, float? softcap=None, Tensor? starts=None, Tensor? slopes=None, Tensor? alibi_positions=None) "
+    "-> (Tensor, Tensor)",
     suffix_merge,
     state_fake,
 )

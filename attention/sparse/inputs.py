@@ -58,7 +58,7 @@ class SparseLatentInputs(LayerInputs):
         assert isinstance(view, SparseLatentView), f"sparse layers need a cache of indexer keys, got {type(view).__name__}"
         selected = self._handed_on(call) if self.index is None else self._select(self.index, call, view)
         if selected is None:
-            return self.latents.paged(call._replace(view=view.latents))
+            return self.latents.over(call, view.latents)
         inputs, up_HXC, N, L = self.latents, self.latents.up_HXC, self.latents.nope_dim, self.latents.latent_TL.shape[1]
         R, H, step = selected.rows, up_HXC.shape[0], max(1, inputs.limits.absorbed // (up_HXC.shape[0] * L))
         if (

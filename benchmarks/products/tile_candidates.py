@@ -8,7 +8,7 @@ from specdec.ops.products.formats.quantised import Kind
 
 Stored = Kind | Literal["lossless"]
 
-# Of quantised weights, where tiles of x have two parts, as CANDIDATES has them.
+# Of quantised weights, where tiles of x have two pieces, as CANDIDATES has them.
 TWO_PARTS: dict[int, dict[str, tuple[tuple[int, ...], ...]]] = {
     96: {
         "qkv": ((64, 128, 1, 4, 4, 1, 128), (128, 128, 1, 8, 4, 1, 168)),

@@ -97,7 +97,7 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
     options, sizes = settings.options, [0] * len(groups)
     for model, config in enumerate(configs):
         layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
-        tokens = settings.page_tokens if model else options.page_size  # ranks divide what the target keeps alone
+        tokens = settings.page_tokens if model else options.page_size  # ranks shard what the target keeps, and nothing else
         for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
             sizes[group_of(config.layer_kinds[layer].span, groups)] += tokens * layout.layer_bytes(layer)
     return tuple(sizes)
@@ -111,7 +111,7 @@ def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
 
 
 def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
-    """The bytes of the scratch where a pass's own tokens lie on every rank; 0 where ranks divide no sequence."""
+    """The bytes of the scratch where a pass's own tokens lie on every rank; 0 where ranks shard no sequence."""
     layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
     return settings.scratch_room * sum(map(layout.layer_bytes, set(target.kv_source)))
 

@@ -63,7 +63,7 @@ class EngineSettings:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a sequence that a page stands for: those that each rank holds of it, over all ranks that divide it."""
+        """Tokens of a sequence that a page stands for: those that each rank holds of it, over all ranks that shard it."""
         return self.options.page_size * self.options.decode_context_parallel_size
 
     @property
@@ -79,7 +79,7 @@ class EngineSettings:
 
     @property
     def scratch_room(self) -> int:
-        """The most tokens of one pass, where these lie in a scratch because ranks divide sequences among them; else 0."""
+        """The most tokens of one pass, where these lie in a scratch because ranks shard sequences; else 0."""
         if self.options.decode_context_parallel_size == 1:
             return 0
         nodes = self.spec.num_draft_tokens if self.spec else 1

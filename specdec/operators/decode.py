@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 from specdec.attention.backend import Backend
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
-from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.limits import LIMITS
 from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.operators.heads import backend_for
@@ -51,15 +51,14 @@ class DecodePass(nn.Module):
         super().__init__()
         if not isinstance(target, Target):
             raise TypeError(f"target must be a Target, as load_chosen returns it, got {type(target).__name__}")
-        for refused, what in ((target.config.encoder, "an encoder"), (any(map(_alibi, target.config.layer_kinds)), "ALiBi")):
-            if refused:
-                raise ValueError(
-                    f"target must be a model that operators compute, got family {target.config.family!r} with {what}; nearest "
-                    "setting that works: run it by SpecDecoder"
-                )
+        if target.config.encoder is not None:
+            raise ValueError(
+                f"target must be a decoder alone, got family {target.config.family!r} with an encoder; nearest setting that "
+                "works: run it by SpecDecoder"
+            )
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
-        check_cache_dtype(target.config, kv_cache_dtype)
         self.kv_cache_dtype, weight = kv_cache_dtype, target.embed_tokens.weight
+        check_cache_dtype(target.config, kv_cache_dtype, weight.device)
         scales = kv_scales(target)
         self.layout = cache_layout(target.config, kv_cache_dtype, weight.dtype, weight.device, scales)
         self.backend = OperatorBackend()
@@ -184,10 +183,6 @@ def _by_transformers(target: Target, ids_T: Tensor, positions_T: Tensor, attn: A
     return _natively(target, ids_T, positions_T, attn)
 
 
-def _alibi(kind: LayerKind) -> bool:
-    return kind.alibi
-
-
 def chain_plan(pages: PageTable, lens_B: Tensor, N: int) -> AttentionPlan:
     """Each of a sequence's next N tokens reads everything up to itself."""
     positions_BN = lens_B.long()[:, None] + torch.arange(N, dtype=torch.int64, device=lens_B.device)
@@ -202,7 +197,7 @@ def tree_plan(pages: PageTable, lens_B: Tensor, slots_BN: Tensor, mask_BNN: Tens
     N, nodes_T = slots_BN.shape[1], torch.arange(slots_BN.numel(), dtype=torch.int64, device=slots_BN.device)
     rows_T = nodes_T // N
     mask_TN, slots_TN = mask_BNN[rows_T, nodes_T % N], slots_BN[rows_T]  # torch.export can't flatten [B, N, N] if N may vary
-    order_TN = mask_TN.logical_not().argsort(dim=-1, stable=True)  # a node's path is packed to the left of its row
+    order_TN = mask_TN.logical_not().argsort(dim=-1, stable=True)  # a node's path stands at the left of its row, without gaps
     seen_T = mask_TN.sum(-1).int()
     suffix = Segment(PageTable(slots_TN.gather(1, order_TN).int()), seen_T, _rows(seen_T, 1), 1, base_B=lens_B)
     return AttentionPlan((Segment(pages, lens_B, _rows(lens_B, N), N),), lens_B[rows_T].long() + seen_T - 1, suffix)

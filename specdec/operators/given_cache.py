@@ -5,7 +5,7 @@ This file knows neither plans nor operators.  Shapes: K kv heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.layout import CacheLayout, KVView
 from specdec.attention.caches.mla_cache import LatentLayout
-from specdec.attention.caches.quant_cache import QuantLayout, QuantView
+from specdec.attention.caches.quant_cache import FP8_MIN_ARCHITECTURE, QuantLayout, QuantView
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
 from specdec.attention.kinds import LayerKind
 from specdec.checks import require_choice
@@ -26,14 +26,25 @@ SCALE = "scale"  # beside the keys and values in fp8 of a layer: their scales [2
 LAYOUTS = (HeadsLayout, QuantLayout, LatentLayout, Fp8LatentLayout, SparseLatentLayout)  # what operators read and write
 
 
-def check_cache_dtype(config: ModelConfig, kv_cache_dtype: str) -> None:
-    """ValueError for a format in which a pass over such a target can't keep its cache."""
+def check_cache_dtype(
+    config: ModelConfig,
+    kv_cache_dtype: str,
+    device: torch.device,
+    capability: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
+) -> None:
+    """ValueError for a format in which a pass over such a target can't keep its cache on that device."""
     require_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8", "int8", FP8_LATENTS), "auto")
     allowed: tuple[str, ...] = ("auto",)
     if config.keeps_latents and config.latent_rank % GROUP == 0:
         allowed = ("auto", FP8_LATENTS)
     elif not (config.keeps_latents or config.value_width):
         allowed = ("auto", "fp8", "int8")
+    if kv_cache_dtype in ("fp8", FP8_LATENTS) and device.type == "cuda" and capability(device) < FP8_MIN_ARCHITECTURE:
+        needed, got = (".".join(map(str, version)) for version in (FP8_MIN_ARCHITECTURE, capability(device)))
+        raise ValueError(
+            f"kv_cache_dtype={kv_cache_dtype!r} needs a GPU of compute capability {needed} or later, got {got}; nearest "
+            "setting that works: kv_cache_dtype='auto'"
+        )
     if kv_cache_dtype not in allowed:
         raise ValueError(
             f"kv_cache_dtype must be {' or '.join(map(repr, allowed))} for a target of family {config.family!r}, got "

@@ -59,7 +59,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def generate(decoder: SpecDecoder) -> None:
-    """Prompts of several chunks, rows of different lengths, and twice, so that kept pages are found where they are kept."""
+    """Prompts of several chunks, rows of different lengths, and twice, so that cached pages are found where they are kept."""
     for _ in range(2):
         decoder.generate(ragged_prompts(40, 5), SamplingParams(max_tokens=12))
     decoder.generate(ragged_prompts(40, 3), SamplingParams(max_tokens=4), speculate=False)

@@ -70,7 +70,7 @@ def test_ranks_write_what_one_writes(
     with decoder_of(*pair, spec, 1) as decoder:
         want = [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)]
     with decoder_of(*pair, spec, 2, ranks) as decoder:
-        for _ in range(2):  # the second time replays what the first has captured, and begins after kept pages
+        for _ in range(2):  # the second time replays what the first has captured, and begins after cached pages
             outs = decoder.generate(PROMPTS, SAMPLINGS)
             assert [out.token_ids for out in outs] == want
         assert Driver(decoder).num_graphs("round") > 0 and any(out.stats.cached_tokens for out in outs)

@@ -40,7 +40,7 @@ def prompts(vocab_size: int) -> list[Tensor]:
 
 @torch.no_grad()
 def ours(model: CausalLM, ids: list[Tensor], aux_layers: tuple[int, ...]) -> TargetOutput:
-    """All prompts packed, one page each, through the reference attention."""
+    """All prompts as one ragged batch, one page each, through the reference attention."""
     config, page = model.config, max(LENGTHS)
     cache = KVCache(HeadsLayout(config.num_kv_heads, config.head_dim, torch.float32), config.layer_kinds, len(ids) * page)
     table = torch.arange(len(ids), dtype=torch.int32)[:, None]

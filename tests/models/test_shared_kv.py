@@ -54,7 +54,7 @@ def prompts() -> list[Tensor]:
 
 @torch.no_grad()
 def ours(model: CausalLM, aux_layers: tuple[int, ...] = (), rows_R: Tensor | None = None) -> TargetOutput:
-    """All prompts packed, one page each, through the reference attention.  Unwritten slots hold NaN."""
+    """All prompts as one ragged batch, one page each, through the reference attention.  Unwritten slots hold NaN."""
     ids = prompts()
     cache = make_cache(model, model.config, len(ids) * PAGE, "auto", torch.float32, CPU)
     cache.buffers["kv"].fill_(torch.nan)

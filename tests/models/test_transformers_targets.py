@@ -77,7 +77,7 @@ def prompts() -> list[Tensor]:
 
 @torch.no_grad()
 def ours(target: Target, ids: list[Tensor], aux_layers: tuple[int, ...] = (), rows: Tensor | None = None) -> TargetOutput:
-    """All prompts packed, one page each, through the reference attention."""
+    """All prompts as one ragged batch, one page each, through the reference attention."""
     config, page = target.config, max(LENGTHS)
     cache = KVCache(HeadsLayout(config.num_kv_heads, config.head_dim, torch.float32), config.layer_kinds, len(ids) * page,
                     kv_layers=config.kv_source)  # fmt: skip

@@ -15,7 +15,6 @@ from specdec.attention.attend import make_backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.kv_cache import move_slots
 from specdec.attention.caches.split_cache import SplitView
-from specdec.attention.kinds import Scoring
 from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.segment import Segment
 
@@ -82,8 +81,6 @@ def test_what_operators_would_leave_out_is_refused() -> None:
     backend, (q_THD, kv, *_) = OperatorBackend(), paged_args("cpu")
     segment = Segment.of_slots(table("cpu"), ints("cpu", 1, 2))
     backend.run(q_THD[:2], MHAView(kv), segment)
-    with pytest.raises(TypeError, match="know no slopes_H: it must be None"):
-        backend.run(q_THD[:2], MHAView(kv), segment, Scoring(slopes_H=torch.ones(H)))
     with pytest.raises(TypeError, match="know no window_right: it must be 0, got 2"):
         backend.run(q_THD[:2], MHAView(kv), replace(segment, window_right=2))
     with pytest.raises(TypeError, match="read a cache by MHAView, QuantView, PairedView or LatentView, got SplitView"):

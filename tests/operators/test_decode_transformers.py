@@ -63,11 +63,26 @@ def test_a_program_computes_what_transformers_computes(families: Families, name:
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow_cases(keep=1)
+@pytest.mark.parametrize("name", ["mpt", "bloom", "falcon-rw-odd"])
+def test_slopes_are_those_of_the_direct_pass(tmp_path: Path, name: str) -> None:
+    """Keeps out: distances (ALiBi) of other rows or of places in the pass, and heads whose slopes are exchanged."""
+    decode = DecodePass.from_pretrained(save(tmp_path / name, name, layers=1), PAGE, max_positions=128)
+    program = export_decode(decode).module()
+    for lens, N in (([5, 0, 9], 1), ([1, 30], 4)):
+        check(decode, program, inputs(decode, lens, N), 1e-4)
+    check_tree(decode)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "llama4"])
 def test_a_node_of_a_tree_gets_the_logits_of_its_path(families: Families, name: str) -> None:
     """Keeps out: positions by place instead of depth in transformers' rotations, and a node that sees a sibling."""
-    decode = decode_pass(families, name, "auto")
+    check_tree(decode_pass(families, name, "auto"))
+
+
+def check_tree(decode: DecodePass) -> None:
+    """A node of a tree gets the logits of its path alone."""
     program = export_decode(decode, trees=True).module()
     given, masks_BNN = inputs(decode, [9, 0, 17], 6), random_masks(3, 6, seed=6)
     with torch.no_grad():
@@ -89,14 +104,13 @@ def test_compiling_is_refused_with_what_works(families: Families) -> None:
         torch.compile(decode, fullgraph=True, backend="aot_eager")(*inputs(decode, [5]))
 
 
-def test_targets_that_no_operator_computes_are_refused(tmp_path: Path) -> None:
-    """Keeps out: a failure in the middle of a trace for slopes, or for an encoder's text."""
-    for folder, what in (
-        (save(tmp_path / "bloom", "bloom", layers=1), "family 'bloom' with ALiBi"),
-        (save_encoder_decoder(tmp_path / "bart", "bart"), "family 'bart' with an encoder"),
+def test_a_target_with_an_encoder_is_refused(tmp_path: Path) -> None:
+    """Keeps out: a failure in the middle of a trace for an encoder's text."""
+    folder = save_encoder_decoder(tmp_path / "bart", "bart")
+    with pytest.raises(
+        ValueError, match="got family 'bart' with an encoder; nearest setting that works: run it by SpecDecoder"
     ):
-        with pytest.raises(ValueError, match=f"got {what}; nearest setting that works: run it by SpecDecoder"):
-            DecodePass.from_pretrained(folder, PAGE, max_positions=64)
+        DecodePass.from_pretrained(folder, PAGE, max_positions=64)
 
 
 def test_code_that_torch_cannot_export_is_refused(families: Families) -> None:

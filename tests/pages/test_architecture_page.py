@@ -51,9 +51,12 @@ def test_another_import_changes_the_picture(tmp_path):
         return drawer.read_imports(root).arrows
 
     found = drawn(serve="import specdec.decoder", models="import specdec.ops.norm")
-    assert found == {"serve": ["decoder"], "models": ["leaf"]}
+    assert found == {"serve": ["decoder"], "models": ["ops"]}
     found = drawn(cli="import specdec.serve.a, specdec.decoder", serve="import specdec.decoder")
     assert found["cli"] == ["serve"]  # the other arrow follows from it
+    both = "import specdec.batch.a, specdec.models.a"
+    assert drawer.together(drawn(verify=both, draft=both)) == [(["verify", "draft"], ["batch", "models"])]
+    assert len(drawer.together(drawn(verify=both, draft="import specdec.batch.a"))) == 2
     with pytest.raises(ValueError, match="models imports cli"):
         drawn(models="import specdec.cli.a")
     with pytest.raises(ValueError, match="no place for novel"):
@@ -107,7 +110,7 @@ def test_the_example_of_pages_is_right():
 def test_the_example_of_a_product_is_right():
     """Keeps out: a guide to kernels that names another one than the tables do."""
     page = (ROOT / "specdec" / "ops" / "README.md").read_text()
-    assert "12 rows of bfloat16 and an int4 weight on an H200" in page
+    assert "12 rows of bfloat16 and an int4 weight with a scale for each 128 columns, on an H200" in page
     tiles = {M: hopper_tiles(M, 4096, 4096, "int4", 128, False, False) for M in (MAX_WARP_M, 12)}
     assert (MAX_WARP_M, tiles[MAX_WARP_M].kernel) == (8, "warp_hopper")
     assert (tiles[12].kernel, tiles[12].block_m) == ("warpgroup_hopper", 16)

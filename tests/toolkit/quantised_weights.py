@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack, pack_factor_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
-from specdec.ops.products.tiles.dense import two_parts
+from specdec.ops.products.tiles.dense import two_pieces
 from specdec.ops.products.tiles.quantised import QuantisedTiles
 from toolkit.kernels import DEVICE
 
@@ -47,7 +47,7 @@ def check_tiles(tiles: QuantisedTiles, M: int, N: int, K: int, bits: int, width:
 
     bits: of a number of the weight.  width: columns of a slice.  partials: whether a norm adds up what splits compute.
     """
-    more = two_parts(tiles.block_m)[1]
+    more = two_pieces(tiles.block_m)[1]
     assert not more or (more & (more - 1) == 0 and tiles.slices == 1 and (partials or tiles.splits == 1))
     stage = tiles.block_n * tiles.block_k * bits // 8 + (M > 1) * tiles.block_m * tiles.block_k * 2
     sums = 4 * tiles.block_n * tiles.block_m if tiles.slices > 1 else 0

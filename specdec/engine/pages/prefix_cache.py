@@ -7,8 +7,8 @@ matters because the drafter's key and value of a page's last token are computed 
 that go on differently can't share that page.  The pages form a tree whose branches are tuples of page_size + 1 token ids (a
 page's tokens and its successor).  Ids are compared themselves, not hashes of them, so no two texts can be confused.
 
-Only full pages whose successor is known are kept.  Nobody writes to a kept page again: a sequence that reads it writes to later
-pages only.  A page stays until the pool needs it; the least recently used page goes first.
+Only full pages whose successor is known are kept.  Nobody writes to a cached page again: a sequence that reads it writes to
+later pages only.  A page stays until the pool needs it; the least recently used page goes first.
 
 A page of a text that does not speculate lacks the drafter's keys and values.  `drafted` says which pages have them, and a text
 that speculates finds only those.  No page with them comes after a page without.
@@ -27,7 +27,7 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """One kept page; the pages before it are those of its parent, its parent's parent, and so on."""
+    """One cached page; the pages before it are those of its parent, its parent's parent, and so on."""
 
     key: Key  # the page's tokens and its successor
     parent: Node | None
@@ -56,7 +56,7 @@ class PrefixCache:
         return len(self._idle)
 
     def find(self, tokens: Sequence[int], drafted: bool) -> list[Node]:
-        """The kept pages that the text begins with, in order.  drafted: find only pages with the drafter's keys and values."""
+        """The cached pages that the text begins with, in order.  drafted: only those with the drafter's keys and values."""
         path: list[Node] = []
         node = self.root
         for key in page_keys(tokens, self.pool.page_size):
@@ -74,7 +74,7 @@ class PrefixCache:
         pages: the page numbers of the text, in order, from its very beginning.
         drafted: whether these pages hold the drafter's keys and values.
 
-        A page that is kept already stays, and the owner keeps its own copy.  But a kept page without the drafter's keys and
+        A page that is kept already stays, and the owner keeps its own copy.  But a cached page without the drafter's keys and
         values is replaced by a page that has them, unless some sequence reads it: then this page and all pages after it stay
         the owner's, who can offer them again when it leaves.
         """

@@ -1,6 +1,6 @@
 """Any decoder-only causal LM of transformers as a target: its own code computes all but attention, which is ours.
 
-Prompts and trees come packed as one sequence of tokens; positions and our attention keep them apart, and a check at loading
+Prompts and trees come as one ragged sequence of tokens; positions and our attention keep them apart, and a check at loading
 (load.py) makes sure that nothing else in the model mixes tokens.
 
 Shapes: T tokens, H hidden or query heads, K kv heads, X = H + 2K, D head dim, V vocabulary, A captured states side by side.

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.ops.launch import use_kernels
 from specdec.ops.noise.filters import Filters
 
-BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
+WEIGHT_OF_BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
 
 
 class Cutoff(NamedTuple):
@@ -58,7 +58,7 @@ def cutoffs(logits_RV: Tensor, filters: Filters) -> Cutoff:
     scaled_RV = sorted_RV / rows.safe_temperature_B[:, None]
     # Sums of integers are exact in any order.  A sum of floats has an order that depends on the number of rows, by which
     # a token at top-p's cutoff could depend on the batch.
-    weights_RV = ((scaled_RV - scaled_RV[:, :1]).exp() * BEST).long().masked_fill(beyond_k_RV, 0)
+    weights_RV = ((scaled_RV - scaled_RV[:, :1]).exp() * WEIGHT_OF_BEST).long().masked_fill(beyond_k_RV, 0)
     sums_RV = weights_RV.cumsum(-1)
     wanted_R1 = rows.top_p_B[:, None] * sums_RV[:, -1:].double()
     beyond_p_RV = (sums_RV - weights_RV >= wanted_R1) & (rows.top_p_B < 1)[:, None]

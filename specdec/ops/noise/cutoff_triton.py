@@ -1,13 +1,15 @@
-"""The kernels of cutoff.py: a search for the cutoff without sorting, by 15 edges at a time.
+"""The kernels of cutoff.py: a search for the cutoff without sorting, by 15 edges (FlashInfer's pivots) at a time.
 
-A logit's bits become a key, an integer in the order of the logits.  A level of the search divides the range in which the
-cutoff's key lies, and adds up how much lies at or above each edge: tokens for top-k, weights for top-p.  The next level's
-programs all draw the same conclusion.  The first edges of a wide range are equally far apart as logits, in the depth in which
-tokens have weights; others divide the range's keys equally.  Top-k comes first, since top-p is a share of what it keeps; a row
+A logit's bits become a key, an integer in the order of the logits.  A level of the search cuts the range in which the cutoff's
+key lies into 16 by 15 edges, and adds up what lies at or above each edge: the number of tokens for top-k, their weights for
+top-p.  From these sums each program of the next level finds the new range.  On a search's first level the edges of a range of
+more than _WIDE keys are equally far apart as logits, from _DEPTH below the row's best logit on, because less likely tokens have
+no weight.  All other edges divide the range's keys equally.  Top-k comes first, since top-p is a share of what it keeps; a row
 that has only one of them is done after half of the levels, and a range of one key needs none.  Blocks in which no token reaches
 an edge are skipped.  All sums are of integers, so no order changes them.
 
-Shapes: R rows, S slices of a row, L levels of one search, N tokens of a block, E = 16 edges, the last of them top-k's cutoff.
+Shapes: R rows, S slices of a row, L levels of one search, N tokens of a block; E = 16, the 15 edges and one just above top-k's
+cutoff, whose sum tells how much the tokens weigh of which top-p keeps a share.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.noise.cutoff import BEST, Cutoff
+from specdec.ops.noise.cutoff import WEIGHT_OF_BEST, Cutoff
 from specdec.ops.noise.filters import Filters
 
 SLICE, BLOCK, SCAN = 4096, 512, 8192  # tokens of a program, of a step of it, and of a step of the last kernel
@@ -54,23 +56,23 @@ def _number(key, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _weights(x, safe_temperature, top, BEST: tl.constexpr):
+def _weights(x, safe_temperature, top, WEIGHT_OF_BEST: tl.constexpr):
     """int64: what a number counts for in top-p.  top: the largest of the row, after temperature."""
     below = tl.div_rn(x, tl.zeros_like(x) + safe_temperature) - top
-    return tl.where(below <= 0.0, tl.exp(below) * BEST, 0.0).to(tl.int64)
+    return tl.where(below <= 0.0, tl.exp(below) * WEIGHT_OF_BEST, 0.0).to(tl.int64)
 
 
 @triton.jit
-def _added(amount_EN, weight_N, key_N, edge_E, BITS: tl.constexpr, ASM: tl.constexpr):
-    """The amounts, with the weights of tokens that lie at or above each edge."""
+def _added(sum_EN, weight_N, key_N, edge_E, BITS: tl.constexpr, ASM: tl.constexpr):
+    """The sums at edges, with the weights of tokens that lie at or above each edge."""
     if not ASM:
-        return amount_EN + tl.where(key_N[None, :] >= edge_E[:, None], weight_N[None, :], 0)
-    shape: tl.constexpr = amount_EN.shape
+        return sum_EN + tl.where(key_N[None, :] >= edge_E[:, None], weight_N[None, :], 0)
+    shape: tl.constexpr = sum_EN.shape
     weight_EN = tl.broadcast_to(weight_N[None, :], shape)
     key_EN, edge_EN = tl.broadcast_to(key_N[None, :], shape), tl.broadcast_to(edge_E.to(key_N.dtype)[:, None], shape)
     return tl.inline_asm_elementwise(
         _ADD_16 if BITS == 16 else _ADD_32, "=l,l,l,r,r" if BITS == 16 else "=l,l,l,l,l",
-        [amount_EN, weight_EN, key_EN, edge_EN], dtype=tl.int64, is_pure=True, pack=1,
+        [sum_EN, weight_EN, key_EN, edge_EN], dtype=tl.int64, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -115,9 +117,9 @@ def _wanted(p, total):
 
 @triton.jit
 def _state(
-    states, amounts, row, level, k, p, has_k, has_p, safe_temperature, largest,
+    states, sums_at_edges, row, level, k, p, has_k, has_p, safe_temperature, largest,
     dtype: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, EDGES: tl.constexpr, FIELDS: tl.constexpr,
-    BEST: tl.constexpr,
+    WEIGHT_OF_BEST: tl.constexpr,
 ):  # fmt: skip
     """What is known before a level, from the state before the last one and what that one added up:
 
@@ -133,18 +135,18 @@ def _state(
         low, count, above = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         key_k, ties_k, total = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
         e_E = tl.arange(0, EDGES)
-        amount_E = tl.load(amounts + (row * 2 * LEVELS + before) * EDGES + e_E)
+        sum_E = tl.load(sums_at_edges + (row * 2 * LEVELS + before) * EDGES + e_E)
         counts, weighs = has_k & (before < LEVELS), _adds_weights(before, has_k, has_p, LEVELS)
         within = before % LEVELS
         if weighs & (within == 0):
-            weight_k = _weights(_number(tl.maximum(key_k, 0), dtype, BITS), safe_temperature, top, BEST)
-            total = tl.sum(tl.where(e_E == EDGES - 1, amount_E, 0), 0) + ties_k * weight_k
+            weight_k = _weights(_number(tl.maximum(key_k, 0), dtype, BITS), safe_temperature, top, WEIGHT_OF_BEST)
+            total = tl.sum(tl.where(e_E == EDGES - 1, sum_E, 0), 0) + ties_k * weight_k
         if (counts | weighs) & (count > 1):
             edge_E = _edges(low, count, within, top, safe_temperature, dtype, BITS, EDGES)
-            enough_E = tl.where(counts, amount_E >= k, amount_E.to(tl.float64) >= _wanted(p, total)) & (e_E < EDGES - 1)
+            enough_E = tl.where(counts, sum_E >= k, sum_E.to(tl.float64) >= _wanted(p, total)) & (e_E < EDGES - 1)
             digit = tl.sum(enough_E.to(tl.int32), 0)
             end = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, edge_E, 0), 0), low + count)
-            above = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, amount_E, 0), 0), above)
+            above = tl.where(digit < EDGES - 1, tl.sum(tl.where(e_E == digit, sum_E, 0), 0), above)
             low = tl.where(digit > 0, tl.sum(tl.where(e_E == digit - 1, edge_E, 0), 0), low)
             count = end - low
         if counts & (within == LEVELS - 1):
@@ -156,11 +158,11 @@ def _state(
 def row_tops_kernel(
     logits,  # [R, V], any float type
     tops,  # [R, S] float32
-    amounts,  # [R, 2 * L, E] int64
+    sums_at_edges,  # [R, 2 * L, E] int64
     stride_row, width, slices,
     SLICE: tl.constexpr, LEVELS: tl.constexpr, EDGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of each slice; and all amounts are 0."""
+    """The largest logit of each slice; and all sums at edges become 0."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_N = part * SLICE + tl.arange(0, SLICE)
     if PDL:
@@ -170,19 +172,19 @@ def row_tops_kernel(
     tl.store(tops + row * slices + part, tl.max(x_N, 0))
     if part == 0:
         for level in range(2 * LEVELS):
-            tl.store(amounts + (row * 2 * LEVELS + level) * EDGES + tl.arange(0, EDGES), tl.zeros([EDGES], tl.int64))
+            tl.store(sums_at_edges + (row * 2 * LEVELS + level) * EDGES + tl.arange(0, EDGES), tl.zeros([EDGES], tl.int64))
 
 
 @triton.jit(do_not_specialize=["stride_row", "stride_floats", "stride_ints", "each", "width", "slices", "level"])
 def narrow_kernel(
     logits,  # [R, V], any float type
     tops,  # [R, S] float32
-    amounts,  # [R, 2 * L, E] int64
+    sums_at_edges,  # [R, 2 * L, E] int64
     states,  # [R, 2 * L, FIELDS] int64
     temperatures, top_k, top_p,  # [B] float32, int64, float32
     stride_row, stride_floats, stride_ints, each, width, slices, level,
     SLICE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    EDGES: tl.constexpr, FIELDS: tl.constexpr, WEIGHT_OF_BEST: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One level: how much of a slice lies at or above each edge.  each: rows of a sequence.  SLICES: S, padded."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -193,8 +195,9 @@ def narrow_kernel(
     largest = _largest(tops, row, slices, SLICES)
     dtype: tl.constexpr = logits.dtype.element_ty
     low, count, above, key_k, ties_k, total = _state(
-        states, amounts, row, level, k, p, has_k, has_p, safe_temperature, largest, dtype, BITS, LEVELS, EDGES, FIELDS, BEST
-    )
+        states, sums_at_edges, row, level, k, p, has_k, has_p, safe_temperature, largest,
+        dtype, BITS, LEVELS, EDGES, FIELDS, WEIGHT_OF_BEST,
+    )  # fmt: skip
     if part == 0:
         at = states + (row * 2 * LEVELS + level) * FIELDS
         tl.store(at, low)
@@ -211,16 +214,16 @@ def narrow_kernel(
     first_edge = tl.min(edge_E, 0)
     highest = _keys(tl.load(tops + row * slices + part).to(dtype), BITS)
     if (counts | weighs) & ((count > 1) | (within == 0)) & (highest >= first_edge):
-        amount_EN = tl.zeros([EDGES, BLOCK], tl.int64)
+        sum_EN = tl.zeros([EDGES, BLOCK], tl.int64)
         for step in tl.static_range(SLICE // BLOCK):
             i_N = part * SLICE + step * BLOCK + tl.arange(0, BLOCK)
             x_N = tl.load(logits + row * stride_row + i_N, mask=i_N < width, other=-float("inf"))
             key_N = _keys(x_N, BITS)
             if tl.max(key_N, 0) >= first_edge:
-                weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), safe_temperature, top, BEST))
+                weight_N = tl.where(counts, 1, _weights(x_N.to(tl.float32), safe_temperature, top, WEIGHT_OF_BEST))
                 weight_N = tl.where(i_N < width, weight_N, 0)
-                amount_EN = _added(amount_EN, weight_N, key_N, edge_E, BITS, ASM)
-        tl.atomic_add(amounts + (row * 2 * LEVELS + level) * EDGES + e_E, tl.sum(amount_EN, 1))
+                sum_EN = _added(sum_EN, weight_N, key_N, edge_E, BITS, ASM)
+        tl.atomic_add(sums_at_edges + (row * 2 * LEVELS + level) * EDGES + e_E, tl.sum(sum_EN, 1))
 
 
 @triton.jit
@@ -239,13 +242,13 @@ def _ties(above, weight, wanted):
 def cutoff_kernel(
     logits,  # [R, V], any float type
     tops,  # [R, S] float32
-    amounts,  # [R, 2 * L, E] int64
+    sums_at_edges,  # [R, 2 * L, E] int64
     states,  # [R, 2 * L, FIELDS] int64
     cutoff_logit, last_id, min_scaled,  # [R] float32, int64, float32
     temperatures, top_k, top_p, min_p,  # [B] float32, int64, float32, float32
     stride_row, stride_floats, stride_ints, each, width, slices,
     SCAN: tl.constexpr, SLICES: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    EDGES: tl.constexpr, FIELDS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+    EDGES: tl.constexpr, FIELDS: tl.constexpr, WEIGHT_OF_BEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The cutoff, after all levels: which of the tokens with the cutoff's logit is the last one kept."""
     row = tl.program_id(0).to(tl.int64)
@@ -256,13 +259,13 @@ def cutoff_kernel(
     largest = _largest(tops, row, slices, SLICES)
     dtype: tl.constexpr = logits.dtype.element_ty
     low, count, above, key_k, ties_k, total = _state(
-        states, amounts, row, 2 * LEVELS, k, p, has_k, has_p, safe_temperature, largest,
-        dtype, BITS, LEVELS, EDGES, FIELDS, BEST,
+        states, sums_at_edges, row, 2 * LEVELS, k, p, has_k, has_p, safe_temperature, largest,
+        dtype, BITS, LEVELS, EDGES, FIELDS, WEIGHT_OF_BEST,
     )  # fmt: skip
     top = tl.div_rn(largest, safe_temperature)
     key = tl.where(has_p, low, tl.maximum(key_k, 0))
     number = _number(key, dtype, BITS)
-    ties = _ties(above, _weights(number, safe_temperature, top, BEST), _wanted(p, total))
+    ties = _ties(above, _weights(number, safe_temperature, top, WEIGHT_OF_BEST), _wanted(p, total))
     ties = tl.where(has_p, tl.where(key == key_k, tl.minimum(ties, ties_k), ties), ties_k)
     found, end = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64) + width - 1
     if has_k | has_p:
@@ -293,25 +296,28 @@ def launch_cutoffs(logits_RV: Tensor, filters: Filters) -> Cutoff:
     bits = 8 * logits_RV.element_size()
     levels, slices = 1 + bits // 4, triton.cdiv(V, SLICE)  # after the first one 16 edges divide what is left each time
     tops = torch.empty(R, slices, dtype=torch.float32, device=device)
-    amounts = torch.empty(R, 2 * levels, EDGES, dtype=torch.int64, device=device)
+    sums_at_edges = torch.empty(R, 2 * levels, EDGES, dtype=torch.int64, device=device)
     states = torch.empty(R, 2 * levels, FIELDS, dtype=torch.int64, device=device)
     logit_R, min_scaled_R = torch.empty(2, R, dtype=torch.float32, device=device)
     last_id_R = torch.empty(R, dtype=torch.int64, device=device)
     if R:
         more = dict(num_warps=8, **chained(device))
-        shapes = dict(SLICES=triton.next_power_of_2(slices), BITS=bits, LEVELS=levels, EDGES=EDGES, FIELDS=FIELDS, BEST=BEST)
+        shapes = dict(
+            SLICES=triton.next_power_of_2(slices), BITS=bits, LEVELS=levels, EDGES=EDGES, FIELDS=FIELDS,
+            WEIGHT_OF_BEST=WEIGHT_OF_BEST,
+        )  # fmt: skip
         options = filters.temperature_B, filters.top_k_B, filters.top_p_B
         sizes = logits_RV.stride(0), floats[0].stride(0), filters.top_k_B.stride(0), R // filters.top_k_B.shape[0], V, slices
         row_tops_kernel[(R, slices)](
-            logits_RV, tops, amounts, logits_RV.stride(0), V, slices, SLICE=SLICE, LEVELS=levels, EDGES=EDGES, **more
+            logits_RV, tops, sums_at_edges, logits_RV.stride(0), V, slices, SLICE=SLICE, LEVELS=levels, EDGES=EDGES, **more
         )
         for level in range(2 * levels):
             narrow_kernel[(R, slices)](
-                logits_RV, tops, amounts, states, *options, *sizes, level, SLICE=SLICE, BLOCK=BLOCK,
+                logits_RV, tops, sums_at_edges, states, *options, *sizes, level, SLICE=SLICE, BLOCK=BLOCK,
                 ASM=logits_RV.is_cuda, **shapes, **more,
             )  # fmt: skip
         cutoff_kernel[(R,)](
-            logits_RV, tops, amounts, states, logit_R, last_id_R, min_scaled_R, *options, filters.min_p_B, *sizes, SCAN=SCAN,
-            **shapes, **more,
+            logits_RV, tops, sums_at_edges, states, logit_R, last_id_R, min_scaled_R, *options, filters.min_p_B, *sizes,
+            SCAN=SCAN, **shapes, **more,
         )  # fmt: skip
     return Cutoff(logit_R, last_id_R, min_scaled_R)

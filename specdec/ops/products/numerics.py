@@ -22,7 +22,7 @@ from specdec.ops.products.gpus import H100, GpuKind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tiles.experts import ExpertTiles, StackedTiles, expert_tiles, stacked_tiles
 from specdec.ops.products.tiles.lossless import lossless_tiles
-from specdec.ops.products.tiles.quantised import QuantisedTiles, hopper_tiles, quantised_tiles
+from specdec.ops.products.tiles.quantised import QuantisedTiles, hopper_tiles, stream_tiles
 from specdec.ops.products.tuned.table import Product, TunedTable
 
 FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
@@ -63,7 +63,7 @@ class Numerics:
         group_size, zero_points: as of hopper_tiles.  hopper: whether the kernels for Hopper GPUs can run.
         """
         tiles = hopper_tiles(M, N, K, values, group_size, zero_points, gated, partials) if hopper else None
-        return tiles or quantised_tiles(M, N, K, values)
+        return tiles or stream_tiles(M, N, K, values)
 
     def lossless_tiles(self, M: int, N: int, K: int, gated: bool, kind: GpuKind) -> QuantisedTiles | None:
         """Those of a weight that is kept in 12 bits too; None: the product reads the dense weight."""

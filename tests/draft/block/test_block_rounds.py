@@ -44,7 +44,7 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, head: str, shape: Any, sett
     if shape[0] == "auto":
         driver.script_levels(2, 0, 0, 3, 0, 1)
     prompts = ragged_prompts(40, 5)
-    for _ in range(1 + settings.get("prefix_caching", False)):  # the second time kept pages are found
+    for _ in range(1 + settings.get("prefix_caching", False)):  # the second time cached pages are found
         outputs = decoder.generate(prompts, SamplingParams(max_tokens=16))
         assert [out.token_ids for out in outputs] == [zoo.greedy(target, prompt, 16) for prompt in prompts]
     sampled = SamplingParams(max_tokens=8, temperature=1.1, seed=3)

@@ -1,7 +1,7 @@
 """MTP layers in an engine: each node of a tree is what the layers draft alone along its path, and the text stays the target's.
 
-Keeps out: a branch that reads another branch's latents; an entry of the layers' cache that a chunk, a round or a kept page left
-wrong; a drafter that changes the text.
+Keeps out: a branch that reads another branch's latents; an entry of the layers' cache that a chunk, a round or a cached page
+left wrong; a drafter that changes the text.
 """
 
 import copy
@@ -74,7 +74,7 @@ TEXTS = [  # target, shape, settings
 @pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(("target", "shape", "settings"), TEXTS, ids=str)
 def test_text_is_the_target_s(mtp_zoo: MtpZoo, target: str, shape: Any, settings: dict[str, Any]) -> None:
-    """More prompts than rows; twice, so that kept pages are found; greedy and sampled, and with a request that is cancelled."""
+    """More prompts than rows; twice, so that cached pages are found; greedy and sampled, and with a cancelled request."""
     decoder = mtp_zoo.decoder(target, "mtp", SpecConfig(*shape), max_batch_size=3, **settings)
     driver = Driver(decoder)
     if shape[0] == "auto":

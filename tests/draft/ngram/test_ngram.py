@@ -29,7 +29,7 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, shape: Any, settings: dict[
     if shape[0] == "auto":
         driver.script_levels(2, 0, 0, 3, 0, 1)
     prompts = ragged_prompts(40, 6)
-    for _ in range(2):  # the second time kept pages are found
+    for _ in range(2):  # the second time cached pages are found
         outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
         assert [out.token_ids for out in outputs] == [zoo.greedy(target, prompt, 24) for prompt in prompts]
     sampled = SamplingParams(max_tokens=12, temperature=1.1, seed=3)

@@ -66,7 +66,7 @@ def test_the_deepest_page_that_can_be_begun_after_is_found() -> None:
 
 def test_a_text_can_begin_after_the_pages_that_are_still_read() -> None:
     """Keeps out: a page too few where the last span of keys begins in the middle of one, which a text then reads as garbage;
-    a page too many, for want of which kept pages are not found."""
+    a page too many, for want of which cached pages are not found."""
     for page_size in range(1, 6):
         for span in range(1, 15):
             copies = RingCopies(PagePool(40, page_size, 20), span, group=1)

@@ -98,7 +98,7 @@ def test_a_ring_is_just_long_enough(page_size: int) -> None:
 
 
 def test_who_gets_a_ring() -> None:
-    """Keeps out: a full layer on a ring, a ring longer than the table it replaces, and one whose kept pages are overwritten."""
+    """Keeps out: a full layer on a ring, a ring longer than the table it replaces, and one that overwrites cached pages."""
     ring = (4096 + 2048 - 1 + 15) // 16
     assert page_groups([None, None], 10, 16, 1000, False) == (ALL,)
     assert page_groups([8, 4096], 10, 16, 1000, False) == (KVCacheGroup(ring, 4096),)
@@ -165,7 +165,7 @@ def test_text_far_beyond_the_window(zoo: Zoo, shape: tuple[int, int, int] | None
     assert [out.token_ids for out in outputs] == [zoo.greedy("mistral", prompt, LENGTH) for prompt in prompts]
     driver.assert_nothing_leaked()
     whole = windowed(zoo, SpecConfig(*shape) if shape else None, page_size, prefix_caching=True)
-    assert Driver(whole).ring is None, "kept pages are not written anew"
+    assert Driver(whole).ring is None, "cached pages are not written anew"
     for one, other in zip(outputs, whole.generate(prompts, SamplingParams(max_tokens=LENGTH)), strict=True):
         assert one.token_ids == other.token_ids
         assert one.stats.accepted_per_round == other.stats.accepted_per_round

@@ -99,7 +99,7 @@ def test_each_row_is_what_it_is_alone(
 @pytest.mark.parametrize(("depth", "more"), [(0, {}), (1, {"prefix_caching": True})], ids=["", "kept"])
 def test_pauses_while_rows_come_and_go(zoo: Zoo, depth: int, more: dict[str, Any]) -> None:
     """Keeps out: a plain row that counts tokens for a drafter's catching up, more pending tokens than there is room for, a
-    kept page whose last keys the drafter never saw because a pause was forgotten."""
+    cached page whose last keys the drafter never saw because a pause was forgotten."""
     rng = random.Random(depth)
     asked = random_requests(ragged_prompts(40, 6, seed=9), rng) * 2
     mixed, alone = (zoo.decoder("llama", "eagle3", AUTO, **SETTINGS, **settings) for settings in (more, {}))

@@ -11,7 +11,7 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.batch.sampling import RowSampling
-from specdec.ops.noise.cutoff import BEST, Cutoff, cutoffs, min_p_cutoffs
+from specdec.ops.noise.cutoff import WEIGHT_OF_BEST, Cutoff, cutoffs, min_p_cutoffs
 from specdec.ops.noise.cutoff_triton import launch_cutoffs
 from specdec.ops.noise.gumbel import gumbel_noise
 from specdec.ops.noise.sample import sampled_tokens
@@ -50,7 +50,7 @@ def kept_one_by_one(logits_V: list[float], scaled_V: Tensor, options: tuple[floa
     """Which tokens of a row are kept, by adding up whole numbers in the tokens' order."""
     temperature, top_k, top_p, min_p = options
     order = sorted(range(len(logits_V)), key=lambda i: (-logits_V[i], i))
-    weights = [int(w) for w in ((scaled_V - scaled_V.max()).exp() * BEST).long().tolist()]
+    weights = [int(w) for w in ((scaled_V - scaled_V.max()).exp() * WEIGHT_OF_BEST).long().tolist()]
     first = order[: top_k or None]
     share = Fraction(float(torch.tensor(top_p))) * sum(weights[i] for i in first)
     kept, before = [False] * len(order), 0

@@ -17,7 +17,7 @@ from specdec.ops.products.kernels.quantised.dequantise_triton import launch_dequ
 from specdec.ops.products.kernels.quantised.stream_triton import launch_quantised_linear
 from specdec.ops.products.numerics import FAST
 from specdec.ops.products.quantised import QuantisedWeight
-from specdec.ops.products.tiles.quantised import QuantisedTiles, quantised_tiles
+from specdec.ops.products.tiles.quantised import QuantisedTiles, stream_tiles
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -144,10 +144,10 @@ def test_tiles_fit_the_kernel() -> None:
     """Keeps out: a step that is no part of a group or no whole groups, and tiles that shared memory can't hold."""
     shapes = (6144, 4096), (28672, 4096), (4096, 14336), (64, 96), (128256, 16384)
     for (kind, group, _), M, (N, K) in product(FORMATS, (1, 8, 9, 32, 33, 64), shapes):
-        tiles = quantised_tiles(M, N, K, kind)
+        tiles = stream_tiles(M, N, K, kind)
         assert tiles is not None and tiles.block_m >= M and tiles.splits <= -(-K // tiles.block_k)
         assert not group or tiles.block_k % group == 0 or group % tiles.block_k == 0
         assert tiles.splits == 1 or -(-N // (tiles.block_n // 2)) <= ARRIVALS
         shared = tiles.stages * (tiles.block_n * row_bytes(kind, tiles.block_k) + 2 * tiles.block_m * tiles.block_k)
         assert shared <= 220_000
-    assert quantised_tiles(65, 6144, 4096, "e4m3") is None
+    assert stream_tiles(65, 6144, 4096, "e4m3") is None

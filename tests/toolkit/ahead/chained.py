@@ -44,8 +44,9 @@ class Found:
     """waits, triggers: whether the kernel does so at all.  always: whether all partitions wait, whichever branches they take.
     early: whether it may trigger before it has waited.
 
-    reads: names of arguments that are read before a wait.  stores: those that are written there.  signals: mbarriers that are
-    arrived at, or loaded for, and whether a wait is over there.
+    reads: names of arguments that are read before a wait.  by_l1: those of them that plain loads read, which may find in L1
+    what stood there before.  stores: those that are written there.  signals: mbarriers that are arrived at, or loaded for, and
+    whether a wait is over there.
     """
 
     waits: bool = False
@@ -53,6 +54,7 @@ class Found:
     triggers: bool = False
     early: bool = False
     reads: set[str] = field(default_factory=set)
+    by_l1: set[str] = field(default_factory=set)
     stores: set[str] = field(default_factory=set)
     signals: set[tuple[str, bool]] = field(default_factory=set)
 
@@ -62,6 +64,7 @@ class Found:
         self.triggers |= other.triggers
         self.early |= other.early
         self.reads |= other.reads
+        self.by_l1 |= other.by_l1
         self.stores |= other.stores
         self.signals |= other.signals
 
@@ -232,6 +235,8 @@ class Walk:
             memory = self.value(node.func.value if is_method else node.args[0])  # type: ignore[attr-defined]
             if name == "tma_load":
                 self.signal(node.args[2])
+            if name == "load" and "cache_modifier='.cg'" not in ast.unparse(node):
+                self.touch(self.found.by_l1, memory)
             for kinds, names in ((READS, self.found.reads), (STORES, self.found.stores)):
                 if name in kinds:
                     self.touch(names, memory)

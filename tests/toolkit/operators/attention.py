@@ -63,6 +63,15 @@ def ragged_args(device: str) -> tuple[Any, ...]:
     return rand(device, 4, H, D), *cache(device), False, *rows, SCALE, None, None, None, True
 
 
+def paged_alibi_args(device: str, queries: int = 2) -> tuple[Any, ...]:
+    positions = ints(device, *[7, 8, 4, 5] if queries == 2 else [8, 5])
+    return *paged_args(device, queries=queries), False, rand(device, H).abs(), positions
+
+
+def suffix_alibi_args(device: str) -> tuple[Any, ...]:
+    return *suffix_args(device), rand(device, H).abs(), ints(device, 1, 0, 0)
+
+
 def rope_args(device: str) -> tuple[Any, ...]:
     return rand(device, 3, H, D), ints(device, 3, 9, 0, dtype=torch.int64), rotary_table(torch.rand(D // 2), 12).to(device)
 
@@ -129,6 +138,9 @@ CASES: dict[str, tuple[Any, Callable[[str], tuple[Any, ...]]]] = {
     "suffix local": (heads.SUFFIX_MERGE, lambda d: suffix_args(d, local=True)),
     "suffix int8": (heads.SUFFIX_MERGE, lambda d: suffix_args(d, "int8")),
     "suffix fp8": (heads.SUFFIX_MERGE, lambda d: suffix_args(d, "fp8")),
+    "paged alibi": (heads.PAGED_ATTENTION, paged_alibi_args),
+    "paged alibi decode": (heads.PAGED_ATTENTION, lambda d: paged_alibi_args(d, queries=1)),
+    "suffix alibi": (heads.SUFFIX_MERGE, suffix_alibi_args),
     "latent store": (latent.LATENT_STORE, latent_store_args),
     "latent store into queries": (latent.LATENT_STORE, lambda d: latent_store_args(d, wide_out=True)),
     "latent decode": (latent.LATENT_ATTENTION, lambda d: latent_args(d, queries=1)),

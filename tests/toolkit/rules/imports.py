@@ -7,18 +7,22 @@ from pathlib import Path
 from toolkit.rules.source import nodes
 
 ROOMS = ("attention", "draft", "verify")
-LEAVES = {"checks", "config", "generation", "grammar", "limits", "ops", "options", "parallel"} | {
-    "screen", "shipped", "startup", "steps", "__version__",
-}  # fmt: skip
+# Two layers have several rooms: what all may import, the engine too, and what computes with tensors.
+BASE = {
+    "plain": {"checks", "config", "generation", "grammar", "limits", "options", "screen", "shipped", "startup", "steps"}
+    | {"__version__"},
+    "ops": {"ops", "parallel"},
+}
 MAY_IMPORT = {
-    "leaf": {"leaf"},
-    "attention": {"attention", "leaf"},
-    "models": {"models", "attention", "leaf"},
-    "batch": {"batch", "attention", "leaf"},
-    "draft": {"draft", "batch", "models", "attention", "leaf"},
-    "verify": {"verify", "batch", "models", "attention", "leaf"},
-    "runner": {"runner", "verify", "draft", "batch", "models", "attention", "leaf"},
-    "engine": {"engine", "leaf"},
+    "plain": {"plain"},
+    "ops": {"ops"},
+    "attention": {"attention", "ops", "plain"},
+    "models": {"models", "attention", "ops", "plain"},
+    "batch": {"batch", "attention", "ops", "plain"},
+    "draft": {"draft", "batch", "models", "attention", "ops", "plain"},
+    "verify": {"verify", "batch", "models", "attention", "ops", "plain"},
+    "runner": {"runner", "verify", "draft", "batch", "models", "attention", "ops", "plain"},
+    "engine": {"engine", "plain"},
 }
 # The door's own layers, from the inside out: each may import those before it, and all rooms above; of OUTER not each other.
 DOOR = ("prompts", "loading", "loaded", "session", "lossless", "decoder")
@@ -46,7 +50,7 @@ def layer(module: str) -> str:
     head = (module.split(".") + [""])[1]
     if head in ("", "async_decoder"):  # the package itself names what is public
         return "decoder"
-    return "leaf" if head in LEAVES else head
+    return next((name for name, rooms in BASE.items() if head in rooms), head)
 
 
 def module_of(name: str, root: Path) -> str:

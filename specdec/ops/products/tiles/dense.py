@@ -93,7 +93,7 @@ def padded_rows(M: int) -> int:
     return 48 if 32 < M <= 48 else max(8, 1 << (M - 1).bit_length())
 
 
-def two_parts(rows: int) -> tuple[int, int]:
+def two_pieces(rows: int) -> tuple[int, int]:
     """A tile's rows of x as tensors hold them: the largest power of two in them, and the rest, which is one too, or 0."""
     low = 1 << (rows.bit_length() - 1)
     return low, rows - low

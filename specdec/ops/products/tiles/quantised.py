@@ -168,7 +168,7 @@ def by_waves(M: int, N: int, K: int, pack_factor: int, grouped: bool, partials: 
         if splits == 1:
             return True
         halves = 2 * _parts(M, size[0]) * _parts(N, size[1])  # of tiles: two warpgroups count apart
-        is_counted = partials or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two parts
+        is_counted = partials or size[0] in (64, 128)  # hopper_launch.py counts no arrivals at a tile of two pieces
         return is_counted and halves <= MAX_TILES and K >= 2 * splits * SIZES[size][1]
 
     size, splits = min((each for each in product(waves, (1, 2, 3, 4)) if may(*each)), key=lambda each: us(*each))
@@ -210,8 +210,8 @@ def _parts(whole: int, size: int) -> int:
 
 
 @cache
-def quantised_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None:
-    """The kernel's tiles for M rows and a weight of N rows and K columns; None: the weight is converted, and cuBLAS is used."""
+def stream_tiles(M: int, N: int, K: int, kind: Kind) -> QuantisedTiles | None:
+    """Tiles of stream_triton's kernel for M rows and a weight [N, K]; None: the weight is dequantised, and cuBLAS is used."""
     if not 0 < M <= FEW:
         return None
     block_m = max(8, 1 << (M - 1).bit_length())

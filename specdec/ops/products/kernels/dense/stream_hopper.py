@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait, next_stage, tma_layout, tma_load
 from specdec.ops.launch import chained
 from specdec.ops.products.kernels.dense.stream_triton import result_of
-from specdec.ops.products.tiles.dense import two_parts
+from specdec.ops.products.tiles.dense import two_pieces
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
@@ -216,7 +216,7 @@ def launch_hopper_linear(
     """
     (M, K), rows = x_MK.shape, weight_NK.shape[0]
     N, parts = (rows // 2, 2) if gated else (rows, 1)
-    low, high = two_parts(tiles.block_m)
+    low, high = two_pieces(tiles.block_m)
     assert M > 0 and weight_NK.shape[1] == K and weight_NK.is_contiguous() and x_MK.stride(1) == 1 and N % INTERLEAVE == 0
     assert x_MK.dtype == weight_NK.dtype and x_MK.element_size() == 2 and (bias_N is None or bias_N.shape == (rows,))
     assert tiles.splits == 1 or M <= tiles.block_m

@@ -39,7 +39,7 @@ from specdec.ops.products.kernels.dense.stream_hopper import INTERLEAVE, groups_
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.quantised.warp_hopper import quantised_warp_kernel
 from specdec.ops.products.kernels.quantised.warpgroup_hopper import quantised_warpgroup_kernel
-from specdec.ops.products.tiles.dense import two_parts
+from specdec.ops.products.tiles.dense import two_pieces
 from specdec.ops.products.tiles.quantised import PRODUCER_REGISTERS
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def launch_quantised_hopper(
     tensors = *of.scales, of.scales[0] if bias_N is None else bias_N, y_MN, partials, arrivals
     sizes = M, N, K, of.groups, x_MK.stride(0)
     common: dict[str, Any] = dict(
-        KIND=of.kind, GROUP_SIZE=of.group_size, HAS_ZERO_POINTS=of.has_zero_points, BLOCK_M=two_parts(tiles.block_m)[0],
+        KIND=of.kind, GROUP_SIZE=of.group_size, HAS_ZERO_POINTS=of.has_zero_points, BLOCK_M=two_pieces(tiles.block_m)[0],
         BLOCK_N=tiles.block_n // tiles.of_program, SPLITS=tiles.splits, STAGES=tiles.stages, PARTS=parts,
         STORE_PARTIALS=store_partials, HAS_BIAS=bias_N is not None, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         maxnreg=tiles.registers, **chained(x_MK.device),
@@ -151,7 +151,7 @@ def _launch_warpgroup(
     block_n, block_j = tiles.block_n // tiles.of_program, tiles.block_k // of.pack_factor
     qweight_tiles = groups_of(of.words_NJ, parts, block_n, block_j)
     high_tiles = groups_of(of.high_NJ, parts, block_n, block_j // 2) if is_lossless else qweight_tiles
-    rows, more = two_parts(tiles.block_m)  # the second part has no counters of its own, and no outliers
+    rows, more = two_pieces(tiles.block_m)  # the second piece has no counters of its own, and no outliers
     assert not more or (more & (more - 1) == 0 and slices == 1 and (store_partials or tiles.splits == 1) and not is_lossless)
     x_tiles = rows_of(x_MK, rows, tiles.block_k)
     more_tiles = rows_of(x_MK, more, tiles.block_k) if more else x_tiles
