@@ -17,7 +17,7 @@ from specdec.operators.given_cache import SCALE, check_cache_dtype
 
 CASES = [
     ("v32-dense-biases", "auto"), ("llama", "fp8"), ("v3-wide-latents", "fp8_ds_mla"), ("glm-shared", "auto"),
-    ("v32-wide", "fp8_ds_mla"),
+    ("v32-wide", "fp8_ds_mla"), ("diffllama", "fp8"),
 ]  # fmt: skip
 
 OWN = {"v32-wide": dict(kv_lora_rank=128, num_hidden_layers=2), "v32-layer": dict(num_hidden_layers=1)}
