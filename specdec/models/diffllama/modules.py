@@ -21,10 +21,10 @@ from specdec.attention.kinds import Scoring
 from specdec.models.causal_lm import PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import lambda_init
+from specdec.models.keys.slopes import Slopes, slopes_of_bloom
 from specdec.models.layers import MLP, projection
 from specdec.models.linear import Linear
 from specdec.models.making import made_now
-from specdec.models.transformers_backend.own_attention.slopes import Slopes, slopes_of_bloom
 from specdec.ops.rope import HeadPrep, Rotation
 
 

@@ -25,9 +25,9 @@ from specdec.attention.kinds import LayerKind
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan
 from specdec.loading.about.inspect_target import target_facts
+from specdec.models.keys.slopes import slopes_of_bloom, slopes_of_falcon, slopes_of_mpt
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target, TargetOutput
-from specdec.models.transformers_backend.own_attention.slopes import slopes_of_bloom, slopes_of_falcon, slopes_of_mpt
 
 IDS = [torch.tensor(prompt) for prompt in ragged_prompts(40, 4, seed=3)]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.models.keys.slopes import Slopes, slopes_of_bloom, slopes_of_falcon, slopes_of_mpt
 from specdec.models.transformers_backend.attention import NAME, attend
-from specdec.models.transformers_backend.own_attention.slopes import Slopes, slopes_of_bloom, slopes_of_falcon, slopes_of_mpt
 
 Result = tuple[Tensor, None]  # a module's output [1, T, hidden size], and no attention weights
 
