@@ -159,9 +159,9 @@ def context_parallel_of(settings: EngineSettings, pages: int, group: Group) -> C
     if options.decode_context_parallel_size == 1:
         return None
     holders = group.neighbours(options.decode_context_parallel_size)
-    interleave = options.context_interleave or options.page_size
-    sharding = KVSharding(holders.rank, holders.size, options.page_size, interleave)
-    return ContextParallel(holders, sharding, pages * options.page_size, settings.scratch_room)
+    interleave = options.context_interleave or settings.page_size
+    sharding = KVSharding(holders.rank, holders.size, settings.page_size, interleave)
+    return ContextParallel(holders, sharding, pages * settings.page_size, settings.scratch_room)
 
 
 def doubling_context(config: ModelConfig) -> float:
