@@ -79,11 +79,12 @@ class EngineSettings:
 
     @property
     def scratch_room(self) -> int:
-        """The most tokens of one pass, where these lie in a scratch because ranks shard sequences; else 0."""
+        """The most tokens of one pass, in whole pages, where they lie in a scratch because ranks shard sequences; else 0."""
         if self.options.decode_context_parallel_size == 1:
             return 0
         nodes = self.spec.num_draft_tokens if self.spec else 1
-        return max(max(self.chunk_costs) + MAX_BUCKET_STEP, (self.options.max_batch_size + 1) * nodes)
+        most = max(max(self.chunk_costs) + MAX_BUCKET_STEP, (self.options.max_batch_size + 1) * nodes)
+        return -(-most // self.options.page_size) * self.options.page_size
 
     @property
     def numerics(self) -> Numerics:
