@@ -85,7 +85,7 @@ def _row_slots(pages: PageTable, width: int) -> Tensor:
         return pages.table[:, :width].long()
     P = pages.page_size
     pages_RW = pages.table[:, : -(-width // P)].long()
-    offsets = torch.arange(P, dtype=torch.int64, device=pages_RW.device)
+    offsets = torch.arange(min(P, width), dtype=torch.int64, device=pages_RW.device)
     return (pages_RW[:, :, None] * P + offsets).flatten(1)[:, :width]
 
 

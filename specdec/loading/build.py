@@ -159,9 +159,9 @@ def contexts_of(settings: EngineSettings, plan: PoolPlan, ranks: Group) -> dict[
     if options.decode_context_parallel_size == 1:
         return {}
     holders = ranks.neighbours(options.decode_context_parallel_size)
-    interleave = options.context_interleave or options.page_size
-    sharding = KVSharding(holders.rank, holders.size, options.page_size, interleave)
-    scratches = enumerate(pages * options.page_size for pages in plan.num_pages)
+    interleave = options.context_interleave or settings.page_size
+    sharding = KVSharding(holders.rank, holders.size, settings.page_size, interleave)
+    scratches = enumerate(pages * settings.page_size for pages in plan.num_pages)
     return {number: ContextParallel(holders, sharding, scratch, settings.scratch_room) for number, scratch in scratches}
 
 

@@ -16,6 +16,11 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
             f"context_interleave says how {NAME} above 1 divides sequences, got {run} with {NAME}=1; nearest setting that "
             "works: leave context_interleave out"
         )
+    if size > 1 and not isinstance(options.page_size, int):
+        raise ValueError(
+            f"{NAME} above 1 divides each page among processes, got {NAME}={size} with page_size={options.page_size!r}; "
+            "nearest setting that works: page_size=16"
+        )
     if run is not None and options.page_size % run:
         fits = next(fit for fit in range(run, 0, -1) if options.page_size % fit == 0)
         raise ValueError(
