@@ -103,7 +103,8 @@ class KVCache:
     def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None:
         """Copies whole pages in every layer of the group: page targets_N[n] becomes what page sources_N[n] was before.
 
-        Both are int64.  A cache without layers of that group has nothing to copy.  Slots after the last whole page are a scratch.
+        Both are int64.  A cache without layers of that group has nothing to copy.  What follows the last whole page is a
+        scratch.
         """
         for tensor in self.buffers_of.get(group, {}).values():
             whole = bytes_of(tensor)[:, : tensor.shape[1] // page_size * page_size]
