@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -125,15 +124,14 @@ def test_gains_are_beside_policies_that_serve_as_much(part) -> None:
     ]
 
 
-def test_the_scripts_run_one_after_the_other(part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_reads_what_is_measured(part) -> None:
     """Keeps out: a file of times that the simulation can't read."""
-    times, load = part("mixed_times"), part("mixed_load")
-    out = tmp_path / "times.json"
-    monkeypatch.setattr("sys.argv", ["times", "--tiny", "--out", str(out)])
-    times.main()
-    monkeypatch.setattr(
-        "sys.argv", ["load", str(out), "--batches", "2", "--requests", "1", "--policies", "turns:2048 mixed:512",
-                     "--out", str(tmp_path / "load.json")],
-    )  # fmt: skip
-    load.main()
-    assert len(json.loads((tmp_path / "load.json").read_text())["lines"]) == 2 * (1 + len(load.LOADS))
+    times, sim = part("mixed_times"), part("mixed_load")
+    found = json.loads(json.dumps(times.measured(times.tiny_decoder, CHAIN, times.TINY)))
+    lines = list(sim.of_batch(sim.StepTimes(found), CHAIN, 2, ["turns:2048", "mixed:512"], 2))
+    assert [(line["load"], line["policy"]) for line in lines[:3]] == [
+        (None, "turns:2048"),
+        (None, "mixed:512"),
+        (0.5, "turns:2048"),
+    ]
+    assert len(lines) == 2 * (1 + len(sim.LOADS)) and all(line["tok_s"] > 0 for line in lines)
