@@ -50,5 +50,6 @@ def _problem(target: ModelConfig, target_backend: str) -> str:
         return "for a target through transformers' code"
     if target.max_read is not None:
         return "where an indexer chooses the keys that are read (sparse attention)"
-    spans = [str(kind) for kind in target.layer_kinds if kind.span is not None]
-    return f"for layers that read a span of keys only ({spans[0]})" if spans else ""
+    if any(kind.alibi for kind in target.layer_kinds):
+        return "for layers with ALiBi, whose distances need whole sequences"
+    return ""
