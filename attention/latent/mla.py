@@ -215,7 +215,7 @@ class ExpandedPrompt:
         lens_B = prompt.cu_seqlens_q.diff()
         slots_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
         own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
-        cached, group = (prompt, ALONE) if sharded is None else sharded
+        cached, group = (prompt, ALONE) if sharded is None else (sharded.own, sharded.group)
         kept_B = prompt.cache_seqlens - lens_B if sharded is None else cached.cache_seqlens
         return cls(own, cached, group.all_gather(kept_B), group, limits.expanded_tokens)
 
