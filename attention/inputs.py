@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
-from specdec.attention.context_parallel.all_to_all import all_to_all_states
+from specdec.attention.context_parallel.all_to_all import all_to_all_states, gather_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import AttentionState, with_sinks
@@ -95,7 +95,10 @@ class LayerCall(NamedTuple):
         if self.plan.context_parallel is None:
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
         group, of_all = self.plan.context_parallel.group, self.prepared.sharded_of(self.kind, backend)
-        prefix = all_to_all_states(backend.attend(group.all_gather_heads(q_THD), view, of_all, self.scoring), group)
+        if self.plan.context_parallel.has_all_heads:
+            prefix = gather_states(backend.attend(q_THD, view, of_all, self.scoring), group)
+        else:
+            prefix = all_to_all_states(backend.attend(group.all_gather_heads(q_THD), view, of_all, self.scoring), group)
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
 
     def finish(self, state: AttentionState) -> AttentionState:
