@@ -46,8 +46,6 @@ def _problem(target: ModelConfig) -> str:
     """What of the target can't be context-parallel at all; empty if nothing is."""
     if target.encoder is not None:
         return "for a target with an encoder"
-    if target.max_read is not None:
-        return "where an indexer chooses the keys that are read (sparse attention)"
     if any(kind.alibi for kind in target.layer_kinds):
         return "for layers with ALiBi, whose distances need whole sequences"
     return ""
