@@ -13,13 +13,26 @@ from toolkit.driver import new_request
 
 from specdec import SamplingParams, SpecConfig
 from specdec.engine.chunks import ChunkBudget
+from specdec.engine.launches.mixing import Mixing
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import Emitted, EnterRows, LeaveRows, Needs, PromptPart, RowEntry, RunChunk, RunRound, Step, StopDrafting
+from specdec.steps import (
+    Emitted,
+    EnterRows,
+    LeaveRows,
+    Needs,
+    PromptPart,
+    RowEntry,
+    RunChunk,
+    RunMixed,
+    RunRound,
+    Step,
+    StopDrafting,
+)
 
 CHAIN = SpecConfig(3, 1, 4)
 
@@ -91,6 +104,11 @@ class RowsOnly:
         written.ended = [0] if len(self.rounds) == self.ends_at else []
         return written
 
+    def RunMixed(self, step: RunMixed) -> Written:
+        assert not self.running & {part.row for part in step.chunk.parts}
+        written, firsts = self.RunRound(step.round), self.RunChunk(step.chunk)
+        return Written(written.rows + firsts.rows)
+
     def StopDrafting(self, step: StopDrafting) -> None:
         assert set(step.rows) <= self.running
 
@@ -122,11 +140,13 @@ class Keeping(Admission):
 
 
 def engine_of(
-    rows: int, budget: ChunkBudget, depth: int = 1, pages: int = 200, pads_rows: bool = False, seed: int = 0
+    rows: int, budget: ChunkBudget, depth: int = 1, pages: int = 200, pads_rows: bool = False, least: int = 0
 ) -> Engine[RowsOnly]:
+    """least: see Mixing; 0: chunks and rounds take turns."""
     admission = Keeping(PagePool(pages, 4), CHAIN.lookahead, prefix_caching=False)
-    scheduler = Scheduler(admission, budget, Speculation((CHAIN,)), rows, pads_rows)
-    return Engine(scheduler, RowsOnly(rows, random.Random(seed)), depth)
+    mixing = Mixing(least) if least else None
+    scheduler = Scheduler(admission, budget, Speculation((CHAIN,)), rows, pads_rows, mixing=mixing)
+    return Engine(scheduler, RowsOnly(rows, random.Random(0)), depth)
 
 
 def arrivals(rng: random.Random, count: int) -> Iterator[Request]:
@@ -136,12 +156,12 @@ def arrivals(rng: random.Random, count: int) -> Iterator[Request]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("pads_rows", [False, True])
-@pytest.mark.parametrize("beside", [1, 7, 64])
-def test_random_traffic_is_served_whole(beside: int, pads_rows: bool, depth: int) -> None:
+@pytest.mark.parametrize(("beside", "least"), [(1, 0), (7, 0), (64, 0), (7, 3), (64, 30)])
+def test_random_traffic_is_served_whole(beside: int, least: int, pads_rows: bool, depth: int) -> None:
     """Keeps out: a row entered before it was cleared, a part of a prompt run twice or left out, a page with two owners, a
     request that waits for ever, a result that is read twice."""
     rng = random.Random(beside)
-    engine = engine_of(5, ChunkBudget(beside, 2 * beside, 4 * beside), depth, pads_rows=pads_rows)
+    engine = engine_of(5, ChunkBudget(beside, 2 * beside, 4 * beside), depth, pads_rows=pads_rows, least=least)
     requests, coming = [], arrivals(rng, 120)
     more = True
     while more or not engine.is_idle:
@@ -154,6 +174,7 @@ def test_random_traffic_is_served_whole(beside: int, pads_rows: bool, depth: int
             engine.cancel(rng.choice(going))
         engine.step()
     runner = engine.runner
+    assert (sum(isinstance(step, RunMixed) for step in runner.steps) > 50) == (least > 0)
     assert not runner.entries and not runner.running and runner.clean == set(range(5))
     pool = engine.scheduler.admission.pool
     assert pool.num_free == pool.capacity
