@@ -67,7 +67,7 @@ def test_one_pass_leaves_what_two_leave(zoo: Zoo, target: str, head: str, spec: 
 
 
 def check_rows(one: Driver, two: Driver) -> None:
-    """Compares the running rows of both, and what the caches hold of them: of rows that don't speculate, junk in the drafter's."""
+    """Compares the running rows of both, and what the caches hold of them; nothing of the drafter where rows have none."""
     assert len(one.running) == len(two.running)
     for row in range(4):
         if (request := one.request_in(row)) is None:

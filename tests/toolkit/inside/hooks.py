@@ -117,6 +117,11 @@ class Hooks:
         self.watch(lambda step: seen.append(step) if isinstance(step, RunMixed) else None)
         return seen
 
+    @property
+    def mixes(self) -> bool:
+        """Whether chunks and rounds share passes."""
+        return self._scheduler.mixing is not None
+
     def may_rehearse(self) -> None:
         """From now on passes may be rehearsed, as on a GPU."""
         self._runner._rehearses = True
