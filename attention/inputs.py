@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
-from specdec.attention.context_parallel.all_to_all import all_to_all_states
+from specdec.attention.context_parallel.all_to_all import all_to_all_states, gather_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import AttentionState, with_sinks
@@ -40,12 +40,21 @@ class PreparedPlan:
 
     plan: AttentionPlan
     once: dict[str, Any] = field(default_factory=dict)
-    _by_kind: dict[LayerKind, Any] = field(default_factory=dict)
+    _by_kind: dict[LayerKind, tuple[Any, Any]] = field(default_factory=dict)
 
     def of(self, kind: LayerKind, backend: Backend) -> Any:
         """What `backend.attend` needs for a layer of that kind."""
+        return self._of(kind, backend)[0]
+
+    def sharded_of(self, kind: LayerKind, backend: Backend) -> Any:
+        """The same for what this rank keeps of a prefix that ranks shard."""
+        return self._of(kind, backend)[1]
+
+    def _of(self, kind: LayerKind, backend: Backend) -> tuple[Any, Any]:
         if kind not in self._by_kind:
-            self._by_kind[kind] = backend.prepare(self.plan.local(kind))
+            plan = self.plan.local(kind)
+            sharded = plan.context_parallel and backend.prepare(AttentionPlan((plan.context_parallel.own,)))
+            self._by_kind[kind] = backend.prepare(plan), sharded
         return self._by_kind[kind]
 
 
@@ -85,9 +94,11 @@ class LayerCall(NamedTuple):
         prepared, backend, view = self.prepared.of(self.kind, self.backend), self.backend, self.view if view is None else view
         if self.plan.context_parallel is None:
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
-        own, group = self.plan.context_parallel
-        of_all = self.once("context_parallel", lambda _: backend.prepare(AttentionPlan((own,))))
-        prefix = all_to_all_states(backend.attend(group.all_gather_heads(q_THD), view, of_all, self.scoring), group)
+        group, of_all = self.plan.context_parallel.group, self.prepared.sharded_of(self.kind, backend)
+        if self.plan.context_parallel.has_all_heads:
+            prefix = gather_states(backend.attend(q_THD, view, of_all, self.scoring), group)
+        else:
+            prefix = all_to_all_states(backend.attend(group.all_gather_heads(q_THD), view, of_all, self.scoring), group)
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
 
     def finish(self, state: AttentionState) -> AttentionState:

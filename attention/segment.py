@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.attention.context_parallel.sharding import KVSharding
 from specdec.attention.kinds import LayerKind
 from specdec.attention.pages import PageTable
 from specdec.ops.index import kept, use_index_kernels
@@ -32,7 +33,8 @@ class Segment:
     max_seqlen_q: the most queries that any row holds.  The host knows this number, so no one has to read it from the device.
     causal: query i of n reads keys up to cache_seqlens - n + i (bottom-right aligned, as in FlashAttention).
     ragged: the rows hold different numbers of queries, as prompts do (varlen).
-    base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
+    base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  In a ragged segment
+        there is one for each query, of its row.  None: position 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
         reads).  None: key 0.
     window_right: of a causal segment, how many keys after its own each query reads too, as in flash-attn's window_size (an
@@ -129,11 +131,24 @@ class Segment:
 class ContextParallelPrefix(NamedTuple):
     """Committed tokens that are sharded over several ranks (attention/context_parallel/).
 
-    own: the tokens that this rank keeps; every query of a row reads all of them.  group: the ranks that keep the others.
+    own: the tokens that this rank keeps; every query of a row reads all of them, or those from its first key on.
+    group: the ranks that keep the others.  sharding: which these are.
+    has_all_heads: whether each rank computes the queries of all heads; else ranks share the heads.
     """
 
     own: Segment
     group: Group
+    sharding: KVSharding
+    has_all_heads: bool = False
+
+    def local(self, kind: LayerKind, positions_T: Tensor) -> ContextParallelPrefix:
+        """This prefix for layers of that kind: of a window or a chunk the tokens that this rank keeps, which may be none."""
+        assert not kind.alibi, "a rank's keys stand at positions that ALiBi can't tell"
+        if kind.reads_all:
+            return self
+        before_T = self.sharding.local_lens(first_keys(kind, positions_T, None, None))  # are as many as the first key's number
+        span = None if kind.span is None else self.sharding.max_local(kind.span)
+        return self._replace(own=replace(self.own, starts_T=before_T, span=span))
 
 
 @dataclass(frozen=True)
@@ -172,11 +187,13 @@ class AttentionPlan:
         """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
         if kind.reads_all and not kind.alibi:
             return self
-        assert self.context_parallel is None, "windows and slopes are refused with context parallelism"
+        prefix = self.context_parallel
+        assert prefix is None or self.positions_T is not None, "tokens in a scratch do not say where they stand"
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
         segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
         suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)
-        return AttentionPlan(segments, positions_T, suffix, self.cross)
+        prefix = None if prefix is None else prefix.local(kind, positions_T)
+        return AttentionPlan(segments, positions_T, suffix, self.cross, prefix)
 
 
 def last_positions(segment: Segment) -> Tensor:
@@ -195,7 +212,7 @@ def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, lowe
     """[T] int32: the first key of its row that each query may read under a kind that does not read all keys.
 
     positions_T: int64, each query's position.
-    base_B: int32, the position of key 0 of each sequence's rows; None: 0.
+    base_B: int32, the position of key 0 of each sequence's rows, or of each query's row; None: 0.
     lower_T: int32, lower bounds for the result; None: 0.
     """
     if use_index_kernels(positions_T):
@@ -213,7 +230,7 @@ def row_positions(positions_T: Tensor, base_B: Tensor | None) -> Tensor:
     """[T] int32: each query's position, counted from key 0 of its row.
 
     positions_T: int64, each query's position.
-    base_B: int32, the position of key 0 of each sequence's rows; None: 0.
+    base_B: int32, the position of key 0 of each sequence's rows, or of each query's row; None: 0.
     """
     if base_B is None:
         return positions_T.int()

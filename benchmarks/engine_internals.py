@@ -22,10 +22,18 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
 from specdec.runner import grammars as looking
 from specdec.runner.grammars import GrammarRows
+from specdec.runner.workers import Workers
 from specdec.steps import RunChunk, RunRound
 from specdec.verify.tables import tree_tables
 
 CHUNK = groups.RING_PREFILL
+
+
+def workers_of(decoder: SpecDecoder) -> Workers:
+    """Both models' workers and the batch, of a decoder that nothing else uses."""
+    workers: Workers = decoder.engine.runner.workers
+    return workers
+
 
 # ---- caches ----
 

@@ -48,6 +48,7 @@ class Setting:
     choices: tuple[Any, ...] = ()
     bounds: tuple[int, float | Callable[[], int]] | None = None  # the upper one is a function where the machine decides
     pattern: tuple[str, str] | None = None  # a regular expression and what it stands for
+    word: str | None = None  # a value besides numbers, where the default is a number
     metavar: str | None = None  # what the command line calls the value, if it is no number
     decided_by: Mapping[str, str] = field(default_factory=dict)  # commands without a flag for it, and what their help says
 
@@ -63,8 +64,11 @@ class Setting:
                 raise ValueError(f"{expected}, got {value!r}; nearest setting that works: {name}={default!r}")
         if self.bounds is not None and (value != default or type(value) is not type(default)):
             low, high = self.bounds
-            if isinstance(default, str) and not is_number(type(value), Integral):
-                raise TypeError(f"{name} must be {default!r} or an int, got {value!r} of type {type(value).__name__}")
+            word = default if isinstance(default, str) else self.word
+            if word is not None and not is_number(type(value), Integral):
+                if isinstance(value, str) and value == word:
+                    return value
+                raise TypeError(f"{name} must be {word!r} or an int, got {value!r} of type {type(value).__name__}")
             return require_int(name, value, low, high() if callable(high) else high)
         return value
 
@@ -109,7 +113,15 @@ class EngineOptions:
         "most tokens of a request, prompt and output together; default: the model's own limit, in bench what its prompts need",
         bounds=(2, math.inf),
     )
-    page_size: int = option(16, "tokens of a page, the unit in which memory for keys and values is given out", bounds=(1, 4096))
+    page_size: int | Literal["sequence"] = option(
+        16,
+        "tokens of a page, the unit in which memory for keys and values is given out; sequence: those of the longest sequence",
+        details="With sequence nothing is paged: a request's page table has one entry, and its keys and values lie in one "
+        "piece.  Each request then takes the memory of the longest one, and so does the padding of batches.  It is refused "
+        "with prefix caching, which keeps full pages, and with decode_context_parallel_size, which divides pages.",
+        word="sequence",
+        bounds=(1, 1 << 20),
+    )
     attention: str = option(
         "auto",
         "which attention backend reads the cached keys and values; `specdec doctor --table` says what each can do",
@@ -182,8 +194,9 @@ class EngineOptions:
     decode_context_parallel_size: int = option(
         1,
         "processes of tensor_parallel_size that divide each sequence's keys and values, where all of them would hold the same",
-        details="They do with latent attention (MLA), and where there are fewer key/value heads than processes.  A page then "
-        "stands for that many times page_size tokens, also for prefix caching.",
+        details="They do with latent attention (MLA), where there are fewer key/value heads than processes, and through "
+        "transformers' code, of which each process then computes the whole target.  A page then stands for that many "
+        "times page_size tokens, also for prefix caching.",
         bounds=(1, 64),
     )
     context_interleave: int | None = option(

@@ -65,9 +65,10 @@ def context_parallel_tables(state: BatchState, tree: DraftTree, context: Context
     if tree.is_chain:
         positions_T, slots_BN = rows.positions.flatten(), scratch.table.long()
         ends_T = _ends(state.rows, N, lens_B.device)
-        suffix = Segment.of_slots(scratch.table.repeat_interleave(N, 0), ends_T)
+        suffix = Segment.of_slots(scratch.table.repeat_interleave(N, 0), ends_T, lens_B)
     else:
         depths_T, slots_BN, suffix = path_tables(scratch, torch.zeros_like(lens_B), tree)
+        suffix = replace(suffix, base_B=lens_B)
         positions_T = (depths_T.view(-1, N) + lens_B[:, None]).flatten()
     return TreeTables(positions_T, slots_BN, AttentionPlan((), positions_T, suffix, context_parallel=prefix), targets_BN)
 

@@ -8,6 +8,7 @@ W a rank's run of it, F features, Y numbers of a token's log-probabilities, S to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 from torch import Tensor
@@ -51,7 +52,8 @@ class TargetVerifier:
     encoder_cache: the cache of the encoder's texts; None for a target without an encoder.
     aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
         state; None: nobody wants features.
-    context: how ranks share each sequence's keys and values (context parallelism); None: this rank keeps whole sequences.
+    contexts: by group of layers, how ranks share each sequence's keys and values (context parallelism); empty: this rank keeps
+        whole sequences.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class TargetVerifier:
         backend: Backend,
         aux_layers: tuple[int, ...] | None = None,
         encoder_cache: KVCache | None = None,
-        context: ContextParallel | None = None,
+        contexts: Mapping[int, ContextParallel] | None = None,
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
-        self.encoder_cache, self.context = encoder_cache, context
+        self.encoder_cache, self.contexts = encoder_cache, contexts or {}
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
 
     def read_encoder_input(self, slots_S: Tensor, ids_S: Tensor) -> None:
@@ -86,9 +88,10 @@ class TargetVerifier:
         sampling: the options of each prompt, with tables that hold it and masks where `needs` asks for them.
         with_features: if False, the features are not meant for a drafter.
         """
-        tables, sharded = prompts.tables_of(self.cache.group_numbers), []
-        if self.context is not None:
-            sharded = [self.context.of_prompts(each) for each in tables]
+        groups = self.cache.group_numbers
+        tables, sharded = prompts.tables_of(groups), []
+        if self.contexts:
+            sharded = [self.contexts[group].of_prompts(each) for group, each in zip(groups, tables, strict=True)]
             tables = [each.tables for each in sharded]
         attn = PagedAttention(self.backend, self.cache, *tables, encoder_cache=self.encoder_cache)
         aux_layers = self.aux_layers if with_features else None
@@ -98,7 +101,7 @@ class TargetVerifier:
         else:
             out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or (), prompts.last_B)
             hidden_BH = out.hidden_TH
-        for group, each in zip(self.cache.group_numbers, sharded):
+        for group, each in zip(groups, sharded):
             self.cache.keep(each.tables.slots_T, each.slots_T, group)
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
@@ -162,7 +165,9 @@ class TargetVerifier:
                 self.cache.move(each.slots_BN, path_BE, group)
 
     def _tables(self, state: BatchState, tree: DraftTree) -> TreeTables:
-        return tree_tables(state, tree) if self.context is None else context_parallel_tables(state, tree, self.context)
+        if not self.contexts:
+            return tree_tables(state, tree)
+        return context_parallel_tables(state, tree, self.contexts[state.group])
 
     def _features(self, out: TargetOutput) -> Tensor:
         return out.hidden_TH if out.aux_TA is None else out.aux_TA

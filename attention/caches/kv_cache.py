@@ -103,10 +103,12 @@ class KVCache:
     def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None:
         """Copies whole pages in every layer of the group: page targets_N[n] becomes what page sources_N[n] was before.
 
-        Both are int64.  A cache without layers of that group has nothing to copy.
+        Both are int64.  A cache without layers of that group has nothing to copy.  What follows the last whole page is a
+        scratch.
         """
         for tensor in self.buffers_of.get(group, {}).values():
-            for layer in bytes_of(tensor).unflatten(1, (-1, page_size)):  # one by one, so that little memory is taken meanwhile
+            whole = bytes_of(tensor)[:, : tensor.shape[1] // page_size * page_size]
+            for layer in whole.unflatten(1, (-1, page_size)):  # one by one, so that little memory is taken meanwhile
                 layer.index_copy_(0, targets_N, layer.index_select(0, sources_N))
 
 

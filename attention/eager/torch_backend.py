@@ -85,7 +85,7 @@ def _row_slots(pages: PageTable, width: int) -> Tensor:
         return pages.table[:, :width].long()
     P = pages.page_size
     pages_RW = pages.table[:, : -(-width // P)].long()
-    offsets = torch.arange(P, dtype=torch.int64, device=pages_RW.device)
+    offsets = torch.arange(min(P, width), dtype=torch.int64, device=pages_RW.device)
     return (pages_RW[:, :, None] * P + offsets).flatten(1)[:, :width]
 
 
@@ -100,7 +100,7 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     visible_QN = keys < length - ((later_Q1 - segment.window_right).clamp(min=0) if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
-    has_empty_rows = queries > length if segment.causal else not length
+    has_empty_rows = not bool(visible_QN.any(-1).all())
     slots_BN = _only_seen(_row_slots(row_table, keys.shape[0]), visible_QN[None])
     distance_BQN = None if segment.alibi_positions_T is None else (keys - segment.alibi_positions_T[start:end, None])[None]
     return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows, distance_BQN)

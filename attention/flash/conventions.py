@@ -30,7 +30,7 @@ def check_conventions(name: str, q_THD: Tensor, view: FlashView, like: Segment) 
     needed later anyway.  Raises RuntimeError if the installed library answers otherwise.
     """
     (H, D), K, device = q_THD.shape[1:], view.kv.shape[2], q_THD.device
-    n, P = min(like.max_seqlen_q, 129), like.pages.page_size
+    n, P = min(like.max_seqlen_q, 129), min(like.pages.page_size, 256)  # 256: longer ones take the same kernels
     lens = [min(3, P), 0, min(2, P)]
     segment = Segment(
         PageTable(torch.zeros(3, 1, dtype=torch.int32, device=device), P), torch.tensor(lens, dtype=torch.int32, device=device),

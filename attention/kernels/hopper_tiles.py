@@ -40,13 +40,18 @@ def hopper_tiles(
     group, aligned = H // K, all(number * 2 % 16 == 0 for number in (*q_THD.stride()[:2], view.kv.stride(0)))
     if q_THD.dtype.itemsize != 2 or not aligned or q_THD.data_ptr() % 16 or view.kv.data_ptr() % 16:
         return None
-    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or P < MIN_PAGE or P & (P - 1) or 64 % group:
+    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or not _reads_pages(P) or 64 % group:
         return None
     seqlen_q_packgqa, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
     keys = segment.max_keys
     if segment.max_cached is not None:  # of prompts that run eagerly the host knows more than the table's capacity
         keys = min(keys, segment.max_cached + segment.max_seqlen_q)
     return _tiles(seqlen_q_packgqa, D, branches, segment.rows * K, keys, programs)
+
+
+def _reads_pages(page_size: int) -> bool:
+    """Whether blocks of keys, of 32 or 64, are some whole pages, or lie on one page."""
+    return page_size in (MIN_PAGE, 32) or page_size % 64 == 0
 
 
 @lru_cache

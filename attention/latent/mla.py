@@ -31,7 +31,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import Scoring
-from specdec.attention.latent.limits import LIMITS, Limits
+from specdec.attention.latent.limits import Limits
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
@@ -59,8 +59,8 @@ class LatentInputs(LayerInputs):
     latent_TL: Tensor
     up_HXC: Tensor
     prep: LatentPrep
-    numerics: Numerics = FAST
-    limits: Limits = LIMITS
+    numerics: Numerics  # no defaults: torch.compile of torch 2.11 can't make one that is an object
+    limits: Limits
 
     @property
     def nope_dim(self) -> int:
@@ -215,7 +215,7 @@ class ExpandedPrompt:
         lens_B = prompt.cu_seqlens_q.diff()
         slots_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
         own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
-        cached, group = (prompt, ALONE) if sharded is None else sharded
+        cached, group = (prompt, ALONE) if sharded is None else (sharded.own, sharded.group)
         kept_B = prompt.cache_seqlens - lens_B if sharded is None else cached.cache_seqlens
         return cls(own, cached, group.all_gather(kept_B), group, limits.expanded_tokens)
 

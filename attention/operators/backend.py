@@ -27,7 +27,7 @@ from specdec.attention.state import AttentionState, merge_all, merge_states
 from specdec.ops.rope import HeadPrep
 
 # Fields of Scoring and of Segment that the operators take; every other must have its default.
-_SCORING = {"scale", "softcap", "sinks_H", "slopes_H"}
+_SCORING = {"scale", "softcap", "sinks_H", "slopes_H", "sqrt_alibi"}
 _SEGMENT = {
     "pages", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "causal", "ragged", "base_B", "starts_T",
     "alibi_positions_T", "span", "max_cached",
@@ -65,7 +65,7 @@ class OperatorBackend(Backend):
         pages, lens_R = segment.pages, segment.cache_seqlens
         rows = (pages.table, lens_R, segment.cu_seqlens_q, segment.max_seqlen_q, pages.page_size, segment.causal)
         scale, local = scoring.factor(q_THD.shape[-1]), (segment.starts_T, segment.span)
-        alibi = (scoring.slopes_H, segment.alibi_positions_T)
+        alibi = (scoring.slopes_H, segment.alibi_positions_T, scoring.sqrt_alibi)
         if isinstance(view, LatentView):
             assert scoring.scale is not None and scoring.softcap is None and scoring.slopes_H is None
             return AttentionState(*LATENT_ATTENTION(q_THD, latents_of(view), view.rank, *rows, scale, *local, segment.ragged))
@@ -85,7 +85,7 @@ class OperatorBackend(Backend):
             return merge_states(state, self.run(q_THD, view, suffix, scoring))
         _check(suffix, scoring)
         own, numbers = (suffix.pages.table, suffix.cache_seqlens), (scoring.factor(q_THD.shape[-1]), scoring.softcap)
-        alibi = (scoring.slopes_H, suffix.alibi_positions_T)
+        alibi = (scoring.slopes_H, suffix.alibi_positions_T, scoring.sqrt_alibi)
         return AttentionState(*SUFFIX_MERGE(q_THD, *_tensors(view), *own, *state, *numbers, suffix.starts_T, *alibi))
 
 

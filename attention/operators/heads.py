@@ -112,6 +112,7 @@ def paged_attention(
     ragged: bool = False,
     slopes_H: Tensor | None = None,
     alibi_positions_T: Tensor | None = None,
+    sqrt_alibi: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The state of every query over the keys of its row: out [T, H, E], and lse [T, H] in float32, natural log.
 
@@ -119,7 +120,7 @@ def paged_attention(
     """
     rows = (PageTable(table_RW, page_size), lens_R, cu_seqlens_q, max_seqlen_q, causal, ragged)
     segment = Segment(*rows, starts_T=starts_T, alibi_positions_T=alibi_positions_T, span=span)
-    scoring = Scoring(scale, softcap, slopes_H=slopes_H)
+    scoring = Scoring(scale, softcap, slopes_H=slopes_H, sqrt_alibi=sqrt_alibi)
     state = backend_for(q_THD).run(q_THD, read_view(kv_N2KD, scales, paired), segment, scoring)
     return state.out_THD, state.lse_TH.float()
 
@@ -138,13 +139,14 @@ def suffix_merge(
     starts_T: Tensor | None = None,
     slopes_H: Tensor | None = None,
     alibi_positions_T: Tensor | None = None,
+    sqrt_alibi: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The state of every query over its suffix, merged with the state (out, lse) of its other keys.
 
     The suffix of query t are the first lens_T[t] slots of row t, both int32.  The rest is as in `paged_attention`.
     """
     view, before = read_view(kv_N2KD, scales, paired), AttentionState(out_THE, lse_TH)
-    scoring = Scoring(scale, softcap, slopes_H=slopes_H)
+    scoring = Scoring(scale, softcap, slopes_H=slopes_H, sqrt_alibi=sqrt_alibi)
     suffix = replace(Segment.of_slots(slots_TW, lens_T), starts_T=starts_T, alibi_positions_T=alibi_positions_T)
     if backend_for(q_THD).name == "triton":
         state = merged_by_kernel(q_THD, view, suffix, scoring, before)
@@ -187,14 +189,15 @@ ROPE = define(
 PAGED_ATTENTION = define(
     "paged_attention(Tensor q, Tensor kv, Tensor? scales, bool paired, Tensor table, Tensor lens, Tensor cu_seqlens_q, "
     "SymInt max_seqlen_q, SymInt page_size, bool causal, float scale, float? softcap=None, Tensor? starts=None, "
-    "SymInt? span=None, bool ragged=False, Tensor? slopes=None, Tensor? alibi_positions=None) -> (Tensor, Tensor)",
+    "SymInt? span=None, bool ragged=False, Tensor? slopes=None, Tensor? alibi_positions=None, bool sqrt_alibi=False) "
+    "-> (Tensor, Tensor)",
     paged_attention,
     state_fake,
 )
 SUFFIX_MERGE = define(
     "suffix_merge(Tensor q, Tensor kv, Tensor? scales, bool paired, Tensor slots, Tensor lens, Tensor out, Tensor lse, "
-    "float scale, float? softcap=None, Tensor? starts=None, Tensor? slopes=None, Tensor? alibi_positions=None) "
-    "-> (Tensor, Tensor)",
+    "float scale, float? softcap=None, Tensor? starts=None, Tensor? slopes=None, Tensor? alibi_positions=None, "
+    "bool sqrt_alibi=False) -> (Tensor, Tensor)",
     suffix_merge,
     state_fake,
 )

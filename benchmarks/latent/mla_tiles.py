@@ -35,6 +35,7 @@ from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan
+from specdec.ops.products.numerics import FAST
 
 TRIED = [
     LatentTiles(64, 64, 8, 2, 256, hopper=True),
@@ -99,7 +100,7 @@ class Prompt(OneLayer):
     def __call__(self, _: object) -> list[Tensor]:
         slots_T, around = PageTable(self.table, 64).slots_at(self.positions_T[None])[0], self.around
         attn = PagedAttention(TritonBackend(), self.cache, PassTables(self.plan, slots_T))
-        return [attn(0, LatentInputs(around.q, around.fresh, around.up, around.prep), None, SCALING)]
+        return [attn(0, LatentInputs(around.q, around.fresh, around.up, around.prep, FAST, LIMITS), None, SCALING)]
 
 
 def prompts(_: Pool, replays: int) -> list[dict[str, Any]]:

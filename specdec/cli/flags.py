@@ -186,7 +186,8 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
         return {**details, "type": _one_of(spelled), "metavar": "{" + ",".join(spelled) + "}"}
     if setting.bounds is None:
         return {**details, "type": not_empty, "metavar": setting.metavar}
-    return {**details, "type": auto_or_int if item.default == "auto" else int, "metavar": "N"}
+    word = item.default if isinstance(item.default, str) else setting.word
+    return {**details, "type": int if word is None else _word_or_int(word), "metavar": "N"}
 
 
 # ---- values ----
@@ -298,7 +299,10 @@ def _as(made: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
     return value
 
 
+def _word_or_int(word: str) -> Callable[[str], Any]:
+    return _as(lambda text: text if text == word else int(text), f"{word} or a number")
+
+
 id_and_number = _as(_bias, "ID=NUMBER such as 50=-100")
-auto_or_int = _as(lambda text: text if text == "auto" else int(text), "auto or a number")
 ints = _as(lambda text: tuple(map(int, text.split(","))), "numbers such as 1,8")
 floats = _as(lambda text: tuple(map(float, text.split(","))), "probabilities such as 0.8,0.7,0.6")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -120,11 +120,11 @@ def can_rehearse(model: Target, settings: EngineSettings) -> bool:
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend, settings.numerics)
-    context = context_parallel_of(settings, plan.num_pages[0], model.group)
+    contexts = contexts_of(settings, plan, model.group)
     longest = settings.longest_encoder_input(model.config)
-    cache = _cache(model, model.config, plan, settings, context)
+    cache = _cache(model, model.config, plan, settings, contexts)
     encoder_cache = _encoder_cache(model.config, settings) if longest else None
-    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, encoder_cache, context)
+    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, encoder_cache, contexts)
     rows = settings.options.max_batch_size + 1  # the last row is always padding
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
@@ -153,15 +153,18 @@ def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSetting
     )
 
 
-def context_parallel_of(settings: EngineSettings, pages: int, group: Group) -> ContextParallel | None:
-    """How the ranks of a group share each sequence; None if each keeps whole ones.  pages: of the pool."""
+def contexts_of(settings: EngineSettings, plan: PoolPlan, ranks: Group) -> dict[int, ContextParallel]:
+    """How these ranks share each sequence, by group of layers; empty if each keeps whole ones."""
     options = settings.options
     if options.decode_context_parallel_size == 1:
-        return None
-    holders = group.neighbours(options.decode_context_parallel_size)
-    interleave = options.context_interleave or options.page_size
-    sharding = KVSharding(holders.rank, holders.size, options.page_size, interleave)
-    return ContextParallel(holders, sharding, pages * options.page_size, settings.scratch_room)
+        return {}
+    holders = ranks.neighbours(options.decode_context_parallel_size)
+    interleave = options.context_interleave or settings.page_size
+    sharding = KVSharding(holders.rank, holders.size, settings.page_size, interleave)
+    scratches = enumerate(pages * settings.page_size for pages in plan.num_pages)
+    has_all_heads = settings.target_backend != "native"
+    kept = settings.scratch_room, has_all_heads
+    return {number: ContextParallel(holders, sharding, scratch, *kept) for number, scratch in scratches}
 
 
 def doubling_context(config: ModelConfig) -> float:
@@ -247,12 +250,16 @@ def max_captured_cost(model: Target, head: DraftModel | None) -> int:
 
 
 def _cache(
-    model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings, context: ContextParallel | None = None
+    model: nn.Module,
+    config: ModelConfig,
+    plan: PoolPlan,
+    settings: EngineSettings,
+    contexts: Mapping[int, ContextParallel] | None = None,
 ) -> KVCache:
-    """The KV cache of one of both models.  config: that model's.  context: of a sharded cache."""
+    """The KV cache of one of both models.  config: that model's.  contexts: of a sharded cache, by group of layers."""
     options, slots = settings.options, [pages * settings.page_tokens for pages in plan.num_pages]
-    if context is not None:
-        slots = [context.scratch + context.room]
+    if contexts:
+        slots = [context.scratch + context.room for context in contexts.values()]
     kept = options.kv_cache_dtype, settings.dtype, settings.device
     return make_cache(model, config, slots, *kept, plan.groups_of_layers(config), options.int8_queries)
 

@@ -82,6 +82,8 @@ def pool_plan(
     plan = PoolPlan(groups, num_pages, page_bytes)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
         also = ", max_batch_size or max_seq_len, by which an encoder's texts take memory" if configs[0].encoder else ""
+        if options.page_size == "sequence":
+            also += f" or max_seq_len, since a page holds {settings.page_size} tokens; nearest setting that works: page_size=16"
         raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype{also}")
     return plan
 
@@ -97,7 +99,7 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
     options, sizes = settings.options, [0] * len(groups)
     for model, config in enumerate(configs):
         layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
-        tokens = settings.page_tokens if model else options.page_size  # ranks shard what the target keeps, and nothing else
+        tokens = settings.page_tokens if model else settings.page_size  # ranks shard what the target keeps, and nothing else
         for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
             sizes[group_of(config.layer_kinds[layer].span, groups)] += tokens * layout.layer_bytes(layer)
     return tuple(sizes)

@@ -118,7 +118,7 @@ def plan_memories(
         batch,
         str(config.quantization or f"{settings.dtype}".removeprefix("torch.")),
         at(context, batch),
-        tuple(sum(kv_page_bytes([c], settings, layer_groups([c], settings))) // options.page_size for c in models.configs),
+        tuple(sum(kv_page_bytes([c], settings, layer_groups([c], settings))) // settings.page_size for c in models.configs),
         memory=0,
         longest=0,
         widest=0,

@@ -27,6 +27,8 @@ from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
 from specdec.runner.prompts import MAX_BUCKET_STEP
 
+PAGE_MULTIPLE = 256  # of a page as long as a sequence: what every kernel and library reads that takes pages of any length
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -62,9 +64,15 @@ class EngineSettings:
         return 0 if target.encoder is None else min(target.encoder.max_tokens, self.max_seq_len)
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page on one rank.  "sequence": those of the longest sequence, look-ahead included, rounded up."""
+        asked = self.options.page_size
+        return asked if isinstance(asked, int) else -(-(self.max_seq_len + self.lookahead) // PAGE_MULTIPLE) * PAGE_MULTIPLE
+
+    @property
     def page_tokens(self) -> int:
         """Tokens of a sequence that a page stands for: those that each rank holds of it, over all ranks that shard it."""
-        return self.options.page_size * self.options.decode_context_parallel_size
+        return self.page_size * self.options.decode_context_parallel_size
 
     @property
     def pages_per_sequence(self) -> int:
@@ -100,6 +108,7 @@ class EngineSettings:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_seq_len": self.max_seq_len,
+            "page_size": self.page_size,
             "cuda_graphs": self.cuda_graphs,
             "attention": self.attention_backend.name,
             "backend": self.target_backend,
@@ -129,6 +138,11 @@ def resolve_settings(
             "encoder read; nearest setting that works: prefix_caching=False"
         )
     check_context(options, target, target_backend)
+    if options.page_size == "sequence" and options.prefix_caching:
+        raise ValueError(
+            "prefix_caching=True keeps full pages, and one as long as the longest sequence is never full, got "
+            "page_size='sequence'; nearest setting that works: page_size=16"
+        )
     settings = EngineSettings(
         options=options,
         spec=spec,
@@ -293,7 +307,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         latents=(target.latent_rank, target.head_dim) if target.keeps_latents else None,
         kv_cache_dtype=options.kv_cache_dtype,
-        page_size=options.page_size,
+        page_size=settings.page_size,
         features=GRAPHS[settings.cuda_graphs].union(feature for feature, is_asked in asked.items() if is_asked),
         largest=AttentionShape(options.max_batch_size, target.num_kv_heads, seqlen_q_packgqa, settings.max_seq_len),
     )

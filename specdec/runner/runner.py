@@ -265,8 +265,7 @@ class DeviceRunner:
 
     def _copy(self, step: steps.CopyPages) -> None:
         sources_N, targets_N = to_device([step.sources, step.targets], self.device)
-        for cache in self.workers.caches:
-            cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
+        self.workers.copy_pages(sources_N, targets_N, step.group)
 
     # ---- what is measured ----
 

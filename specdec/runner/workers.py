@@ -25,6 +25,14 @@ class Workers:
         """What both models keep by slot."""
         return (self.verifier.cache, *(self.drafter.caches if self.drafter else ()))
 
+    def copy_pages(self, sources_N: Tensor, targets_N: Tensor, group: int) -> None:
+        """Copies whole pages of what both models keep, as `KVCache.copy_pages`; where ranks shard sequences, each its part."""
+        contexts = self.verifier.contexts
+        of_target = contexts[group].sharding.page_size if group in contexts else self.state.page_size
+        self.verifier.cache.copy_pages(sources_N, targets_N, of_target, group)
+        for cache in self.drafter.caches if self.drafter else ():
+            cache.copy_pages(sources_N, targets_N, self.state.page_size, group)
+
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
         self.state.move_rows(sources_R, targets_R)

@@ -26,7 +26,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "dtype": (["bfloat16"], "bfloat16"),
     "max_batch_size": (["3"], 3),
     "max_seq_len": (["99"], 99),
-    "page_size": (["4"], 4),
+    "page_size": (["sequence"], "sequence"),
     "attention": (["fa3"], "fa3"),
     "cuda_graphs": (["off"], False),
     "kv_cache_dtype": (["int8"], "int8"),

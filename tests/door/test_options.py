@@ -64,7 +64,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(prefix_caching="yes"), TypeError, "prefix_caching must be a bool, got 'yes'; nearest .* prefix_caching=False"),
     (dict(max_batch_size=8.0), TypeError, "max_batch_size must be an int, got 8.0 of type float"),
     (dict(max_batch_size=None), TypeError, "max_batch_size must be an int, got None"),
-    (dict(page_size=True), TypeError, "page_size must be an int, got True of type bool"),
+    (dict(page_size=True), TypeError, "page_size must be 'sequence' or an int, got True of type bool"),
+    (dict(page_size="row"), TypeError, "page_size must be 'sequence' or an int, got 'row'"),
     (dict(threads=0), ValueError, r"threads must be in \[1, .*\], got 0; nearest setting that works: threads=1"),
     (dict(threads="all"), TypeError, "threads must be 'auto' or an int, got 'all'"),
     (dict(threads=10_000), ValueError, f"threads must be .* got 10000; nearest setting that works: threads={usable_cpus()}"),
@@ -83,6 +84,7 @@ def test_right_values_are_kept_as_they_are() -> None:
     for values in (
         dict(device=torch.device("cuda", 1)), dict(device="cpu"), dict(dtype=torch.bfloat16), dict(cuda_graphs=False),
         dict(threads=1), dict(threads="auto"), dict(max_seq_len=None), dict(max_seq_len=2), dict(max_batch_size=4096),
+        dict(page_size="sequence"), dict(page_size=40_000),
     ):  # fmt: skip
         ((name, value),) = values.items()
         assert getattr(EngineOptions(**values), name) is value

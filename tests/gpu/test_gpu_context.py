@@ -61,11 +61,16 @@ def decoder_of(target: Path, draft: Path, spec: SpecConfig, size: int, ranks: Ra
 
 
 @pytest.mark.parametrize("spec", [TREE, CHAIN], ids=["tree", "chain"])
-@pytest.mark.parametrize(("zoo", "name"), [(DeepseekZoo, "v3"), (Zoo, "llama-dim80-biases")], ids=["latents", "heads"])
+@pytest.mark.parametrize(
+    ("zoo", "name"),
+    [(DeepseekZoo, "v3"), (Zoo, "llama-dim80-biases"), (Zoo, "mistral")],
+    ids=["latents", "heads", "window"],
+)
 def test_ranks_write_what_one_writes(
     zoo: type[Zoo], name: str, spec: SpecConfig, zoos: dict[type[Zoo], Zoo], ranks: Ranks
 ) -> None:
-    """Keeps out: an exchange that a captured round leaves out; a commit that only an eager round gets right."""
+    """Keeps out: an exchange that a captured round leaves out; a commit that only an eager round gets right; a window that a
+    captured round keeps where it was."""
     pair = zoos[zoo].target(name), zoos[zoo].head(name, "eagle3")
     with decoder_of(*pair, spec, 1) as decoder:
         want = [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)]

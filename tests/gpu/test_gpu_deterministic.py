@@ -24,7 +24,7 @@ WAYS: list[tuple[SpecConfig, dict[str, Any]]] = [
     (SpecConfig(5, 1, 6), {"max_batch_size": 8}),
     (SpecConfig(5, 4, 16), {"max_batch_size": 1, "cuda_graphs": "step", "prefill_chunk": 16}),
     (SpecConfig(3, 8, 32), {"max_batch_size": 5, "page_size": 7, "prefix_caching": True}),
-    (SpecConfig(7, 10, 60), {"max_batch_size": 16, "cuda_graphs": False}),
+    (SpecConfig(7, 10, 60), {"max_batch_size": 16, "cuda_graphs": False, "page_size": "sequence"}),
 ]
 
 

@@ -19,6 +19,7 @@ from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.segment import Segment
 
 CASES = {**attention.CASES, **indexer.CASES}
+FLOAT32 = "lse", "slopes"  # arguments that are float32 whatever the queries are
 
 
 def changed(operator: Any, args: tuple[Any, ...]) -> list[Tensor]:
@@ -55,9 +56,11 @@ def test_bfloat16_on_a_gpu_is_near_float64(name: str) -> None:
     """Keeps out: tensor-core paths of an operator that read slots which hold NaN, or that round more than bf16 does."""
     operator, make = CASES[name]
     torch.manual_seed(0)
-    args = tuple(x.bfloat16() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in make("cpu"))
-    lse = 7 if "suffix" in name else None  # the one float tensor that is float32 everywhere
-    args = tuple(x.float() if i == lse else x for i, x in enumerate(args))
+    names = [argument.name for argument in operator._schema.arguments]
+    args = tuple(
+        x.bfloat16() if isinstance(x, Tensor) and x.dtype == torch.float32 and name not in FLOAT32 else x
+        for name, x in zip(names, make("cpu"), strict=True)
+    )
     exact = changed(operator, tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args))
     got = changed(operator, tuple(x.cuda() if isinstance(x, Tensor) else x for x in args))
     for x, y in zip(got, exact, strict=True):

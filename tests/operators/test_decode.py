@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.deepseek import DEEPSEEKS, DeepseekZoo, save_deepseek
+from toolkit.differential.defined import OPTIONS, OptionsZoo
 from toolkit.models import FAMILIES, Zoo, save_target
 from toolkit.operators.passes import PAGE, check, copied, directly, inputs, load
 from toolkit.oracles.sharing import SHARING, SharingZoo
@@ -27,15 +28,17 @@ def operators_in(program: torch.export.ExportedProgram) -> Counter[str]:
 @pytest.fixture(scope="module")
 def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a random target of that name, from whichever zoo has it."""
-    deepseeks, sharing = (kind(tmp_path_factory.mktemp(kind.__name__)) for kind in (DeepseekZoo, SharingZoo))
-    return lambda name: (deepseeks if name in DEEPSEEKS else sharing if name in SHARING else zoo).target(name)
+    zoos = {DeepseekZoo: DEEPSEEKS, SharingZoo: SHARING, OptionsZoo: OPTIONS}
+    made = [(kind(tmp_path_factory.mktemp(kind.__name__)), names) for kind, names in zoos.items()]
+    return lambda name: next((each for each, names in made if name in names), zoo).target(name)
 
 
 @pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("llama", "auto"), ("mistral", "auto"), ("v3-dense-tied", "auto"), ("llama", "int8"), ("llama-dim80-biases", "auto"),
-     ("qwen3", "int8"), ("diffllama-gqa", "auto"), ("half", "int8"), ("diffllama", "int8")],
+     ("qwen3", "int8"), ("diffllama-gqa", "auto"), ("half", "int8"), ("diffllama", "int8"), ("alibi, many", "auto"),
+     ("all options", "auto")],
 )  # fmt: skip
 def test_one_exported_program_serves_all_shapes(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a size, a table or a length frozen into the graph, and a layer that is stored in another layer's place."""
@@ -54,6 +57,7 @@ def test_one_exported_program_serves_all_shapes(folder: Callable[[str], Path], n
         ("v3-dense-tied", "auto"),
         ("qwen3", "int8"),
         ("diffllama", "auto"),
+        ("alibi", "auto"),
         ("half", "auto"),
     ],
 )

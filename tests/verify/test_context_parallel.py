@@ -24,7 +24,7 @@ from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.context_parallel.sharding import KVSharding
 from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import LayerCall, PreparedPlan
-from specdec.attention.kinds import FULL, Scoring
+from specdec.attention.kinds import FULL, LayerKind, Scoring
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.verify.tables import context_parallel_tables
@@ -33,6 +33,7 @@ H, N, STEPS, KEY, VALUE = 2, 6, 3, 16, 8
 LATENTS: Callable[[torch.dtype], CacheLayout] = lambda dtype: LatentLayout(VALUE, KEY - VALUE, dtype)  # noqa: E731
 HEADS: Callable[[torch.dtype], CacheLayout] = lambda dtype: HeadsLayout(1, KEY, dtype)  # noqa: E731
 SCORING = Scoring(scale=0.4)
+WINDOWS = [LayerKind(window=2), LayerKind(window=9), LayerKind(window=30), LayerKind(chunk=7), LayerKind(chunk=16)]
 
 
 class World(NamedTuple):
@@ -55,28 +56,33 @@ def make_world(lens: list[int], page_size: int, ranks: int, is_chain: bool, shap
     return World(where, tokens_BX, q_THD, tree)
 
 
-def by_position(world: World, is_latent: bool) -> Tensor:
-    """[T, heads, E] in float64: each node reads the committed tokens and its own path."""
+def by_position(world: World, is_latent: bool, kind: LayerKind) -> Tensor:
+    """[T, heads, E] in float64: each node reads the committed tokens and its own path, as far as the kind lets it."""
     outs, mask_BNN = [], world.tree.mask_BNN
     for row, length in enumerate(world.where.lens):
         kept = world.tokens_BX[row].double()
         k, v = (kept, kept[:, :VALUE]) if is_latent else (kept[:, 0, 0], kept[:, 1, 0])
         for node in range(N):
             at = torch.tensor([*range(length), *(length + int(n) for n in mask_BNN[row, node].nonzero())])
+            at = at[first_of(kind, len(at) - 1) :]
             q_HD = world.q_THD[row * N + node].double()
             outs.append((q_HD @ k[at].T * 0.4).softmax(-1) @ v[at])
     return torch.stack(outs)
 
 
+def first_of(kind: LayerKind, position: int) -> int:
+    return 0 if kind.reads_all else int(kind.first_keys(torch.tensor([position])))
+
+
 def check(
     layout: Callable[[torch.dtype], CacheLayout], backend: str, ranks: int, page_size: int, run: int, is_chain: bool,
-    lens: list[int],
+    lens: list[int], kind: LayerKind = FULL,
 ) -> None:  # fmt: skip
     """Every rank's heads attend as by definition; then the path of every row is committed, and lies where it belongs."""
     (buffer,) = layout(torch.float32).buffers
     world = make_world(lens, page_size, ranks, is_chain, buffer.shape)
     B, pages = len(lens), world.where.num_pages
-    want_THE = by_position(world, layout is LATENTS)
+    want_THE = by_position(world, layout is LATENTS, kind)
     path_BE = torch.tensor([max(map(list, world.tree.mask_BNN[row]), key=sum) for row in range(B)])  # a longest path
     path_BE = torch.stack([each.nonzero()[:, 0][: STEPS + 1] for each in path_BE])
 
@@ -86,7 +92,7 @@ def check(
         state = BatchState.empty(B, world.where.table_BW.shape[1], page_size=page_size * ranks, device="cpu")
         state.pages.table.copy_(world.where.table_BW)
         state.lens_B.copy_(world.where.lens_B)
-        cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)
+        cache = KVCache(layout(torch.float32), [kind], pages * page_size + context.room)
         kept = cache.buffers[buffer.name].fill_(torch.nan)[0]
         for row, length in enumerate(lens):
             local_slots = owned.local_slots(world.where.slots(row, 0, length))
@@ -97,7 +103,7 @@ def check(
             kept[tables.slots_BN[row]] = world.tokens_BX[row, length : length + N]
         prepared, reader = PreparedPlan(tables.plan), make_backend(backend)
         q_THD = world.q_THD[:, group.rank * H : (group.rank + 1) * H].contiguous()
-        call = LayerCall(reader, cache.view(0), FULL, tables.slots_BN.flatten(), prepared, None, SCORING, {})
+        call = LayerCall(reader, cache.view(0), kind, tables.slots_BN.flatten(), prepared, None, SCORING, {})
         out_THE = call.attend(q_THD)
         torch.testing.assert_close(out_THE.double(), want_THE[:, group.rank * H : (group.rank + 1) * H], atol=2e-5, rtol=1e-4)
         assert tables.targets_BN is not None
@@ -124,10 +130,21 @@ def test_ranks_attend_as_one(
     check(layout, "torch", ranks, page_size, run, is_chain, [0, 1, run - 1, run, run * ranks, 5 * run * ranks + run + 1])
 
 
+@pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", WINDOWS, ids=str)
+@pytest.mark.parametrize(("ranks", "page_size", "run"), [(2, 4, 1), (2, 4, 4), (4, 3, 3)])
+def test_ranks_read_what_lies_in_a_window(ranks: int, page_size: int, run: int, kind: LayerKind, is_chain: bool) -> None:
+    """Windows within the tree, within a run of one rank, and over several pages.  Keeps out: first keys counted in the whole
+    sequence, windows of a scratch's own positions, ranks of which no token lies in the window."""
+    rng = random.Random(repr((ranks, page_size, run, kind, is_chain)))
+    check(HEADS, "torch", ranks, page_size, run, is_chain, [0, 1, run * ranks, *(rng.randrange(60) for _ in range(4))], kind)
+
+
+@pytest.mark.parametrize("kind", [FULL, *WINDOWS], ids=str)
 @pytest.mark.parametrize("layout", [LATENTS, HEADS], ids=["latents", "heads"])
-def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLayout]) -> None:
+def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLayout], kind: LayerKind) -> None:
     """All tokens of a pass, and its last ones alone.  Keeps out: what ranks keep of a prompt that the last token does not read,
-    which is all that a prompt's first token is made of."""
+    which is all that a prompt's first token is made of; windows of a scratch's own positions."""
     ranks, page_size, run, start, lens = 2, 4, 2, 6, [13, 8]  # each prompt has run up to token 6
     (buffer,) = layout(torch.float32).buffers
     where = Scattered(lens, page_size * ranks)
@@ -140,14 +157,15 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
         k, v = (kept, kept[:, :VALUE]) if layout is LATENTS else (kept[:, 0, 0], kept[:, 1, 0])
         for at in range(start, length):
             q_HD = q_THD[len(outs)].double()
-            outs.append((q_HD @ k[: at + 1].T * 0.4).softmax(-1) @ v[: at + 1])
+            seen = slice(first_of(kind, at), at + 1)
+            outs.append((q_HD @ k[seen].T * 0.4).softmax(-1) @ v[seen])
     want_THE, last_B = torch.stack(outs), torch.tensor(counts).cumsum(0) - 1
 
     def on_rank(group: ThreadGroup) -> None:
         owned = KVSharding(group.rank, ranks, page_size, run)
         context = ContextParallel(group, owned, pages * page_size, sum(counts))
         tables = context.of_prompts(whole).tables
-        cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)
+        cache = KVCache(layout(torch.float32), [kind], pages * page_size + context.room)
         kept = cache.buffers[buffer.name].fill_(torch.nan)[0]
         for row in range(len(lens)):
             kept[owned.local_slots(where.slots(row, 0, start))] = tokens_BX[row, :start]
@@ -157,7 +175,7 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
         for plan, rows_T in ((tables.plan, torch.arange(sum(counts))), (tables.rows_plan, last_B)):
             assert plan is not None
             call = LayerCall(
-                make_backend("torch"), cache.view(0), FULL, tables.slots_T, PreparedPlan(plan), rows_T, SCORING, {}
+                make_backend("torch"), cache.view(0), kind, tables.slots_T, PreparedPlan(plan), rows_T, SCORING, {}
             )
             out_RHE = call.attend(q_THD[rows_T, own].contiguous())
             torch.testing.assert_close(out_RHE.double(), want_THE[rows_T, own], atol=2e-5, rtol=1e-4)
@@ -168,11 +186,15 @@ def test_parts_of_prompts_attend_as_one(layout: Callable[[torch.dtype], CacheLay
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn; a GPU has tests/gpu/test_gpu_context.py")
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
-@pytest.mark.parametrize("layout", [LATENTS, HEADS], ids=["latents", "heads"])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(LATENTS, FULL), (HEADS, FULL), (HEADS, WINDOWS[1]), (HEADS, WINDOWS[-1])],
+    ids=["latents", "heads", "window", "chunk"],
+)
 def test_kernels_attend_as_one(
-    layout: Callable[[torch.dtype], CacheLayout], is_chain: bool, monkeypatch: pytest.MonkeyPatch
+    layout: Callable[[torch.dtype], CacheLayout], kind: LayerKind, is_chain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keeps out: states, suffixes and commits that only the kernels see: no splits before a suffix, targets of their own."""
     launched = use_kernels_everywhere(monkeypatch)
-    check(layout, "triton", 2, 4, 2, is_chain, [0, 3, 21])
+    check(layout, "triton", 2, 4, 2, is_chain, [0, 3, 21], kind)
     assert {"launch_local_lens", "launch_local_slots", "launch_pack", "launch_merge", "launch_move"} <= set(launched)

@@ -8,11 +8,12 @@ Shape: H heads.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from specdec.ops.index import kept
 
 
 class Slopes(NamedTuple):
@@ -25,7 +26,7 @@ class Slopes(NamedTuple):
         return _on_device(self.of_heads, device)
 
 
-@cache
+@kept
 def _on_device(slopes: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 

@@ -96,7 +96,7 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
         causal, longest = rng.random() < 0.6, rng.choice([20, 300, 2500]) + N
         case = Case(
             [rng.randint(N if causal else 0, longest) for _ in range(rng.choice([1, 2, 5]))], N, causal,
-            (rng.choice([1, 2, 8]), rng.choice([1, 2, 4, 8]), D), rng.choice([16, 32, 64, 128]),
+            (rng.choice([1, 2, 8]), rng.choice([1, 2, 4, 8]), D), rng.choice([16, 32, 64, 128, 192]),
             rng.choice(["none", "queries", "all"]), rng.choice([0, 0, 1, 100, 700]), rng.choice([None, None, 20.0]),
             rng.choice([torch.bfloat16, torch.float16]),
         )  # fmt: skip
@@ -113,10 +113,11 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
         Case([1000] * 16, 1, True), Case([1000], 6, True), Case([0, 700], 6, False), Case([5000, 40], 1, True, near=1),
         Case([3000], 32, False, fresh="none"), Case([900], 128, True), Case([40, 5, 700], 3, True, (8, 8, 64)),
         Case([700, 900], 6, True, (8, 2, 256)), Case([5000], 60, False, fresh="none"), Case([800, 300], 6, True, near=128),
+        Case([40_000, 33], 6, True, page_size=40_192), Case([40_000], 32, False, page_size=40_192),
     ],
     ids=[
         "16 rows", "chain", "empty row", "window of 1", "tree of 32", "prompt", "heads of 64", "heads of 256", "tree of 60",
-        "window of 128",
+        "window of 128", "unpaged chain", "unpaged tree",
     ],
 )  # fmt: skip
 def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +127,13 @@ def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(paged_hopper, "launch_paged_hopper", lambda *args: (taken.append(1), launch(*args)))
     check(case, TritonBackend(hopper=True))  # on an H100 as well
     assert taken == [1]
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_unpaged_rows_beyond_the_reach_of_32_bits(hopper: bool) -> None:
+    """Fourteen caches of 40,000 tokens hold more than 2**31 numbers.  Keeps out: an offset in them that is no 64-bit number."""
+    case = Case([40_000 - 13 * row for row in range(14)], 1, True, page_size=40_192)
+    check(case, TritonBackend(hopper=hopper))
 
 
 @pytest.mark.parametrize(

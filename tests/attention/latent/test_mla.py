@@ -24,13 +24,14 @@ from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, LayerKind, Scoring
-from specdec.attention.latent.limits import Limits
+from specdec.attention.latent.limits import LIMITS, Limits
 from specdec.attention.latent.mla import LatentInputs, store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.ops.products.numerics import FAST
 from specdec.ops.rope import Rotation, rotary_table
 
 NAN = float("nan")
@@ -170,7 +171,7 @@ def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, in
         for rows in (None, rows_R):
             q_THQ = torch.cat([q[a:b] for (q, _), (a, b) in zip(whole, parts)])
             latent_TL = torch.cat([latent[a:b] for (_, latent), (a, b) in zip(whole, parts)])
-            out = attn(0, LatentInputs(q_THQ, latent_TL, up_HXC, how, limits=limits), rows, SCALE)
+            out = attn(0, LatentInputs(q_THQ, latent_TL, up_HXC, how, FAST, limits), rows, SCALE)
             expected = torch.cat([out_THV[a:b] for out_THV, (a, b) in zip(want, parts)])
             tolerance = 1e-10 if dtype == torch.float64 else 3e-5
             torch.testing.assert_close(out, expected if rows is None else expected[rows], atol=tolerance, rtol=tolerance)
@@ -223,7 +224,12 @@ def test_a_pass_is_freed_with_its_last_reader() -> None:
     segment = ragged_causal_segment(PageTable(torch.zeros(1, 8, dtype=torch.int32, device=DEVICE)), [4], [4])
     attn = PagedAttention(TorchBackend(), cache, PassTables(AttentionPlan((segment,)), torch.arange(4, device=DEVICE)))
     inputs = LatentInputs(
-        rand(4, H, N + R, seed=1), rand(4, C + R, seed=2), rand(H, N + V, C, seed=3), prep(torch.arange(4), torch.float32)
+        rand(4, H, N + R, seed=1),
+        rand(4, C + R, seed=2),
+        rand(H, N + V, C, seed=3),
+        prep(torch.arange(4), torch.float32),
+        FAST,
+        LIMITS,
     )
     attn(0, inputs, None, SCALE)
     gone = weakref.ref(attn)

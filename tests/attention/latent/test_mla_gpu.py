@@ -65,7 +65,7 @@ def test_few_heads(heads: int, eight_bits: bool) -> None:
 
 
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["16 bits", "8 bits"])
-@pytest.mark.parametrize(("P", "hopper"), [(64, True), (128, True), (5, True), (1, True), (16, False)])
+@pytest.mark.parametrize(("P", "hopper"), [(64, True), (128, True), (1280, True), (5, True), (1, True), (16, False)])
 def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bool, eight_bits: bool) -> None:
     """Decode, chains, trees, first keys and empty rows.  Keeps out: Triton's kernel tested in the Hopper kernel's place."""
     from specdec.attention.latent import mla_launch

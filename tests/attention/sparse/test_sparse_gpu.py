@@ -41,7 +41,8 @@ def in_small_rooms(world: IndexWorld) -> Segment:
 
 @pytest.mark.parametrize("distinct", [0, 50, 1])
 @pytest.mark.parametrize(
-    ("kind", "n", "page_size"), [("causal", 1, 64), ("causal", 1, 80), ("causal", 6, 16), ("ragged", 70, 64), ("tree", 12, 1)]
+    ("kind", "n", "page_size"),
+    [("causal", 1, 64), ("causal", 1, 9216), ("causal", 1, 80), ("causal", 6, 16), ("ragged", 70, 64), ("tree", 12, 1)],
 )
 def test_selection_at_the_real_shape(kind: str, n: int, page_size: int, distinct: int) -> None:
     """Keeps out: a wrong k-th score, ties by anything but position, NaN from slots that nobody may read."""

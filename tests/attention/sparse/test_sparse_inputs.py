@@ -34,6 +34,7 @@ from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segm
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
+from specdec.ops.products.numerics import FAST
 from specdec.ops.rope import Rotation, rotary_table
 
 NAN = float("nan")
@@ -76,7 +77,7 @@ class Tokens(NamedTuple):
         prep = LatentPrep(rotation, 1 + 0.1 * rand(C, seed=1, dtype=dtype), 1e-6)
         index_prep = IndexPrep(rotation, 1 + 0.1 * rand(I, seed=2, dtype=dtype), rand(I, seed=3, dtype=dtype), 1e-6, J**-0.5)
         index = IndexInputs(self.q_TJI.clone(), self.key_TI.clone(), self.weights_TJ.clone(), index_prep)
-        latents = LatentInputs(self.q_THQ.clone(), self.latent_TL.clone(), up_HXC, prep, limits=limits)
+        latents = LatentInputs(self.q_THQ.clone(), self.latent_TL.clone(), up_HXC, prep, FAST, limits)
         return SparseLatentInputs(latents, topk, index if has_index else None)
 
 

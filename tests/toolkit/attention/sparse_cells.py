@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.sparse_cache import SparseLatentView
+from specdec.attention.latent.limits import LIMITS
 from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
+from specdec.ops.products.numerics import FAST
 from specdec.ops.rope import Rotation
 
 TOPK, HEADS, DIM = 5, 3, 16  # of the indexer
@@ -38,7 +40,12 @@ def layer_inputs(q_THL: Tensor, token_TX: Tensor, rank: int) -> SparseLatentInpu
     latent_TL, key_TI, q_TJI, weights_TJ = split(token_TX, L)
     same_HXC = torch.eye(rank, **options).repeat(2, 1).expand(H, -1, -1)
     latents = LatentInputs(
-        q_THL.clone(), latent_TL.clone(), same_HXC, LatentPrep(still(L - rank), torch.ones(rank, **options), 1e-6)
+        q_THL.clone(),
+        latent_TL.clone(),
+        same_HXC,
+        LatentPrep(still(L - rank), torch.ones(rank, **options), 1e-6),
+        FAST,
+        LIMITS,
     )
     norm, bias = torch.ones(DIM, **options), torch.zeros(DIM, **options)
     index = IndexInputs(q_TJI.clone(), key_TI, weights_TJ, IndexPrep(still(min(L - rank, DIM)), norm, bias, 1e-6, HEADS**-0.5))

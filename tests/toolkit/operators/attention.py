@@ -63,13 +63,13 @@ def ragged_args(device: str) -> tuple[Any, ...]:
     return rand(device, 4, H, D), *cache(device), False, *rows, SCALE, None, None, None, True
 
 
-def paged_alibi_args(device: str, queries: int = 2) -> tuple[Any, ...]:
+def paged_alibi_args(device: str, queries: int = 2, roots: bool = False) -> tuple[Any, ...]:
     positions = ints(device, *[7, 8, 4, 5] if queries == 2 else [8, 5])
-    return *paged_args(device, queries=queries), False, rand(device, H).abs(), positions
+    return *paged_args(device, queries=queries), False, rand(device, H).abs(), positions, roots
 
 
-def suffix_alibi_args(device: str) -> tuple[Any, ...]:
-    return *suffix_args(device), rand(device, H).abs(), ints(device, 1, 0, 0)
+def suffix_alibi_args(device: str, roots: bool = False) -> tuple[Any, ...]:
+    return *suffix_args(device), rand(device, H).abs(), ints(device, 1, 0, 0), roots
 
 
 def rope_args(device: str) -> tuple[Any, ...]:
@@ -141,6 +141,8 @@ CASES: dict[str, tuple[Any, Callable[[str], tuple[Any, ...]]]] = {
     "paged alibi": (heads.PAGED_ATTENTION, paged_alibi_args),
     "paged alibi decode": (heads.PAGED_ATTENTION, lambda d: paged_alibi_args(d, queries=1)),
     "suffix alibi": (heads.SUFFIX_MERGE, suffix_alibi_args),
+    "paged alibi roots": (heads.PAGED_ATTENTION, lambda d: paged_alibi_args(d, roots=True)),
+    "suffix alibi roots": (heads.SUFFIX_MERGE, lambda d: suffix_alibi_args(d, roots=True)),
     "latent store": (latent.LATENT_STORE, latent_store_args),
     "latent store into queries": (latent.LATENT_STORE, lambda d: latent_store_args(d, wide_out=True)),
     "latent decode": (latent.LATENT_ATTENTION, lambda d: latent_args(d, queries=1)),

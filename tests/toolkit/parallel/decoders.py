@@ -21,6 +21,13 @@ from toolkit.parallel.ranks import Queues, ThreadGroup, on_ranks
 Result = TypeVar("Result")
 
 
+def fill_with_nan(cache: Any) -> None:
+    """Makes what was never written visible wherever it is read."""
+    for buffers in cache.buffers_of.values():
+        for buffer in buffers.values():
+            buffer.fill_(torch.nan if buffer.is_floating_point() else 99)
+
+
 def with_ranks(
     target: Path, draft: Path | None, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result],
     prepare: Callable[[Target], None] = lambda model: None, **settings: Any,
@@ -39,16 +46,14 @@ def with_ranks(
         if group.rank:
             runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
             for cache in runner.workers.caches:
-                for buffer in cache.buffers.values():
-                    buffer.fill_(torch.nan)
+                fill_with_nan(cache)
             for step in iter(steps[group.rank].get, None):
                 run_step(runner, step)
             return
         with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
             driver, others = Driver(decoder), Queues(steps[1:])
             for cache in driver.caches:
-                for buffer in cache.buffers.values():
-                    buffer.fill_(torch.nan)
+                fill_with_nan(cache)
             driver.lead(others)
             try:
                 results.append(use(decoder))

@@ -83,6 +83,7 @@ LATENT: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
 WIDE = {"head_dim": 128, "intermediate_size": 1024}  # whole groups of 128 columns for 8 ranks
 QWEN3 = Pair("qwen3", _plain("qwen3"), divides=2)
 V3 = Pair("v3", partial(save_deepseek, name="v3", **LATENT), divides=1)
+GPT_OSS = Pair("gpt-oss", _gpt_oss)
 FAMILIES = (
     Pair("llama", _plain("llama", num_key_value_heads=8, head_dim=8)),
     Pair("llama3-tied-dim8", _plain("llama3-tied-dim8"), HEADS["eagle1"]),
@@ -91,7 +92,7 @@ FAMILIES = (
     QWEN3,
     Pair("mimo", partial(save_mtp_target, name="mimo", num_attention_heads=8), divides=2),
     Pair("diffllama-mha", _plain("diffllama-mha", num_attention_heads=16, num_key_value_heads=16, head_dim=4)),
-    Pair("gpt-oss", _gpt_oss),
+    GPT_OSS,
     Pair("v2-lite", partial(save_deepseek, name="v2-lite", **LATENT), divides=1),
     Pair("v2", partial(save_deepseek, name="v2", **LATENT)),
     V3,
@@ -117,6 +118,7 @@ WORDS: list[Any] = ["one", "two", "three", "four"]
 FEATURES = (
     PairFeature("every option", QWEN3, samplings=ALL_OPTIONS),
     PairFeature("every option, context parallelism", QWEN3, samplings=ALL_OPTIONS, options=CONTEXT_PARALLEL),
+    PairFeature("windows, context parallelism", GPT_OSS, options=CONTEXT_PARALLEL),
     PairFeature("grammars", BYTES, samplings=GRAMMARS, prompts=WORDS),
     PairFeature("grammars", BYTES, CHAIN, GRAMMARS, prompts=WORDS),
     PairFeature("grammars, n-grams", NGRAM, samplings=GRAMMARS, prompts=WORDS),
