@@ -116,7 +116,7 @@ def test_one_room_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("round_8b", "rounds.round_8b"),
         ("caches.round_tp", "rounds.round_tp"),
         ("benchmarks/texts/near_ties.py", "texts.near_ties"),
-        ("serving.clients", "serving.serve_soak"),
+        ("serving.clients", "serving.mixed_times"),
         ("../examples.start", "rounds.start"),
         ("", "caches.float8_queries"),
     ],
