@@ -128,8 +128,7 @@ def test_a_library_whose_window_leaves_out_a_querys_own_key_is_found_out(monkeyp
     def other(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> tuple[Tensor, ...]:
         return fake_flash.fa3_with_kvcache(*args, window_size=(window_size[0] - 1, 0), **kwargs)
 
-    fake_flash.install(monkeypatch, fa3=other)
-    monkeypatch.delattr("flash_attn_interface.get_scheduler_metadata")
+    fake_flash.install(monkeypatch, fa3=other, fa3_metadata=None)
     world = World("fa3", LENS)
     segment = of_shape(world, "chain", WINDOWS["window 5"])
     with pytest.raises(RuntimeError, match="fa3: the installed library .* attention='triton'"):
@@ -150,24 +149,26 @@ def shared_plans(world: World, n: int, shared: int) -> tuple[AttentionPlan, Atte
     return AttentionPlan((own,), at_T), AttentionPlan(split_shared(own, prefix), at_T), prefix
 
 
+class Recording(FlashBackend):
+    """Notes which segments the library answers."""
+
+    def paged_partial(self, q_THD: Tensor, view: Any, segment: Segment, *args: Any) -> AttentionState | None:
+        answer = super().paged_partial(q_THD, view, segment, *args)
+        self.answered = [*getattr(self, "answered", []), (segment, answer is not None)]
+        return answer
+
+
 @pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize("shared", [0, P])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_shared_pages_are_one_call(name: str, n: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_pages_are_one_call(name: str, n: int, shared: int) -> None:
     """Keeps out: shared pages that a stranger reads, that our kernel reads although the library is named, or nobody reads."""
-    world, asked = World(name, [P + 30, P + 3, 9, n]), list[Segment]()
+    world = World(name, [P + 30, P + 3, 9, n])
     plain, split, _ = shared_plans(world, n, shared)
-    q_THD, library = world.queries(plain.segments[0]), ADAPTERS[name]
-
-    def counted(q: Tensor, view: Any, segment: Segment, *args: Any) -> AttentionState:
-        asked.append(segment)
-        return library(q, view, segment, *args)
-
-    monkeypatch.setitem(ADAPTERS, name, counted)
-    backend = FlashBackend(name, programs=None if REAL else 16)
+    q_THD, backend = world.queries(plain.segments[0]), Recording(name, programs=None if REAL else 16)
     got = backend.attend(q_THD, world.views[0], backend.prepare(split))
-    assert [any(segment is each for each in asked) for segment in split.segments] == [True, False]
+    assert [(segment.rows, by_library) for segment, by_library in backend.answered] == [(1, True), (4, False)]
     close(got, ReferenceBackend().run(q_THD.double(), in_float64(world.views[0]), plain.segments[0]))
 
 
@@ -175,35 +176,26 @@ def test_shared_pages_are_one_call(name: str, n: int, shared: int, monkeypatch: 
 
 
 @pytest.mark.skipif("fa3" not in NAMES, reason="flash-attn-3 is not installed")
-def test_layers_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_a_schedule() -> None:
     """Keeps out: work divided anew in every layer; by other heads, by a softcap's kernel, or by the last pass's lengths."""
-    interface = pytest.importorskip("flash_attn_interface") if REAL else __import__("flash_attn_interface")
-    if not hasattr(interface, "get_scheduler_metadata"):
+    import flash_attn_interface  # type: ignore[import-not-found]
+
+    if not hasattr(flash_attn_interface, "get_scheduler_metadata"):
         pytest.skip("the installed package makes no schedules ahead")
-    make, made = interface.get_scheduler_metadata, list[Tensor]()
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(interface, "get_scheduler_metadata", counted)
-    world, backend, passes = World("fa3", LENS, layers=3), FlashBackend("fa3"), 0
+    world, backend = World("fa3", LENS, layers=3), FlashBackend("fa3")
     full = causal_segment(world.pages, world.lens_B, 5, "queries")
-    q_THD = world.queries(full)
-    check_conventions("fa3", q_THD, world.views[0], full)  # makes one of its own, as does the first call of a backend
-    backend.run(q_THD, world.views[0], full)
+    q_THD, made = world.queries(full), list[Any]()
     for shorter in (0, 1):
-        made.clear()
         segment = replace(full, cache_seqlens=(world.lens_B - shorter).clamp(min=0))
         prepared = backend.prepare(AttentionPlan((segment,)))
         for view in world.views:
             got = backend.attend(q_THD, view, prepared)
             close(got, ReferenceBackend().run(q_THD.double(), in_float64(view), segment))
-        assert len(made) == 1
+            made += prepared.schedules.values()
         backend.attend(q_THD, world.views[0], prepared, Scoring(softcap=2.0))
         backend.attend(q_THD.repeat(1, 2, 1), world.views[0], prepared)
-        passes += len(made)
-    assert passes >= 6, "another softcap and other heads are divided by schedules of their own"
+        assert len(prepared.schedules) == 3, "another softcap and other heads are divided by schedules of their own"
+    assert len(made) == 6 and len({id(schedule) for schedule in made}) == 2
 
 
 @pytest.mark.gpu
@@ -242,3 +234,23 @@ def test_a_captured_pass_follows_the_lengths(name: str, kind: LayerKind, shape: 
         for got, view in zip(captured, world.views, strict=True):
             want = ReferenceBackend().run(q_THD.double(), in_float64(view), want_plan.segments[0])
             close(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, P])
+@pytest.mark.parametrize("n", [1, 6, 250])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lies_before_all_windows_spoils_nothing(name: str, n: int, page_size: int) -> None:
+    """Keeps out: a tile that begins before the window, where a ring of pages may hold what nobody wrote: 0 * NaN is NaN."""
+    if TABLE[name].pages.fault(page_size):
+        pytest.skip("the capability table refuses such pages")
+    pages = Scattered([900, 777], page_size, seed=3, device=DEVICE)
+    kv = pages.fill(2, K, dim_of(name), dtype=DTYPE)
+    segment = causal_segment(PageTable(pages.table_BW, page_size), pages.lens_B, n, "queries")
+    segment = segment.local(LayerKind(window=100), last_positions(segment))
+    assert segment.starts_T is not None
+    for row, length in enumerate(pages.lens):
+        kv[pages.slots(row, 0, length - n - 99)] = torch.nan
+    q_THD = torch.randn(2 * n, H, dim_of(name), generator=torch.Generator().manual_seed(n)).to(DEVICE, DTYPE)
+    got = ADAPTERS[name](q_THD, MHAView(kv), segment, PLAIN, {})
+    close(got, ReferenceBackend().run(q_THD.double(), MHAView(kv.double()), segment))

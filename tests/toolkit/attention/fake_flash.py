@@ -33,18 +33,18 @@ VERSIONS["flash_mla"] = "1.0.0"
 
 def install(
     monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str] = VERSIONS, flash_mla: ModuleType | None = None,
-    **others: Callable[..., Any],
+    **others: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
     """Makes all three packages, and flash_mla, importable, and lets the capability table find them in these versions.
 
-    flash_mla: another stand-in for it.  others: other functions for fa3 and fa4.
+    flash_mla: another stand-in for it.  others: other functions for fa3, fa3_metadata and fa4.
     """
     fa2, fa3, cute, interface = (
         ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
     )
     fa2.flash_attn_with_kvcache, fa2.flash_attn_varlen_func = fa2_with_kvcache, fa2_varlen  # type: ignore[attr-defined]
     fa3.flash_attn_with_kvcache = others.get("fa3", fa3_with_kvcache)  # type: ignore[attr-defined]
-    fa3.get_scheduler_metadata = fa3_metadata  # type: ignore[attr-defined]
+    fa3.get_scheduler_metadata = others.get("fa3_metadata", fa3_metadata)  # type: ignore[attr-defined]
     interface.flash_attn_varlen_func = others.get("fa4", fa4_varlen)  # type: ignore[attr-defined]
     for module in (fa2, fa3, cute, interface, flash_mla or fake_flashmla.module()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
