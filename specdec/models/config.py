@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position: float = 8192
     rotated: int = 0
+
+    @property
+    def of_whole_heads(self) -> RopeConfig:
+        """The same angles for heads that are turned as a whole, as those of draft heads are."""
+        return replace(self, rotated=0)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.layers import Rotary
 from specdec.models.llama.config import parse_llama
+from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.yarn import parse_rope_with_yarn
 
@@ -39,6 +40,10 @@ PARSERS: dict[str, Parse] = {
     "DeepseekV32Config": parse_deepseek,
     "GlmMoeDsaConfig": parse_deepseek,
     "GptOssConfig": parse_gpt_oss,
+    "Qwen2MoeConfig": MIXTURES["qwen2_moe"].parse,
+    "Qwen3MoeConfig": MIXTURES["qwen3_moe"].parse,
+    "MixtralConfig": MIXTURES["mixtral"].parse,
+    "Glm4MoeConfig": MIXTURES["glm4_moe"].parse,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
@@ -52,8 +57,11 @@ def test_a_key_that_is_left_out_means_transformers_default(name: str) -> None:
     parse, raw = PARSERS[name], getattr(transformers, name)().to_diff_dict()
     if name == "GptOssConfig":
         raw["quantization_config"] = {"quant_method": "mxfp4"}
+    if name == "Glm4MoeConfig":
+        raw["head_dim"] = 128  # by the class's own sizes it would be 42, of which no half can be turned
     if raw.get("use_sliding_window") is False:  # switched on, so that the other keys of windows mean something
-        raw |= {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+        on = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+        raw |= {key: value for key, value in on.items() if key in raw}
     whole, read = parse(raw, "here"), 0
     for key in raw.keys() - {"model_type", "use_sliding_window", *ALWAYS}:
         try:
