@@ -14,6 +14,7 @@ from toolkit.models import Zoo, randomise
 SMALL = dict(num_hidden_layers=3, moe_intermediate_size=24, num_experts_per_tok=3)
 QWEN = dict(SMALL, num_experts=8)
 GLM = dict(SMALL, n_routed_experts=8, n_shared_experts=1)
+ERNIE = dict(num_hidden_layers=3, moe_intermediate_size=24, moe_k=3, moe_num_experts=8)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 # name: (model_type, what differs from COMMON)
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +41,18 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         dict(GLM, n_shared_experts=2, attention_bias=True, first_k_dense_replace=2, norm_topk_prob=False,
              partial_rotary_factor=0.25),
+    ),
+    "ernie": ("ernie4_5_moe", dict(ERNIE, moe_norm_min=0.6)),
+    "ernie-tied": (
+        "ernie4_5_moe",
+        dict(ERNIE, num_hidden_layers=4, tie_word_embeddings=True, moe_num_shared_experts=0,
+             moe_layer_start_index=1, moe_layer_interval=2, moe_layer_end_index=2),
+    ),
+    "hy3": ("hy_v3", dict(QWEN, num_shared_experts=1)),
+    "hy3-biased": (
+        "hy_v3",
+        dict(QWEN, num_shared_experts=2, attention_bias=True, mlp_bias=True, router_scaling_factor=1.5,
+             mlp_layer_types=["sparse", "dense", "sparse"], enable_moe_fp32_combine=False),
     ),
 }  # fmt: skip
 

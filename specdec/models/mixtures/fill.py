@@ -9,7 +9,7 @@ Shapes: E experts, L rows of a router.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import copy_, fill_float32, fill_linear, fill_parts, fill_stack
@@ -28,6 +28,7 @@ class MixtureNames(NamedTuple):
 
     router: str = "mlp.gate.weight"
     correction: str = "mlp.gate.e_score_correction_bias"
+    correction_shape: Literal["E", "1, E"] = "E"
     experts: str = "mlp.experts"
     parts: Mapping[str, str] = {}
     shared: str = "mlp.shared_experts"
@@ -87,4 +88,5 @@ def _fill_router(router: Router, checkpoint: Checkpoint, layer: str, names: Mixt
     if len(weight_LH) > E:
         copy_(weight_LH[E:], checkpoint, f"{layer}.{names.shared_gate}")
     if router.correction_E is not None:
-        router.correction_E = fill_float32(router.correction_E, checkpoint, f"{layer}.{names.correction}")
+        empty = router.correction_E if names.correction_shape == "E" else router.correction_E[None]
+        router.correction_E = fill_float32(empty, checkpoint, f"{layer}.{names.correction}", flat=True)

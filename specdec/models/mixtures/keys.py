@@ -82,11 +82,12 @@ def read_rope(raw: dict[str, Any], where: str, head_dim: int, theta: float, shar
     return replace(rope, rotated=rotated)
 
 
-def with_experts(config: ModelConfig, experts: ExpertsConfig, where: str, count_key: str) -> ModelConfig:
-    """The config with that mixture, unless all of its layers are dense."""
-    rule = experts.router
-    if rule.top_k > experts.count:
-        raise ValueError(f"{where}: {TOP_K} must be at most {count_key} {experts.count}, got {rule.top_k}")
+def with_experts(
+    config: ModelConfig, experts: ExpertsConfig, where: str, count_key: str, top_key: str = TOP_K
+) -> ModelConfig:  # fmt: skip
+    """The config with that mixture, unless all layers are dense.  count_key, top_key: what the file calls these numbers."""
+    if experts.router.top_k > experts.count:
+        raise ValueError(f"{where}: {top_key} must be at most {count_key} {experts.count}, got {experts.router.top_k}")
     if experts.dense_layers >= set(range(config.num_layers)):
         return config
     return replace(config, experts=experts, has_experts=True)

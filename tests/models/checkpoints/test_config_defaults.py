@@ -44,6 +44,8 @@ PARSERS: dict[str, Parse] = {
     "Qwen3MoeConfig": MIXTURES["qwen3_moe"].parse,
     "MixtralConfig": MIXTURES["mixtral"].parse,
     "Glm4MoeConfig": MIXTURES["glm4_moe"].parse,
+    "Ernie4_5_MoeConfig": MIXTURES["ernie4_5_moe"].parse,
+    "HYV3Config": MIXTURES["hy_v3"].parse,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")

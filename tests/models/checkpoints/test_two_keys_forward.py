@@ -21,7 +21,8 @@ LLAMAS, QWENS = ("llama", "mistral", "qwen2", "qwen3", "mimo", "diffllama"), ("q
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 DEEPSEEKS, GPT = ("deepseek_v2", "deepseek_v3", *SPARSE), ("gpt_oss",)
 GLM4, QWEN_MOES = ("glm4_moe",), ("qwen2_moe", "qwen3_moe")
-MIXTURES = (*QWEN_MOES, "mixtral", *GLM4)  # under ordinary heads
+HY3, ERNIE = ("hy_v3",), ("ernie4_5_moe",)
+MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *GLM4)  # under ordinary heads
 ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES)
 TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
@@ -61,7 +62,7 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT | {"type": "linear", "factor": 2.0}}, SAME),
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
-            ((*DEEPSEEKS, *GPT, *MIXTURES[:3]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:5]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
             ((*LLAMAS, *GPT, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
             (GLM4, {"rope_parameters": YARN}, "rope_type must not be 'yarn' where a part of each head is turned"),
@@ -76,7 +77,7 @@ GROUPS = {
         "rope_parameters max_position_embeddings",
         [
             ((*LLAMAS, *GLM4), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # 64 times as long, factor 2
-            ((*DEEPSEEKS, *GPT, *MIXTURES[:3]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:5]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
                 {"rope_parameters": YARN | {"attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 1.2}},
@@ -157,7 +158,8 @@ GROUPS = {
         "tie_word_embeddings",
         [
             (UNTIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
-            (UNTIED, {"tie_word_embeddings": ABSENT}, SAME),
+            (tuple({*UNTIED} - {*ERNIE}), {"tie_word_embeddings": ABSENT}, SAME),
+            (ERNIE, {"tie_word_embeddings": ABSENT}, "ties lm_head to the embeddings, but the checkpoint"),
             (TIED, {"tie_word_embeddings": False}, "'lm_head.weight' is missing"),
             (TIED, {"tie_word_embeddings": ABSENT}, "'lm_head.weight' is missing"),
         ],
@@ -171,7 +173,10 @@ GROUPS = {
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT), {"attention_bias": False}, "not part of this architecture: .*bias"),
-            (("qwen3_moe", *GLM4), {"attention_bias": True}, ".bias' is missing"),
+            (("qwen3_moe", *GLM4, *HY3), {"attention_bias": True}, ".bias' is missing"),
+            (HY3, {"mlp_bias": True}, ".bias' is missing"),
+            (ERNIE, {"use_bias": True}, "use_bias must be false"),
+            (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),
             (("qwen2_moe",), {"qkv_bias": True}, ".bias' is missing"),
             (("qwen2_moe", "mixtral"), {"attention_bias": True}, "unknown config keys attention_bias"),
             (("mistral", *QWENS), {"mlp_bias": True}, "mlp_bias must be false or absent in a .* model"),
@@ -181,13 +186,15 @@ GROUPS = {
         ],
     ),
     "experts": KeyGroup(
-        "n_routed_experts num_local_experts num_experts",
+        "n_routed_experts num_local_experts num_experts moe_num_experts",
         [
             (DEEPSEEKS, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
             (DEEPSEEKS, {"num_experts": 4}, "num_experts is another name of n_routed_experts, .* got 4 and 8"),
             (DEEPSEEKS, {"num_experts": 8, "num_local_experts": 8}, SAME),
-            (("qwen3_moe",), {"num_experts": 8, "num_local_experts": 6}, "another name of num_experts, .* got 6 and 8"),
-            (("qwen3_moe",), {"num_experts": ABSENT, "num_local_experts": 8}, SAME),
+            (("qwen3_moe", *HY3), {"num_experts": 8, "num_local_experts": 6}, "another name of num_experts, .* got 6 and 8"),
+            (("qwen3_moe", *HY3), {"num_experts": ABSENT, "num_local_experts": 8}, SAME),
+            (ERNIE, {"num_experts": 6}, "num_experts is another name of moe_num_experts, .* got 6 and 8"),
+            (ERNIE, {"moe_num_experts": ABSENT, "num_experts": 8}, SAME),
             (("qwen2_moe",), {"num_local_experts": 6}, "unknown config keys num_local_experts"),
             ((*GPT, "mixtral"), {"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and 4"),
             (GLM4, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
@@ -195,13 +202,19 @@ GROUPS = {
         ],
     ),
     "experts of a token": KeyGroup(
-        "num_experts_per_tok experts_per_token",
-        [(GPT, {"experts_per_token": 3}, "experts_per_token must be num_experts_per_tok, 2, or absent, got 3")],
+        "num_experts_per_tok experts_per_token moe_k",
+        [
+            (ERNIE, {"num_experts_per_tok": 2}, "num_experts_per_tok is another name of moe_k, .* got 2 and 3"),
+            (ERNIE, {"moe_k": ABSENT, "num_experts_per_tok": 3}, SAME),
+            (GPT, {"experts_per_token": 3}, "experts_per_token must be num_experts_per_tok, 2, or absent, got 3")],
     ),
     "dense layers": KeyGroup(
-        "first_k_dense_replace mlp_layer_types moe_layer_freq mlp_only_layers decoder_sparse_step",
+        "first_k_dense_replace mlp_layer_types moe_layer_freq mlp_only_layers decoder_sparse_step moe_layer_start_index "
+        "moe_layer_end_index moe_layer_interval",
         [
             (("qwen2_moe",), {"mlp_only_layers": [], "decoder_sparse_step": 2}, SAME),  # both say that the first layer is dense
+            (ERNIE, {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 7}, SAME),
+            (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "gate_proj.* is missing"),
             (("qwen3_moe",), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "model.layers.0.mlp.gate_proj.* is missing"),
             (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
             (SPARSE, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),

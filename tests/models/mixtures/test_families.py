@@ -44,7 +44,7 @@ def test_logits_are_those_of_transformers(zoo: MixtureZoo, name: str) -> None:
     torch.testing.assert_close(paged_logits(model, PROMPTS, chunk=9), want, **close)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral", "glm4-moe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral", "glm4-moe", "hy3"])
 def test_fused_experts_are_the_same_model(zoo: MixtureZoo, tmp_path: Path, name: str) -> None:
     """Keeps out: ups taken for gates, an expert's rows under another's, in files as transformers 5 computes with them."""
     apart, fused = load(zoo.target(name)), load(fuse(zoo.target(name), tmp_path / "fused"))
@@ -57,6 +57,8 @@ CASES = [
     ("qwen2-moe", (4, 1, 5), 1),
     ("mixtral-window", (3, 8, 24), 5),
     ("glm4-moe", (4, 4, 16), 1),
+    ("ernie", (4, 2, 9), 5),
+    ("hy3", (3, 4, 12), 16),
 ]
 
 
@@ -68,7 +70,7 @@ def test_text_is_that_of_transformers(zoo: MixtureZoo, name: str, shape: tuple[i
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("name", ["qwen3-moe-tied", "glm4-moe-biased"])
+@pytest.mark.parametrize("name", ["qwen3-moe-tied", "glm4-moe-biased", "ernie-tied"])
 def test_text_after_shared_prefixes(zoo: MixtureZoo, name: str) -> None:
     """Keeps out: cached pages whose keys another layer's kind would have to store otherwise."""
     hold_text_after_shared_prefixes(zoo, name, (4, 1, 5))
@@ -81,7 +83,7 @@ def test_captured_rounds_write_the_same(zoo: MixtureZoo, name: str, shape: tuple
     hold_captured_text(zoo, name, shape, page_size)
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "glm4-moe-biased"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "glm4-moe-biased", "hy3-biased"])
 @torch.inference_mode()
 def test_ranks_hold_shares_of_each_expert(zoo: MixtureZoo, name: str) -> None:
     """The shares of two ranks add up to the whole.  Keeps out: a gate or a correction that is cut, or counted twice."""

@@ -26,6 +26,8 @@ NAMES = {
     "qwen3_moe": "qwen3-moe",
     "mixtral": "mixtral",
     "glm4_moe": "glm4-moe",
+    "ernie4_5_moe": "ernie",
+    "hy_v3": "hy3",
 }  # of other zoos
 ABSENT = "absent"  # a change that takes the key away
 IDS = torch.randint(40, (24,), generator=torch.Generator().manual_seed(5))  # three windows of 8 tokens
