@@ -94,12 +94,18 @@ class LayerCall(NamedTuple):
         prepared, backend, view = self.prepared.of(self.kind, self.backend), self.backend, self.view if view is None else view
         if self.plan.context_parallel is None:
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
-        group, of_all = self.plan.context_parallel.group, self.prepared.sharded_of(self.kind, backend)
-        if self.plan.context_parallel.has_all_heads:
-            prefix = gather_states(backend.attend(q_THD, view, of_all, self.scoring), group)
-        else:
-            prefix = all_to_all_states(backend.attend(group.all_gather_heads(q_THD), view, of_all, self.scoring), group)
+        prefix = self.over_ranks(q_THD, view, self.prepared.sharded_of(self.kind, backend))
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
+
+    def over_ranks(self, q_THD: Tensor, view: KVView, prepared: Any) -> AttentionState:
+        """The state of this rank's heads over what all ranks read.  prepared: the prepared plan of what this one reads."""
+        sharded, backend = self.plan.context_parallel, self.backend
+        if sharded is None:
+            return backend.attend(q_THD, view, prepared, self.scoring)
+        if sharded.has_all_heads:
+            return gather_states(backend.attend(q_THD, view, prepared, self.scoring), sharded.group)
+        q_THD = sharded.group.all_gather_heads(q_THD)
+        return all_to_all_states(backend.attend(q_THD, view, prepared, self.scoring), sharded.group)
 
     def finish(self, state: AttentionState) -> AttentionState:
         """Adds the layer's sinks, after all states have been merged.  Nobody else adds any."""

@@ -200,7 +200,13 @@ def test_a_gap_in_a_page_is_seen(tmp_path: Path) -> None:
         (tmp_path / "serving" / "results" / f"{name}.json").touch()
     rows = "| `a.json`, `c.json` | `python benchmarks serving.serve_load --out FILE` | H200 |\nOf `b.json`: `serve_soak.py`."
     (tmp_path / "serving" / "README.md").write_text(rows)
-    assert faults_of_page(tmp_path / "serving") == ["b.json: no row", "c.json: no file", "serving.serve_soak"]
+    assert faults_of_page(tmp_path / "serving") == [
+        "b.json: no row",
+        "c.json: no file",
+        "serving.mixed_load",
+        "serving.mixed_times",
+        "serving.serve_soak",
+    ]
 
 
 def test_commands_of_benchmarks_are_known() -> None:
