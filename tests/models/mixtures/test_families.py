@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from toolkit.checkpoints.load import load_target
-from toolkit.mixtures import MIXTURES, MixtureZoo, fuse
+from toolkit.checkpoints.mixtures import MIXTURES, MixtureZoo, fuse
 from toolkit.models import ragged_prompts
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
 from toolkit.prompts import paged_logits

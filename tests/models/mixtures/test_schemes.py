@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.mixtures import fuse, save_mixture
 from toolkit.checkpoints.plans import plan_memory
-from toolkit.mixtures import fuse, save_mixture
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 
 from specdec.attention.eager.dense import DenseAttention

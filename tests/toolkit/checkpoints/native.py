@@ -11,9 +11,9 @@ from torch import Tensor
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.registry import choose_target, load_chosen
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import DEEPSEEKS, SPARSES, save_deepseek, save_sparse
 from toolkit.families import eager
-from toolkit.mixtures import MIXTURES, save_mixture
 from toolkit.models import save_target
 
 NAMES = {
