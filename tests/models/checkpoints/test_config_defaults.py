@@ -44,11 +44,18 @@ PARSERS: dict[str, Parse] = {
     "Qwen3MoeConfig": MIXTURES["qwen3_moe"].parse,
     "MixtralConfig": MIXTURES["mixtral"].parse,
     "Glm4MoeConfig": MIXTURES["glm4_moe"].parse,
+    "Dots1Config": MIXTURES["dots1"].parse,
     "Ernie4_5_MoeConfig": MIXTURES["ernie4_5_moe"].parse,
     "HYV3Config": MIXTURES["hy_v3"].parse,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
+# What configs of a class need beside its own sizes: half of a head of 42 values can't be turned, and no number of experts is 0.
+WANTING: dict[str, dict[str, Any]] = {
+    "GptOssConfig": {"quantization_config": {"quant_method": "mxfp4"}},
+    "Glm4MoeConfig": {"head_dim": 128},
+    "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+}
 # No config is written without them: the class's own number is that of one model.
 ALWAYS = ("num_key_value_heads",)
 
@@ -57,10 +64,7 @@ ALWAYS = ("num_key_value_heads",)
 def test_a_key_that_is_left_out_means_transformers_default(name: str) -> None:
     """Keeps out: windows, biases, scalings or an epsilon that a config without their key gets or loses."""
     parse, raw = PARSERS[name], getattr(transformers, name)().to_diff_dict()
-    if name == "GptOssConfig":
-        raw["quantization_config"] = {"quant_method": "mxfp4"}
-    if name == "Glm4MoeConfig":
-        raw["head_dim"] = 128  # by the class's own sizes it would be 42, of which no half can be turned
+    raw |= WANTING.get(name, {})
     if raw.get("use_sliding_window") is False:  # switched on, so that the other keys of windows mean something
         on = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
         raw |= {key: value for key, value in on.items() if key in raw}

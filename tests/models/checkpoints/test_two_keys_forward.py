@@ -21,8 +21,8 @@ LLAMAS, QWENS = ("llama", "mistral", "qwen2", "qwen3", "mimo", "diffllama"), ("q
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 DEEPSEEKS, GPT = ("deepseek_v2", "deepseek_v3", *SPARSE), ("gpt_oss",)
 GLM4, QWEN_MOES = ("glm4_moe",), ("qwen2_moe", "qwen3_moe")
-HY3, ERNIE = ("hy_v3",), ("ernie4_5_moe",)
-MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *GLM4)  # under ordinary heads
+HY3, ERNIE, DOTS = ("hy_v3",), ("ernie4_5_moe",), ("dots1",)
+MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *GLM4)  # under ordinary heads
 ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES)
 TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
@@ -62,7 +62,7 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT | {"type": "linear", "factor": 2.0}}, SAME),
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
-            ((*DEEPSEEKS, *GPT, *MIXTURES[:5]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
             ((*LLAMAS, *GPT, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
             (GLM4, {"rope_parameters": YARN}, "rope_type must not be 'yarn' where a part of each head is turned"),
@@ -77,7 +77,7 @@ GROUPS = {
         "rope_parameters max_position_embeddings",
         [
             ((*LLAMAS, *GLM4), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # 64 times as long, factor 2
-            ((*DEEPSEEKS, *GPT, *MIXTURES[:5]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
                 {"rope_parameters": YARN | {"attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 1.2}},
@@ -125,6 +125,10 @@ GROUPS = {
             (QWEN_MOES, {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}, SAME),
             (("qwen2_moe",), ON | {"use_sliding_window": False, "layer_types": MIXED}, "use_sliding_window False"),
             (("qwen3_moe",), ON | {"max_window_layers": 1}, SAME),
+            (DOTS, {"sliding_window": 8, "max_window_layers": 1, "layer_types": ABSENT}, SAME),
+            (DOTS, {"sliding_window": 8, "max_window_layers": 0, "layer_types": MIXED}, SAME),
+            (DOTS, {"sliding_window": None, "layer_types": MIXED}, "but sliding_window is null"),
+            (DOTS, {"use_sliding_window": True}, "use_sliding_window must be False"),
             (("mixtral",), {"sliding_window": 8, "use_sliding_window": False}, "unknown config keys use_sliding_window"),
             (GPT, {"sliding_window": 6, "layer_types": [FULL, WINDOWED]}, SAME),
             (GPT, {"sliding_window": 6, "layer_types": ABSENT, "use_sliding_window": False, "max_window_layers": 9}, SAME),
@@ -173,7 +177,7 @@ GROUPS = {
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT), {"attention_bias": False}, "not part of this architecture: .*bias"),
-            (("qwen3_moe", *GLM4, *HY3), {"attention_bias": True}, ".bias' is missing"),
+            (("qwen3_moe", *GLM4, *HY3, *DOTS), {"attention_bias": True}, ".bias' is missing"),
             (HY3, {"mlp_bias": True}, ".bias' is missing"),
             (ERNIE, {"use_bias": True}, "use_bias must be false"),
             (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),
@@ -197,7 +201,7 @@ GROUPS = {
             (ERNIE, {"moe_num_experts": ABSENT, "num_experts": 8}, SAME),
             (("qwen2_moe",), {"num_local_experts": 6}, "unknown config keys num_local_experts"),
             ((*GPT, "mixtral"), {"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and 4"),
-            (GLM4, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
+            ((*GLM4, *DOTS), {"num_local_experts": 16}, "another name of n_routed_experts, .* got 16 and 8"),
             ((*GPT, "mixtral"), {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
         ],
     ),

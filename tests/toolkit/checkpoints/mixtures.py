@@ -48,6 +48,10 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(ERNIE, num_hidden_layers=4, tie_word_embeddings=True, moe_num_shared_experts=0,
              moe_layer_start_index=1, moe_layer_interval=2, moe_layer_end_index=2),
     ),
+    "dots1": (
+        "dots1",
+        dict(GLM, n_group=2, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1, sliding_window=8, max_window_layers=1),
+    ),
     "hy3": ("hy_v3", dict(QWEN, num_shared_experts=1)),
     "hy3-biased": (
         "hy_v3",

@@ -26,6 +26,7 @@ NAMES = {
     "qwen3_moe": "qwen3-moe",
     "mixtral": "mixtral",
     "glm4_moe": "glm4-moe",
+    "dots1": "dots1",
     "ernie4_5_moe": "ernie",
     "hy_v3": "hy3",
 }  # of other zoos
