@@ -94,12 +94,12 @@ _MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_lay
 # came from the publisher.
 _BY_TRANSFORMERS = MtpRules(hidden_first=False, zeroes_first=False)
 LACKS = {  # targets that load without their layers: what running these takes
-    "glm4_moe_lite": "latent attention beside a target through transformers' code",
     "ernie4_5_moe": "a head without a final norm, and names of its own",
     "hy_v3": "experts under names of its own",
 }
+LATENTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 FAMILIES = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _Family(_EH, _BY_TRANSFORMERS, _LATENT, _deepseek)),
+    **dict.fromkeys(LATENTS, _Family(_EH, _BY_TRANSFORMERS, _LATENT, _deepseek)),
     "glm4_moe": _Family(_EH, _BY_TRANSFORMERS, _PLAIN, _glm4),
     "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _PLAIN, _dense),
 }

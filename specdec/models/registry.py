@@ -38,7 +38,7 @@ BACKENDS = ("auto", "native", "transformers")
 # whose layers differ from a Llama's by their mixtures alone are a table (mixtures/loader.py).
 FOLDERS = {
     "llama": LLAMA,
-    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
 }

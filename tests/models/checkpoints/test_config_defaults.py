@@ -39,6 +39,7 @@ PARSERS: dict[str, Parse] = {
     "DeepseekV3Config": parse_deepseek,
     "DeepseekV32Config": parse_deepseek,
     "GlmMoeDsaConfig": parse_deepseek,
+    "Glm4MoeLiteConfig": parse_deepseek,
     "GptOssConfig": parse_gpt_oss,
     "Qwen2MoeConfig": MIXTURES["qwen2_moe"].parse,
     "Qwen3MoeConfig": MIXTURES["qwen3_moe"].parse,

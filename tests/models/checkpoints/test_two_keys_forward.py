@@ -19,7 +19,9 @@ from specdec.models.registry import NATIVE, family_of
 SAME = ""
 LLAMAS, QWENS = ("llama", "mistral", "qwen2", "qwen3", "mimo", "diffllama"), ("qwen2", "qwen3", "mimo")
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
-DEEPSEEKS, GPT = ("deepseek_v2", "deepseek_v3", *SPARSE), ("gpt_oss",)
+LITE, GPT = ("glm4_moe_lite",), ("gpt_oss",)
+BY_TYPES = (*SPARSE, *LITE)
+DEEPSEEKS = ("deepseek_v2", "deepseek_v3", *BY_TYPES)
 GLM4, QWEN_MOES = ("glm4_moe",), ("qwen2_moe", "qwen3_moe")
 HY3, ERNIE, DOTS = ("hy_v3",), ("ernie4_5_moe",), ("dots1",)
 MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *GLM4)  # under ordinary heads
@@ -63,10 +65,10 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
             ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
-            ((*LLAMAS, *GPT, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
+            ((*LLAMAS, *GPT, *LITE, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
             (GLM4, {"rope_parameters": YARN}, "rope_type must not be 'yarn' where a part of each head is turned"),
-            ((*LLAMAS, *GPT), {"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
+            ((*LLAMAS, *GPT, *LITE), {"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "partial_rotary_factor must"),
             (GPT, {"rope_parameters": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
             (DEEPSEEKS, {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be"),
             (ALL, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64}, "unknown config keys original_max"),
@@ -142,7 +144,7 @@ GROUPS = {
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
             (MIXTURES, {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
-            (("deepseek_v3",), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
+            (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
             (("deepseek_v2", *SPARSE), {"head_dim": 16}, SAME),  # GLM-5.2 says 192, and rotates 64
             (DEEPSEEKS, {"qk_head_dim": 24}, "qk_head_dim must be qk_nope_head_dim . qk_rope_head_dim, 20, or absent, got 24"),
         ],
@@ -172,7 +174,7 @@ GROUPS = {
     "biases": KeyGroup(
         "attention_bias mlp_bias qkv_bias use_bias",
         [
-            (("llama", "qwen3", "diffllama", *DEEPSEEKS[:3]), {"attention_bias": True}, ".bias' is missing"),
+            (("llama", "qwen3", "diffllama", *DEEPSEEKS[:3], *LITE), {"attention_bias": True}, ".bias' is missing"),
             (("mistral",), {"attention_bias": True}, "attention_bias must be false or absent in a mistral model"),
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
@@ -185,7 +187,7 @@ GROUPS = {
             (("qwen2_moe", "mixtral"), {"attention_bias": True}, "unknown config keys attention_bias"),
             (("mistral", *QWENS), {"mlp_bias": True}, "mlp_bias must be false or absent in a .* model"),
             (("llama", "deepseek_v2"), {"mlp_bias": True}, ".bias' is missing"),
-            (("diffllama", "deepseek_v3", *SPARSE), {"mlp_bias": True}, "mlp_bias must be"),
+            (("diffllama", "deepseek_v3", *SPARSE, *LITE), {"mlp_bias": True}, "mlp_bias must be"),
             (GPT, {"mlp_bias": True}, SAME),
         ],
     ),
@@ -221,14 +223,14 @@ GROUPS = {
             (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "gate_proj.* is missing"),
             (("qwen3_moe",), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "model.layers.0.mlp.gate_proj.* is missing"),
             (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
-            (SPARSE, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),
-            (SPARSE, {"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense", "sparse"]}, SAME),
+            (BY_TYPES, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),
+            (BY_TYPES, {"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense", "sparse"]}, SAME),
         ],
     ),
     "layers of MTP": KeyGroup(
         "num_nextn_predict_layers num_mtp_layers",
         [
-            (("deepseek_v3", *SPARSE), {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* got 2 and 1"),
+            (("deepseek_v3", *BY_TYPES), {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* 2 and 1"),
             (("deepseek_v2",), {"num_nextn_predict_layers": 0, "num_mtp_layers": 2}, "another name of .* got 2 and 0"),
             (("deepseek_v3", *GLM4), {"num_nextn_predict_layers": ABSENT, "num_mtp_layers": 1}, SAME),
             (GLM4, {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* got 2 and 1"),

@@ -21,6 +21,7 @@ NAMES = {
     "deepseek_v3": "v3",
     "deepseek_v32": "v32",
     "glm_moe_dsa": "glm",
+    "glm4_moe_lite": "glm4-lite",
     "mimo": "qwen2",
     "qwen2_moe": "qwen2-moe-normed",
     "qwen3_moe": "qwen3-moe",
