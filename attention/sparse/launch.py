@@ -85,7 +85,7 @@ def launch_sparse_segment(
     programs = programs_at_once(device) if programs is None else programs
     assert q_THD.dtype == keys_XD.dtype and keys_XD.shape[1] == D and w_TH.shape == q_THD.shape[:2]
     assert q_THD.stride()[1:] == (D, 1) and w_TH.stride(1) == keys_XD.stride(1) == 1
-    assert candidates.segment.pages.table.stride(1) == 1
+    assert candidates.segment.pages.table.stride(1) == candidates.pages.table.stride(1) == 1
     slots_TI = torch.empty(T, min(topk, N), dtype=torch.int32, device=device)
     counts_T = candidates.counts_T(topk)
     part = max(1, min(T, scratch_bytes // (9 * max(1, N))))
@@ -167,8 +167,8 @@ def launch_selection(
     candidates: CandidateKeys, topk: int, first: int, queries: int, scratch: Scratch, slots_TI: Tensor, sizes: IndexerTiles
 ) -> None:  # fmt: skip
     """Selects a part of the queries' best keys, into their rows of slots_TI."""
-    segment, suffix, N, device = candidates.segment, candidates.suffix, candidates.width, slots_TI.device
-    pages = segment.pages.table
+    suffix, N, device = candidates.suffix, candidates.width, slots_TI.device
+    pages = candidates.pages.table
     paths = pages if suffix is None else suffix.pages.table
     visible, slices = (candidates.paged_T, candidates.path_T), scratch.counts.shape[1]
     scores, sample, listed, counts, every = scratch
@@ -180,7 +180,7 @@ def launch_selection(
     )  # fmt: skip
     select_kernel[(queries, slices)](
         scores, listed, counts, *visible, candidates.rows_T, pages, paths, slots_TI, first, topk, scores.stride(0),
-        pages.stride(0), paths.stride(0), slots_TI.stride(0), PAGE_SIZE=segment.pages.page_size,
+        pages.stride(0), paths.stride(0), slots_TI.stride(0), PAGE_SIZE=candidates.pages.page_size,
         HAS_SUFFIX=suffix is not None, LOG_SLICES=triton.next_power_of_2(slices).bit_length() - 1, **shared,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.indexer import NOTHING, indexer_scores, select_rows, to_slots
@@ -29,6 +30,7 @@ def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Can
     if use_operator(q_THD):
         from specdec.attention.operators.sparse import SELECT_KEYS
 
+        assert candidates.copy is None, "a traced pass converts no latents"
         pages, rows, suffix = candidates.segment.pages, candidates.segment, candidates.suffix
         slots_TI = SELECT_KEYS(
             q_THD, w_TH, keys_XD, topk, pages.table, rows.cache_seqlens, rows.cu_seqlens_q, rows.max_seqlen_q, pages.page_size,
@@ -53,12 +55,12 @@ def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candi
     for t in range(0, T, step):
         part = slice(t, min(t + step, T))
         every = _every_candidate(candidates, part)
-        slots_tN = _slots(every, candidates, part)[0].long()
+        slots_tN = _slots(every, candidates, candidates.segment.pages, part)[0].long()
         scores_tN = torch.stack(
             [indexer_scores(q[None], w[None], keys_XD[slots_N])[0] for q, w, slots_N in zip(q_THD[part], w_TH[part], slots_tN)]
         )
         selected = select_rows(scores_tN, candidates.visible_T[part], topk)
-        slots_TI[part], counts_T[part] = _slots(selected, candidates, part)
+        slots_TI[part], counts_T[part] = _slots(selected, candidates, candidates.pages, part)
     return Segment.of_slots(slots_TI, counts_T)
 
 
@@ -69,7 +71,7 @@ def _every_candidate(candidates: CandidateKeys, part: slice) -> Tensor:
     return torch.where(place_N < visible_t[:, None], place_N, NOTHING)
 
 
-def _slots(positions_tI: Tensor, candidates: CandidateKeys, part: slice) -> tuple[Tensor, Tensor]:
-    segment, suffix = candidates.segment, candidates.suffix
+def _slots(positions_tI: Tensor, candidates: CandidateKeys, pages: PageTable, part: slice) -> tuple[Tensor, Tensor]:
+    suffix = candidates.suffix
     path_tP = None if suffix is None else suffix.pages.table[part]
-    return to_slots(positions_tI, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)
+    return to_slots(positions_tI, pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)
