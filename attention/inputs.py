@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
-from specdec.attention.context_parallel.all_to_all import all_to_all_states
+from specdec.attention.context_parallel.all_to_all import all_to_all_states, gather_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import AttentionState, with_sinks
@@ -94,9 +94,18 @@ class LayerCall(NamedTuple):
         prepared, backend, view = self.prepared.of(self.kind, self.backend), self.backend, self.view if view is None else view
         if self.plan.context_parallel is None:
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
-        group, of_all = self.plan.context_parallel.group, self.prepared.sharded_of(self.kind, backend)
-        prefix = all_to_all_states(backend.attend(group.all_gather_heads(q_THD), view, of_all, self.scoring), group)
+        prefix = self.over_ranks(q_THD, view, self.prepared.sharded_of(self.kind, backend))
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
+
+    def over_ranks(self, q_THD: Tensor, view: KVView, prepared: Any) -> AttentionState:
+        """The state of this rank's heads over what all ranks read.  prepared: the prepared plan of what this one reads."""
+        sharded, backend = self.plan.context_parallel, self.backend
+        if sharded is None:
+            return backend.attend(q_THD, view, prepared, self.scoring)
+        if sharded.has_all_heads:
+            return gather_states(backend.attend(q_THD, view, prepared, self.scoring), sharded.group)
+        q_THD = sharded.group.all_gather_heads(q_THD)
+        return all_to_all_states(backend.attend(q_THD, view, prepared, self.scoring), sharded.group)
 
     def finish(self, state: AttentionState) -> AttentionState:
         """Adds the layer's sinks, after all states have been merged.  Nobody else adds any."""

@@ -120,11 +120,13 @@ class ContextParallelPrefix(NamedTuple):
 
     own: the tokens that this rank keeps; every query of a row reads all of them, or those from its first key on.
     group: the ranks that keep the others.  sharding: which these are.
+    has_all_heads: whether each rank computes the queries of all heads; else ranks share the heads.
     """
 
     own: Segment
     group: Group
     sharding: KVSharding
+    has_all_heads: bool = False
 
     def local(self, kind: LayerKind, positions_T: Tensor) -> ContextParallelPrefix:
         """This prefix for layers of that kind: of a window or a chunk the tokens that this rank keeps, which may be none."""

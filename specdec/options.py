@@ -194,8 +194,9 @@ class EngineOptions:
     decode_context_parallel_size: int = option(
         1,
         "processes of tensor_parallel_size that divide each sequence's keys and values, where all of them would hold the same",
-        details="They do with latent attention (MLA), and where there are fewer key/value heads than processes.  A page then "
-        "stands for that many times page_size tokens, also for prefix caching.",
+        details="They do with latent attention (MLA), where there are fewer key/value heads than processes, and through "
+        "transformers' code, of which each process then computes the whole target.  A page then stands for that many "
+        "times page_size tokens, also for prefix caching.",
         bounds=(1, 64),
     )
     context_interleave: int | None = option(

@@ -1,8 +1,8 @@
-"""The all-to-all of partial states of attention in context parallelism.
+"""The exchange of partial states of attention in context parallelism.
 
 Each rank attends with the queries of all ranks' heads to the tokens that it keeps, so every head has a partial state (out, lse)
-on each rank.  The all-to-all brings a head's partial states to the rank that owns the head, which merges them by their lse, in
-the order of ranks.
+on each rank.  An all-to-all brings a head's partial states to the rank that owns the head, which merges them by their lse, in
+the order of ranks.  Where every rank owns all heads, an all-gather brings all states to all ranks.
 
 Shapes: T queries, H heads of one rank, D ranks, E value dim, L key dim, X = E + the elements that an lse takes.
 """
@@ -31,6 +31,14 @@ def all_to_all_states(partial: AttentionState, group: Group) -> AttentionState:
         if isinstance(group, SymmetricGroup) and can_exchange(group.inbox, partial):
             return launch_all_to_all_states(group.inbox, group.rank, group.nanoseconds, partial)
     return merge_ranks(group.all_to_all(pack_states(partial, group.size)), partial.out_THD.shape[2])
+
+
+def gather_states(partial: AttentionState, group: Group) -> AttentionState:
+    """The state [T, H, E] over the tokens of all ranks, where each rank has all heads: the same on all of them, bit for bit.
+
+    partial: the state [T, H, E] over the tokens that this rank keeps.
+    """
+    return merge_ranks(group.all_gather(pack_states(partial, 1)[0]), partial.out_THD.shape[2])
 
 
 def pack_states(partial: AttentionState, ranks: int) -> Tensor:

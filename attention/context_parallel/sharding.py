@@ -45,6 +45,15 @@ class KVSharding(NamedTuple):
         cycle = self.interleave * self.ranks
         return lens_B // cycle * self.interleave + (lens_B % cycle - self.rank * self.interleave).clamp(0, self.interleave)
 
+    def keeps(self, positions: Tensor) -> Tensor:
+        """Whether this rank keeps the tokens at these positions of their sequences; bool, of that shape."""
+        return positions // self.interleave % self.ranks == self.rank
+
+    def positions(self, local: Tensor) -> Tensor:
+        """The positions of this rank's tokens of a sequence, which it numbers from 0 on."""
+        run = self.interleave
+        return local // run * (run * self.ranks) + self.rank * run + local % run
+
     def max_local(self, tokens: int) -> int:
         """The most of a sequence's first `tokens` tokens that any rank keeps."""
         return -(-tokens // (self.interleave * self.ranks)) * self.interleave

@@ -37,12 +37,14 @@ class ContextParallel:
     """How ranks share the cache of one model's layers that share page tables, and where its scratch is.
 
     group: the ranks that share each sequence.  scratch: its first slot.  room: its slots, the most tokens of a pass.
+    has_all_heads: whether each rank computes all heads; see ContextParallelPrefix.
     """
 
     group: Group
     sharding: KVSharding
     scratch: int
     room: int
+    has_all_heads: bool = False
 
     def scratch_pages(self, rows: int, count: int, device: torch.device) -> PageTable:
         """Where `count` tokens of each row lie during a pass that holds nothing else."""
@@ -52,7 +54,10 @@ class ContextParallel:
     def prefix(self, pages: PageTable, lens_B: Tensor, count: int) -> ContextParallelPrefix:
         """The first lens_B tokens of each sequence, which `count` queries of each read."""
         own = prefix_segment(self.sharding.local_pages(pages), self.sharding.local_lens(lens_B), count)
-        return ContextParallelPrefix(own, self.group, self.sharding)
+        return self._of_own(own)
+
+    def _of_own(self, own: Segment) -> ContextParallelPrefix:
+        return ContextParallelPrefix(own, self.group, self.sharding, self.has_all_heads)
 
     def of_prompts(self, whole: PassTables) -> PromptTables:
         """The tables of a pass over parts of prompts.  whole: its tables over a cache that one rank keeps."""
@@ -77,9 +82,9 @@ class ContextParallel:
                 causal=False,
                 max_cached=None if prompt.max_cached is None else sharding.max_local(prompt.max_cached),
             )
-            prefix = ContextParallelPrefix(cached, self.group, sharding)
+            prefix = self._of_own(cached)
             one_each = replace(cached, cu_seqlens_q=last.cu_seqlens_q, max_seqlen_q=1, ragged=False)
-            last_prefix = ContextParallelPrefix(one_each, self.group, sharding)
+            last_prefix = self._of_own(one_each)
         plan = AttentionPlan((own,), whole.plan.positions_T, context_parallel=prefix)
         slots_T = _consecutive(self.scratch, 1, self.room, device)[0, :T].long()
         last_B = (prompt.cache_seqlens.long() - 1).clamp(min=0)  # padding has no last token

@@ -162,7 +162,7 @@ def _is_sized(plan: AttentionPlan, view: LatentView, limits: Limits) -> bool:
     """Whether a plan is one of prompts whose 8-bit latents are worth converting, and the host knows how many there are."""
     prompt = plan.segments[0]
     sized = view.is_lossy and prompt.causal and prompt.max_cached is not None and prompt.starts_T is None
-    return sized and len(plan.parts) == 1 and prompt.max_seqlen_q >= limits.convert_from
+    return sized and len(plan.parts) == 1 and plan.context_parallel is None and prompt.max_seqlen_q >= limits.convert_from
 
 
 def _longest(prompt: Segment) -> int:

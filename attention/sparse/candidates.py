@@ -65,7 +65,7 @@ class CandidateKeys:
         """
         assert len(plan.segments) == 1, "the indexer reads one paged segment: shared prefixes are not split off"
         segment, suffix = plan.segments[0], plan.suffix
-        assert segment.starts_T is None and segment.base_B is None, "layers of sparse attention have no windows"
+        assert segment.starts_T is None, "layers of sparse attention have no windows"
         assert suffix is None or (suffix.rows == queries and suffix.starts_T is None), "a suffix has a row for each query"
         cu_R1 = segment.cu_seqlens_q
         token_T = torch.arange(queries, dtype=torch.int32, device=cu_R1.device)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.sparse_cache import SparseLatentView
+from specdec.attention.context_parallel.selection import ShardedCandidates, sharded_segment
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.upconvert import Workspace
@@ -77,7 +78,8 @@ class SparseLatentInputs(LayerInputs):
             return view.latents if workspace is None else workspace.converted(view.latents)
 
         inputs, up_HXC, N, L = self.latents, self.latents.up_HXC, self.latents.nope_dim, self.latents.latent_TL.shape[1]
-        R, H, step = selected.rows, up_HXC.shape[0], max(1, inputs.limits.absorbed // (up_HXC.shape[0] * L))
+        R, H, sharded = selected.rows, up_HXC.shape[0], call.plan.context_parallel
+        step = max(1, inputs.limits.absorbed // ((1 if sharded is None else sharded.group.size) * H * L))
         if (
             is_traced(inputs.q_THQ) or R <= step
         ):  # a graph can't hold a number of parts that depends on how many tokens there are
@@ -95,28 +97,40 @@ class SparseLatentInputs(LayerInputs):
         return out_RHV
 
     def _attended(self, call: LayerCall, latents: LatentView, q_RHL: Tensor, rows: Segment) -> Tensor:
-        """[R, H, V]: absorbed queries over the latents of their rows."""
+        """[R, H, V]: absorbed queries over the latents of their rows, and of other ranks' rows.
+
+        Kernels may read the rows before their wait: the product that made the queries came after the rows, and waited for them.
+        """
         prepared = call.backend.prepare(AttentionPlan((rows,)))
-        state = call.finish(call.backend.attend(q_RHL, latents, prepared, call.scoring))
+        state = call.finish(call.over_ranks(q_RHL, latents, prepared))
         return absorbed_values(state.out_THD, self.latents.up_HXC[:, self.latents.nope_dim :], self.latents.numerics)
 
     def _select(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> SelectedKeys:
-        """Stores the indexer's keys, and selects keys of each asked-for query."""
+        """Stores the indexer's keys, and selects keys of each asked-for query.
+
+        Where ranks share the keys, a row holds those of the selected ones that this rank reads.
+        """
         assert view.index_keys is not None, "the cache has no keys of this layer's indexer"
         weights_TJ = store_index(view.index_keys, index.q_TJI, index.key_TI, index.weights_TJ, call.slots_T, index.prep)
         selected = SelectedKeys(None)
         if not reads_all(call.plan, self.topk):
             q_RJI, weights_RJ = call.asked(index.q_TJI), call.asked(weights_TJ)
-            R, dtype, limits = q_RJI.shape[0], self.latents.q_THQ.dtype, self.latents.limits
-            workspace = call.once(
-                "selected workspace", lambda plan: Workspace.of_selected(plan, view.latents, dtype, limits, R)
-            )
-            copy = None if workspace is None else workspace.pages
-            candidates = call.once("candidates", lambda plan: CandidateKeys.of(plan, R, copy))
-            rows = sparse_segment(q_RJI, weights_RJ, view.index_keys, candidates, self.topk)
-            selected = SelectedKeys(rows, workspace)
+            given = q_RJI, weights_RJ, view.index_keys
+            if call.plan.context_parallel is None:
+                workspace = self._workspace(call, view, q_RJI.shape[0])
+                copy = None if workspace is None else workspace.pages
+                candidates = call.once("candidates", lambda plan: CandidateKeys.of(plan, q_RJI.shape[0], copy))
+                selected = SelectedKeys(sparse_segment(*given, candidates, self.topk), workspace)
+            else:
+                of_all = call.once("candidates", lambda plan: ShardedCandidates.of(plan, q_RJI.shape[0]))
+                selected = SelectedKeys(sharded_segment(*given, of_all, self.topk))
         call.handed_on[SELECTED] = selected
         return selected
+
+    def _workspace(self, call: LayerCall, view: SparseLatentView, queries: int) -> Workspace | None:
+        """Where the layers of this pass read converted latents; None: they read the cache."""
+        dtype, limits = self.latents.q_THQ.dtype, self.latents.limits
+        return call.once("selected workspace", lambda plan: Workspace.of_selected(plan, view.latents, dtype, limits, queries))
 
     def _handed_on(self, call: LayerCall) -> SelectedKeys:
         """The same of the last indexer, which selected keys for all T tokens."""
@@ -153,8 +167,12 @@ def selected_keys(q_SJI: Tensor, weights_SJ: Tensor, key_SI: Tensor, topk: int) 
 
 def reads_all(plan: AttentionPlan, topk: int) -> bool:
     """Whether no query of a plan has more than topk keys, as far as the host knows.  A tree's nodes lie in the pages too."""
-    first = plan.segments[0]
+    first, sharded = plan.parts[0], plan.context_parallel
     max_keys = first.pages.capacity
-    if first.max_cached is not None:
+    if sharded is not None:  # all ranks' pages have room for the whole sequences
+        max_keys = sharded.own.pages.capacity * sharded.group.size
+        if sharded.own.max_cached is not None:
+            max_keys = min(max_keys, sharded.own.max_cached * sharded.group.size + first.max_seqlen_q)
+    elif first.max_cached is not None:
         max_keys = min(max_keys, first.max_cached + first.max_seqlen_q)
     return isinstance(max_keys, int) and max_keys <= topk  # in an exported program, a table's width may be a symbol

@@ -5,6 +5,8 @@ Shapes: T queries, H indexer heads, D indexer dim, X slots, N candidates, I sele
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -47,21 +49,48 @@ def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Can
 
 def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int) -> Segment:
     """`sparse_segment` by its definition, a few queries at a time.  The kernels compute the same."""
-    T, N = q_THD.shape[0], candidates.width
-    I = min(topk, N)
-    slots_TI = torch.zeros(T, I, dtype=torch.int32, device=q_THD.device)
+    T = q_THD.shape[0]
+    slots_TI = torch.zeros(T, min(topk, candidates.width), dtype=torch.int32, device=q_THD.device)
     counts_T = torch.zeros(T, dtype=torch.int32, device=q_THD.device)
-    step = max(1, GATHERED // max(1, N * keys_XD.shape[1]))
+    for part, scores_tN in _scored(q_THD, w_TH, keys_XD, candidates):
+        selected = select_rows(scores_tN, candidates.visible_T[part], topk)
+        slots_TI[part], counts_T[part] = _slots(selected, candidates, candidates.pages, part)
+    return Segment.of_slots(slots_TI, counts_T)
+
+
+def best_keys(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int) -> tuple[Tensor, Tensor]:
+    """(scores [T, I] float32, positions [T, I] int32) of the keys that each query selects, ascending by position.
+
+    The arguments: of `sparse_segment`.  NOTHING fills the places after the selected positions, with any score but NaN.
+    """
+    if use_kernels(q_THD):
+        from specdec.attention.sparse.launch import launch_best_keys
+
+        return launch_best_keys(q_THD, w_TH, keys_XD, candidates, topk)
+    return pure_best_keys(q_THD, w_TH, keys_XD, candidates, topk)
+
+
+def pure_best_keys(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys, topk: int) -> tuple[Tensor, Tensor]:
+    """`best_keys` by its definition."""
+    T, I = q_THD.shape[0], min(topk, candidates.width)
+    found_TI = torch.zeros(T, I, dtype=torch.float32, device=q_THD.device)
+    positions_TI = torch.full((T, I), NOTHING, dtype=torch.int32, device=q_THD.device)
+    for part, scores_tN in _scored(q_THD, w_TH, keys_XD, candidates):
+        positions_TI[part] = select_rows(scores_tN, candidates.visible_T[part], topk)
+        compared_tN = torch.where(scores_tN.isnan(), -torch.inf, scores_tN)
+        found_TI[part] = compared_tN.gather(1, positions_TI[part].clamp(min=0).long())
+    return found_TI, positions_TI
+
+
+def _scored(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateKeys) -> Iterator[tuple[slice, Tensor]]:
+    """For each few queries: (which, their scores [t, N] of all candidates)."""
+    T, step = q_THD.shape[0], max(1, GATHERED // max(1, candidates.width * keys_XD.shape[1]))
     for t in range(0, T, step):
         part = slice(t, min(t + step, T))
         every = _every_candidate(candidates, part)
         slots_tN = _slots(every, candidates, candidates.segment.pages, part)[0].long()
-        scores_tN = torch.stack(
-            [indexer_scores(q[None], w[None], keys_XD[slots_N])[0] for q, w, slots_N in zip(q_THD[part], w_TH[part], slots_tN)]
-        )
-        selected = select_rows(scores_tN, candidates.visible_T[part], topk)
-        slots_TI[part], counts_T[part] = _slots(selected, candidates, candidates.pages, part)
-    return Segment.of_slots(slots_TI, counts_T)
+        queries = zip(q_THD[part], w_TH[part], slots_tN, strict=True)
+        yield part, torch.stack([indexer_scores(q[None], w[None], keys_XD[slots_N])[0] for q, w, slots_N in queries])
 
 
 def _every_candidate(candidates: CandidateKeys, part: slice) -> Tensor:
@@ -72,6 +101,5 @@ def _every_candidate(candidates: CandidateKeys, part: slice) -> Tensor:
 
 
 def _slots(positions_tI: Tensor, candidates: CandidateKeys, pages: PageTable, part: slice) -> tuple[Tensor, Tensor]:
-    suffix = candidates.suffix
-    path_tP = None if suffix is None else suffix.pages.table[part]
+    path_tP = None if candidates.suffix is None else candidates.suffix.pages.table[part]
     return to_slots(positions_tI, pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)

@@ -56,7 +56,7 @@ def latents(heads: int, intermediate: int) -> DeepseekConfig:
     return DeepseekConfig(
         family="deepseek_v3", hidden_size=7168, intermediate_size=intermediate, num_layers=LAYERS, num_heads=heads,
         num_kv_heads=heads, head_dim=64, vocab_size=129280, rms_norm_eps=1e-6, max_position=163840, latent_rank=512,
-        q_rank=1536, nope_dim=128, value_dim=128, first_dense=LAYERS,
+        q_rank=1536, nope_dim=128, value_dim=128,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ import triton
 from graph_timing import replay_us
 from torch import Tensor
 
-from specdec.models.experts import run_experts
+from specdec.models.mixtures.products import run_experts
 from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, quantised_experts
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
 from specdec.ops.products.formats.quantised import Kind

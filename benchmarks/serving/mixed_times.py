@@ -48,6 +48,7 @@ from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.decoder import SpecDecoder
+from specdec.loading.build import free_memory
 from specdec.models.target import TargetOutput
 from specdec.ops.compiling.rehearsal import compile_ahead, compiles_ahead
 from specdec.ops.cuda_graph import GraphSet
@@ -73,6 +74,11 @@ class Sizes(NamedTuple):
     cached: int = 1024
     longer: int = 4096
     replays: int = 8
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of any row."""
+        return self.longer + self.chunks[-2]
 
 
 TINY = Sizes((1, 2), (8, 16, 32), (24, 72), 48, 16, 64, 1)
@@ -300,16 +306,18 @@ def show(line: dict[str, Any]) -> None:
 
 def rehearse(passes: Passes, sizes: Sizes) -> None:
     """Compiles side by side the kernels of all passes, or nearly all: mixed passes of other batches differ in few."""
-    ways = (False, True) if passes.spec.topk == 1 else (False,)
+    alone = [passes.prompts(passes.part(tokens, 0)) for tokens in sizes.chunks]
+    mixed = [passes.prompts(passes.part(total - passes.spec.num_draft_tokens, sizes.cached)) for total in sizes.totals]
 
     def all_passes() -> None:
         for batch in sizes.batches:
             passes.round(batch)
-        for tokens in sizes.chunks:
-            passes.chunk(passes.prompts(passes.part(tokens, 0)))
-        for total in sizes.totals:
-            for way in ways:
-                passes.mixed(1, passes.prompts(passes.part(total - passes.spec.num_draft_tokens, sizes.cached)), way)
+        for prompts in alone:
+            passes.chunk(prompts)
+        for prompts in mixed:
+            passes.mixed(1, prompts, in_one=False)
+            if passes.spec.topk == 1:
+                passes.mixed(1, prompts, in_one=True)
 
     compile_ahead(all_passes, passes.state.lens_B.device)
 
@@ -325,21 +333,23 @@ def measured(make: Callable[[SpecConfig, Sizes], SpecDecoder], spec: SpecConfig,
         print(f"{spec.label}: ready after {time.perf_counter() - start:.1f} s", flush=True)
         found = measure(passes, sizes)
     print(f"{spec.label}: {time.perf_counter() - start:.1f} s", flush=True)
+    del passes, decoder
+    free_memory(device)
     return found
 
 
 def tiny_decoder(spec: SpecConfig, sizes: Sizes) -> SpecDecoder:
     folders = shipped.target_folder(), shipped.draft_folder()
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": sizes.longer + 64}
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": sizes.longest + 64}
     return SpecDecoder.from_pretrained(*folders, spec, max_batch_size=max(sizes.batches) + 1, **options)
 
 
 def large_pair(quantize: str) -> Callable[[SpecConfig, Sizes], SpecDecoder]:
     """What makes decoders of one random pair.  quantize: how the target's weights are stored."""
     torch.manual_seed(0)
-    model, head = random_pair(Sizes().longer + 2048, torch.device("cuda", 0))
+    model, head = random_pair(Sizes().longest + 2048, torch.device("cuda", 0))
     store_weights(model, head, quantize, "none", False)
-    return lambda spec, sizes: make_decoder(model, head, spec, max(sizes.batches) + 1, sizes.longer, "round")
+    return lambda spec, sizes: make_decoder(model, head, spec, max(sizes.batches) + 1, sizes.longest, "round")
 
 
 def main() -> None:
@@ -352,6 +362,7 @@ def main() -> None:
     sizes, found = TINY if args.tiny else Sizes(), []
     few = sizes._replace(totals=(72,)) if args.tiny else sizes._replace(batches=(1, 8), totals=(512, 1024, 2048))
     for quantize in args.quantize.split(","):
+        make = None  # the pair before is given back before the next one is made
         make = tiny_decoder if args.tiny else large_pair(quantize)
         for spec, given in ((CHAIN, sizes), (TREE, few))[: 1 + args.tree]:
             found.append({"quantize": quantize, **measured(make, spec, given)})

@@ -39,11 +39,12 @@ from specdec.loading import memory
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
-from specdec.models.config import ExpertsConfig, IndexerConfig, ModelConfig, RopeConfig
+from specdec.models.config import IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.diffllama.modules import DifferentialAttention, diffllama_layer
-from specdec.models.experts import Router
+from specdec.models.mixtures.router import Router
+from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.prompts.tokenizer import Tokenizer
@@ -64,17 +65,20 @@ MODELS: dict[str, ModelConfig | None] = {
     ),
     "experts": DeepseekConfig(  # the layers of DeepSeek-V2-Lite
         family="deepseek_v2", hidden_size=2048, intermediate_size=10944, num_heads=16, num_kv_heads=16, head_dim=64,
-        latent_rank=512, nope_dim=128, value_dim=128, first_dense=1, has_experts=True, **COMMON,
-        experts=ExpertsConfig(64, 6, 1408, 2, "softmax", None, None, False, 1.0),
+        latent_rank=512, nope_dim=128, value_dim=128, has_experts=True, **COMMON,
+        experts=ExpertsConfig(64, 1408, RouterRule(6, "softmax"), shared_size=2 * 1408, dense_layers=frozenset({0})),
     ),
     "latent": DeepseekConfig(  # the layers of DeepSeek-V3, with a quarter of the experts
         family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
-        latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=3, has_experts=True, **COMMON,
-        experts=ExpertsConfig(64, 8, 2048, 1, "sigmoid", 8, 4, True, 2.5),
+        latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, has_experts=True, **COMMON,
+        experts=ExpertsConfig(
+            64, 2048, RouterRule(8, "sigmoid", True, groups=8, top_groups=4, group_best=2, normed=True, scaling=2.5),
+            shared_size=2048, dense_layers=frozenset(range(3)),
+        ),
     ),
     "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
         family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
-        latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=4, **COMMON,
+        latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, **COMMON,
         indexer=IndexerConfig(64, 128, 256, False, (0, 1, 2, 3)),
     ),
     "differential": replace(FEW, family="diffllama", differential=True),
@@ -183,8 +187,8 @@ def models_of(name: str, max_positions: int) -> tuple[Target, EagleHead, Tokeniz
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         for module in model.modules():
-            if isinstance(module, Router) and module.config.gate == "sigmoid":
-                module.correction_E = torch.nn.Buffer(0.02 * torch.randn(module.config.count, device=device))
+            if isinstance(module, Router) and module.rule.corrected:
+                module.correction_E = torch.nn.Buffer(0.02 * torch.randn(module.count, device=device))
             elif isinstance(module, DifferentialAttention):
                 module.factor = torch.nn.Buffer(torch.tensor(0.3, device=device))
         head = random_pair(max_positions, device, replace(like_target, num_layers=3), AUX_LAYERS)[1]

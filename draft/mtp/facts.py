@@ -11,6 +11,10 @@ from specdec.models.keys.shared import MTP_COUNT
 
 def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
     model, experts, rules = spec.model, spec.model.experts, spec.rules
+    mlp = "dense"
+    if experts is not None:
+        shared = experts.shared_size // experts.intermediate_size
+        mlp = f"{experts.count} experts, {experts.router.top_k} a token, {shared} shared"
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
     head = {
         "kind": "mtp",
@@ -20,7 +24,7 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         "hidden_size": model.hidden_size,
         "attention": f"latent, rank {model.latent_rank}" if model.keeps_latents else "heads",
         "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
-        "mlp": "dense" if experts is None else f"{experts.count} experts, {experts.top_k} a token, {experts.shared} shared",
+        "mlp": mlp,
         "features": "final hidden state, after the target's final norm",
         "join": "hidden state, embedding" if rules.hidden_first else "embedding, hidden state",
         "first embedding": "zero" if rules.zeroes_first else "kept",

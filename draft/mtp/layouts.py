@@ -18,10 +18,10 @@ from specdec.models.config import ModelConfig, RopeConfig, read_json
 from specdec.models.deepseek.config import parse_experts
 from specdec.models.deepseek.loader import PARTS
 from specdec.models.deepseek.modules import DeepseekLayer
-from specdec.models.experts import MixtureOfExperts
 from specdec.models.keys.rope import parse_rope
 from specdec.models.keys.shared import MTP_COUNT
-from specdec.models.layers import MLP, SelfAttention
+from specdec.models.layers import SelfAttention
+from specdec.models.mixtures.layer import mlp_of
 
 
 class _Family(NamedTuple):
@@ -62,7 +62,7 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
 
 def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """Latent attention, always with experts; with sparse attention each layer has an indexer of its own."""
-    experts = parse_experts(raw, where) if target.experts is None else target.experts
+    experts = parse_experts(raw, where) if target.experts is None else replace(target.experts, dense_layers=frozenset())
     index = target.indexer
     if index is not None and target.mtp_layers > 1:
         raise ValueError(
@@ -71,7 +71,7 @@ def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConf
         )
     if index is not None:
         index = replace(index, sources=tuple(range(target.mtp_layers)))
-    return replace(target, first_dense=0, experts=experts, has_experts=True, indexer=index)  # type: ignore[call-arg]
+    return replace(target, experts=experts, has_experts=True, indexer=index)
 
 
 def _glm4(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
@@ -108,8 +108,7 @@ def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
 
 def _plain(model: ModelConfig, index: int) -> PreNormLayer:
     """A layer with ordinary heads, and experts where the config has some."""
-    mlp = MLP(model) if model.experts is None else MixtureOfExperts(model, model.experts)
-    return PreNormLayer(model, SelfAttention(model, model.hidden_size), mlp)
+    return PreNormLayer(model, SelfAttention(model, model.hidden_size), mlp_of(model, index))
 
 
 _PLAIN, _LATENT = MtpBlock(_plain, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)

@@ -162,7 +162,9 @@ def contexts_of(settings: EngineSettings, plan: PoolPlan, ranks: Group) -> dict[
     interleave = options.context_interleave or settings.page_size
     sharding = KVSharding(holders.rank, holders.size, settings.page_size, interleave)
     scratches = enumerate(pages * settings.page_size for pages in plan.num_pages)
-    return {number: ContextParallel(holders, sharding, scratch, settings.scratch_room) for number, scratch in scratches}
+    has_all_heads = settings.target_backend != "native"
+    kept = settings.scratch_room, has_all_heads
+    return {number: ContextParallel(holders, sharding, scratch, *kept) for number, scratch in scratches}
 
 
 def doubling_context(config: ModelConfig) -> float:

@@ -16,7 +16,9 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
             f"context_interleave says how {NAME} above 1 divides sequences, got {run} with {NAME}=1; nearest setting that "
             "works: leave context_interleave out"
         )
-    if size > 1 and not isinstance(options.page_size, int):
+    if size == 1:
+        return
+    if not isinstance(options.page_size, int):
         raise ValueError(
             f"{NAME} above 1 divides each page among processes, got {NAME}={size} with page_size={options.page_size!r}; "
             "nearest setting that works: page_size=16"
@@ -27,11 +29,9 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
             f"context_interleave must divide page_size={options.page_size}, got {run}; nearest setting that works: "
             f"context_interleave={fits}"
         )
-    if size == 1:
-        return
-    if problem := _problem(target, target_backend):
+    if problem := _problem(target):
         raise ValueError(f"{NAME} must be 1 {problem}, got {size}; nearest setting that works: {NAME}=1")
-    holders = target.kv_holders(ranks)
+    holders = target.kv_holders(ranks) if target_backend == "native" else ranks  # through transformers' code each has the whole
     if holders % size:
         fits = next(fit for fit in range(size, 0, -1) if holders % fit == 0)
         held = "one process holds" if holders == 1 else f"{holders} processes hold"
@@ -42,14 +42,10 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
         )
 
 
-def _problem(target: ModelConfig, target_backend: str) -> str:
+def _problem(target: ModelConfig) -> str:
     """What of the target can't be context-parallel at all; empty if nothing is."""
     if target.encoder is not None:
         return "for a target with an encoder"
-    if target_backend != "native":
-        return "for a target through transformers' code"
-    if target.max_read is not None:
-        return "where an indexer chooses the keys that are read (sparse attention)"
     if any(kind.alibi for kind in target.layer_kinds):
         return "for layers with ALiBi, whose distances need whole sequences"
     return ""

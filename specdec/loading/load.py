@@ -66,13 +66,15 @@ def check_pair(
     folder = resolve_target(target, "target")
     found = find_drafter(draft, options)
     chosen = choose_target(folder, options.backend, options.quantize)
-    refuse_ranks(chosen, options.tensor_parallel_size)
+    refuse_ranks(chosen, options.tensor_parallel_size, options.decode_context_parallel_size)
     shape = None if found is None else spec or SpecConfig()
     settings = resolve_settings(options, shape, chosen.config, chosen.backend, chosen.reason)
     checkpoint = check_chosen(chosen, folder)
     drafter = open_drafter(found, options, chosen.config, folder)
     pair = CheckedPair(folder, chosen, checkpoint, settings, drafter)
     for index, config in enumerate(pair.configs):
+        if index == 0 and chosen.native is None:
+            continue  # each rank holds all of it
         share_of(config, Shard(0, options.tensor_parallel_size), "draft head" if index else "target")
     if drafter is None:
         return pair

@@ -52,7 +52,8 @@ class WantedPair(NamedTuple):
             own = pair.drafter.checkpoint if pair.drafter and pair.drafter.is_apart else None
             whole = weights_bytes(pair.folder) + (0 if own is None else weights_bytes(own.folder))
             device, packs = torch.device(options.device), options.pack_weights
-            raise RuntimeError(no_room(whole, group, device, pair.configs, packs)) from error
+            configs = pair.configs if pair.chosen.native else None
+            raise RuntimeError(no_room(whole, group, device, configs, packs)) from error
 
 
 def weights_bytes(folder: Path) -> int:
@@ -63,14 +64,18 @@ def weights_bytes(folder: Path) -> int:
     return next((total for kind in kinds if (total := sum(file.stat().st_size for file in folder.glob(kind)))), 0)
 
 
-def no_room(whole: int, group: Group, device: torch.device, configs: Iterable[ModelConfig], packs: bool = False) -> str:
-    """What to tell of a rank whose GPU has no room for its share.  whole: bytes of all weights.  packs: with 12-bit copies."""
+def no_room(whole: int, group: Group, device: torch.device, configs: Iterable[ModelConfig] | None, packs: bool = False) -> str:
+    """What to tell of a rank whose GPU has no room for its share.
+
+    whole: bytes of all weights.  configs: of models of which each rank takes a share; None: each takes the whole target.
+    packs: with 12-bit copies.
+    """
     free, total = torch.cuda.mem_get_info(device)
     taken, copies = (whole * 7 // 4, " and their lossless copies") if packs else (whole, "")
-    configs = list(configs)
+    taker, configs = "all" if configs is None else f"about 1/{group.size}", list(configs or ())
     fits = (
         size
-        for size in range(group.size + 1, MAX_RANKS + 1)
+        for size in range(group.size + 1, MAX_RANKS + 1 if configs else 0)
         if taken / size <= WEIGHTS_SHARE * total and not any(misfit(config, size) for config in configs)
     )
     more = ("pack_weights=False, " if packs else "") + next(
@@ -78,6 +83,6 @@ def no_room(whole: int, group: Group, device: torch.device, configs: Iterable[Mo
     )
     return (
         f"rank {group.rank} of {group.size} has no room for its share of the models{copies} on {device}: the files hold "
-        f"{whole / 2**30:.1f} GiB, of which each rank takes about 1/{group.size}; the GPU has {total / 2**30:.1f} GiB, and "
+        f"{whole / 2**30:.1f} GiB, of which each rank takes {taker}; the GPU has {total / 2**30:.1f} GiB, and "
         f"{free / 2**30:.1f} GiB of it are free now; nearest setting that works: {more}, or a GPU that nothing else uses"
     )

@@ -10,11 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import distinct, store
 from specdec.models.checkpoints.mistaken import file_hint, folder_hint
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
@@ -47,31 +48,6 @@ class EncoderConfig:
     max_tokens: int
     start_ids: tuple[int, ...]
     head_dim: int
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """The mixture of experts of DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
-
-    count: experts that the router chooses from.  top_k: how many it chooses for each token.
-    intermediate_size: of one expert's MLP.
-    shared: number of experts that every token passes besides its top-k ones; they are computed as one MLP of their sizes' sum.
-    gate: how the router scores experts.  "softmax" (V2) takes a softmax over all experts.  "sigmoid" (V3) takes a sigmoid of
-    each expert's logit; a learnt bias is added to the scores for choosing experts, but not to their weights.
-    groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
-    Both are None where the router may choose any experts.
-    normed: whether topk_weights are divided by their sum.  scaling: factor on the weights after that.
-    """
-
-    count: int
-    top_k: int
-    intermediate_size: int
-    shared: int
-    gate: Literal["softmax", "sigmoid"]
-    groups: int | None
-    top_groups: int | None
-    normed: bool
-    scaling: float
 
 
 @dataclass(frozen=True)
@@ -226,8 +202,8 @@ class ModelConfig:
     def row_lengths(self, ranks: int) -> tuple[int, ...]:
         """The lengths of the rows of its matrices, of which so many ranks hold a share each."""
         shared = [self.intermediate_size, self.attention_width]
-        shared += [] if self.experts is None else [self.experts.intermediate_size * self.experts.shared]
-        return (self.hidden_size, *(size // ranks for size in shared))
+        shared += [] if self.experts is None else [self.experts.shared_size]
+        return (self.hidden_size, *(size // ranks for size in shared if size))
 
 
 def read_json(path: Path) -> dict[str, Any]:

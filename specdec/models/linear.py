@@ -269,7 +269,7 @@ def keep_lossless_copies(*models: nn.Module) -> int:
 class LinearStack(nn.Module):
     """E matrices of one shape and with the same parts, such as one projection of all experts of a layer.  No bias.
 
-    dense, qweight: who multiplies with them chooses the product by their number and dtype (models/experts.py).
+    dense, qweight: who multiplies with them chooses the product by their number and dtype (models/mixtures/products.py).
     shard, role: of all matrices, as `Linear.column` and `Linear.row` cut one.
     weight_ENK, quantised: the matrices if they are dense, or, one above the other, if they are quantised; the other one is
     None.

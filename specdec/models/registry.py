@@ -172,12 +172,13 @@ def _parses(native: Family, raw: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def refuse_ranks(choice: TargetChoice, size: int) -> None:
-    """ValueError if several ranks can't share such a target."""
-    if size > 1 and choice.backend == "transformers":
+def refuse_ranks(choice: TargetChoice, size: int, sharers: int) -> None:
+    """ValueError if `size` ranks can't share such a target, and `sharers` of them each sequence."""
+    if size > 1 and choice.backend == "transformers" and sharers != size:
         raise ValueError(
-            f"tensor_parallel_size must be 1 for a target through transformers' code ({choice.reason}), got {size}; nearest "
-            "setting that works: tensor_parallel_size=1"
+            f"tensor_parallel_size must be 1 for a target through transformers' code ({choice.reason}), which each process "
+            f"holds whole, got {size}; nearest setting that works: tensor_parallel_size=1, or "
+            f"decode_context_parallel_size={size} too, with which the processes divide each text"
         )
 
 
@@ -217,7 +218,7 @@ def load_chosen(
     group: Group = ALONE,
     checked: Checkpoint | None = None,
 ) -> Target:
-    """The folder's model with its weights, or with this rank's share of them.
+    """The folder's model with its weights, or with this rank's share of them; through transformers' code all of them.
 
     cuda_graphs: whether passes are to be captured; ValueError if they can't be.  group: the ranks that hold the model together.
     checked: what `check_chosen` gave; None: the folder is checked here.
@@ -228,11 +229,13 @@ def load_chosen(
         model = load_family(choice.native, checkpoint, choice.config, max_positions, device, dtype, shard)
         join(model, group)
         return model
-    refuse_ranks(choice, group.size)
     from specdec.models.transformers_backend.load import load_transformers_target
 
     with _refused_natively(choice):
-        return load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)
+        target = load_transformers_target(checkpoint, choice.config, device, dtype, cuda_graphs)
+    if group.size > 1:
+        target.join(group)
+    return target
 
 
 def empty_target(choice: TargetChoice) -> Target:

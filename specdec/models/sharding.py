@@ -42,7 +42,8 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
     own = {"num_heads": shard.share(config.num_heads), "intermediate_size": shard.share(config.intermediate_size)}
     own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
     if (experts := config.experts) is not None:
-        experts = replace(experts, intermediate_size=shard.share(experts.intermediate_size))
+        width, shared = experts.intermediate_size, experts.shared_size
+        experts = replace(experts, intermediate_size=shard.share(width), shared_size=shared and shard.share(shared))
     return replace(config, shard=shard, experts=experts, **own)  # type: ignore[arg-type]
 
 
@@ -78,8 +79,13 @@ def misfit(config: ModelConfig, size: int) -> str:
     return next((f"{name} {width}" for name, width in widths.items() if width % size), "")
 
 
+_EXPERTS = (("mlp.experts.0.down_proj",), ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj"))
+
+
 def _expert_widths(config: ModelConfig) -> dict[str, int]:
-    return {} if config.experts is None else {"moe_intermediate_size": config.experts.intermediate_size}
+    if (experts := config.experts) is None:
+        return {}
+    return {"moe_intermediate_size": experts.intermediate_size, "width of the shared experts": experts.shared_size}
 
 
 def _broken_groups(config: ModelConfig, size: int) -> str:
@@ -89,7 +95,7 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     shared = {  # what columns are, their number, and the matrices of a layer that may have them
         "intermediate_size": (config.intermediate_size, ("mlp.down_proj", "mlp.experts.down_proj")),
         "attention outputs": (config.attention_width, ("self_attn.o_proj",)),
-        **{name: (width, ("mlp.experts.0.down_proj",)) for name, width in _expert_widths(config).items()},
+        **{name: (width, matrices) for (name, width), matrices in zip(_expert_widths(config).items(), _EXPERTS)},
     }
     for name, (width, matrices) in shared.items():
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]

@@ -25,13 +25,26 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if V <= _SORT_UP_TO:
         top, indices = values.sort(dim=-1, descending=True, stable=True)
         return top[..., :k], indices[..., :k]
-    # A float's bits, with the magnitude's bits flipped for negatives, order like the float itself.  A key holds these bits
-    # above the inverted index.  Keys never tie, so any library's top-k gives the one right answer.
+    keys = ranked(values, torch.arange(V, dtype=torch.int64, device=values.device))
+    indices = places_of(keys.topk(k, dim=-1).values)
+    return values.gather(-1, indices), indices
+
+
+def ranked(values: Tensor, places: Tensor) -> Tensor:
+    """int64 keys, of which the larger is the better: by value, and then by lower place.  They never tie, so any library's top-k
+    gives the one right answer.
+
+    values: float32, no NaN.  places: of any integers, below 2**31; broadcast to the values.
+    """
+    # A float's bits, with the magnitude's bits flipped for negatives, order like the float itself.
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: the two are equal, their bits are not
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.long() << 32) | torch.arange(V - 1, -1, -1, dtype=torch.int64, device=values.device)
-    indices = V - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
-    return values.gather(-1, indices), indices
+    return (ordered.long() << 32) | (0x7FFFFFFF - places.long())
+
+
+def places_of(keys: Tensor) -> Tensor:
+    """int64: the places in such keys."""
+    return 0x7FFFFFFF - (keys & 0xFFFFFFFF)
 
 
 def top_tokens(

@@ -116,7 +116,7 @@ def test_one_room_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("round_8b", "rounds.round_8b"),
         ("caches.round_tp", "rounds.round_tp"),
         ("benchmarks/texts/near_ties.py", "texts.near_ties"),
-        ("serving.clients", "serving.serve_soak"),
+        ("serving.clients", "serving.mixed_times"),
         ("../examples.start", "rounds.start"),
         ("", "caches.float8_queries"),
     ],
@@ -200,7 +200,13 @@ def test_a_gap_in_a_page_is_seen(tmp_path: Path) -> None:
         (tmp_path / "serving" / "results" / f"{name}.json").touch()
     rows = "| `a.json`, `c.json` | `python benchmarks serving.serve_load --out FILE` | H200 |\nOf `b.json`: `serve_soak.py`."
     (tmp_path / "serving" / "README.md").write_text(rows)
-    assert faults_of_page(tmp_path / "serving") == ["b.json: no row", "c.json: no file", "serving.serve_soak"]
+    assert faults_of_page(tmp_path / "serving") == [
+        "b.json: no row",
+        "c.json: no file",
+        "serving.mixed_load",
+        "serving.mixed_times",
+        "serving.serve_soak",
+    ]
 
 
 def test_commands_of_benchmarks_are_known() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toolkit.deepseek import DeepseekZoo
+from toolkit.deepseek import DeepseekZoo, SparseZoo
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.gpus import in_turn
@@ -43,7 +43,7 @@ def _in_turn() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def zoos(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Zoo], Zoo]:
-    return {zoo: zoo(tmp_path_factory.mktemp("zoo")) for zoo in (Zoo, DeepseekZoo)}
+    return {zoo: zoo(tmp_path_factory.mktemp("zoo")) for zoo in (Zoo, DeepseekZoo, SparseZoo)}
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +63,14 @@ def decoder_of(target: Path, draft: Path, spec: SpecConfig, size: int, ranks: Ra
 @pytest.mark.parametrize("spec", [TREE, CHAIN], ids=["tree", "chain"])
 @pytest.mark.parametrize(
     ("zoo", "name"),
-    [(DeepseekZoo, "v3"), (Zoo, "llama-dim80-biases"), (Zoo, "mistral")],
-    ids=["latents", "heads", "window"],
+    [(DeepseekZoo, "v3"), (Zoo, "llama-dim80-biases"), (Zoo, "mistral"), (SparseZoo, "v32")],
+    ids=["latents", "heads", "window", "indexer"],
 )
 def test_ranks_write_what_one_writes(
     zoo: type[Zoo], name: str, spec: SpecConfig, zoos: dict[type[Zoo], Zoo], ranks: Ranks
 ) -> None:
     """Keeps out: an exchange that a captured round leaves out; a commit that only an eager round gets right; a window that a
-    captured round keeps where it was."""
+    captured round keeps where it was; a choice of keys that ranks make differently."""
     pair = zoos[zoo].target(name), zoos[zoo].head(name, "eagle3")
     with decoder_of(*pair, spec, 1) as decoder:
         want = [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)]

@@ -11,8 +11,9 @@ import torch
 from specdec import SpecDecoder
 from specdec.attention.kinds import LayerKind
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
-from specdec.models.config import ExpertsConfig, IndexerConfig, ModelConfig, RopeConfig
+from specdec.models.config import IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.options import EngineOptions
@@ -87,13 +88,13 @@ def test_targets_that_depend_on_the_batch() -> None:
     slopes = (LayerKind(alibi=True),) * SIZES["num_layers"]
     assert "without ALiBi" in refusal(settings(), ModelConfig(**SIZES, differential=True, layer_kinds=slopes))
     latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 24}
-    experts = ExpertsConfig(8, 2, 24, 1, "softmax", None, None, False, 1.0)
+    experts = ExpertsConfig(8, 24, RouterRule(2, "softmax"), shared_size=24)
     check_deterministic(settings(), DeepseekConfig(**latents, experts=experts), HOPPER)
     assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
         settings(), DeepseekConfig(**latents | {"latent_rank": 640})
     )
     assert "64 and 40 and 96 and 96 and 12" in refusal(
-        settings(), DeepseekConfig(**latents, experts=replace(experts, intermediate_size=12))
+        settings(), DeepseekConfig(**latents, experts=replace(experts, shared_size=12))
     )
     text = refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))
     assert "64 and 48 and 28" in text and text.endswith("tensor_parallel_size=1")

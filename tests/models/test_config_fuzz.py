@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from toolkit.deepseek import save_deepseek, save_sparse
+from toolkit.differential.defined import OPTIONS, save_with_options
 from toolkit.families import FAMILIES, save_family
 from toolkit.models import save_eagle1, save_target
 from toolkit.oracles.sharing import save_sharing
+from toolkit.own_attention.targets import save as save_own_attention
 
 from specdec import shipped
 from specdec.draft.formats.open import open_head
@@ -98,14 +100,15 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
         "glm": (save_sparse(root / "glm", "glm-shared"), Native()),
         "shared kv": (save_sharing(root / "shared kv", "windows"), Native()),
         "gemma3n": (save_family(root / "gemma3n", "gemma3n_text", 0, **FAMILIES["gemma3n"][1]), by_transformers),
-        "diffllama": (save_target(root / "diffllama", "diffllama"), Native()),
+        "diffllama": (save_with_options(root / "diffllama", **OPTIONS["alibi, many"]), Native()),
+        **{name: (save_own_attention(root / name, name, layers=2), by_transformers) for name in ("bloom", "falcon-40b")},
         "gemma2": (save_family(root / "gemma2", "gemma2", 0, sliding_window=8, tie_word_embeddings=True), by_transformers),
     }
 
 
 NAMES = (
     "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "deepseek v32",
-    "glm", "gemma2", "gemma3n", "shared kv", "diffllama",
+    "glm", "gemma2", "gemma3n", "shared kv", "diffllama", "bloom", "falcon-40b",
 )  # fmt: skip
 
 

@@ -10,8 +10,10 @@ import torch
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.deepseek import DeepseekZoo, SparseZoo, use_limits
 from toolkit.driver import Driver
-from toolkit.models import Zoo, ragged_prompts, save_eagle3, save_target
+from toolkit.families import NO_FEATURES, Families, save_family
+from toolkit.models import HEADS, Zoo, ragged_prompts, save_eagle3, save_target
 from toolkit.oracles.sharing import save_sharing
+from toolkit.own_attention.targets import save as save_alibi
 from toolkit.pages import ring_passes_take
 from toolkit.parallel.decoders import with_ranks
 
@@ -20,7 +22,7 @@ from specdec.attention.latent.limits import Limits
 from specdec.loading.memory import pool_plan, scratch_bytes
 from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.models.config import ModelConfig
-from specdec.models.registry import choose_target
+from specdec.models.registry import choose_target, refuse_ranks
 from specdec.models.sharding import share_of
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
@@ -59,6 +61,8 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Zoo], Zoo]:
     (Zoo, "qwen3", "eagle3", TREE, 4, 2, {"prefill_chunk": 20}),
     (DeepseekZoo, "v3", "eagle3", TREE, 4, 4, {"context_interleave": 1}),
     (DeepseekZoo, "v3", "eagle3", CHAIN, 2, 2, {"prefill_chunk": 20}),
+    (SparseZoo, "v32", "eagle3", CHAIN, 4, 4, {"prefill_chunk": 20, "context_interleave": 2}),
+    (SparseZoo, "glm-shared", "eagle3", TREE, 2, 2, {"prefill_chunk": 20, "context_interleave": 1}),
 ])  # fmt: skip
 def test_ranks_write_what_one_writes(
     zoo: type[Zoo], name: str, kind: str, spec: SpecConfig, size: int, context: int, settings: dict[str, Any],
@@ -71,6 +75,11 @@ def test_ranks_write_what_one_writes(
     got = with_ranks(*pair, spec, size, texts, **shared, page_size=4, decode_context_parallel_size=context)
     want = with_ranks(*pair, spec, 1, texts, prefix_caching=True, page_size=4 * context)
     assert got == want and got.found > 0
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +113,31 @@ def test_ranks_divide_windows_and_rings(
     got = with_ranks(windowed[name], draft, spec, size, texts, **shared, page_size=2, decode_context_parallel_size=2)
     shared.pop("context_interleave", None)
     want = with_ranks(windowed[name], draft, spec, 1, texts, **shared, page_size=4)
+    assert got == want and (got.found > 0) == ("prefix_caching" in settings)
+
+
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize(("name", "spec", "size", "settings"), [
+    ("gemma3", TREE, 2, {"prefix_caching": True, "context_interleave": 1}),
+    ("llama4", CHAIN, 2, {"prefix_caching": True}),
+    ("gpt-oss", TREE, 4, {"kv_cache_dtype": "int8"}),
+    ("gemma3n", TREE, 2, {}),
+    ("gemma4", CHAIN, 4, {"prefix_caching": True}),
+])  # fmt: skip
+def test_ranks_divide_texts_of_whole_models(
+    name: str, spec: SpecConfig, size: int, settings: dict[str, Any], families: Families, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Targets through transformers' code, which every rank holds whole, beside a head of which each holds a share: windows,
+    chunks, sinks, layers that read other layers' keys, and some rows alone.  Keeps out: sums over ranks of what none shares,
+    heads that are merged once for each rank, ranks that choose each for itself."""
+    ring_passes_take(8, monkeypatch)
+    target = families.target(name)
+    draft = HEADS["eagle1" if name in NO_FEATURES else "eagle3"](tmp_path / "head", target)
+    shared: dict[str, Any] = {"prefill_chunk": 8, "backend": "transformers", **settings}
+    got = with_ranks(target, draft, spec, size, texts, **shared, page_size=2, decode_context_parallel_size=size)
+    shared.pop("context_interleave", None)
+    want = with_ranks(target, draft, spec, 1, texts, **shared, page_size=2 * size)
     assert got == want and (got.found > 0) == ("prefix_caching" in settings)
 
 
@@ -167,7 +201,6 @@ def test_a_drafter_keeps_whole_sequences(zoos: dict[type[Zoo], Zoo]) -> None:
     (Zoo, "qwen3", {**BOTH, "tensor_parallel_size": 1}, "one process holds .*got 2; nearest .*_size=1"),
     (Zoo, "qwen3", {"decode_context_parallel_size": 4, "tensor_parallel_size": 4}, "2 processes hold .*=2"),
     (DeepseekZoo, "v3", {"decode_context_parallel_size": 3, "tensor_parallel_size": 4}, "4 processes hold .*=2"),
-    (SparseZoo, "v32", BOTH, "an indexer chooses the keys .*nearest .*: decode_context_parallel_size=1"),
     (DeepseekZoo, "v3", {"context_interleave": 8}, "got 8 with decode_context_parallel_size=1; .*: leave"),
     (DeepseekZoo, "v3", {**BOTH, "context_interleave": 6}, "must divide page_size=16, got 6; nearest .*: context_interleave=4"),
 ])  # fmt: skip
@@ -178,6 +211,17 @@ def test_settings_that_do_not_fit(
     config = choose_target(zoos[zoo].target(name)).config
     with pytest.raises(ValueError, match=problem):
         resolved(config, **settings)
+
+
+def test_distances_need_whole_sequences(tmp_path: Path) -> None:
+    """Keeps out: ALiBi's distances counted in what one rank keeps; ranks that hold a whole model for nothing."""
+    config = choose_target(save_alibi(tmp_path / "bloom", "bloom-tied")).config
+    with pytest.raises(ValueError, match="must be 1 for layers with ALiBi.* nearest .*: decode_context_parallel_size=1"):
+        resolved(config, **BOTH)
+    chosen = choose_target(save_family(tmp_path / "gemma2", "gemma2", 0), "transformers")
+    with pytest.raises(ValueError, match="each process holds whole, got 4; .* or decode_context_parallel_size=4 too"):
+        refuse_ranks(chosen, 4, 2)
+    refuse_ranks(chosen, 4, 4)
 
 
 def test_settings_are_refused_before_a_rank_starts(zoos: dict[type[Zoo], Zoo]) -> None:

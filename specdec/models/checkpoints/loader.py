@@ -67,6 +67,19 @@ def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange
         checkpoint.landed(name, stored.tensor)
 
 
+def fill_float32(
+    empty: Tensor, checkpoint: Checkpoint, name: str, own: slice = slice(None), whole: int | None = None
+) -> nn.Buffer:  # fmt: skip
+    """A tensor that is kept in float32 in a model of any dtype, on the device of the empty one.
+
+    own: the rows that this rank has, of `whole`.
+    """
+    rows = checkpoint.take(name, (empty.shape[0] if whole is None else whole, *empty.shape[1:]))[own]
+    kept = nn.Buffer(rows.to(empty.device, torch.float32))
+    checkpoint.landed(name, kept)
+    return kept
+
+
 def fill_linear(
     linear: Linear,
     checkpoint: Checkpoint,
@@ -179,9 +192,13 @@ def fill_dense(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arran
     _fill_quantised(put, checkpoint, name, format, linear.shape(), stored.tensor.device)
 
 
-def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
-    """Fills matrices whose names are a number below the prefix, and then the name of a part."""
-    names = {(index, part): f"{prefix}.{index}.{part}" for index in range(stack.count) for part in stack.parts.sizes}
+def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str, called: Mapping[str, str] = {}) -> None:
+    """Fills matrices whose names are a number below the prefix, and then the name of a part.
+
+    called: the checkpoint's names of parts, where they are others.
+    """
+    parts = {part: called.get(part, part) for part in stack.parts.sizes}
+    names = {(index, part): f"{prefix}.{index}.{name}" for index in range(stack.count) for part, name in parts.items()}
     formats = {name: checkpoint.format_of(name) for name in names.values()}
     _expect_alike(checkpoint, "all experts of a layer", formats)
     if any(format is not None and format.in_act_order for format in formats.values()):

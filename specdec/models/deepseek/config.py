@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, number, whole
-from specdec.models.config import ExpertsConfig, ModelConfig
+from specdec.models.config import ModelConfig
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, first_dense_layers, parse_indexer
 from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.shared import MTP_COUNT, refuse_unknown, require, shared_values
+from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.models.schemes.config import quantization_of
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
@@ -20,14 +21,13 @@ class DeepseekConfig(ModelConfig):
     """head_dim is that of the rotated part.  q_rank: of the queries' own latent, None: they have none.
 
     nope_dim: of a head's queries and keys that is not rotated.  interleaved: rotated pairs lie side by side in the
-    checkpoint.  first_dense: layers before the first with experts.
+    checkpoint.
     """
 
     q_rank: int | None = None
     nope_dim: int = 0
     value_dim: int = 0
     interleaved: bool = True
-    first_dense: int = 0
 
     @property
     def scale(self) -> float:
@@ -87,8 +87,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         nope_dim=nope,
         value_dim=value,
         interleaved=family == "deepseek_v2" or is_sparse or flag(raw, "rope_interleave", where, True),
-        first_dense=first_dense,
-        experts=parse_experts(raw, where) if first_dense < layers else None,
+        experts=parse_experts(raw, where, first_dense) if first_dense < layers else None,
         has_experts=first_dense < layers,
         mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS),
         indexer=parse_indexer(raw, layers, rope_dim, where) if is_sparse else None,
@@ -112,8 +111,11 @@ def _required(raw: dict[str, Any]) -> tuple[str, ...]:
     return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if raw["model_type"] in SPARSE else ()))
 
 
-def parse_experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
-    """The mixture of experts of these models, and of others whose configs have the same keys."""
+def parse_experts(raw: dict[str, Any], where: str, first_dense: int = 0) -> ExpertsConfig:
+    """The mixture of DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and of others whose configs have the same keys.
+
+    first_dense: layers before the first with experts.
+    """
     is_v3 = raw["model_type"] != "deepseek_v2"  # V3, or a model with the same experts
     grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]
@@ -130,15 +132,20 @@ def parse_experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
     if is_v3 and count == groups:
         raise ValueError(f"{where}: n_group must leave two experts a group, whose best two rank it, got {groups} of {count}")
     return ExpertsConfig(
-        count=count,
-        top_k=top_k,
-        intermediate_size=intermediate,
-        shared=shared,
-        gate="sigmoid" if is_v3 else "softmax",
-        groups=groups,
-        top_groups=top_groups,
-        normed=is_v3 and flag(raw, "norm_topk_prob", where, True),
-        scaling=number(raw, "routed_scaling_factor", where, 2.5 if is_v3 else 1.0),
+        count,
+        intermediate,
+        RouterRule(
+            top_k,
+            "sigmoid" if is_v3 else "softmax",
+            corrected=is_v3,
+            groups=groups,
+            top_groups=top_groups,
+            group_best=2 if is_v3 else 1,
+            normed=is_v3 and flag(raw, "norm_topk_prob", where, True),
+            scaling=number(raw, "routed_scaling_factor", where, 2.5 if is_v3 else 1.0),
+        ),
+        shared_size=shared * intermediate,
+        dense_layers=frozenset(range(first_dense)),
     )
 
 

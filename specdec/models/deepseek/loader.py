@@ -5,21 +5,21 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
-from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_dense, fill_linear, fill_mlp, fill_norm, fill_stack
+from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_dense, fill_linear, fill_mlp, fill_norm
 from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLayer, LatentAttention
-from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP
+from specdec.models.mixtures.fill import expect_mixture, fill_mixture
+from specdec.models.mixtures.layer import MixtureOfExperts
 
 
 def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
     H, C, hidden, query_dim = config.num_heads, config.latent_rank, config.hidden_size, config.nope_dim + config.head_dim
-    expect, matrix = checkpoint.expect, checkpoint.expect_matrix
-    attention, mlp = "model.layers.0.self_attn", f"model.layers.{config.first_dense}.mlp"
+    matrix, attention = checkpoint.expect_matrix, "model.layers.0.self_attn"
     queries = "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank"
     if config.q_rank is None:
         matrix(f"{attention}.q_proj", (H * query_dim, hidden), queries)
@@ -34,14 +34,7 @@ def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
         matrix(f"{attention}.indexer.wq_b", (index.heads * index.head_dim, config.q_rank or 0), sizes)
         matrix(f"{attention}.indexer.wk", (index.head_dim, hidden), "index_head_dim and hidden_size")
         matrix(f"{attention}.indexer.weights_proj", (index.heads, hidden), "index_n_heads and hidden_size")
-    if config.first_dense > 0:
-        matrix("model.layers.0.mlp.gate_proj", (config.intermediate_size, hidden), "intermediate_size")
-    if (experts := config.experts) is not None:
-        size = experts.intermediate_size
-        expect(f"{mlp}.gate.weight", (experts.count, hidden), "n_routed_experts, after first_k_dense_replace layers")
-        matrix(f"{mlp}.experts.0.gate_proj", (size, hidden), "moe_intermediate_size")
-        shared = (experts.shared * size, hidden)
-        matrix(f"{mlp}.shared_experts.gate_proj", shared, "n_shared_experts and moe_intermediate_size")
+    expect_mixture(checkpoint, config)
 
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str) -> None:
@@ -97,18 +90,5 @@ def halved(rows: Tensor, size: int, rotated: int, first: bool = False) -> Tensor
     return torch.cat((turned, rest) if first else (rest, turned), dim=1).flatten(0, 1)
 
 
-def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
-    """Each expert's gate above its up in one weight.  The router's correction stays float32 in any dtype."""
-    copy_(moe.gate.weight, checkpoint, f"{prefix}.gate.weight")
-    if moe.gate.config.gate == "sigmoid":
-        name = f"{prefix}.gate.e_score_correction_bias"
-        correction_E = checkpoint.take(name, tuple(moe.gate.correction_E.shape))
-        moe.gate.correction_E = nn.Buffer(correction_E.to(moe.gate.weight.device, torch.float32))
-        checkpoint.landed(name, moe.gate.correction_E)
-    for stack in (moe.gate_up_proj, moe.down_proj):
-        fill_stack(stack, checkpoint, f"{prefix}.experts")
-    fill_mlp(moe.shared_experts, checkpoint, f"{prefix}.shared_experts")
-
-
-PARTS: Parts = {LatentAttention: _fill_attention, MixtureOfExperts: _fill_experts, MLP: fill_mlp}
+PARTS: Parts = {LatentAttention: _fill_attention, MixtureOfExperts: fill_mixture, MLP: fill_mlp}
 FAMILY = Family(parse_deepseek, DeepseekLayer, _expect, PARTS)

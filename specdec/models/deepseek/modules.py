@@ -25,10 +25,10 @@ from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
 from specdec.models.causal_lm import PreNormLayer
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.experts import MixtureOfExperts
-from specdec.models.layers import MLP, RMSNorm
+from specdec.models.layers import RMSNorm
 from specdec.models.linear import ONLY, Linear
 from specdec.models.making import new_weight
+from specdec.models.mixtures.layer import mlp_of
 from specdec.ops.rope import Rotation
 
 LATENT_EPS = 1e-6  # eps of the norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
@@ -101,9 +101,7 @@ class LatentAttention(nn.Module):
 
 
 class DeepseekLayer(PreNormLayer):
-    """A decoder layer with latent attention.  Its MLP is dense in the first config.first_dense layers, else a mixture."""
+    """A decoder layer with latent attention."""
 
     def __init__(self, config: DeepseekConfig, index: int) -> None:
-        dense = config.experts is None or index < config.first_dense
-        mlp = MLP(config) if dense else MixtureOfExperts(config, config.experts)
-        super().__init__(config, LatentAttention(config, index), mlp)
+        super().__init__(config, LatentAttention(config, index), mlp_of(config, index))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.attention.kinds import LayerKind
-from specdec.models.checkpoints.config_values import number
+from specdec.models.checkpoints.config_values import MAX_INTEGER, number
 from specdec.models.config import ModelConfig
 from specdec.models.kv_source import KEY, parse_kv_source
 from specdec.models.llama.config import parse_llama
@@ -56,7 +56,9 @@ def _layer_kinds(raw: dict[str, Any], count: int, where: str) -> tuple[LayerKind
     windows, alibi = raw.get(WINDOWS), _has_alibi(raw, where)
     if windows is None:
         return (LayerKind(alibi=alibi),) * count
-    are_windows = isinstance(windows, list) and all(each is None or (type(each) is int and each > 0) for each in windows)
+    are_windows = isinstance(windows, list) and all(
+        each is None or (type(each) is int and 0 < each <= MAX_INTEGER) for each in windows
+    )
     if not are_windows or len(windows) != count:
         raise ValueError(
             f"{where}: {WINDOWS} must be null or a list of {count} entries, one a layer, each a positive number of tokens or "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
@@ -20,6 +19,7 @@ from specdec.models.keys.shared import (
     shared_values,
     sliding_window,
 )
+from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
@@ -29,21 +29,12 @@ from specdec.ops.products.experts import SwiGLU
 METHOD = "mxfp4"  # the quant_method of its own checkpoints
 
 
-@dataclass(frozen=True)
-class GptOssConfig(ModelConfig):
-    """intermediate_size is that of one expert.  count: experts.  top_k: experts of a token."""
-
-    count: int = 0
-    top_k: int = 0
-    gate: SwiGLU = SwiGLU()
-
-
 def is_quantised(raw: dict[str, Any]) -> bool:
     """Whether a config.json says that weights are in few bits: other gpt-oss models are transformers' code's."""
     return any(raw.get(key) is not None for key in KEYS)
 
 
-def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
+def parse_gpt_oss(raw: dict[str, Any], where: str) -> ModelConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
     raw = by_own_names(raw, {"num_experts": "num_local_experts"}, where)
     refuse_unknown(raw, _KNOWN, where)
@@ -65,7 +56,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
     if not rope or (rope.get("rope_theta") is None and raw.get("rope_theta") is None):
         raise ValueError(f"{where} lacks rope_theta, or rope_parameters (rope_scaling), without which positions mean nothing")
     biased = flag(raw, "attention_bias", where, True)
-    return GptOssConfig(
+    return ModelConfig(
         **shared_values(raw, where, vocab_size, eps=1e-5, positions=131072),
         hidden_size=hidden,
         intermediate_size=width,
@@ -80,9 +71,14 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
         has_sinks=True,
         has_experts=True,
         quantization=_quantization(raw, count, where),
-        count=count,
-        top_k=top_k,
-        gate=SwiGLU(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
+        experts=ExpertsConfig(
+            count,
+            width,
+            RouterRule(top_k, "softmax of chosen", biased=True),
+            gate=SwiGLU(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
+            biased=True,
+            kept_float32=True,
+        ),
     )
 
 

@@ -6,22 +6,25 @@ Shapes: E experts, G = 2F rows of gate and up projections, H hidden size, Q quer
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
-from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention
-from specdec.models.gpt_oss.config import GptOssConfig, is_quantised, parse_gpt_oss
-from specdec.models.gpt_oss.modules import BiasedExperts, SinkAttention, gpt_oss_layer
+from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention, fill_float32
+from specdec.models.config import ModelConfig
+from specdec.models.gpt_oss.config import is_quantised, parse_gpt_oss
+from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
 from specdec.models.linear import LinearStack
+from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.schemes.formats import ExpertBlocks
 
 
-def _expect(checkpoint: Checkpoint, config: GptOssConfig) -> None:
-    mlp = "model.layers.0.mlp"
+def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    mlp, experts = "model.layers.0.mlp", config.experts
+    assert experts is not None
     expect_attention(checkpoint, config)
-    checkpoint.expect(f"{mlp}.router.weight", (config.count, config.hidden_size), "num_local_experts and hidden_size")
-    biases = (config.count, 2 * config.intermediate_size)
+    checkpoint.expect(f"{mlp}.router.weight", (experts.count, config.hidden_size), "num_local_experts and hidden_size")
+    biases = (experts.count, 2 * experts.intermediate_size)
     checkpoint.expect(f"{mlp}.experts.gate_up_proj_bias", biases, "num_local_experts and intermediate_size")
 
 
@@ -29,24 +32,15 @@ def _fill_attention(attention: SinkAttention, checkpoint: Checkpoint, prefix: st
     fill_attention(attention, checkpoint, prefix)
     first, whole = (rows // attention.head_dim for rows in attention.qkv_proj.rows_of("q_proj"))
     own = slice(first, first + attention.num_heads)
-    attention.sinks_Q = _kept_in_float32(attention.sinks_Q, checkpoint, f"{prefix}.sinks", own, whole)
+    attention.sinks_Q = fill_float32(attention.sinks_Q, checkpoint, f"{prefix}.sinks", own, whole)
 
 
-def _kept_in_float32(
-    empty: Tensor, checkpoint: Checkpoint, name: str, own: slice = slice(None), whole: int | None = None
-) -> nn.Buffer:  # fmt: skip
-    """A tensor in float32 on the device of the empty one.  own: the rows that this rank has, of `whole`."""
-    rows = checkpoint.take(name, (empty.shape[0] if whole is None else whole, *empty.shape[1:]))[own]
-    kept = nn.Buffer(rows.to(empty.device, torch.float32))
-    checkpoint.landed(name, kept)
-    return kept
-
-
-def _fill_experts(experts: BiasedExperts, checkpoint: Checkpoint, prefix: str) -> None:
+def _fill_experts(experts: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
     """Gate rows, which alternate with up rows in the checkpoint, above these."""
     router, shard = experts.router, experts.shard
-    router.weight_EH = _kept_in_float32(router.weight_EH, checkpoint, f"{prefix}.router.weight")
-    router.bias_E = _kept_in_float32(router.bias_E, checkpoint, f"{prefix}.router.bias")
+    assert router.bias_E is not None and experts.gate_up_bias_EG is not None
+    router.weight = fill_float32(router.weight, checkpoint, f"{prefix}.router.weight")
+    router.bias_E = fill_float32(router.bias_E, checkpoint, f"{prefix}.router.bias")
     _fill_stack(experts.gate_up_proj, checkpoint, f"{prefix}.experts.gate_up_proj")
     _fill_stack(experts.down_proj, checkpoint, f"{prefix}.experts.down_proj")
     name, bias_EG = f"{prefix}.experts.gate_up_proj_bias", experts.gate_up_bias_EG
@@ -90,7 +84,7 @@ def _refuse_unsaid_quantisation(checkpoint: Checkpoint) -> None:
         )
 
 
-PARTS: Parts = {SinkAttention: _fill_attention, BiasedExperts: _fill_experts}
+PARTS: Parts = {SinkAttention: _fill_attention, MixtureOfExperts: _fill_experts}
 UNSAID = {
     "tie_word_embeddings": "false: the output layer is a matrix of its own",
     "max_position_embeddings": "131072",

@@ -22,7 +22,7 @@ from specdec.models.keys.shared import MTP_COUNT, NATIVE_KEYS
 from specdec.models.kv_source import check_shared_kinds
 from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
-from specdec.models.transformers_backend.own_attention.keys import HARMLESS, longest_key, refuse_unread
+from specdec.models.transformers_backend.own_attention.keys import HARMLESS, as_transformers_reads, longest_key, refuse_unread
 from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
 
@@ -133,7 +133,10 @@ def load_hf_config(folder: Path) -> Any:
             "its checkpoint in bfloat16"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        read = as_transformers_reads(raw)
+        config = (
+            AutoConfig.from_pretrained(folder, local_files_only=True) if read is raw else CONFIG_MAPPING[name].from_dict(read)
+        )
     except Exception as error:  # of any kind: config classes check themselves, each in its way
         raise ValueError(f"{where}: transformers does not accept it: {one_line(error)}") from error
     _refuse(config, where)

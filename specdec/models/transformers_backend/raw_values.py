@@ -48,6 +48,9 @@ def refuse_values(raw: dict[str, Any], where: str) -> None:
     for key, most in sizes.items():
         if not isinstance(raw.get(key), list):  # a number for each layer is transformers' to judge
             whole(raw, key, where, 1, most=most)
+    for common, own in made.attribute_map.items():  # transformers checks the type of its own name alone
+        if common in raw and raw[common] is None and getattr(made, own) is not None:
+            raise ValueError(f"{where}: {common} must not be null: it stands for {own} in a {raw['model_type']} model")
     for key, default in made.to_dict().items():
         if key in raw and key not in (*sizes, "sliding_window") and not key.endswith("token_id"):
             _refuse_number(raw, key, where, default)
@@ -60,7 +63,7 @@ def refuse_values(raw: dict[str, Any], where: str) -> None:
                 f"got {scheme!r}; nearest: backend='auto', where specdec has a module of its own for the model, or its "
                 "checkpoint in bfloat16"
             )
-    for key in ("hidden_act", "hidden_activation", "activation_function"):
+    for key in ("hidden_act", "hidden_activation", "activation_function", "activation"):
         if (act := text(raw, key, where)) is not None and act not in ACT2FN:
             raise ValueError(f"{where}: {key} must be an activation that transformers knows, such as 'silu', got {act!r}")
     types = raw.get("layer_types")
@@ -80,12 +83,16 @@ def refuse_values(raw: dict[str, Any], where: str) -> None:
 
 
 def _refuse_number(raw: dict[str, Any], key: str, where: str, default: Any) -> None:
-    """Counts below 0, and numbers that are infinite or NaN."""
+    """Counts and norms' epsilons below 0, probabilities that are none, and numbers that are infinite or NaN."""
     value = raw[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if isinstance(default, int) and not isinstance(default, bool) and default >= 0 and isinstance(value, int):
         whole(raw, key, where, least=0)
+    elif key.endswith(("eps", "epsilon")):
+        number(raw, key, where, or_zero=True)
+    elif key.endswith(("dropout", "pdrop")) and not 0 <= value <= 1:
+        raise ValueError(f"{where}: {key} must be from 0 to 1, got {value!r}")
     elif not (abs(value) <= MAX_INTEGER**8 and math.isfinite(value)):
         raise ValueError(f"{where}: {key} must be a finite number, got {value!r}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import Scoring
+from specdec.models.causal_lm import own_rows
 from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
 from specdec.models.making import making
+from specdec.models.sharding import join
 from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import AttentionCall, answering
 from specdec.models.transformers_backend.last_rows import Cut, LastRows
@@ -28,7 +31,8 @@ from specdec.models.transformers_backend.make import make_parts
 from specdec.models.transformers_backend.parts import CountedTokens
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
-from specdec.parallel.group import ALONE
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.shard import Shard
 from specdec.parallel.vocabulary import Vocabulary
 
 
@@ -52,6 +56,18 @@ class TransformersTarget(Target):
         self.cuts_rows = True  # whether layers that share keys may run some rows only; the check at loading may say no
         self._sinks: dict[int, Tensor] = {}
         self._counts_from_cache = any(getattr(module, "attn_temperature_tuning", False) for module in self.decoder.modules())
+
+    def join(self, group: Group) -> None:
+        """Tells one of several ranks, each of which holds the whole model, of the others.
+
+        Each hands out the logits of its run of the vocabulary: what all of them compare is then the same on all, even if the
+        model's code rounds differently from one run to the next.
+        """
+        shard = Shard(group.rank, group.size)
+        join(self, group)
+        self.config = replace(self.config, shard=shard)  # of draft heads, whose weights ranks do share
+        weight, bias = self.lm_head.weight, self.lm_head.bias
+        self.lm_head = Linear.of(own_rows(weight, shard), None if bias is None else own_rows(bias, shard))
 
     def forward(
         self,
@@ -80,8 +96,10 @@ class TransformersTarget(Target):
         return TargetOutput(hidden_TH, torch.cat(aux, dim=-1) if aux else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V], as the model's own forward makes them."""
-        return self.parts.logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+        """[..., V], as the model's own forward makes them; of this rank's run of the vocabulary."""
+        logits = self.parts.logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+        first, own = self.vocabulary[:2]
+        return logits if own == logits.shape[-1] else logits[..., first : first + own].contiguous()
 
     def _see(self, layer: int, state_1TH: Tensor) -> None:
         wanted = self.captured.get()

@@ -1,8 +1,8 @@
 """A mixture of experts over weights in 8 or 4 bits: the weighted sum of the MLPs of each token's top-k experts.
 
 On a CPU, in float32, under autograd and in a trace the weights are dequantised, and multiplied; the functions of
-models/experts.py do that.  On a GPU the kernel in kernels/experts/mixture_triton.py converts quantised values on their way to
-the tensor cores, for any number of tokens.  This module knows no model.
+models/mixtures/products.py do that.  On a GPU the kernel in kernels/experts/mixture_triton.py converts quantised values on
+their way to the tensor cores, for any number of tokens.  This module knows no model.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), P = T * K pairs, F intermediate size of an expert.
 """

@@ -1,7 +1,7 @@
 """Products with stacks of matrices in one order of sums: what heads and experts compute under an invariant policy.
 
-Other policies leave these products to torch (attention/latent/mla.py, models/experts.py), whose order of sums depends on the
-number of rows; quantised experts use the weighted sum too.  Everything here runs on a GPU alone.
+Other policies leave these products to torch (attention/latent/mla.py, models/mixtures/products.py), whose order of sums depends
+on the number of rows; quantised experts use the weighted sum too.  Everything here runs on a GPU alone.
 
 Shapes: M tokens, A experts of a token (top_k), P = M * A pairs, E experts, B matrices of a stack, K in, N out.
 """

@@ -10,7 +10,15 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.attention.segment import Segment
-from specdec.attention.sparse.launch import IndexerTiles, Scratch, launch_scores, launch_selection, launch_sparse_segment
+from specdec.attention.sparse.launch import (
+    IndexerTiles,
+    Scratch,
+    launch_best_keys,
+    launch_scores,
+    launch_selection,
+    launch_sparse_segment,
+)
+from specdec.attention.sparse.segment import pure_best_keys
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 TINY = IndexerTiles(
@@ -67,6 +75,25 @@ def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int, sizes: 
     scores = torch.where(world.candidates.visible_T[:, None] > topk, kernel_scores(world, topk, TINY), 0.0)
     want = world.segment_of(scores, topk)
     same_rows(launched(world, topk, sizes), *want)
+
+
+@pytest.mark.parametrize(("kind", "n"), KINDS[:3])
+@pytest.mark.parametrize(("topk", "distinct"), [(10, 3), (32, 0), (200, 0)])
+def test_best_keys_meet_the_definition(kind: str, n: int, topk: int, distinct: int) -> None:
+    """Keeps out: scores that nobody computed, since the query selects all of its keys; slots where positions belong."""
+    world = IndexWorld.make(kind, lens_of(kind), n, 5, distinct=distinct, seed=topk, device=DEVICE)
+    args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk)
+    with torch.no_grad():
+        found_TI, positions_TI = launch_best_keys(*args, TINY, programs=4, scratch_bytes=1 << 13)
+    want_TI, by_definition_TI = pure_best_keys(*args)
+    if not distinct:  # where many scores tie, rounding decides
+        assert torch.equal(positions_TI, by_definition_TI)
+    valid_TI = positions_TI >= 0
+    assert torch.equal(valid_TI, by_definition_TI >= 0) and not bool(found_TI.isnan().any())
+    scores = world.scores()
+    got = scores.gather(1, positions_TI.clamp(min=0).long())[valid_TI]
+    torch.testing.assert_close(found_TI[valid_TI].double(), got, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found_TI.where(valid_TI, 0).sum(1), want_TI.where(valid_TI, 0).sum(1), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1e-30, 1e30, float("inf"), float("nan")])

@@ -17,8 +17,8 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.draft.mtp.load import OpenMtp
-from specdec.models.experts import MixtureOfExperts
 from specdec.models.linear import Linear
+from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 from specdec.options import EngineOptions

@@ -19,10 +19,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.eager.dense import DenseAttention
-from specdec.models.config import ExpertsConfig, ModelConfig
+from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.diffllama.config import parse_diffllama
-from specdec.models.experts import Router
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.layers import Rotary
 from specdec.models.llama.config import parse_llama
@@ -127,20 +126,3 @@ def test_every_norm_has_the_config_s_epsilon(tmp_path: Path, name: str) -> None:
     with torch.inference_mode():
         hidden_TH = model(ids, ids, DenseAttention(model.config.layer_kinds)).hidden_TH
         torch.testing.assert_close(model.logits(hidden_TH), eager(folder)(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
-
-
-def test_experts_of_other_groups_are_never_chosen() -> None:
-    """Keeps out: a group that was left out and is taken again, because what it scores then beats a rank below 0."""
-    E, G, K, generator = 8, 4, 3, torch.Generator().manual_seed(0)
-    router = Router(16, ExpertsConfig(E, K, 4, 1, "sigmoid", G, 2, False, 1.0)).requires_grad_(False)
-    router.weight.copy_(torch.randn(E, 16, generator=generator))
-    router.correction_E.copy_(torch.randn(E, generator=generator) - 3)
-    x_TH = torch.randn(20, 16, generator=generator)
-    topk_weights_TK, topk_ids_TK = router(x_TH)
-    for x_H, weights, chosen in zip(x_TH, topk_weights_TK.tolist(), topk_ids_TK.tolist()):
-        scores = (router.weight @ x_H).sigmoid().tolist()
-        ranks = [score + added for score, added in zip(scores, router.correction_E.tolist())]
-        groups = sorted(range(G), key=lambda g: -sum(ranks[2 * g : 2 * g + 2]))[:2]
-        best = sorted((e for g in groups for e in (2 * g, 2 * g + 1)), key=lambda e: -ranks[e])[:K]
-        assert sorted(chosen) == sorted(best)
-        assert weights == pytest.approx([scores[e] for e in chosen], 1e-5)

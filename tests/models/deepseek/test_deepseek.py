@@ -191,13 +191,13 @@ def test_hub_configs_are_read() -> None:
         ),
         "V2-Lite",
     )  # fmt: skip
-    assert lite.q_rank is None and lite.experts is not None and lite.experts.groups is None and lite.interleaved
+    assert lite.q_rank is None and lite.experts is not None and lite.experts.router.groups is None and lite.interleaved
 
 
 def test_a_bf16_target_keeps_its_routers_correction(tmp_path: Path) -> None:
     """Keeps out: choosing experts by a rounded bias."""
     folder = save_deepseek(tmp_path / "v3", "v3")
     wanted = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
-    gate = load(folder, torch.bfloat16).layers[1].mlp.gate
+    gate = load(folder, torch.bfloat16).layers[1].mlp.router
     assert gate.correction_E.dtype == torch.float32 and gate.correction_E.equal(wanted)
     assert gate.weight.dtype == torch.bfloat16

@@ -12,8 +12,8 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import fill_stack
-from specdec.models.experts import MixtureOfExperts
 from specdec.models.linear import Linear, LinearStack
+from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.schemes.config import parse_quantization
 from specdec.parallel.shard import Shard

@@ -77,8 +77,9 @@ def test_layers_that_share_a_choice() -> None:
 def test_dense_layers_by_either_key() -> None:
     """Keeps out: experts where the checkpoint has an MLP."""
     types = ["dense", "dense", "sparse"]
-    assert read("v32", mlp_layer_types=types, first_k_dense_replace="drop").first_dense == 2
-    assert read("v32", mlp_layer_types=types, first_k_dense_replace=2).first_dense == 2
+    for also in ("drop", 2):
+        experts = read("v32", mlp_layer_types=types, first_k_dense_replace=also).experts
+        assert experts is not None and experts.dense_layers == {0, 1}
     assert read("v32", mlp_layer_types=["dense"] * 3, first_k_dense_replace=7).experts is None
 
 
@@ -113,4 +114,4 @@ def test_hub_configs_are_read(tmp_path: Path) -> None:
         config = choose_target(folder, "native").config
         assert isinstance(config, DeepseekConfig) and config.indexer is not None and config.interleaved
         assert (config.indexer.heads, config.indexer.topk, len(set(config.indexer.sources))) == (heads, 2048, own)
-        assert config.experts is not None and config.experts.gate == "sigmoid" and config.head_dim == 64
+        assert config.experts is not None and config.experts.router.scores == "sigmoid" and config.head_dim == 64

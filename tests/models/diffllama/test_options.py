@@ -145,6 +145,7 @@ def test_sharing_layers_store_nothing_and_run_the_last_token(zoo: OptionsZoo) ->
         ({"attention_windows": 8}, "attention_windows must be null or a list of 4 entries.*got 8"),
         ({"attention_windows": [8, 0, None, None]}, "attention_windows must be .* a positive number"),
         ({"attention_windows": [8, True, None, None]}, "attention_windows must be .* a positive number"),
+        ({"attention_windows": [8, 2**31, None, None]}, "attention_windows must be .* a positive number"),
         ({"kv_source": [0, 2, 2, 2]}, r"kv_source\[1\] must be 1 or the number of an earlier layer, got 2"),
         (
             {"kv_source": [0, 1, 1, 1], "attention_windows": [None, None, None, 8]},

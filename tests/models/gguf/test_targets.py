@@ -156,7 +156,7 @@ def test_gpt_oss_is_the_checkpoint_that_it_was_made_of(tmp_path):
     quantised, _ = save_gpt_oss(tmp_path, rope_parameters=GPT_OSS_ROPE)
     path = write_gguf(quantised, tmp_path / "m.gguf", lambda name: "F32")
     found, wanted = choose_target(path).config, choose_target(quantised).config
-    for key in ("rope", "layer_kinds", "count", "top_k", "gate", "intermediate_size", "qkv_bias", "o_bias", "has_sinks"):
+    for key in ("rope", "layer_kinds", "experts", "intermediate_size", "qkv_bias", "o_bias", "has_sinks"):
         assert getattr(found, key) == getattr(wanted, key), key
     own, other = load(path), load(quantised)
     expect_equal(own, other)

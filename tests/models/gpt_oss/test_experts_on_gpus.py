@@ -17,8 +17,8 @@ from toolkit.oracles.quantised import SCHEMES, as_quantised
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
 from specdec.lossless.verify import verify
-from specdec.models import experts
-from specdec.models.experts import quantised_experts
+from specdec.models.mixtures import products
+from specdec.ops.products.experts import quantised_experts
 from specdec.session import Session
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +67,7 @@ def test_bfloat16_texts_part_at_near_ties_alone(
         calls.append(len(x_TH))
         return quantised_experts(x_TH, *rest)
 
-    monkeypatch.setattr(experts, "quantised_experts", counted)
+    monkeypatch.setattr(products, "quantised_experts", counted)
     decoder = load(folders[name], SpecConfig(3, 2, 6), device="cuda", dtype="bfloat16")
     assert verify(Session(decoder), PROMPTS, SAMPLING).passed
     assert calls and Driver(decoder).num_graphs("round") > 0

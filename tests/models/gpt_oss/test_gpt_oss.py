@@ -22,7 +22,7 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.cli.entry import main
 from specdec.models.causal_lm import CausalLM
 from specdec.models.gpt_oss.config import parse_gpt_oss
-from specdec.models.gpt_oss.modules import BiasedExperts
+from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.registry import choose_target
 from specdec.models.schemes.config import parse_quantization
 from specdec.models.sharding import share_of
@@ -55,7 +55,7 @@ def test_every_number_is_transformers_own(folders: tuple[Path, Path]) -> None:
     stored, model = load_file(folders[0] / "model.safetensors"), load(folders[0])
     for index, layer in enumerate(model.layers):
         experts, prefix = layer.get_submodule("mlp"), f"model.layers.{index}.mlp.experts"
-        assert isinstance(experts, BiasedExperts)
+        assert isinstance(experts, MixtureOfExperts)
         both = {
             name: convert_moe_packed_tensors(
                 stored[f"{prefix}.{name}_blocks"], stored[f"{prefix}.{name}_scales"], dtype=torch.float32
@@ -231,7 +231,8 @@ def test_the_published_config_is_understood() -> None:
         "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
     }  # fmt: skip
     config = parse_gpt_oss(raw, "config.json")
-    assert (config.count, config.top_k, tuple(config.gate)) == (32, 4, (1.702, 7.0))
+    experts = config.experts
+    assert experts is not None and (experts.count, experts.router.top_k, tuple(experts.gate)) == (32, 4, (1.702, 7.0))
     assert [kind.window for kind in config.layer_kinds] == [128, None] * 12 and config.has_sinks
     rope = config.rope
     assert isinstance(rope, YarnRope) and rope.theta == 150000 and not rope.truncate

@@ -108,7 +108,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bloom", dict(seq_length=0), "seq_length must be a whole number"),
     ("bloom", dict(n_embed=-1), "n_embed must be a whole number"),
     ("bloom", dict(alibi_max=9), "unknown config keys alibi_max"),
-    ("bloom", dict(n_head=7), "can't run without values .*divisible by num_heads"),
+    ("bloom", dict(n_head=7), "hidden_size must be a multiple of n_head 7, got 80"),
+    ("bloom", dict(num_hidden_layers=None), "num_hidden_layers must not be null"),
+    ("bloom", dict(layer_norm_epsilon=-1e-5), "layer_norm_epsilon must be a finite number of at least 0"),
+    ("bloom", dict(hidden_dropout=7), "hidden_dropout must be from 0 to 1, got 7"),
     ("bloom", dict(num_attention_heads=10), "n_head and num_attention_heads must be equal, got 5 and 10"),
     ("bloom", dict(n_embed=40), "n_embed and hidden_size must be equal, got 40 and 80"),
     ("mpt", dict(num_attention_heads=12), "n_heads and num_attention_heads must be equal, got 6 and 12"),
@@ -127,6 +130,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mpt", attention(prefix_lm=True), "prefix_lm must be False"),
     ("mpt", attention(qk_ln=True), "qk_ln must be False"),
     ("mpt", attention(qk_gn=False), "attn_config: unknown keys qk_gn"),
+    ("mpt", dict(n_heads=7), "d_model must be a multiple of n_heads 7, got 96"),
+    ("mpt", attention(attn_pdrop=7), "attn_pdrop must be from 0 to 1, got 7"),
     ("mpt", attention(alibi_bias_max=0), "alibi_bias_max must be a finite number above 0"),
     ("mpt", attention(clip_qkv=-1.0), "clip_qkv must be a finite number above 0"),
     ("mpt", attention(softmax_scale=0), "softmax_scale must be a finite number above 0"),
@@ -137,6 +142,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("falcon-rw", dict(num_kv_heads=2), "num_kv_heads must be num_attention_heads 8 where multi_query is false"),
     ("falcon-40b", dict(num_kv_heads=4), "num_attention_heads 6 must be a multiple of num_kv_heads"),
+    ("falcon-rw", dict(num_attention_heads=None), "num_attention_heads"),
+    ("falcon-rw", dict(num_attention_heads=[8]), r"num_attention_heads must be a whole number of at least 1, got \[8\]"),
+    ("falcon-rw", dict(activation="gelu_wide"), "activation must be an activation that transformers knows"),
+    ("falcon-rw", dict(layer_norm_epsilon=None), "layer_norm_epsilon must not be null"),
+    (
+        "falcon-rw",
+        dict(new_decoder_architecture=True),
+        "parallel_attn must be absent or true where new_decoder_architecture is",
+    ),
+    ("falcon-40b", dict(num_ln_in_parallel_attn=3), "num_ln_in_parallel_attn must be at most 2, got 3"),
+    ("falcon-7b", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn must be null or 1 unless"),
     ("falcon-rw", dict(ffn_size=8), "unknown config keys ffn_size"),
 ]
 
@@ -172,6 +188,15 @@ def test_published_configs_are_read(tmp_path: Path, name: str) -> None:
     assert config.layer_kinds == (LayerKind(alibi=True),) * 3
     assert config.max_position == 64
     assert config.num_heads == FAMILIES[name][1]
+
+
+def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
+    """Keeps out: MPT-7B-StoryWriter, whose config.json says clip_qkv 6; transformers' class accepts 6.0 alone."""
+    folder = save(tmp_path, "mpt", attn_config=dict(clip_qkv=1.0, softmax_scale=1.0))
+    before = ours(loaded(folder)).hidden_TH
+    changed = rewritten(folder, attention(clip_qkv=1, softmax_scale=1))
+    assert '"clip_qkv": 1,' in (folder / "config.json").read_text()
+    assert torch.equal(ours(loaded(changed)).hidden_TH, before)
 
 
 def test_inspect_says_alibi(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.models.config import ExpertsConfig
-from specdec.models.experts import Router, masked_experts, ordered_experts
+from specdec.models.mixtures.products import masked_experts, ordered_experts
+from specdec.models.mixtures.router import Router
+from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.stacked import each_linear
 from specdec.ops.products.tiles.experts import StackedTiles
@@ -55,8 +56,10 @@ def test_each_matrix_equals_the_definition(along: bool) -> None:
 
 def test_a_router_chooses_as_its_definition() -> None:
     """Keeps out: logits rounded to 16 bits on the way, by which near experts change places."""
-    router = Router(40, ExpertsConfig(8, 3, 8, 1, "sigmoid", 4, 2, True, 2.5)).to(DEVICE, DTYPE).requires_grad_(False)
-    router.weight.copy_(rand(8, 40))
+    rule = RouterRule(3, "sigmoid", True, groups=4, top_groups=2, group_best=2, normed=True, scaling=2.5)
+    config = ExpertsConfig(8, 8, rule, shared_size=8, shared_gated=True)
+    router = Router(40, config).to(DEVICE, DTYPE).requires_grad_(False)
+    router.weight.copy_(rand(9, 40))
     router.correction_E = rand(8, seed=1).float()
     want = router(x := rand(9, 40, seed=2))
     router.numerics = INVARIANT

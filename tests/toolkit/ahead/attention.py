@@ -41,7 +41,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import CandidateKeys as Keys
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.index_store_triton import launch_store_index
-from specdec.attention.sparse.launch import launch_sparse_segment
+from specdec.attention.sparse.launch import launch_best_keys, launch_sparse_segment
 from specdec.attention.state import AttentionState
 from specdec.ops.rope import HeadPrep, Rotation
 from toolkit.ahead.made import PAGE, counts, floats, halves, has_float8, here, ids, inbox_of, may_be_deterministic
@@ -164,6 +164,7 @@ def sparse_attention() -> None:
             prep = IndexPrep(rotation(64, T), halves(I), halves(I), 1e-6, 0.1)
             weights_TJ = launch_store_index(view.index_keys, q_TJI, key_TI, weights_TJ, slots_T, prep)  # type: ignore[attr-defined]
             rows = launch_sparse_segment(q_TJI, weights_TJ, view.index_keys, Keys.of(plan, T), topk)  # type: ignore[attr-defined]
+            launch_best_keys(q_TJI, weights_TJ, view.index_keys, Keys.of(AttentionPlan(plan.parts[:1]), T), topk)  # type: ignore[attr-defined]
             backend = TritonBackend()
             backend.run(halves(T, 128, 576), view.latents, rows, Scoring(0.1))  # type: ignore[attr-defined]
 

@@ -83,6 +83,7 @@ LATENT: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
 WIDE = {"head_dim": 128, "intermediate_size": 1024}  # whole groups of 128 columns for 8 ranks
 QWEN3 = Pair("qwen3", _plain("qwen3"), divides=2)
 V3 = Pair("v3", partial(save_deepseek, name="v3", **LATENT), divides=1)
+V32 = Pair("v32", partial(save_sparse, name="v32", **LATENT))
 GPT_OSS = Pair("gpt-oss", _gpt_oss)
 FAMILIES = (
     Pair("llama", _plain("llama", num_key_value_heads=8, head_dim=8)),
@@ -97,7 +98,7 @@ FAMILIES = (
     Pair("v2", partial(save_deepseek, name="v2", **LATENT)),
     V3,
     Pair("v32-dense-biases", partial(save_sparse, name="v32-dense-biases", **LATENT)),
-    Pair("v32", partial(save_sparse, name="v32", **LATENT)),
+    V32,
     Pair("glm", partial(save_sparse, name="glm", **LATENT)),
     Pair("glm-shared", partial(save_sparse, name="glm-shared", **LATENT)),
 )
@@ -119,6 +120,7 @@ FEATURES = (
     PairFeature("every option", QWEN3, samplings=ALL_OPTIONS),
     PairFeature("every option, context parallelism", QWEN3, samplings=ALL_OPTIONS, options=CONTEXT_PARALLEL),
     PairFeature("windows, context parallelism", GPT_OSS, options=CONTEXT_PARALLEL),
+    PairFeature("an indexer, context parallelism", V32, options=CONTEXT_PARALLEL),
     PairFeature("grammars", BYTES, samplings=GRAMMARS, prompts=WORDS),
     PairFeature("grammars", BYTES, CHAIN, GRAMMARS, prompts=WORDS),
     PairFeature("grammars, n-grams", NGRAM, samplings=GRAMMARS, prompts=WORDS),

@@ -46,7 +46,9 @@ _OTHERS = (
     "num_key_value_heads partial_rotary_factor rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window "
     "use_sliding_window".split()
 )
+_NOT_NULL = ("activation", "attention_dropout", "hidden_dropout", "layer_norm_epsilon")  # Falcon's class lets null pass
 _LONGEST = {"bloom": "seq_length", "mpt": "max_seq_len"}  # keys that say how long a text may be
+_FRACTIONS = ("clip_qkv", "softmax_scale")  # of MPT's attn_config: numbers that transformers' class takes as floats alone
 
 
 def refuse_unread(raw: dict[str, Any], where: str) -> None:
@@ -61,6 +63,7 @@ def refuse_unread(raw: dict[str, Any], where: str) -> None:
         whole(raw, "n_embed", where)
     made = CONFIG_MAPPING[name]()
     _check_twice(raw, made.attribute_map, where)
+    _check_heads(raw, made, where)
     read = {*made.to_dict(), *made.attribute_map, *(("rope_scaling", "rope_theta") if name == "falcon" else ())}
     if odd := [key for key in _OTHERS if key not in read and raw.get(key) is not None]:
         raise ValueError(f"{where}: keys {', '.join(odd)} must be absent: transformers does not read them for a {name} model")
@@ -69,7 +72,18 @@ def refuse_unread(raw: dict[str, Any], where: str) -> None:
     if name == "mpt":
         _check_attention(mapping(raw, "attn_config", where), f"{where}: attn_config")
     if name == "falcon":
-        _check_kv_heads(raw, where)
+        _check_falcon(raw, where)
+
+
+def as_transformers_reads(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config with numbers of the types that transformers' class wants: published MPT configs say clip_qkv 6, it wants 6.0.
+
+    raw: what `refuse_unread` has passed.
+    """
+    own = raw.get("attn_config") if raw["model_type"] == "mpt" else None
+    if own is None:
+        return raw
+    return raw | {"attn_config": own | {key: float(own[key]) for key in _FRACTIONS if own.get(key) is not None}}
 
 
 def longest_key(model_type: str) -> str | None:
@@ -106,21 +120,51 @@ def _check_attention(own: dict[str, Any], where: str) -> None:
     if odd := sorted(key for key in own if key not in known and not key.startswith("_")):
         raise ValueError(f"{where}: unknown keys {', '.join(odd)}, which transformers does not read for an mpt model")
     _only(own, _ONLY_IN_ATTENTION, where, "mpt")
-    for key in ("alibi_bias_max", "clip_qkv", "softmax_scale"):
+    for key in ("alibi_bias_max", *_FRACTIONS):
         if key in own and (own[key] is not None or key == "alibi_bias_max"):
             number(own, key, where)
+    if number(own, "attn_pdrop", where, 0.0, or_zero=True) > 1:
+        raise ValueError(f"{where}: attn_pdrop must be from 0 to 1, got {own['attn_pdrop']!r}")
 
 
-def _check_kv_heads(raw: dict[str, Any], where: str) -> None:
-    """Without groups of heads, every head has a key of its own, or all have one: num_kv_heads says nothing else."""
-    heads, kv_heads = raw.get("num_attention_heads", 71), raw.get("num_kv_heads")
-    if kv_heads is None:
+def _check_heads(raw: dict[str, Any], made: Any, where: str) -> None:
+    """Heads share the hidden size evenly.  made: transformers' config of the family with its defaults."""
+    (width_key, width), (heads_key, heads) = (
+        _size(raw, made, where, *names) for names in (("hidden_size", "n_embed"), ("num_attention_heads",))
+    )
+    if width % heads:
+        raise ValueError(f"{where}: {width_key} must be a multiple of {heads_key} {heads}, got {width}")
+
+
+def _size(raw: dict[str, Any], made: Any, where: str, common: str, *older: str) -> tuple[str, int]:
+    """The name under which a config says a size, and the size; the class's default if the config does not say it."""
+    own = made.attribute_map.get(common, common)
+    name = next((key for key in (own, common, *older) if raw.get(key) is not None), own)
+    return name, whole(raw, name, where, getattr(made, own))
+
+
+def _check_falcon(raw: dict[str, Any], where: str) -> None:
+    """What Falcon's code can't run, and what it would ignore.
+
+    Without groups of heads, every head has a key of its own, or all have one: num_kv_heads says nothing else.
+    """
+    is_new, heads = bool(raw.get("new_decoder_architecture")), whole(raw, "num_attention_heads", where, 71)
+    if nulls := [key for key in _NOT_NULL if key in raw and raw[key] is None]:
+        raise ValueError(f"{where}: {', '.join(nulls)} must not be null in a falcon model")
+    norms = raw.get("num_ln_in_parallel_attn")
+    if norms is not None and whole(raw, "num_ln_in_parallel_attn", where, most=2) == 2 and not is_new:
+        raise ValueError(f"{where}: num_ln_in_parallel_attn must be null or 1 unless new_decoder_architecture is true, got 2")
+    if is_new and not raw.get("parallel_attn", True):
+        raise ValueError(
+            f"{where}: parallel_attn must be absent or true where new_decoder_architecture is, got {raw['parallel_attn']!r}"
+        )
+    if raw.get("num_kv_heads") is None:
         return
-    whole(raw, "num_kv_heads", where, 1)
-    if raw.get("new_decoder_architecture"):
+    kv_heads = whole(raw, "num_kv_heads", where)
+    if is_new:
         if heads % kv_heads:
             raise ValueError(f"{where}: num_attention_heads {heads} must be a multiple of num_kv_heads, got {kv_heads}")
-    elif raw.get("multi_query") is False and kv_heads != heads:
+    elif not raw.get("multi_query", True) and kv_heads != heads:
         raise ValueError(
             f"{where}: num_kv_heads must be num_attention_heads {heads} where multi_query is false, got {kv_heads}"
         )

@@ -1,102 +1,26 @@
-"""Mixture-of-experts layers: a router that chooses and weighs each token's top-k experts, and these experts' MLPs.
+"""The weighted sum of each token's top-k experts' MLPs, given who was chosen: by which products it is computed.
 
-No shape in this file depends on the values of a tensor, so all of it can run inside CUDA graphs.  This file knows no attention.
+No shape in this file depends on the values of a tensor, so all of it can run inside CUDA graphs.  This file knows no router.
 
-Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), G groups of experts, F intermediate size of an expert,
-P = T * K pairs of a token and an expert.
+Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), F intermediate size of an expert, G = 2F, P = T * K
+pairs of a token and an expert.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from specdec.models.config import ExpertsConfig, ModelConfig
-from specdec.models.layers import MLP
-from specdec.models.linear import LinearStack, Multiplying
-from specdec.models.making import made_now, new_weight
+from specdec.models.linear import LinearStack
 from specdec.ops.operator import is_traced
 from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, by_expert, has_experts_kernel, quantised_experts
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
+from specdec.ops.products.stacked import experts_linear, weighted_sum
 from specdec.ops.products.tiles.experts import StackedTiles
 
 MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
-
-
-class Router(Multiplying):
-    """Chooses each token's experts and their weights.  The router computes in float32, as in transformers, or in float64.
-
-    correction_E: the bias that the sigmoid gate adds to the scores for choosing experts.
-    """
-
-    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = new_weight(config.count, hidden_size)
-        if config.gate == "sigmoid":
-            self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32, device=made_now().device))
-
-    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair (topk_weights [T, K] in float32 or a wider type, topk_ids [T, K] int64)."""
-        if self.numerics.is_invariant:
-            logits_TE = each_linear(x_TH[:, None], self.weight[None], torch.float32)[:, 0]
-        else:
-            wide = torch.promote_types(x_TH.dtype, torch.float32)
-            logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
-        if self.config.gate == "softmax":
-            scores_TE = logits_TE.softmax(-1)
-            topk_weights_TK, topk_ids_TK = self._of_best_groups(scores_TE, scores_TE, 1, 0.0).topk(self.config.top_k, dim=-1)
-        else:
-            scores_TE = logits_TE.sigmoid()
-            ranked_TE = scores_TE + self.correction_E
-            topk_ids_TK = self._of_best_groups(ranked_TE, ranked_TE, 2, -torch.inf).topk(self.config.top_k, dim=-1).indices
-            topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
-        if self.config.normed:
-            topk_weights_TK = topk_weights_TK / (self._added_up(topk_weights_TK)[:, None] + 1e-20)
-        return topk_weights_TK * self.config.scaling, topk_ids_TK
-
-    def _of_best_groups(self, scores_TE: Tensor, ranks_TE: Tensor, best: int, other: float) -> Tensor:
-        """The scores [T, E], with `other` in place of the scores of all but the token's best groups.
-
-        A group's rank is the sum of the `best` highest values of ranks_TE among its experts.
-        """
-        G, top = self.config.groups, self.config.top_groups
-        if G is None:
-            return scores_TE
-        assert top is not None
-        ranks_TG = self._added_up(ranks_TE.unflatten(1, (G, -1)).topk(best, dim=-1).values)
-        hidden_TG = torch.ones_like(ranks_TG, dtype=torch.bool).scatter_(1, ranks_TG.topk(top, dim=-1).indices, False)
-        return scores_TE.unflatten(1, (G, -1)).masked_fill(hidden_TG[..., None], other).flatten(1)
-
-    def _added_up(self, x: Tensor) -> Tensor:
-        """The sums over the last dim, which has few numbers."""
-        return sum(x.unbind(-1)[1:], start=x[..., 0]) if self.numerics.is_invariant else x.sum(-1)
-
-
-class MixtureOfExperts(nn.Module):
-    """A layer's mixture: the weighted sum of the outputs of each token's top-k experts, plus the output of the shared experts.
-
-    The router's policy chooses the experts' products too.
-    """
-
-    def __init__(self, config: ModelConfig, experts: ExpertsConfig | None) -> None:
-        super().__init__()
-        assert experts is not None
-        E, H, I = experts.count, config.hidden_size, experts.intermediate_size
-        self.gate = Router(H, experts)
-        self.gate_up_proj = LinearStack(E, H, {"gate_proj": I, "up_proj": I}, config.shard, "column")
-        self.down_proj = LinearStack(E, I, {"down_proj": H}, config.shard, "row")
-        self.shared_experts = MLP(replace(config, intermediate_size=I * experts.shared))
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        topk_weights_TK, topk_ids_TK = self.gate(x_TH)
-        stacks, numerics = (self.gate_up_proj, self.down_proj), self.gate.numerics
-        return self.shared_experts(x_TH) + mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, numerics=numerics)
 
 
 def mixture(

@@ -1,0 +1,78 @@
+"""How the mixtures of a family lie in checkpoints: a table of names, and what fills a mixture by it.
+
+Every expert's projections are matrices of their own, `{experts}.{number}.{part}`.  This file knows no key of a config.json but
+those that errors name.
+
+Shapes: E experts, L rows of a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import copy_, fill_float32, fill_linear, fill_parts, fill_stack
+from specdec.models.config import ModelConfig
+from specdec.models.mixtures.layer import MixtureOfExperts
+from specdec.models.mixtures.router import Router
+
+
+class MixtureNames(NamedTuple):
+    """What a family calls the tensors of a layer's mixture, each below the name of the layer.
+
+    correction, shared, shared_gate: read where the config has such numbers, shared experts, or a gate of them.
+    parts: of an expert's projections that have other names than gate_proj, up_proj and down_proj.
+    count_keys, width_keys, shared_keys: the keys of config.json that say these sizes, for errors.
+    """
+
+    router: str = "mlp.gate.weight"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    parts: Mapping[str, str] = {}
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+    count_keys: str = "n_routed_experts, after first_k_dense_replace layers"
+    width_keys: str = "moe_intermediate_size"
+    shared_keys: str = "n_shared_experts and moe_intermediate_size"
+
+
+USUAL = MixtureNames()
+
+
+def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, names: MixtureNames = USUAL) -> None:
+    """ValueError if the sizes of MLPs are not those of the first layer of each kind, by the headers."""
+    experts, H = config.experts, config.hidden_size
+    dense = set(range(config.num_layers)) if experts is None else experts.dense_layers
+    if dense:
+        size = (config.intermediate_size, H)
+        checkpoint.expect_matrix(f"model.layers.{min(dense)}.mlp.gate_proj", size, "intermediate_size and hidden_size")
+    if experts is None:
+        return
+    layer = f"model.layers.{min(set(range(config.num_layers)) - dense)}"
+    checkpoint.expect(f"{layer}.{names.router}", (experts.count, H), names.count_keys)
+    gate = names.parts.get("gate_proj", "gate_proj")
+    checkpoint.expect_matrix(f"{layer}.{names.experts}.0.{gate}", (experts.intermediate_size, H), names.width_keys)
+    if experts.shared_size:
+        checkpoint.expect_matrix(f"{layer}.{names.shared}.gate_proj", (experts.shared_size, H), names.shared_keys)
+
+
+def fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str, names: MixtureNames = USUAL) -> None:
+    """Each expert's gate above its up in one weight.  prefix: the layer's name and that of the module."""
+    layer = prefix.rpartition(".")[0]
+    _fill_router(moe.router, checkpoint, layer, names)
+    for stack in (moe.gate_up_proj, moe.down_proj):
+        fill_stack(stack, checkpoint, f"{layer}.{names.experts}", names.parts)
+    if moe.shared is not None:
+        fill_parts(moe.shared.gate_up_proj, checkpoint, f"{layer}.{names.shared}")
+        fill_linear(moe.shared.down_proj, checkpoint, f"{layer}.{names.shared}.down_proj")
+
+
+def _fill_router(router: Router, checkpoint: Checkpoint, layer: str, names: MixtureNames) -> None:
+    """The rows of experts, and after them that of the shared experts' gate.  The correction stays float32 in any dtype."""
+    weight_LH, E = router.weight.detach(), router.count
+    copy_(weight_LH[:E], checkpoint, f"{layer}.{names.router}")
+    if len(weight_LH) > E:
+        copy_(weight_LH[E:], checkpoint, f"{layer}.{names.shared_gate}")
+    if router.correction_E is not None:
+        router.correction_E = fill_float32(router.correction_E, checkpoint, f"{layer}.{names.correction}")

@@ -1,0 +1,61 @@
+"""A layer's mixture of experts as a module: the router, the stacks of the experts' matrices, the shared experts.
+
+The module knows no attention and no checkpoint (fill.py fills it).
+
+Shapes: T tokens, H hidden size, E experts, F intermediate size of an expert, G = 2F.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from specdec.models.config import ModelConfig
+from specdec.models.layers import MLP
+from specdec.models.linear import LinearStack
+from specdec.models.making import new_weight
+from specdec.models.mixtures.products import mixture
+from specdec.models.mixtures.router import Router
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.experts import PLAIN, Form
+
+
+class MixtureOfExperts(nn.Module):
+    """A layer's mixture: the weighted sum of the outputs of each token's top-k experts, plus the output of the shared experts.
+
+    Ranks that share the layer hold a part of each expert, and their outputs are summed: the first alone has down_bias_EH.
+    The router's policy chooses the experts' products too.
+    """
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        E, H, F, shard = experts.count, config.hidden_size, experts.intermediate_size, config.shard
+        self.experts, self.shard = experts, shard
+        self.router = Router(H, experts)
+        self.gate_up_proj = LinearStack(E, H, {"gate_proj": F, "up_proj": F}, shard, "column")
+        self.down_proj = LinearStack(E, F, {"down_proj": H}, shard, "row")
+        self.gate_up_bias_EG = new_weight(E, 2 * F) if experts.biased else None
+        self.down_bias_EH = new_weight(E, H) if experts.biased and shard.rank == 0 else None
+        self.shared = MLP(replace(config, intermediate_size=experts.shared_size)) if experts.shared_size else None
+
+    @property
+    def form(self) -> Form:
+        """What the experts compute besides their products."""
+        form = Form(self.experts.gate, self.gate_up_bias_EG, self.down_bias_EH)
+        return form if self.experts.biased or form.gate != PLAIN.gate else PLAIN
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
+        stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
+        shared_TH = None if self.shared is None else self.shared(x_TH)
+        out_TH = mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=self.form, numerics=numerics)
+        if shared_TH is None:
+            return out_TH
+        return out_TH + (shared_TH if shared_T1 is None else (shared_TH * shared_T1).to(out_TH.dtype))
+
+
+def mlp_of(config: ModelConfig, index: int) -> nn.Module:
+    """The MLP or the mixture of the layer of that number."""
+    experts = config.experts
+    return MLP(config) if experts is None or index in experts.dense_layers else MixtureOfExperts(config, experts)

@@ -1,0 +1,63 @@
+"""What a model's mixtures of experts are, as data: the router's rule, the experts' form, shared experts, layers without any.
+
+Every family's mixture is a value of `ExpertsConfig`.  This file knows no tensor, no key of a config.json and no family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specdec.ops.products.experts import SwiGLU
+
+Scores = Literal["softmax", "sigmoid", "softmax of chosen"]
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How a router's logits become each token's experts and their weights.  `choose` (router.py) computes it.
+
+    top_k: how many experts a token has.
+    scores: what the logits become first: a softmax over all experts, a sigmoid of each, or, as in gpt-oss, nothing: experts of
+        the greatest logits are chosen, and the softmax over these is the weights.
+    corrected: whether a learnt number for each expert is added to the scores for choosing, but not to the weights.
+    biased: whether the logits have a bias.
+    groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
+        Both are None where the router may choose any experts.  group_best: how many of a group's best experts rank it.
+    normed: whether the weights are divided by their sum.  least_sum: what that sum is at least taken for.
+    scaling: factor on the weights after that.
+    """
+
+    top_k: int
+    scores: Scores
+    corrected: bool = False
+    biased: bool = False
+    groups: int | None = None
+    top_groups: int | None = None
+    group_best: int = 1
+    normed: bool = False
+    least_sum: float = 0.0
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of a model's layers.
+
+    count: experts that the router chooses from.  intermediate_size: of one expert's MLP.
+    gate: how an expert's gate multiplies its up projection.  biased: whether the experts' projections have biases.
+    kept_float32: whether the router's weights are float32 in a model of any dtype.  It computes in float32 all the same.
+    shared_size: width of the MLP that every token passes besides its top-k experts, of all shared experts together; 0: none.
+    shared_gated: whether each token weighs that MLP's output by the sigmoid of one more logit.
+    dense_layers: numbers of the layers whose MLP is no mixture.
+    """
+
+    count: int
+    intermediate_size: int
+    router: RouterRule
+    gate: SwiGLU = SwiGLU()
+    biased: bool = False
+    kept_float32: bool = False
+    shared_size: int = 0
+    shared_gated: bool = False
+    dense_layers: frozenset[int] = frozenset()
