@@ -201,7 +201,7 @@ def launch_selection(
     candidates: CandidateKeys, topk: int, first: int, queries: int, scratch: Scratch, slots_TI: Tensor, sizes: IndexerTiles,
     pages_read: PageTable | None = None,
 ) -> None:  # fmt: skip
-    """Selects a part of the queries' best keys, into their rows of slots_TI.  pages_read: say the slots, not the candidates'."""
+    """Selects a part of the queries' best keys, into their rows of slots_TI.  pages_read: say the slots, if not theirs."""
     suffix, N, device = candidates.suffix, candidates.width, slots_TI.device
     pages, page_size = pages_read or candidates.pages
     paths = pages if suffix is None else suffix.pages.table
