@@ -56,10 +56,9 @@ def test_bfloat16_on_a_gpu_is_near_float64(name: str) -> None:
     """Keeps out: tensor-core paths of an operator that read slots which hold NaN, or that round more than bf16 does."""
     operator, make = CASES[name]
     torch.manual_seed(0)
-    names = [argument.name for argument in operator._schema.arguments]
     args = tuple(
-        x.bfloat16() if isinstance(x, Tensor) and x.dtype == torch.float32 and name not in FLOAT32 else x
-        for name, x in zip(names, make("cpu"), strict=True)
+        x.bfloat16() if isinstance(x, Tensor) and x.dtype == torch.float32 and argument.name not in FLOAT32 else x
+        for argument, x in zip(operator._schema.arguments, make("cpu"))  # the last arguments have defaults
     )
     exact = changed(operator, tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args))
     got = changed(operator, tuple(x.cuda() if isinstance(x, Tensor) else x for x in args))
