@@ -20,8 +20,8 @@ class Limits:
     workspace_tokens: latents converted at once; with DeepSeek's dims they take 75 MB in bf16.  A single row may be longer.
     selected_tokens: latents converted at most where queries select keys, of all rows at once; with DeepSeek's dims they take
         302 MB in bf16.
-    converted_a_query: tokens converted at most for each query of the pass: a chunk of a text far longer than itself would lose more by
-        the conversion than its queries gain.
+    converted_a_query: tokens converted at most for each query of the pass.  A short chunk of a long text would lose more by the
+        conversion than its queries gain.
     absorbed: elements of absorbed queries at once where each token reads keys of its own.  They are four times as wide as the
         queries that they are made from, so a long prompt is processed in parts: at DeepSeek's dims of 910 tokens, in 134 MB.
     """
