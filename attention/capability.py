@@ -149,7 +149,9 @@ class Capability:
         (BackendChoice.by_rule).
     dtypes: the dtypes in which it computes.
     head_dims, fp8_head_dims: the head dims that it takes, and with keys and values in fp8; None: any, and the same.
-    kinds: the kinds of layers that its own kernel reads.  specdec's Triton kernels read the others, and then shared prefixes.
+    kinds: the kinds of layers that its own kernel reads.  specdec's Triton kernels read the others.
+    tree_kinds: the same, where a draft tree's nodes stand after the keys.
+    shares: whether its own kernel reads a prefix that several rows share.
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
     fp8_from: the lowest compute capability for float8, in KV or latents; None: any on which it runs.
     latents: the rank and the rotated dim of the latents that it takes; None: any.
@@ -165,6 +167,8 @@ class Capability:
     fp8_head_dims: HeadDims | None = None
     pages: PageSizes = PageSizes()
     kinds: tuple[str, ...] = KINDS
+    tree_kinds: tuple[str, ...] = KINDS
+    shares: bool = True
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     latents: tuple[int, int] | None = None

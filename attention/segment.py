@@ -42,6 +42,9 @@ class Segment:
     alibi_positions_T: int32, each query's position counted from its row's key 0 (its position minus the row's base), for
         ALiBi's distances.  None: no layer that reads this segment has slopes.
     span: the most keys between any query's first and its last key; known to the host.  None: a query may read its whole row.
+    window: the queries are their row's last tokens, and starts_T says of each that it reads the last `window` keys up to its
+        own, and nothing else.  A library that has windows then needs no first keys.  None: starts_T alone says what is read.
+    whole_or_none: starts_T says of each query that it reads its whole row, or that it reads nothing.
     fresh: which of a row's keys the layer may have stored just before it attends: those of the row's own "queries", its last
         ones; "none"; or perhaps "all".  The others were complete before its projections, so kernels may read them early.
     max_cached: the most keys that any row of a prompt holds before its own queries' keys; known to the host.  None: not given.
@@ -57,6 +60,8 @@ class Segment:
     starts_T: Tensor | None = None
     alibi_positions_T: Tensor | None = None
     span: int | None = None
+    window: int | None = None
+    whole_or_none: bool = False
     max_cached: int | None = None
     window_right: int = 0
     fresh: Fresh = "all"
@@ -112,7 +117,15 @@ class Segment:
             return with_positions.local(replace(kind, alibi=False), positions_T)
         if kind.reads_all:
             return self
-        return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
+        first_T = first_keys(kind, positions_T, self.base_B, self.starts_T)
+        window = kind.window if self._holds_texts_to_their_end else None
+        return replace(self, starts_T=first_T, span=kind.span, window=window, whole_or_none=False)
+
+    @property
+    def _holds_texts_to_their_end(self) -> bool:
+        """Whether a row's key k is that of position k, and its last queries' keys are its last ones."""
+        ends = self.causal or (self.max_seqlen_q == 1 and self.fresh == "queries")
+        return ends and self.base_B is None and self.starts_T is None
 
 
 class ContextParallelPrefix(NamedTuple):

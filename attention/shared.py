@@ -84,6 +84,7 @@ def split_shared(own: Segment, shared: SharedPrefix | None) -> tuple[Segment, ..
         max_seqlen_q=rows * n,
         fresh="none",
         starts_T=_each(shared.unshared_B, n),  # a row that is no member starts at the row's end, so it reads none
+        whole_or_none=True,
     )
     return once, replace(own, starts_T=_each(shared.shared_B, n))
 

@@ -1,18 +1,18 @@
 """Three thin adapters of the flash-attn packages: each takes a segment and returns its state.
 
-They translate argument names, layouts of lse and conventions for empty rows; they hold no kernel.  They answer segments without
-first keys, over keys in the models' own dtype (fa3: also over fp8), in pages that the library can read.  Sinks are never passed
-to a library: they are added once, above the backend.
+They translate argument names, layouts of lse and conventions for empty rows; they hold no kernel.  They answer segments that
+the libraries' arguments can express, over keys in the models' own dtype (fa3: also over fp8), in pages that the library can
+read.  Sinks are never passed to a library: they are added once, above the backend.
 
 Shapes: T queries, H heads, K kv heads, D head dim, R rows, n queries of each row, P page size.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +20,31 @@ from torch import Tensor
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.flash.queries import float8_queries
-from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.pages import PageTable
-from specdec.attention.segment import Segment, uniform_cu_seqlens
+from specdec.attention.kinds import Scoring
+from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 from specdec.ops.index import kept
 
 MIN_TILE = 64  # keys of flash-attn 3's smallest tile: smaller pages are loaded token by token, not by TMA
 
 FlashView = MHAView | QuantView
-Adapter = Callable[[Tensor, FlashView, Segment, Scoring], AttentionState]
+Shared = dict[Any, Any]  # what the layers of a pass have in common, by a name that tells segments and heads apart
+Adapter = Callable[[Tensor, FlashView, Segment, Scoring, Shared], AttentionState]
 
 
-def fa2_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+def can_express(segment: Segment) -> bool:
+    """Whether the libraries' arguments say what the segment's queries read.
+
+    A window is the libraries' window_size: the last keys up to a query's own, where a row's queries are its last tokens.  So it
+    does not fit a tree's prefix, whose queries stand after the row's end, each as far as its depth.  Chunks fit nothing that
+    all three have.
+    """
+    if segment.alibi_positions_T is not None or segment.window_right:
+        return False
+    return segment.starts_T is None or segment.window is not None or segment.whole_or_none
+
+
+def fa2_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring, shared: Shared) -> AttentionState:
     """The package flash_attn 2.8.  Pages hold a multiple of 256 tokens; a query that reads no key comes back with lse +inf.
 
     If all rows hold equally many queries, the call is flash_attn_with_kvcache, which may split keys over the GPU.  Ragged
@@ -43,21 +55,24 @@ def fa2_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     k, v = _pages(q_THD, view, segment, scoring)
     rows, n = segment.rows, segment.max_seqlen_q
     options = dict(
-        softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0, block_table=segment.pages.table
-    )
+        softmax_scale=scoring.scale, causal=segment.causal, window_size=_window(segment, -1), softcap=scoring.softcap or 0.0,
+        block_table=segment.pages.table,
+    )  # fmt: skip
     if not segment.ragged:
         out_RnHD, lse_RHn = flash_attn_with_kvcache(
             q_THD.unflatten(0, (rows, n)), k, v, cache_seqlens=segment.cache_seqlens, return_softmax_lse=True, **options
         )
-        return _state(out_RnHD.flatten(0, 1), lse_RHn.transpose(1, 2).flatten(0, 1))
-    cu_seqlens_k = torch.nn.functional.pad(segment.cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        return _state(out_RnHD.flatten(0, 1), _without_inf(lse_RHn.transpose(1, 2).flatten(0, 1)), segment, shared)
+    name = ("cu_seqlens_k", id(segment))
+    if name not in shared:
+        shared[name] = torch.nn.functional.pad(segment.cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     out_THD, lse_HT, _ = flash_attn_varlen_func(
-        q_THD, k, v, segment.cu_seqlens_q, cu_seqlens_k, max(n, 2), segment.max_keys, return_attn_probs=True, **options
+        q_THD, k, v, segment.cu_seqlens_q, shared[name], max(n, 2), segment.pages.capacity, return_attn_probs=True, **options
     )  # max(n, 2): with 1 the library assumes that every row holds exactly one query, and an empty row holds none
-    return _state(out_THD, lse_HT.t())
+    return _state(out_THD, _without_inf(lse_HT.t()), segment, shared)
 
 
-def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring, shared: Shared) -> AttentionState:
     """The package flash_attn_interface.  It returns four values when asked for lse; lse is +inf if no row of the call has a
     key.
 
@@ -68,10 +83,13 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     With many queries over large pages the library loads whole tiles of keys by TMA.  The last tile reaches past a row's end,
     where slots may never have been written: they get weight 0, but 0 * NaN is NaN.  Given cache_leftpad, which is 0 here, the
     library loads exactly the row's keys.
+
+    How the library divides the work over the GPU is computed once for all layers that share a plan, where the installed package
+    offers that, and by a launch in each call otherwise.
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
-    dtype, options = q_THD.dtype, dict[str, Tensor]()
+    dtype, options = q_THD.dtype, dict[str, Any]()
     if isinstance(view, QuantView):
         assert view.scale_2K is not None and not view.needs_scale, "flash-attn 3 reads 8-bit caches with a scale for each head"
         k_RK, v_RK = view.scale_2K[:, None].expand(-1, segment.rows, -1)
@@ -80,12 +98,33 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     if segment.pages.page_size >= MIN_TILE:
         options["cache_leftpad"] = _no_leftpad(segment.rows, q_THD.device)
     k, v = _pages(q_THD, view, segment, scoring)
+    options |= dict(causal=segment.causal, window_size=_window(segment, -1))
+    schedule = _schedule(q_THD, k.shape[2], segment, scoring, options, shared)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(
         q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.pages.table, cu_seqlens_q=segment.cu_seqlens_q,
-        max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
-        return_softmax_lse=True, **options,
+        max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, softcap=scoring.softcap or 0.0,
+        scheduler_metadata=schedule, return_softmax_lse=True, **options,
     )  # fmt: skip
-    return _state(out_THD.to(dtype), lse_HT.t())
+    return _state(out_THD.to(dtype), _without_inf(lse_HT.t()), segment, shared)
+
+
+def _schedule(
+    q_THD: Tensor, kv_heads: int, segment: Segment, scoring: Scoring, options: dict[str, Any], shared: Shared
+) -> Tensor | None:
+    """The scheduler_metadata of flash-attn 3's call with these options; None: the package makes none ahead."""
+    import flash_attn_interface
+
+    make = getattr(flash_attn_interface, "get_scheduler_metadata", None)
+    (_, H, D), softcap = q_THD.shape, scoring.softcap is not None
+    name = ("schedule", id(segment), H, kv_heads, D, q_THD.dtype, softcap)
+    if make is not None and name not in shared:
+        also = {key: options[key] for key in ("cache_leftpad", "causal", "window_size") if key in options}
+        shared[name] = make(
+            segment.rows, segment.max_seqlen_q, segment.pages.capacity, H, kv_heads, D, segment.cache_seqlens,
+            qkv_dtype=q_THD.dtype, cu_seqlens_q=segment.cu_seqlens_q, page_size=segment.pages.page_size, has_softcap=softcap,
+            **also,
+        )  # fmt: skip
+    return shared.get(name)
 
 
 @kept
@@ -93,7 +132,7 @@ def _no_leftpad(rows: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, dtype=torch.int32, device=device)
 
 
-def fa4_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+def fa4_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring, shared: Shared) -> AttentionState:
     """The package flash_attn.cute.
 
     It compiles at the first call of each dtype, head shape, causality and softcap.  That call must not happen inside a graph
@@ -103,10 +142,10 @@ def fa4_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_varlen_func(
         q_THD, k, v, cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q, seqused_k=segment.cache_seqlens,
-        page_table=segment.pages.table, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
-        return_lse=True,
+        page_table=segment.pages.table, softmax_scale=scoring.scale, causal=segment.causal, window_size=_window(segment, None),
+        softcap=scoring.softcap or 0.0, return_lse=True,
     )  # fmt: skip
-    return AttentionState(out_THD, lse_HT.t())
+    return _state(out_THD, lse_HT.t(), segment, shared)
 
 
 @cache
@@ -123,49 +162,28 @@ ADAPTERS: dict[str, Adapter] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_s
 
 def _pages(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
-    assert not segment.is_per_query, "queries differ in first keys, windows or positions: our kernel reads such segments"
+    assert can_express(segment), "queries differ in first keys, windows or positions: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.pages.page_size))
     return pages[:, :, 0], pages[:, :, 1]
 
 
-def _state(out_THD: Tensor, lse_TH: Tensor) -> AttentionState:
-    """A state whose empty rows have lse -inf instead of the library's +inf."""
-    return AttentionState(out_THD, torch.where(lse_TH == torch.inf, -torch.inf, lse_TH))
+def _window(segment: Segment, no_bound: int | None) -> tuple[int | None, int | None]:
+    """The libraries' window_size: how many keys before and after its own a query reads."""
+    return (no_bound, no_bound) if segment.window is None else (segment.window - 1, 0)
 
 
-@torch.inference_mode()
-def check_conventions(name: str, q_THD: Tensor, view: FlashView, like: Segment) -> None:
-    """Asks a library for results that are known: that lse is a natural log, that a row without keys is empty, and that the
-    scales of an fp8 cache apply to the heads that they belong to.
+def _without_inf(lse_TH: Tensor) -> Tensor:
+    """lse, which the library has just written, with -inf in place of +inf, which it gives queries without keys."""
+    return lse_TH.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
-    The check's call has the dtype and heads of q and view, and is of the kind of `like`, so the kernel that it compiles is
-    needed later anyway.  Raises RuntimeError if the installed library answers otherwise.
-    """
-    (H, D), K, device = q_THD.shape[1:], view.kv.shape[2], q_THD.device
-    n, P = min(like.max_seqlen_q, 129), min(like.pages.page_size, 256)  # 256: longer ones take the same kernels
-    lens = [min(3, P), 0, min(2, P)]
-    segment = Segment(
-        PageTable(torch.zeros(3, 1, dtype=torch.int32, device=device), P), torch.tensor(lens, dtype=torch.int32, device=device),
-        uniform_cu_seqlens(3, n, device), n, like.causal,
-    )  # fmt: skip
-    kv = torch.ones(P, 2, K, D, dtype=torch.float32, device=device)
-    keys_K, values_K = kv.new_ones(K), kv.new_ones(K)
-    asked: FlashView = MHAView(kv.to(view.kv.dtype))
-    if isinstance(view, QuantView):  # every head has keys and values of its own
-        keys_K = 1 / torch.arange(1, K + 1, dtype=torch.float32, device=device)
-        asked, values_K = QuantView(kv.to(view.kv.dtype), torch.stack((keys_K, 2 - keys_K))), 2 - keys_K
-    q_3nHD = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float32, device=device)[:, None, None, None].expand(-1, n, H, D)
-    out_THD, lse_TH = ADAPTERS[name](q_3nHD.flatten(0, 1).to(q_THD.dtype), asked, segment, PLAIN)
-    firsts, lasts = out_THD.unflatten(0, (3, n))[:, -1, :, 0].float(), lse_TH.unflatten(0, (3, n))[:, -1]  # these read all keys
-    logits_H = keys_K.repeat_interleave(H // K) * math.sqrt(D)
-    want = torch.stack((logits_H + math.log(lens[0]), 2 * logits_H + math.log(lens[2])))
-    apart = float((lasts[[0, 2]] - want).abs().max() / want.max())
-    values_apart = float((firsts[[0, 2]] - values_K.repeat_interleave(H // K)).abs().max())
-    empty = (float(lse_TH[n : 2 * n].max()), float(out_THD[n : 2 * n].abs().max()))
-    if not (apart <= 1e-2 and values_apart <= 2e-2 and empty == (-math.inf, 0.0)):
-        raise RuntimeError(
-            f"{name}: the installed library answers lse {float(lasts[0, 0]):.4f} where the natural log is "
-            f"{float(want[0, 0]):.4f} (all heads: {apart:.1%} apart, their values {values_apart:.1%}), and lse, output {empty} "
-            f"where no key is read; expected (-inf, 0.0).  Nearest setting that works: attention='triton'"
-        )
+
+def _state(out_THD: Tensor, lse_TH: Tensor, segment: Segment, shared: Shared) -> AttentionState:
+    """The state; lse_TH is changed where queries read nothing of their row."""
+    if segment.whole_or_none:
+        assert segment.rows == 1 and segment.starts_T is not None
+        name = ("absent", id(segment))
+        if name not in shared:
+            shared[name] = (segment.starts_T >= segment.cache_seqlens)[:, None]
+        lse_TH.masked_fill_(shared[name], -torch.inf)
+    return AttentionState(out_THD, lse_TH)

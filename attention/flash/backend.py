@@ -1,8 +1,8 @@
-"""The attention backends `fa2`, `fa3` and `fa4`: flash-attn reads the paged keys of full layers, Triton kernels do the rest.
+"""The attention backends `fa2`, `fa3` and `fa4`: flash-attn reads paged keys, Triton kernels do the rest.
 
-The rest is: a tree's suffix, the merge of its state, and segments with first keys.  Windowed and chunked layers
-have such segments, and so do shared prefixes: their first key differs from query to query, which flash-attn's interface can't
-express.  flash-attn 3 reads fp8 caches too, with queries rounded to float8 (queries.py).
+The rest is: a tree's suffix and the merge of all states, and segments whose first keys differ from query to query in a way that
+flash-attn's interface can't express: trees' prefixes in windowed layers, chunked layers, and what a row reads after a shared
+prefix.  flash-attn 3 reads fp8 caches too, with queries rounded to float8 (queries.py).
 
 Shapes: T queries, H heads, K kv heads, D head dim, S splits.
 """
@@ -10,6 +10,7 @@ Shapes: T queries, H heads, K kv heads, D head dim, S splits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from specdec.attention.backend import is_first_call
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.layout import CachedHeads
 from specdec.attention.caches.quant_cache import QuantView
-from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
+from specdec.attention.flash.adapters import ADAPTERS, FlashView, can_express
 from specdec.attention.flash.capability import LIBRARIES
+from specdec.attention.flash.conventions import check_conventions
 from specdec.attention.flash.rule import AttentionShape
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
@@ -51,22 +53,26 @@ class FlashBackend(TritonBackend):
         return super().partial_splits(q_THD, view, segment, scoring)
 
     def paged_partial(
-        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
-    ) -> AttentionState | None:
+        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor,
+        schedules: dict[Any, Any],
+    ) -> AttentionState | None:  # fmt: skip
         if not self._asks_library(q_THD, view, segment):
-            return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
+            return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS, schedules)
         assert isinstance(view, FlashView)
-        if is_first_call(self._checked, (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype, view.kv.dtype), q_THD.device):
+        kind = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype, view.kv.dtype, segment.window is None)
+        if is_first_call(self._checked, kind, q_THD.device):
             check_conventions(self.library, q_THD, view, segment)
-        return ADAPTERS[self.library](q_THD, view, segment, scoring)
+        return ADAPTERS[self.library](q_THD, view, segment, scoring, schedules)
 
     def _asks_library(self, q_THD: Tensor, view: CachedHeads, segment: Segment) -> bool:
-        if segment.is_per_query or not self._knows(view):
+        if not can_express(segment) or not self._knows(view):
             return False
         if segment.pages.page_size % LIBRARIES[self.library].pages.multiple:
             return False  # pages of a size that the library can't read, such as slots
         if self.rule is None:
             return True
+        if segment.starts_T is not None:
+            return False  # no rule was measured for windows and shared prefixes
         assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
         seqlen_q_packgqa, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys

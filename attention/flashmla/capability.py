@@ -16,6 +16,7 @@ def make(by_rule: bool) -> Backend:
 
 FLASHMLA = Capability(
     "flashmla", "flash_mla", Requirements("H200", "flash_mla", architectures=(9,)), make, head_dims=HeadDims(8, 256, 2),
-    pages=PageSizes((64,)), kinds=("full",), kv_cache_dtypes=("auto", FP8_LATENTS), fp8_from=FP8_MIN_ARCHITECTURE,
-    latents=(512, 64), features=USUAL - {Feature.HEADS} | {Feature.LATENTS, Feature.SPARSE},
+    pages=PageSizes((64,)), kinds=("full",), tree_kinds=("full",), shares=False,
+    kv_cache_dtypes=("auto", FP8_LATENTS), fp8_from=FP8_MIN_ARCHITECTURE, latents=(512, 64),
+    features=USUAL - {Feature.HEADS} | {Feature.LATENTS, Feature.SPARSE},
 )  # fmt: skip

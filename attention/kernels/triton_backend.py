@@ -10,6 +10,8 @@ Shapes: T queries, H heads, K kv heads, G = H/K, D key dim, E value dim, S split
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -78,13 +80,14 @@ class TritonBackend(Backend):
         assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
         counts = [self.partial_splits(q_THD, view, segment, scoring) for segment in paged]
         if suffix is None and counts == [1]:
-            self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
+            whole_THSD, whole_THS = state.out_THD[:, :, None], state.lse_TH[:, :, None]
+            self.paged_partial(q_THD, view, paged[0], scoring, whole_THSD, whole_THS, prepared.schedules)
             return state
         partial = prepared.scratch(T, H, sum(counts), E, q_THD.device)
         outs, lses = partial.out_THD.split(counts, 2), partial.lse_TH.split(counts, 2)
         whole: AttentionState | None = None
         for segment, out_THSD, lse_THS in zip(paged, outs, lses, strict=True):
-            answer = self.paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
+            answer = self.paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS, prepared.schedules)
             if answer is not None:
                 whole = answer if whole is None else merge_states(whole, answer)
         if whole is not None and suffix is None and not any(counts):
@@ -120,8 +123,9 @@ class TritonBackend(Backend):
         return self._tiles(q_THD, view, segment, scoring)[1]
 
     def paged_partial(
-        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
-    ) -> AttentionState | None:
+        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor,
+        schedules: dict[Any, Any],
+    ) -> AttentionState | None:  # fmt: skip
         """Answers one paged segment, in one of two ways, depending on S = partial_splits(...).
 
         If S > 0, it writes S partial states to out_THSD and lse_THS and returns None.
@@ -134,6 +138,8 @@ class TritonBackend(Backend):
 
         If S == 0, it returns a state in memory of its own: out [T, H, E] of any float type, contiguous along E; lse [T, H],
         float32, natural log, any strides; 0 and -inf where no key was read.
+
+        schedules: the prepared plan's (TritonPlan), for what layers may share.
         """
         tiles, splits = self._tiles(q_THD, view, segment, scoring)
         assert out_THSD.shape[2] == splits

@@ -19,12 +19,13 @@ class TritonPlan:
     """A plan, and the scratch memory that its layers share.  The first layer allocates it: only layers know the number of
     heads.
 
-    schedules: how a library divides the plan's pages over the GPU, by the number of heads.
+    schedules: what a library computes from the plan alone, such as how it divides the pages over the GPU.  Its keys are the
+        backend's.
     """
 
     segments: tuple[Segment, ...]
     suffix: Segment | None = None
-    schedules: dict[int, Any] = field(default_factory=dict)
+    schedules: dict[Any, Any] = field(default_factory=dict)
     _scratch: dict[tuple[int, ...], AttentionState] = field(default_factory=dict)
 
     def scratch(self, T: int, H: int, S: int, D: int, device: torch.device) -> AttentionState:

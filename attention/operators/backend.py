@@ -31,6 +31,7 @@ _SCORING = {"scale", "softcap", "sinks_H", "slopes_H", "sqrt_alibi"}
 _SEGMENT = {
     "pages", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "causal", "ragged", "base_B", "starts_T",
     "alibi_positions_T", "span", "max_cached",
+    "window", "whole_or_none",  # what starts_T says too
 }  # fmt: skip
 _OTHER_SCORING = tuple((field.name, field.default) for field in fields(Scoring) if field.name not in _SCORING)
 _OTHER_SEGMENT = tuple((field.name, field.default) for field in fields(Segment) if field.name not in _SEGMENT)

@@ -105,14 +105,14 @@ CACHES = [
 class World:
     """One case's inputs.  pool: random bf16 numbers that every case's caches are cut from."""
 
-    def __init__(self, case: Case, pool: Tensor) -> None:
-        kind, B, L, N = case[:4]
-        self.case, width = case, -(-(L + N) // PAGE_SIZE)
-        held = width if case.window is None else -(-(case.window + N) // PAGE_SIZE) + 1  # pages that anybody reads
-        numbers = B * held * PAGE_SIZE * 2 * K * D
+    def __init__(self, case: Case, pool: Tensor, page_size: int = PAGE_SIZE) -> None:
+        (kind, B, L, N), P = case[:4], page_size
+        self.case, width = case, -(-(L + N) // P)
+        held = width if case.window is None else -(-(case.window + N) // P) + 1  # pages that anybody reads
+        numbers = B * held * P * 2 * K * D
         most = 32 if case.window is None else 160
         self.layers = min(pool.numel() // numbers, max(2, min(most, -(-100_000_000 // numbers))))  # four times L2
-        shape = (self.layers, B * held * PAGE_SIZE, 2, K, D)
+        shape = (self.layers, B * held * P, 2, K, D)
         self.numbers = pool[: self.layers * numbers].view(shape)[-1]  # the last layer's, as nobody has rounded them
         self.views = [cached(layer, case.kv) for layer in pool[: self.layers * numbers].view(shape)]
         self.scoring = Scoring(sinks_H=torch.randn(H, device=DEVICE)) if case.window == 128 else PLAIN
@@ -121,19 +121,19 @@ class World:
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
         committed = L if kind == "tree" else L - N  # where this pass's tokens stand
         positions = (committed + torch.arange(N, device=DEVICE)).expand(B, N)
-        self.slots_T = PageTable(table, PAGE_SIZE).slots_at(positions).flatten()
+        self.slots_T = PageTable(table, P).slots_at(positions).flatten()
         self.qkv_TXD = torch.randn(B * N, H + 2 * K, D, device=DEVICE, dtype=torch.bfloat16)
         self.q_THD = self.qkv_TXD[:, :H].contiguous()
         rotary = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), max(1024, B * N)).to(DEVICE, torch.bfloat16)
         self.prep = HeadPrep(Rotation(rotary, torch.arange(B * N, device=DEVICE)), K)
         if kind != "tree":
-            self.plan = AttentionPlan((causal_segment(PageTable(table, PAGE_SIZE), lens, N),)).local(LayerKind(case.window))
+            self.plan = AttentionPlan((causal_segment(PageTable(table, P), lens, N),)).local(LayerKind(case.window))
             return
         mask = tree_mask(N)
         suffix = replace(Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE), base_B=lens)
         fill_tree_suffix(suffix, self.slots_T.view(B, N), mask.expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B)
-        plan = AttentionPlan((prefix_segment(PageTable(table, PAGE_SIZE), lens, N),), positions_T, suffix)
+        plan = AttentionPlan((prefix_segment(PageTable(table, P), lens, N),), positions_T, suffix)
         self.plan = plan.local(LayerKind(case.window))
 
 

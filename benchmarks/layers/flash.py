@@ -65,7 +65,7 @@ class Side:
 
     def __call__(self, world: Any) -> list[Tensor]:
         prepared = self.backend.prepare(world.plan)
-        return [self.backend.attend(world.q_THD, view, prepared).out_THD for view in world.views]
+        return [self.backend.attend(world.q_THD, view, prepared, world.scoring).out_THD for view in world.views]
 
 
 def measure(case: Any, pool: Tensor, ours: Side, library: Side, replays: int) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def _head_dims(c: Capability) -> str:
 def _kind(kind: str, c: Capability) -> str:
     if kind not in c.kinds:
         return "our kernel"
-    return "yes" if Feature.HEADS in c.features else "latents; heads by our kernel"
+    if Feature.HEADS not in c.features:
+        return "latents; heads by our kernel"
+    return "yes" if kind in c.tree_kinds else "yes; under draft trees by our kernel"
 
 
 def _kv(kv: str, c: Capability) -> str:
@@ -93,4 +95,6 @@ def _graphs(c: Capability) -> str:
 def _shared(c: Capability) -> str:
     if Feature.SHARED_PREFIXES not in c.features:
         return "no"
-    return "yes" if c.kinds == KINDS else "our kernel"
+    if not c.shares:
+        return "our kernel"
+    return "yes" if c.kinds == KINDS else "yes; what follows them by our kernel"

@@ -79,7 +79,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         **({"layers that store keys": stored} if stored < config.num_layers else {}),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "attention": f"latents of rank {config.latent_rank}" if config.keeps_latents else "heads",
+        "attention": _attention(config),
         "heads, kv heads, head_dim": [config.num_heads, config.num_kv_heads, config.head_dim],
         **({"softcap": config.softcap} if config.softcap else {}),
         **({"sinks": True} if config.has_sinks else {}),
@@ -87,10 +87,20 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         **({"encoder": f"reads up to {config.encoder.max_tokens} tokens"} if config.encoder else {}),
         "vocab_size": config.vocab_size,
         "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
-        "rope": "none: ALiBi" if all(kind.alibi for kind in config.layer_kinds) else _rope(config.rope),
+        "rope": _alibi(config) if all(kind.alibi for kind in config.layer_kinds) else _rope(config.rope),
         "context": f"{config.max_position} ({config.max_position_why})",
         "bytes of a token's keys and values": _token_bytes(config),
     }
+
+
+def _attention(config: ModelConfig) -> str:
+    if config.differential:
+        return "heads in pairs, one softmax minus another"
+    return f"latents of rank {config.latent_rank}" if config.keeps_latents else "heads"
+
+
+def _alibi(config: ModelConfig) -> str:
+    return "none: ALiBi of roots of distances" if config.sqrt_alibi else "none: ALiBi"
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8
 from specdec.attention.capabilities import TABLE, choose_backend, installed
 from specdec.attention.capability import Feature
-from specdec.attention.flash.adapters import ADAPTERS, check_conventions
+from specdec.attention.flash.adapters import ADAPTERS
+from specdec.attention.flash.conventions import check_conventions
 from specdec.attention.flash.queries import float8_queries
 from specdec.attention.flash.rule import AttentionShape, is_faster
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
@@ -83,8 +84,8 @@ def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None
     segment, count = segments(table, lens, page_size)[shape]
     q_THD = queries(count, head_dim)
     if REAL:  # stale shared memory where a tile is not full
-        ADAPTERS[name](q_THD, MHAView(torch.full_like(view.kv, torch.nan)), segment, SCORINGS[scoring])
-    got = ADAPTERS[name](q_THD, view, segment, SCORINGS[scoring])
+        ADAPTERS[name](q_THD, MHAView(torch.full_like(view.kv, torch.nan)), segment, SCORINGS[scoring], {})
+    got = ADAPTERS[name](q_THD, view, segment, SCORINGS[scoring], {})
     want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment, SCORINGS[scoring])
     torch.testing.assert_close(got.out_THD.double(), want.out_THD, atol=BOUND, rtol=BOUND)
     torch.testing.assert_close(got.lse_TH.double(), want.lse_TH, atol=4e-3, rtol=4e-3)
@@ -99,7 +100,7 @@ def test_a_page_is_not_read_past_its_last_token(name: str, page_size: int) -> No
     table, lens, view = world(page_size, LENS, HEAD_DIMS[name])
     segment, count = segments(table, lens, page_size)["prompts"]
     q_THD = queries(count, HEAD_DIMS[name])
-    got = ADAPTERS[name](q_THD, view, segment, PLAIN)
+    got = ADAPTERS[name](q_THD, view, segment, PLAIN, {})
     want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment)
     torch.testing.assert_close(got.out_THD.double(), want.out_THD, atol=BOUND, rtol=BOUND)
 
@@ -136,7 +137,7 @@ def test_fa3_reads_an_fp8_cache(shape: str, page_size: int, scoring: str) -> Non
     table, lens, view = fp8_world(page_size, HEAD_DIMS["fa3"])
     segment, count = segments(table, lens, page_size)[shape]
     q_THD, K_ = uneven_queries(count, HEAD_DIMS["fa3"]), view.kv.shape[2]
-    got = ADAPTERS["fa3"](q_THD, view, segment, SCORINGS[scoring])
+    got = ADAPTERS["fa3"](q_THD, view, segment, SCORINGS[scoring], {})
     assert got.out_THD.dtype == DTYPE and got.lse_TH.dtype == torch.float32
     # The definition, over the dequantised values of the cache and of the rounded queries.
     rounded, scale_RK = float8_queries(q_THD, segment.cu_seqlens_q, segment.max_seqlen_q, K_)
@@ -199,16 +200,7 @@ def test_fa2_is_asked_for_the_pages_it_can_read() -> None:
     """Keeps out: a stand-in that takes what the library refuses."""
     table, lens, view = world(16, LENS)
     with pytest.raises(RuntimeError, match="divisible by 256"):
-        ADAPTERS["fa2"](queries(4), view, causal_segment(PageTable(table, 16), lens, 1), PLAIN)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_adapters_answer_full_layers_only(name: str) -> None:
-    """Keeps out: a window handed to a library that would shift it from query to query."""
-    table, lens, view = world(P, LENS)
-    local = causal_segment(PageTable(table, P), lens, 1).local(LayerKind(window=4), lens.long() - 1)
-    with pytest.raises(AssertionError, match="our kernel reads such segments"):
-        ADAPTERS[name](queries(4), view, local, PLAIN)
+        ADAPTERS["fa2"](queries(4), view, causal_segment(PageTable(table, 16), lens, 1), PLAIN, {})
 
 
 @pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts"])
@@ -324,7 +316,8 @@ class Asked(Exception):
         ("fa3", False, "decode", True),
         ("fa2", False, "chain", True),
         ("fa2", False, "small pages", False),
-        ("fa4", False, "window", False),
+        ("fa4", False, "window", True),
+        ("fa4", True, "window", False),
     ],
 )
 def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Shapes: B sequences, N tree nodes, T queries, H heads, K kv heads, D head dim, P
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -241,10 +242,10 @@ class Library(TritonBackend):
         return 0 if segment.starts_T is None else super().partial_splits(q_THD, view, segment, scoring)
 
     def paged_partial(
-        self, q_THD: Tensor, view: View, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
+        self, q_THD: Tensor, view: View, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, schedules: Any
     ) -> AttentionState | None:
         if segment.starts_T is not None:
-            return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
+            return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS, schedules)
         assert out_THSD.shape[2] == 0
         out_THD, lse_TH = ReferenceBackend().run(q_THD, view, segment, scoring)
         fused = torch.full((out_THD.shape[0], 3, *out_THD.shape[1:]), NAN, device=DEVICE)  # a slice of something larger

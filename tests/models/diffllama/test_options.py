@@ -17,6 +17,7 @@ from toolkit.models import ragged_prompts
 from toolkit.prompts import dense_logits, paged_logits
 
 from specdec import SamplingParams, SpecConfig
+from specdec.loading.about.inspect_target import target_facts
 from specdec.models.causal_lm import CausalLM
 from specdec.models.kv import make_cache
 from specdec.models.registry import choose_target, load_chosen
@@ -133,6 +134,13 @@ def test_sharing_layers_store_nothing_and_run_the_last_token(zoo: OptionsZoo) ->
     paged_logits(model, PROMPTS, last=True)
     T, R = sum(map(len, PROMPTS)), len(PROMPTS)
     assert rows == [T, T, R, R]
+
+
+def test_inspect_names_the_options(zoo: OptionsZoo) -> None:
+    """Keeps out: roots of distances shown as distances, and differential attention shown as that of a Llama."""
+    shown = [target_facts(zoo.target(name))["target"] for name in ("alibi", "alibi, many")]
+    assert [each["rope"] for each in shown] == ["none: ALiBi", "none: ALiBi of roots of distances"]
+    assert {each["attention"] for each in shown} == {"heads in pairs, one softmax minus another"}
 
 
 # ---- what is refused ----

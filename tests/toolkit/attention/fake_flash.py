@@ -33,17 +33,18 @@ VERSIONS["flash_mla"] = "1.0.0"
 
 def install(
     monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str] = VERSIONS, flash_mla: ModuleType | None = None,
-    **others: Callable[..., Any],
+    **others: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
     """Makes all three packages, and flash_mla, importable, and lets the capability table find them in these versions.
 
-    flash_mla: another stand-in for it.  others: other functions for fa3 and fa4.
+    flash_mla: another stand-in for it.  others: other functions for fa3, fa3_metadata and fa4.
     """
     fa2, fa3, cute, interface = (
         ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
     )
     fa2.flash_attn_with_kvcache, fa2.flash_attn_varlen_func = fa2_with_kvcache, fa2_varlen  # type: ignore[attr-defined]
     fa3.flash_attn_with_kvcache = others.get("fa3", fa3_with_kvcache)  # type: ignore[attr-defined]
+    fa3.get_scheduler_metadata = others.get("fa3_metadata", fa3_metadata)  # type: ignore[attr-defined]
     interface.flash_attn_varlen_func = others.get("fa4", fa4_varlen)  # type: ignore[attr-defined]
     for module in (fa2, fa3, cute, interface, flash_mla or fake_flashmla.module()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -64,10 +65,19 @@ def metadata_of(versions: frozenset[tuple[str, str]]) -> str:
 
 
 def dense(
-    q_nHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float | None, causal: bool, softcap: float, empty_lse: float
-) -> tuple[Tensor, Tensor]:
-    """One row: out [n, H, D] in q's dtype and lse [n, H] float32."""
-    seen = causal_mask(q_nHD.shape[0], k_NKD.shape[0]) if causal else None
+    q_nHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float | None, causal: bool, softcap: float, empty_lse: float,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One row: out [n, H, D] in q's dtype and lse [n, H] float32.  Windows count from the causal diagonal."""
+    n, N = q_nHD.shape[0], k_NKD.shape[0]
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    seen, at_N, own_n = torch.ones(n, N, dtype=torch.bool), torch.arange(N), torch.arange(n)[:, None] + N - n
+    if causal:
+        seen &= causal_mask(n, N)
+    if left is not None:
+        seen &= at_N >= own_n - left
+    if right is not None:
+        seen &= at_N <= own_n + right
     out, lse = dense_attention(q_nHD, k_NKD, v_NKD, seen, Scoring(scale, softcap or None))
     return out.to(q_nHD.dtype), torch.where(lse == -torch.inf, empty_lse, lse).float()
 
@@ -122,10 +132,10 @@ def fa2_with_kvcache(
     check_cache(q, k_cache, v_cache)
     if k_cache.shape[1] % 256:
         raise RuntimeError("Paged KV cache block size must be divisible by 256")
-    assert q.dim() == 4 and window_size == (-1, -1) and k is None and cache_seqlens.dtype == torch.int32
+    assert q.dim() == 4 and k is None and cache_seqlens.dtype == torch.int32
     B, n = q.shape[:2]
     cu = torch.arange(0, (B + 1) * n, n, dtype=torch.int32)
-    lens, args = cache_seqlens.tolist(), (softmax_scale, causal, softcap, torch.inf)
+    lens, args = cache_seqlens.tolist(), (softmax_scale, causal, softcap, torch.inf, window_size)
     out, lse_HT = ragged(q.flatten(0, 1), cu, k_cache, v_cache, block_table, lens, *args)
     lse_BHn = lse_HT.view(-1, B, n).transpose(0, 1).contiguous()
     return (out.view(q.shape), lse_BHn) if return_softmax_lse else out.view(q.shape)
@@ -141,7 +151,7 @@ def fa2_varlen(
     assert cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k.shape == cu_seqlens_q.shape and max_seqlen_q > 1
     lens = cu_seqlens_k.diff().tolist()
     assert max(lens) <= max_seqlen_k
-    out, lse_HT = ragged(q, cu_seqlens_q, k, v, block_table, lens, softmax_scale, causal, softcap, torch.inf)
+    out, lse_HT = ragged(q, cu_seqlens_q, k, v, block_table, lens, softmax_scale, causal, softcap, torch.inf, window_size)
     return (out, lse_HT, None) if return_attn_probs else out
 
 
@@ -159,11 +169,18 @@ def fa3_with_kvcache(
     else:
         check_cache(q, k_cache, v_cache)
         assert q_descale is k_descale is v_descale is None
-    assert q.dim() == 3 and isinstance(max_seqlen_q, int) and window_size == (-1, -1) and attention_chunk == 0
+    assert q.dim() == 3 and isinstance(max_seqlen_q, int) and attention_chunk == 0
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and cache_seqlens.dtype == torch.int32
     lens = cache_seqlens.tolist()
+    if scheduler_metadata is not None:
+        wanted = fa3_metadata(
+            len(lens), max_seqlen_q, page_table.shape[1] * k_cache.shape[1], q.shape[1], k_cache.shape[2], q.shape[2],
+            cache_seqlens, q.dtype, None, cu_seqlens_q, None, cache_leftpad, k_cache.shape[1], 0, causal, window_size, 0,
+            softcap > 0, num_splits, pack_gqa, sm_margin,
+        )  # fmt: skip
+        assert torch.equal(scheduler_metadata, wanted), "made for another call"
     empty = -torch.inf if any(lens) else torch.inf  # the library returns +inf if a call reads no key at all
-    args, descales = (softmax_scale, causal, softcap, empty), (q_descale, k_descale, v_descale)
+    args, descales = (softmax_scale, causal, softcap, empty, window_size), (q_descale, k_descale, v_descale)
     out, lse_HT = ragged(q, cu_seqlens_q, k_cache, v_cache, page_table, lens, *args, descales=descales)
     out = out.bfloat16() if q.dtype == FP8 else out
     if k_cache.shape[1] >= 64 and cache_leftpad is None:  # it copies whole tiles, and weighs what nobody may read by 0
@@ -171,6 +188,18 @@ def fa3_with_kvcache(
         for row, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             out[start:end] += 0 * paged(v_cache, page_table[row], -(-lens[row] // P) * P).to(out.dtype).sum()
     return (out, lse_HT, None, None) if return_softmax_lse else out
+
+
+def fa3_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16,
+    headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0,
+    causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """What the library would divide its work by: all that the call must have in common with it."""
+    assert batch_size == len(cache_seqlens) == len(cu_seqlens_q) - 1 and headdim_v is cu_seqlens_k_new is None
+    numbers = (max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype.itemsize, page_size, *window_size)
+    flags = (cache_leftpad is not None, causal, has_softcap, max_seqlen_k_new, attention_chunk, num_splits, sm_margin)
+    return torch.cat((torch.tensor((*numbers, *flags)), cu_seqlens_q, cache_seqlens)).int()
 
 
 def fa4_varlen(
@@ -183,7 +212,7 @@ def fa4_varlen(
 ):  # fmt: skip
     check_cache(q, k, v)
     assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
-    assert seqused_k.dtype == torch.int32 and window_size == (None, None) and num_splits == 1 and learnable_sink is None
-    args = (softmax_scale, causal, softcap, -torch.inf)
+    assert seqused_k.dtype == torch.int32 and num_splits == 1 and learnable_sink is None
+    args = (softmax_scale, causal, softcap, -torch.inf, window_size)
     out, lse_HT = ragged(q, cu_seqlens_q, k, v, page_table, seqused_k.tolist(), *args)
     return out, lse_HT if return_lse else None
