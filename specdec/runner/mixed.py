@@ -1,14 +1,15 @@
 """Runs a round and a chunk of prompts in one pass over the target, so that its weights are read once: draft, one pass over
 nodes and prompts, accept and commit, extend, and the drafter's pass over the prompts.
 
-The whole is one CUDA graph, because the host launches it in more time than the device may take.  Passes are padded to a bucket:
-its first one runs eagerly, and its second is captured, as long as there are fewer than MAX_GRAPHS.
+The whole is one CUDA graph, because the host may take longer to launch it than the device to compute it.  Buckets, padding and
+captures are as in prompts.py: the third pass of a bucket is captured, as long as there are fewer than MAX_GRAPHS.
 
 This module knows both models' workers; it knows no request and decides about no page.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.ops.cuda_graph import GraphSet
-from specdec.runner.prompts import PromptRunner, prompt_pages, start_prompts
+from specdec.runner.prompts import EAGER_USES, PromptRunner, prompt_pages, start_prompts
 from specdec.runner.workers import Workers
 from specdec.steps import Needs, RunMixed
 
@@ -56,38 +57,47 @@ class MixedRunner:
     def __init__(self, workers: Workers, capture: bool, prompts: PromptRunner) -> None:
         self.workers, self.prompts = workers, prompts
         self.graphs = GraphSet(capture and workers.verifier.backend.reads_no_lengths)
-        self.pads = self.graphs.enabled
-        self._seen: set[MixedKey] = set()
+        self.always_pads = False  # for tests without graphs
+        self._passes: Counter[MixedKey] = Counter()  # eager ones; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
 
     @property
     def num_first_uses(self) -> int:
         """How many passes ran eagerly only because their shapes were new."""
-        return len(self._seen)
+        return sum(min(passes, EAGER_USES) for passes in self._passes.values())
 
     def run(self, state: BatchState, step: RunMixed) -> MixedResult:
         """Runs the pass.  state: the round's rows, of the whole batch."""
         key = self._key(state, step)
+        passes = self._passes[key]
+        if not self.graphs.enabled:
+            return self._eager(state, step, key, self.always_pads)
+        if key in self.graphs or (passes >= EAGER_USES and len(self.graphs) < MAX_GRAPHS):
+            return self._replay(state, step, key)
+        result = self._eager(state, step, key, padded=passes == 1)
+        self._passes[key] += 1  # only now, because a pass that fails may have compiled nothing
+        return result
+
+    def rehearse(self, state: BatchState, step: RunMixed) -> None:
+        """Runs the first passes of a bucket as a rehearsal (ops/compiling/rehearsal.py) does."""
+        for padded in (False, True):
+            self._eager(state, step, self._key(state, step), padded)
+
+    def _key(self, state: BatchState, step: RunMixed) -> MixedKey:
+        around, beside = step.round, step.chunk
+        shape = bucket_of(ChunkShape.of(beside.parts), around.nodes)
+        return MixedKey(state.shape, around.spec, around.needs, shape, beside.needs, beside.drafted)
+
+    def _eager(self, state: BatchState, step: RunMixed, key: MixedKey, padded: bool) -> MixedResult:
+        key = key if padded else key._replace(shape=ChunkShape.of(step.chunk.parts))
+        return self._pass(state, self.prompts.to_device(step.chunk, key.shape), key)
+
+    def _replay(self, state: BatchState, step: RunMixed, key: MixedKey) -> MixedResult:
         flat = self.prompts.to_device(step.chunk, key.shape)
-        if key not in self.graphs and (key not in self._seen or len(self.graphs) >= MAX_GRAPHS):
-            result = self._pass(state, flat, key)
-            if self.graphs.enabled:
-                self._seen.add(key)  # only now, because a pass that fails may have compiled nothing
-            return result
         static = self._inputs.setdefault(key.shape, flat)
         if static is not flat:
             static.copy_(flat)
         return self.graphs.run(key, lambda: self._pass(state, static, key), [], warm_ups=0)
-
-    def rehearse(self, state: BatchState, step: RunMixed) -> None:
-        """Runs the pass as a rehearsal (ops/compiling/rehearsal.py) does."""
-        key = self._key(state, step)
-        self._pass(state, self.prompts.to_device(step.chunk, key.shape), key)
-
-    def _key(self, state: BatchState, step: RunMixed) -> MixedKey:
-        exact, around = ChunkShape.of(step.chunk.parts), step.round
-        shape = bucket_of(exact, around.nodes) if self.pads else exact
-        return MixedKey(state.shape, around.spec, around.needs, shape, step.chunk.needs, step.chunk.drafted)
 
     def _pass(self, state: BatchState, flat: Tensor, key: MixedKey) -> MixedResult:
         """One pass over the round's rows and the chunk `flat`.  Eager calls, captures and replays all run this code."""

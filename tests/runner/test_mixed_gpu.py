@@ -46,10 +46,10 @@ def test_prompts_that_arrive_beside_rounds(head: bool, cuda_graphs: Any, expecte
         cuda_graphs=cuda_graphs,
     )
     driver = Driver(decoder)
-    seen = driver.mix(48, pads=True)
+    seen = driver.mix(48)
     driver.set_chunk(64)
     driver.poison_free_slots(torch.nan)
-    for turn in range(4):  # each shape runs eagerly first, and is captured then
+    for turn in range(6):  # each shape runs eagerly twice, and is captured then
         asked = []
         for row, text in enumerate(prompts(12)):
             speculate = head and (row + turn) % 3 > 0

@@ -113,7 +113,7 @@ class Hooks:
         """
         seen = list[RunMixed]()
         self._scheduler.mixing = None if least is None else Mixing(least)
-        self._runner.mixed.pads = pads
+        self._runner.mixed.always_pads = pads
         self.watch(lambda step: seen.append(step) if isinstance(step, RunMixed) else None)
         return seen
 
