@@ -52,6 +52,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "dots1",
         dict(GLM, n_group=2, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1, sliding_window=8, max_window_layers=1),
     ),
+    "minimax": ("minimax_m2", dict(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8)),
     "hy3": ("hy_v3", dict(QWEN, num_shared_experts=1)),
     "hy3-biased": (
         "hy_v3",
