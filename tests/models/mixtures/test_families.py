@@ -14,9 +14,10 @@ from toolkit.checkpoints.load import load_target
 from toolkit.checkpoints.mixtures import MIXTURES, MixtureZoo, fuse
 from toolkit.models import ragged_prompts
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
+from toolkit.parallel.decoders import with_ranks
 from toolkit.prompts import paged_logits
 
-from specdec import SpecConfig
+from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.models.causal_lm import CausalLM
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.registry import choose_target
@@ -79,6 +80,20 @@ def test_text_is_that_of_transformers(zoo: MixtureZoo, name: str, shape: tuple[i
 def test_text_after_shared_prefixes(zoo: MixtureZoo, name: str) -> None:
     """Keeps out: cached pages whose keys another layer's kind would have to store otherwise."""
     hold_text_after_shared_prefixes(zoo, name, (4, 1, 5))
+
+
+@pytest.mark.slow_cases(keep=1)
+@pytest.mark.parametrize("name", ["qwen2-moe-normed", "glm4-moe-biased"])
+def test_two_ranks_write_what_one_writes(zoo: MixtureZoo, name: str) -> None:
+    """Keeps out: outputs of experts that no rank adds up; a rank that chooses otherwise than the other one."""
+
+    def use(decoder: SpecDecoder) -> list[list[int]]:
+        return [out.token_ids for out in decoder.generate(PROMPTS, SamplingParams(max_tokens=12))]
+
+    spec, settings = SpecConfig(3, 2, 6), {"max_batch_size": 3, "max_seq_len": 80}
+    one = use(zoo.decoder(name, "eagle3", spec, **settings))
+    more: Any = {"dtype": torch.float32, "max_batch_size": 3, "smoke": False}
+    assert with_ranks(zoo.target(name), zoo.head(name, "eagle3"), spec, 2, use, **more) == one
 
 
 @pytest.mark.gpu
