@@ -54,7 +54,6 @@ PARSERS: dict[str, Parse] = {
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
 # What configs of a class need beside its own sizes: half of a head of 42 values can't be turned, and no number of experts is 0.
 WANTING: dict[str, dict[str, Any]] = {
-    "GptOssConfig": {"quantization_config": {"quant_method": "mxfp4"}},
     "Glm4MoeConfig": {"head_dim": 128},
     "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
