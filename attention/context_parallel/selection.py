@@ -13,7 +13,6 @@ keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from specdec.attention.segment import AttentionPlan, ContextParallelPrefix, Segment
 from specdec.attention.sparse.candidates import CandidateKeys
+from specdec.attention.sparse.indexer import NOTHING
 from specdec.attention.sparse.segment import best_keys
 from specdec.ops.topk import places_of, ranked
 
@@ -76,24 +76,26 @@ def sharded_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Sh
     The ranks exchange alike whatever each of them keeps.
     """
     group, sharding = candidates.prefix.group, candidates.prefix.sharding
-
-    def best(own: CandidateKeys, position_of: Callable[[Tensor], Tensor]) -> Tensor:
-        scores_TK, places_TK = best_keys(q_THD, w_TH, keys_XD, own, topk)
-        return torch.where(places_TK < 0, EMPTY, ranked(scores_TK, position_of(places_TK.clamp(min=0))))
-
-    committed_TK = best(candidates.committed, sharding.positions)
-    fresh_TK = best(candidates.fresh, lambda places_TK: places_TK + candidates.base_T[:, None])
-    T, M = q_THD.shape[0], group.size * committed_TK.shape[1] + fresh_TK.shape[1]
-    slots_TI = fresh_TK.new_empty(T, min(topk, M), dtype=torch.int32)
-    counts_T = fresh_TK.new_empty(T, dtype=torch.int32)
+    committed, fresh = (best_keys(q_THD, w_TH, keys_XD, own, topk) for own in (candidates.committed, candidates.fresh))
+    T, M = q_THD.shape[0], group.size * committed[1].shape[1] + fresh[1].shape[1]
+    slots_TI = fresh[1].new_empty(T, min(topk, M))
+    counts_T = torch.empty_like(candidates.base_T)
     step = max(1, GATHERED // M)
     for t in range(0, T, step):
         part = slice(t, min(t + step, T))
-        gathered_NtK = group.all_gather(committed_TK[part].contiguous())
-        all_tM = torch.cat((gathered_NtK.transpose(0, 1).flatten(1), fresh_TK[part]), dim=1)
+        scores_tK, places_tK = (x[part] for x in fresh)
+        fresh_tK = _ranked(scores_tK, places_tK, places_tK + candidates.base_T[part, None])
+        scores_tK, places_tK = (x[part] for x in committed)
+        gathered_NtK = group.all_gather(_ranked(scores_tK, places_tK, sharding.positions(places_tK)))
+        all_tM = torch.cat((gathered_NtK.transpose(0, 1).flatten(1), fresh_tK), dim=1)
         chosen_tI = all_tM.topk(slots_TI.shape[1], dim=1, sorted=False).values
         slots_TI[part], counts_T[part] = candidates.own_slots(chosen_tI, part)
     return Segment.of_slots(slots_TI, counts_T)
+
+
+def _ranked(scores_tK: Tensor, places_tK: Tensor, positions_tK: Tensor) -> Tensor:
+    """`ranked` keys of these positions, EMPTY where there is no place."""
+    return torch.where(places_tK == NOTHING, EMPTY, ranked(scores_tK, positions_tK))
 
 
 def _slots(candidates: CandidateKeys, places_tI: Tensor, part: slice) -> Tensor:

@@ -151,9 +151,14 @@ def test_long_prompts_gather_latents(zoos: dict[type[Zoo], Zoo]) -> None:
 
 
 @pytest.mark.slow
-def test_processes_write_what_one_writes(zoos: dict[type[Zoo], Zoo]) -> None:
-    """Over gloo.  Keeps out: an all-to-all that only threads can do."""
-    pair = zoos[DeepseekZoo].target("v3"), zoos[DeepseekZoo].head("v3", "eagle3")
+@pytest.mark.parametrize("name", ["v3", "v32", "gpt-oss", "gemma3"])
+def test_processes_write_what_one_writes(
+    name: str, zoos: dict[type[Zoo], Zoo], windowed: dict[str, Path], families: Families, tmp_path: Path
+) -> None:
+    """Over gloo.  Keeps out: an exchange that only threads can do; a target that only one process is allowed to load."""
+    targets = {"gpt-oss": lambda: windowed["gpt-oss"], "gemma3": lambda: families.target(name)}
+    target = targets.get(name, lambda: zoos[DeepseekZoo if name == "v3" else SparseZoo].target(name))()
+    pair = target, save_eagle3(tmp_path / "head", target)
     settings: dict[str, Any] = {"device": "cpu", "max_seq_len": 80, "threads": 1}
     with SpecDecoder.from_pretrained(*pair, TREE, **settings) as decoder:
         want = texts(decoder)

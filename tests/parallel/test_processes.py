@@ -286,3 +286,5 @@ def test_a_rank_without_room_says_what_would_have(zoo: Zoo, monkeypatch: pytest.
         wanted.load(Second(), wanted.options)
     configs = [choose_target(zoo.target("qwen3")).config]
     assert "nearest setting that works: a smaller model" in no_room(10 << 40, Second(), torch.device("cpu"), configs)
+    said = no_room(size, Second(), torch.device("cpu"), None)
+    assert "each rank takes all; " in said and "works: a smaller model" in said  # through transformers' code

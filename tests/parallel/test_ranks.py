@@ -1,6 +1,7 @@
 """Whole decoders on several ranks: the first one's scheduler decides, and all ranks run its steps, each with its share."""
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from toolkit.deepseek import DeepseekZoo
 from toolkit.models import Zoo, ragged_prompts, save_eagle3, save_target
 from toolkit.parallel.decoders import with_ranks
+from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.grammar import library
@@ -49,11 +51,16 @@ def generated(target: Path, draft: Path, spec: SpecConfig, size: int, **settings
 def test_ranks_write_what_one_writes(
     zoo: type[Zoo], name: str, kind: str, spec: SpecConfig, size: int, zoos: dict[type[Zoo], Zoo]
 ) -> None:
-    """Every family and shape on every number of ranks: scripts/many_ranks.py.
+    """Every family and shape on every number of ranks: scripts/many_ranks.
 
     Keeps out: a token that only one rank chooses; noise of a rank's own ids; a draft of a part of the head."""
     target, draft = zoos[zoo].target(name), zoos[zoo].head(name, kind)
     assert generated(target, draft, spec, size) == generated(target, draft, spec, 1)
+
+
+def test_the_script_of_many_ranks_finds_what_it_names() -> None:
+    """Keeps out: names that have moved since the script ran last, which takes too long for every change."""
+    assert callable(runpy.run_path(str(ROOT / "scripts/many_ranks"), run_name="many_ranks")["main"])
 
 
 def test_all_ranks_obey_the_same_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

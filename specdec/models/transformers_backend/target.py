@@ -67,6 +67,7 @@ class TransformersTarget(Target):
         join(self, group)
         self.config = replace(self.config, shard=shard)  # of draft heads, whose weights ranks do share
         weight, bias = self.lm_head.weight, self.lm_head.bias
+        assert weight is not None
         self.lm_head = Linear.of(own_rows(weight, shard), None if bias is None else own_rows(bias, shard))
 
     def forward(
