@@ -211,9 +211,9 @@ def misread_feature(head: AnyHead, target: Target) -> Iterator[Misreading]:
 
 def misread_config(head: DraftHead, target: Target) -> Iterator[Misreading]:
     """Another rope, and another vocabulary map."""
-    spec = head.config
-    if spec.model.rope != target.config.rope and spec.model.head_dim == target.config.head_dim:
-        rotary = Rotary(target.config.rope, spec.model.head_dim, len(head.rotary.table)).to(head.rotary.table)
+    spec, rope = head.config, target.config.rope.of_whole_heads
+    if spec.model.rope != rope and spec.model.head_dim == target.config.head_dim:
+        rotary = Rotary(rope, spec.model.head_dim, len(head.rotary.table)).to(head.rotary.table)
         yield Misreading("the target's rope in place of the head's own", variant(head, rotary=rotary))
     if spec.draft_ids is not None and head.d2t_V is not None:
         ids_V = torch.arange(len(spec.draft_ids), dtype=torch.int64, device=head.d2t_V.device)

@@ -103,7 +103,7 @@ def parse_head_rope(raw: dict[str, Any], target: ModelConfig | None, where: str,
     if not parameters and not scaling and raw.get("rope_theta") is None:
         if not silent:
             raise ValueError(f"{where} lacks rope_theta (or rope_parameters); expected the head's own")
-        return RopeConfig() if target is None else target.rope
+        return RopeConfig() if target is None else target.rope.of_whole_heads
     theta, other = raw.get("rope_theta"), parameters.get("rope_theta")
     if theta is not None and other is not None and theta != other:
         raise ValueError(f"{where}: rope_theta must be the same beside rope_parameters and in them, got {theta} and {other}")

@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.draft.mtp.spec import MtpBlock, MtpNames, MtpRules, MtpSpec
-from specdec.models.causal_lm import PreNormLayer
 from specdec.models.checkpoints.checkpoint import config_path
-from specdec.models.checkpoints.config_values import flag, number
 from specdec.models.checkpoints.loader import LLAMA_PARTS
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
-from specdec.models.config import ModelConfig, RopeConfig, read_json
+from specdec.models.config import ModelConfig, read_json
 from specdec.models.deepseek.config import parse_experts
 from specdec.models.deepseek.loader import PARTS
 from specdec.models.deepseek.modules import DeepseekLayer
-from specdec.models.keys.rope import parse_rope
 from specdec.models.keys.shared import MTP_COUNT
-from specdec.models.layers import SelfAttention
-from specdec.models.mixtures.layer import mlp_of
+from specdec.models.mixtures.families.glm4_moe import parse_glm4_moe
+from specdec.models.mixtures.loader import mixture_layer
 
 
 class _Family(NamedTuple):
@@ -75,25 +72,8 @@ def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConf
 
 
 def _glm4(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
-    """Ordinary heads, of which a part is rotated, always with experts.  The target itself runs through transformers' code."""
-    parameters = raw.get("rope_parameters") or {}
-    share = number({"partial_rotary_factor": 0.5, **raw, **parameters}, "partial_rotary_factor", where)
-    rotated = int(target.head_dim * share)
-    if rotated % 2 or not 0 < rotated <= target.head_dim:
-        raise ValueError(
-            f"{where}: partial_rotary_factor must rotate an even number of the {target.head_dim} values of a head, got {share}"
-        )
-    plain = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
-    if parameters:
-        plain["rope_parameters"] = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
-    rope: RopeConfig = replace(parse_rope(plain, where), rotated=0 if rotated == target.head_dim else rotated)
-    defaults = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
-    experts = parse_experts({**defaults, **raw}, where)
-    biased, normed = flag(raw, "attention_bias", where), flag(raw, "use_qk_norm", where)
-    eps = number(raw, "rms_norm_eps", where, 1e-5)
-    return replace(
-        target, rope=rope, qkv_bias=biased, qk_norm=normed, rms_norm_eps=eps, experts=experts, has_experts=True
-    )  # fmt: skip
+    """Ordinary heads, always with experts, also where the target itself runs through transformers' code."""
+    return replace(parse_glm4_moe({**raw, "first_k_dense_replace": 0}, where), quantization=target.quantization)
 
 
 def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
@@ -106,12 +86,7 @@ def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     return target
 
 
-def _plain(model: ModelConfig, index: int) -> PreNormLayer:
-    """A layer with ordinary heads, and experts where the config has some."""
-    return PreNormLayer(model, SelfAttention(model, model.hidden_size), mlp_of(model, index))
-
-
-_PLAIN, _LATENT = MtpBlock(_plain, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
+_PLAIN, _LATENT = MtpBlock(mixture_layer, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
 _EH_COPIES = (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))
 _EH = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", _EH_COPIES)
 _MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -119,12 +94,12 @@ _MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_lay
 # came from the publisher.
 _BY_TRANSFORMERS = MtpRules(hidden_first=False, zeroes_first=False)
 LACKS = {  # targets that load without their layers: what running these takes
-    "glm4_moe_lite": "latent attention beside a target through transformers' code",
     "ernie4_5_moe": "a head without a final norm, and names of its own",
     "hy_v3": "experts under names of its own",
 }
+LATENTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 FAMILIES = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _Family(_EH, _BY_TRANSFORMERS, _LATENT, _deepseek)),
+    **dict.fromkeys(LATENTS, _Family(_EH, _BY_TRANSFORMERS, _LATENT, _deepseek)),
     "glm4_moe": _Family(_EH, _BY_TRANSFORMERS, _PLAIN, _glm4),
     "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _PLAIN, _dense),
 }

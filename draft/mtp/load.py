@@ -37,7 +37,9 @@ class OpenMtp(OpenDrafter):
 
     def __init__(self, folder: Path, target: ModelConfig) -> None:
         self.spec = spec = read_mtp(folder, target)
-        self.checkpoint = Checkpoint(folder, quantization=own_scheme(target.quantization, spec))
+        self.checkpoint = Checkpoint(
+            folder, quantization=own_scheme(target.quantization, spec), by_expert=spec.model.experts is not None
+        )
         check_tensors(self.checkpoint, spec)
         super().__init__(empty_mtp(spec))
 

@@ -36,11 +36,11 @@ from specdec.options import EngineOptions
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
-NOT_LOSSLESS = re.compile(r"\.experts\.|(\bmlp\.gate|router|\bkv_b_proj)\.weight$")
+NOT_LOSSLESS = re.compile(r"\.experts\.|(\b(mlp|block_sparse_moe)\.gate|router(\.gate)?|expert_gate|\bkv_b_proj)\.weight$")
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
-    (re.compile(r"\b(gate|up)_proj$"), "gate_up"),
+    (re.compile(r"\b((gate|up)_proj|w[13])$"), "gate_up"),
     (re.compile(r"\b(q_b_proj|indexer\.wq_b)$"), "q_b"),
     (re.compile(r"\b([qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.wk)$"), "in"),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from specdec.parallel.shard import Shard
 class RopeConfig:
     """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3).
 
-    rotated: how many values of a head are turned, where not all are; 0: all.  They lie as `ops.rope.by_halves` says.
+    rotated: how many values of a head are turned, where not all are; 0: all.
+    interleaved: whether a checkpoint's pairs lie side by side.  In memory they lie as `ops.rope.by_halves` says.
     """
 
     theta: float = 10000.0
@@ -34,6 +35,12 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position: float = 8192
     rotated: int = 0
+    interleaved: bool = False
+
+    @property
+    def of_whole_heads(self) -> RopeConfig:
+        """The same angles for heads that are turned as a whole, as those of draft heads are."""
+        return replace(self, rotated=0, interleaved=False)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
-        self.head_dim, self.rotated = config.head_dim, config.rope.rotated
+        self.head_dim, self.rope = config.head_dim, config.rope
         self.qkv_proj = projection(config, in_features, self.num_kv_heads)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None

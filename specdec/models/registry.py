@@ -26,6 +26,7 @@ from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.gguf.kept_blocks import BLOCKS, blocks_of
 from specdec.models.keys.ends import with_ends
 from specdec.models.llama.config import FAMILIES as LLAMA
+from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.schemes.config import SIDECAR, read_sidecar, round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
@@ -33,14 +34,15 @@ from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
 
 BACKENDS = ("auto", "native", "transformers")
-# Families with modules of our own: the folder, whose loader.py ends in a `Family`, and the model types that it is for.
+# Families with modules of our own: the folder, whose loader.py ends in a `Family`, and the model types that it is for.  Those
+# whose layers differ from a Llama's by their mixtures alone are a table (mixtures/loader.py).
 FOLDERS = {
     "llama": LLAMA,
-    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
 }
-NATIVE = tuple(name for types in FOLDERS.values() for name in types)
+NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 
 
 class TargetChoice(NamedTuple):
@@ -255,7 +257,7 @@ def family_of(name: Any) -> Family | None:
     """How targets of that model_type are read, made and filled by our own modules; None: there are none for it."""
     folder = next((folder for folder, types in FOLDERS.items() if name in types), None)
     if folder is None:
-        return None
+        return MIXTURES.get(name)
     found: Family = import_module(f"specdec.models.{folder}.loader").FAMILY
     return found
 

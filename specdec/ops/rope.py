@@ -74,16 +74,17 @@ def rotary_table(inv_freq: Tensor, max_positions: int) -> Tensor:
     return torch.stack((both.cos(), both.sin() * sign), dim=1)
 
 
-def by_halves(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
+def by_halves(rows: Tensor, head_dim: int, rotated: int, interleaved: bool = False) -> Tensor:
     """Rows of heads (of a weight, a bias or a norm) of which only the first `rotated` values are turned, in our kernels' order.
 
     Our kernels turn whole heads and pair value i with value i + head_dim / 2.  A checkpoint pairs the first values among
-    themselves, i with i + rotated / 2.  So the pairs' first members go to the front of the head's first half, their second
-    members to the front of its second half, and the others after them, with angles of 0.  Products of queries and keys stay
-    the same.
+    themselves, i with i + rotated / 2, or (interleaved) 2i with 2i + 1.  So the pairs' first members go to the front of the
+    head's first half, their second members to the front of its second half, and the others after them, with angles of 0.
+    Products of queries and keys stay the same.
     """
     half = head_dim // 2
-    first = [*range(rotated // 2), *range(rotated, rotated + half - rotated // 2)]
+    pairs = range(0, rotated, 2) if interleaved else range(rotated // 2)
+    first = [*pairs, *range(rotated, rotated + half - rotated // 2)]
     second = [value for value in range(head_dim) if value not in first]
     order_D = torch.tensor(first + second, dtype=torch.int64, device=rows.device)
     return rows.unflatten(0, (-1, head_dim)).index_select(1, order_D).flatten(0, 1)

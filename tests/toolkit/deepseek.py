@@ -12,7 +12,14 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+)
 
 from specdec.attention.latent.limits import Limits
 from specdec.models.deepseek.modules import LatentAttention
@@ -29,6 +36,7 @@ COMMON = dict(
     first_k_dense_replace=1, rms_norm_eps=1e-5,
 )  # fmt: skip
 V2, V3 = (DeepseekV2Config, DeepseekV2ForCausalLM), (DeepseekV3Config, DeepseekV3ForCausalLM)
+LITE = (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM)
 GROUPS = dict(n_group=4, topk_group=2)
 # name: (config class, model class), what differs from COMMON
 DEEPSEEKS: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
@@ -53,6 +61,7 @@ DEEPSEEKS: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
         V3,
         dict(q_lora_rank=20, first_k_dense_replace=3, tie_word_embeddings=True, num_nextn_predict_layers=0),
     ),
+    "glm4-lite": (LITE, dict(q_lora_rank=20, **GROUPS, n_shared_experts=2)),
     "v3-wide-latents": (  # wide enough to be kept in 8 bits; dense, because a router turns small errors into large ones
         V3,
         dict(q_lora_rank=20, first_k_dense_replace=3, kv_lora_rank=128, qk_rope_head_dim=6, rope_parameters=YARN),

@@ -93,7 +93,7 @@ def read_eagle1(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
         got = raw.get("transformer_layer_architecture")
         raise ValueError(f"{where}: transformer_layer_architecture must be {wanted}, by its config's model_type, got {got!r}")
     own_rope = model.rope
-    model = model if target is None else replace(model, rope=target.rope)
+    model = model if target is None else replace(model, rope=target.rope.of_whole_heads)
     spec = HeadSpec(model, "eagle1", (), model.hidden_size, model.vocab_size, has_bias, own_lm_head=False, format=NAME)
     rope = "the target's, as this layout's own code takes it" if target else "as written; with a target, the target's"
     other = f"; the config says another one, {own_rope}" if target is not None and own_rope != model.rope else ""

@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.files import stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
+from specdec.models.checkpoints.fused_experts import split_fused
 from specdec.models.checkpoints.mistaken import name_hint
 from specdec.models.checkpoints.stored import SAFE_DTYPES, StoredTensor
 from specdec.models.gguf.container import MAGIC
@@ -98,14 +99,18 @@ class Checkpoint:
 
     pickles: whether the weights may come from a pickle where there is no safetensors file.
     quantization: how its matrices are stored in 8 or 4 bits; None: none of them is.
+    by_expert: whether tensors that hold all experts of a layer are seen as each expert's own.
     has_data: whether tensors that are taken have their values.  Those of `headers` have none, and lie on torch's meta device.
     """
 
     has_data = True
 
-    def __init__(self, folder: Path, pickles: bool = True, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, folder: Path, pickles: bool = True, quantization: Quantization | None = None, by_expert: bool = False
+    ) -> None:  # fmt: skip
         self.folder, self.quantization = folder, quantization
-        self._stored = stored_tensors(folder, pickles, self._stays_in_blocks)
+        stored = stored_tensors(folder, pickles, self._stays_in_blocks)
+        self._stored = split_fused(stored) if by_expert else stored
         self._untaken = set(self._stored)
         self._finite = FiniteCheck()
 

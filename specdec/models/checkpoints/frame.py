@@ -68,7 +68,7 @@ def load_family(
 
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
     """The folder's tensors, stored as the config says.  ValueError if it ignores quantised weights, or they are a head's."""
-    checkpoint = Checkpoint(folder, quantization=config.quantization)
+    checkpoint = Checkpoint(folder, quantization=config.quantization, by_expert=config.experts is not None)
     refuse_head_tensors(checkpoint.names(), folder)
     if config.quantization is None or config.quantization.method == AT_LOAD:
         refuse_unsaid_quantisation(checkpoint)

@@ -68,14 +68,14 @@ def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange
 
 
 def fill_float32(
-    empty: Tensor, checkpoint: Checkpoint, name: str, own: slice = slice(None), whole: int | None = None
+    empty: Tensor, checkpoint: Checkpoint, name: str, own: slice = slice(None), whole: int | None = None, flat: bool = False
 ) -> nn.Buffer:  # fmt: skip
     """A tensor that is kept in float32 in a model of any dtype, on the device of the empty one.
 
-    own: the rows that this rank has, of `whole`.
+    own: the rows that this rank has, of `whole`.  flat: whether it has one dimension in memory, however many in the file.
     """
     rows = checkpoint.take(name, (empty.shape[0] if whole is None else whole, *empty.shape[1:]))[own]
-    kept = nn.Buffer(rows.to(empty.device, torch.float32))
+    kept = nn.Buffer((rows.flatten() if flat else rows).to(empty.device, torch.float32))
     checkpoint.landed(name, kept)
     return kept
 
@@ -226,12 +226,14 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
 def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
     """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any.
 
-    Attention that reads another layer's keys and values has queries only.  Where a part of each head is rotated, rows of
-    queries and keys are brought into our order.
+    Attention that reads another layer's keys and values has queries only.  Where a part of each head is rotated, or pairs lie
+    side by side, rows of queries and keys are brought into our order.
     """
-    turned = partial(by_halves, head_dim=attention.head_dim, rotated=attention.rotated) if attention.rotated else None
+    rope, D, turned = attention.rope, attention.head_dim, None
+    if rope.rotated or rope.interleaved:
+        turned = partial(by_halves, head_dim=D, rotated=rope.rotated or D, interleaved=rope.interleaved)
     if not attention.shares_kv:
-        (start, whole), D = attention.qkv_proj.rows_of("k_proj"), attention.head_dim
+        start, whole = attention.qkv_proj.rows_of("k_proj")
         own = slice(start // D, start // D + attention.num_kv_heads)
         attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, whole // D, own)
     names = {part: f"{prefix}.{part}" for part in attention.qkv_proj.parts.sizes}

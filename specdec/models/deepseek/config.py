@@ -1,4 +1,7 @@
-"""The config.json of DeepSeek V2, V3, V3.2 and GLM-5 models (multi-head latent attention), read strictly.  Knows no weights."""
+"""The config.json of DeepSeek V2, V3, V3.2, GLM-5 and GLM-4.7-Flash (multi-head latent attention), read strictly.
+
+Knows no weights.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.models.schemes.config import quantization_of
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
+
+LITE = "glm4_moe_lite"  # GLM-4.7-Flash
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class DeepseekConfig(ModelConfig):
 
 def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
-    family, raw = raw["model_type"], by_own_names(raw, _OTHER_NAMES, where)
+    family, raw = raw["model_type"], _UNSAID.get(raw["model_type"], {}) | by_own_names(raw, _OTHER_NAMES, where)
     refuse_unknown(raw, _KNOWN | _KNOWN_BY.get(family, frozenset()), where)
     for key, allowed in _ONLY[family].items():
         if raw.get(key) not in (None, *allowed):
@@ -58,19 +63,20 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     layers = whole(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     for key in _UNREAD_SIZES:
         whole(raw, key, where, 1)
-    if family == "deepseek_v3":  # of these classes in transformers the one that reads it; GLM-5.2's config says another number
+    if family in ("deepseek_v3", LITE):  # transformers' other classes don't read it, and GLM-5.2 says 192
         expect_repeated(raw, "head_dim", rope_dim, "qk_rope_head_dim", where)
     expect_repeated(raw, "qk_head_dim", nope + rope_dim, "qk_nope_head_dim + qk_rope_head_dim", where)
     expect_repeated(raw, "num_key_value_heads", heads, "num_attention_heads", where)
     is_sparse = family in SPARSE
-    first_dense = first_dense_layers(raw, layers, where) if is_sparse else whole(raw, "first_k_dense_replace", where, least=0)
+    by_types = is_sparse or family == LITE
+    first_dense = first_dense_layers(raw, layers, where) if by_types else whole(raw, "first_k_dense_replace", where, least=0)
     if rope_dim % 2:
         raise ValueError(f"{where}: qk_rope_head_dim must be even for rotary embeddings, got {rope_dim}")
     if value > nope + rope_dim:
         raise ValueError(f"{where}: v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim, got {value}")
     bias = flag(raw, "attention_bias", where)
     return DeepseekConfig(
-        **shared_values(raw, where, vocab_size, 1e-5 if family == "glm_moe_dsa" else 1e-6, _POSITIONS[family]),
+        **shared_values(raw, where, vocab_size, 1e-5 if family in ("glm_moe_dsa", LITE) else 1e-6, _POSITIONS[family]),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_layers=layers,
@@ -107,7 +113,7 @@ def _quantization(raw: dict[str, Any], where: str) -> Quantization | None:
 
 def _required(raw: dict[str, Any]) -> tuple[str, ...]:
     """The keys without which a config of that model_type is refused."""
-    first = () if raw.get("mlp_layer_types") is not None and raw["model_type"] in SPARSE else ("first_k_dense_replace",)
+    first = () if raw.get("mlp_layer_types") is not None and raw["model_type"] in _BY_TYPES else ("first_k_dense_replace",)
     return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if raw["model_type"] in SPARSE else ()))
 
 
@@ -155,7 +161,10 @@ _SIZES = (
 ).split()
 _UNREAD_SIZES = ("ep_size", "head_dim", "moe_layer_freq", "pretraining_tp")
 _OTHER_NAMES = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_COUNT}
-_POSITIONS = {"deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 163840, "glm_moe_dsa": 202752}  # transformers' defaults
+_BY_TYPES = (*SPARSE, LITE)  # whose mlp_layer_types are read
+# transformers' defaults
+_POSITIONS = {"deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 163840, "glm_moe_dsa": 202752, LITE: 202752}
+_UNSAID = {LITE: {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8}}
 _V3_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "moe_layer_freq": (1,),
@@ -174,6 +183,7 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the values that mean what we
         "num_nextn_predict_layers": (0,),
     },
     "deepseek_v3": _V3_ONLY,
+    LITE: _V3_ONLY,
     **{family: _SPARSE_ONLY for family in SPARSE},
 }
 # Read above, or known not to change what a forward pass computes.
@@ -188,4 +198,8 @@ _KNOWN = frozenset(
     "topk_method torch_dtype transformers_version use_cache v_head_dim vocab_size".split()
 )
 _SPARSE_KEYS = frozenset("indexer_rope_interleave layer_types mlp_layer_types moe_router_dtype".split()) | frozenset(REQUIRED)
-_KNOWN_BY = {"deepseek_v32": _SPARSE_KEYS, "glm_moe_dsa": _SPARSE_KEYS | {*SHARING, "index_share_for_mtp_iteration"}}
+_KNOWN_BY = {
+    LITE: frozenset({"mlp_layer_types", "partial_rotary_factor"}),
+    "deepseek_v32": _SPARSE_KEYS,
+    "glm_moe_dsa": _SPARSE_KEYS | {*SHARING, "index_share_for_mtp_iteration"},
+}

@@ -9,7 +9,7 @@ Shapes: E experts, L rows of a router.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import copy_, fill_float32, fill_linear, fill_parts, fill_stack
@@ -28,6 +28,7 @@ class MixtureNames(NamedTuple):
 
     router: str = "mlp.gate.weight"
     correction: str = "mlp.gate.e_score_correction_bias"
+    correction_shape: Literal["E", "1, E"] = "E"
     experts: str = "mlp.experts"
     parts: Mapping[str, str] = {}
     shared: str = "mlp.shared_experts"
@@ -40,8 +41,11 @@ class MixtureNames(NamedTuple):
 USUAL = MixtureNames()
 
 
-def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, names: MixtureNames = USUAL) -> None:
-    """ValueError if the sizes of MLPs are not those of the first layer of each kind, by the headers."""
+def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, *tables: MixtureNames) -> None:
+    """ValueError if the sizes of MLPs are not those of the first layer of each kind, by the headers.
+
+    tables: as of `fill_mixture`.
+    """
     experts, H = config.experts, config.hidden_size
     dense = set(range(config.num_layers)) if experts is None else experts.dense_layers
     if dense:
@@ -50,6 +54,7 @@ def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, names: MixtureNa
     if experts is None:
         return
     layer = f"model.layers.{min(set(range(config.num_layers)) - dense)}"
+    names = _table(checkpoint, layer, tables)
     checkpoint.expect(f"{layer}.{names.router}", (experts.count, H), names.count_keys)
     gate = names.parts.get("gate_proj", "gate_proj")
     checkpoint.expect_matrix(f"{layer}.{names.experts}.0.{gate}", (experts.intermediate_size, H), names.width_keys)
@@ -57,15 +62,23 @@ def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, names: MixtureNa
         checkpoint.expect_matrix(f"{layer}.{names.shared}.gate_proj", (experts.shared_size, H), names.shared_keys)
 
 
-def fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str, names: MixtureNames = USUAL) -> None:
-    """Each expert's gate above its up in one weight.  prefix: the layer's name and that of the module."""
+def fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str, *tables: MixtureNames) -> None:
+    """Each expert's gate above its up in one weight.  prefix: the layer's name and that of the module.
+
+    tables: the names that the family's checkpoints have; of several, the one whose router is there.
+    """
     layer = prefix.rpartition(".")[0]
+    names = _table(checkpoint, layer, tables)
     _fill_router(moe.router, checkpoint, layer, names)
     for stack in (moe.gate_up_proj, moe.down_proj):
         fill_stack(stack, checkpoint, f"{layer}.{names.experts}", names.parts)
     if moe.shared is not None:
         fill_parts(moe.shared.gate_up_proj, checkpoint, f"{layer}.{names.shared}")
         fill_linear(moe.shared.down_proj, checkpoint, f"{layer}.{names.shared}.down_proj")
+
+
+def _table(checkpoint: Checkpoint, layer: str, tables: tuple[MixtureNames, ...]) -> MixtureNames:
+    return next((names for names in tables if f"{layer}.{names.router}" in checkpoint), (*tables, USUAL)[0])
 
 
 def _fill_router(router: Router, checkpoint: Checkpoint, layer: str, names: MixtureNames) -> None:
@@ -75,4 +88,5 @@ def _fill_router(router: Router, checkpoint: Checkpoint, layer: str, names: Mixt
     if len(weight_LH) > E:
         copy_(weight_LH[E:], checkpoint, f"{layer}.{names.shared_gate}")
     if router.correction_E is not None:
-        router.correction_E = fill_float32(router.correction_E, checkpoint, f"{layer}.{names.correction}")
+        empty = router.correction_E if names.correction_shape == "E" else router.correction_E[None]
+        router.correction_E = fill_float32(empty, checkpoint, f"{layer}.{names.correction}", flat=True)

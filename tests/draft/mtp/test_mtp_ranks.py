@@ -46,7 +46,10 @@ def test_ranks_draft_what_one_drafts(
 
 def test_what_ranks_can_not_share(mtp_zoo: MtpZoo) -> None:
     """Before any rank starts: through transformers' code, and heads that do not divide."""
-    for target, size, said in (("glm4", 2, "through transformers' code"), ("v3", 3, "4 attention heads")):
-        options = EngineOptions(device="cpu", tensor_parallel_size=size)
+    for target, backend, size, said in (
+        ("glm4", "transformers", 2, "through transformers' code"),
+        ("v3", "auto", 3, "4 attention heads"),
+    ):
+        options = EngineOptions(device="cpu", tensor_parallel_size=size, backend=backend)
         with pytest.raises(ValueError, match=said):
             WantedPair(mtp_zoo.target(target), "mtp", SpecConfig(2, 1, 3), options).check(size)

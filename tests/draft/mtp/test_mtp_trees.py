@@ -66,6 +66,7 @@ TEXTS = [  # target, shape, settings
     ("mimo", ("auto", 1, 5), {"prefix_caching": True, "page_size": 4}),
     ("v3", ("auto", 2, 6), {"page_size": 4}),
     ("glm-dsa", (3, 1, 4), {"page_size": 16}),
+    ("glm4-lite", (3, 2, 7), {"page_size": 5}),
     ("mimo-two", (4, 3, 12), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),
     ("v3-two", ("auto", 2, 6), {"prefix_caching": True, "page_size": 4}),
 ]

@@ -25,6 +25,7 @@ from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.layers import Rotary
 from specdec.models.llama.config import parse_llama
+from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.yarn import parse_rope_with_yarn
 
@@ -38,10 +39,24 @@ PARSERS: dict[str, Parse] = {
     "DeepseekV3Config": parse_deepseek,
     "DeepseekV32Config": parse_deepseek,
     "GlmMoeDsaConfig": parse_deepseek,
+    "Glm4MoeLiteConfig": parse_deepseek,
     "GptOssConfig": parse_gpt_oss,
+    "Qwen2MoeConfig": MIXTURES["qwen2_moe"].parse,
+    "Qwen3MoeConfig": MIXTURES["qwen3_moe"].parse,
+    "MixtralConfig": MIXTURES["mixtral"].parse,
+    "Glm4MoeConfig": MIXTURES["glm4_moe"].parse,
+    "Dots1Config": MIXTURES["dots1"].parse,
+    "Ernie4_5_MoeConfig": MIXTURES["ernie4_5_moe"].parse,
+    "HYV3Config": MIXTURES["hy_v3"].parse,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
+# What configs of a class need beside its own sizes: half of a head of 42 values can't be turned, and no number of experts is 0.
+WANTING: dict[str, dict[str, Any]] = {
+    "GptOssConfig": {"quantization_config": {"quant_method": "mxfp4"}},
+    "Glm4MoeConfig": {"head_dim": 128},
+    "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+}
 # No config is written without them: the class's own number is that of one model.
 ALWAYS = ("num_key_value_heads",)
 
@@ -50,10 +65,10 @@ ALWAYS = ("num_key_value_heads",)
 def test_a_key_that_is_left_out_means_transformers_default(name: str) -> None:
     """Keeps out: windows, biases, scalings or an epsilon that a config without their key gets or loses."""
     parse, raw = PARSERS[name], getattr(transformers, name)().to_diff_dict()
-    if name == "GptOssConfig":
-        raw["quantization_config"] = {"quant_method": "mxfp4"}
+    raw |= WANTING.get(name, {})
     if raw.get("use_sliding_window") is False:  # switched on, so that the other keys of windows mean something
-        raw |= {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+        on = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+        raw |= {key: value for key, value in on.items() if key in raw}
     whole, read = parse(raw, "here"), 0
     for key in raw.keys() - {"model_type", "use_sliding_window", *ALWAYS}:
         try:

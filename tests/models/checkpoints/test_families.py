@@ -16,20 +16,21 @@ from specdec.models.checkpoints.frame import empty, fill_target, open_target
 from specdec.models.checkpoints.loader import build, fill_layer
 from specdec.models.config import ModelConfig
 from specdec.models.layers import RMSNorm
+from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.registry import FOLDERS, NATIVE, choose_target, family_of
 
 # The Llama family is not among them: draft heads of all kinds are made of its layers, and read by its parser.
 OTHERS = sorted(FOLDERS.keys() - {"llama"})
 # Whose business is a table by family: who computes it, how its MTP layers are called, what transformers and GGUF call it.
-TABLES = ("specdec/models/registry.py", "draft/mtp/layouts.py")
+TABLES = ("specdec/models/registry.py", "specdec/models/mixtures/loader.py", "draft/mtp/layouts.py")
 ABOUT_KEYS = ("specdec/models/gguf/", "specdec/models/transformers_backend/", "specdec/models/checkpoints/mtp_names.py")
-TYPES = [name for folder in OTHERS for name in FOLDERS[folder]]
+TYPES = [*(name for folder in OTHERS for name in FOLDERS[folder]), *MIXTURES]
 NAMES = re.compile(r"deepseek|diff_?llama|gpt_?oss", re.IGNORECASE)
 
 
 def generic_files() -> list[Path]:
     files = [path for room in ("specdec", "draft", "verify", "attention") for path in sorted((ROOT / room).rglob("*.py"))]
-    own = tuple(f"specdec/models/{folder}/" for folder in FOLDERS)
+    own = (*(f"specdec/models/{folder}/" for folder in FOLDERS), "specdec/models/mixtures/families/")
     return [path for path in files if not str(path.relative_to(ROOT)).startswith((*own, *TABLES))]
 
 

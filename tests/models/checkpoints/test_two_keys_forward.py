@@ -19,8 +19,13 @@ from specdec.models.registry import NATIVE, family_of
 SAME = ""
 LLAMAS, QWENS = ("llama", "mistral", "qwen2", "qwen3", "mimo", "diffllama"), ("qwen2", "qwen3", "mimo")
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
-DEEPSEEKS, GPT = ("deepseek_v2", "deepseek_v3", *SPARSE), ("gpt_oss",)
-ALL = (*LLAMAS, *DEEPSEEKS, *GPT)
+LITE, GPT = ("glm4_moe_lite",), ("gpt_oss",)
+BY_TYPES = (*SPARSE, *LITE)
+DEEPSEEKS = ("deepseek_v2", "deepseek_v3", *BY_TYPES)
+GLM4, QWEN_MOES = ("glm4_moe",), ("qwen2_moe", "qwen3_moe")
+HY3, ERNIE, DOTS = ("hy_v3",), ("ernie4_5_moe",), ("dots1",)
+MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *GLM4)  # under ordinary heads
+ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES)
 TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
 DEFAULT, LINEAR = {"rope_type": "default", "rope_theta": 5000.0}, {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
@@ -33,6 +38,7 @@ LLAMA3 = LINEAR | {
 }
 YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 8}
 FULL, WINDOWED = "full_attention", "sliding_attention"
+ON = {"sliding_window": 8, "use_sliding_window": True}
 MIXED = [WINDOWED, FULL]  # unlike max_window_layers, which windows the last layers
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -58,9 +64,11 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT | {"type": "linear", "factor": 2.0}}, SAME),
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
-            ((*DEEPSEEKS, *GPT), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
-            ((*LLAMAS, *GPT), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
-            ((*LLAMAS, *GPT), {"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
+            ((*LLAMAS, *GPT, *LITE, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
+            (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
+            (GLM4, {"rope_parameters": YARN}, "rope_type must not be 'yarn' where a part of each head is turned"),
+            ((*LLAMAS, *GPT, *LITE), {"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "partial_rotary_factor must"),
             (GPT, {"rope_parameters": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
             (DEEPSEEKS, {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be"),
             (ALL, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64}, "unknown config keys original_max"),
@@ -70,8 +78,8 @@ GROUPS = {
     "rope's factors": KeyGroup(
         "rope_parameters max_position_embeddings",
         [
-            (LLAMAS, {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # 64 times as long, factor 2
-            ((*DEEPSEEKS, *GPT), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
+            ((*LLAMAS, *GLM4), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # 64 times as long, factor 2
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
                 {"rope_parameters": YARN | {"attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 1.2}},
@@ -81,7 +89,13 @@ GROUPS = {
     ),
     "length": KeyGroup(
         "max_position_embeddings max_sequence_length model_max_length",
-        [((*LLAMAS, *GPT), {"max_position_embeddings": 128, "max_sequence_length": 9, "model_max_length": 9}, SAME)],
+        [
+            (
+                (*LLAMAS, *GPT, *MIXTURES),
+                {"max_position_embeddings": 128, "max_sequence_length": 9, "model_max_length": 9},
+                SAME,
+            )
+        ],
     ),
     "family": KeyGroup("model_type architectures", [(ALL, {"architectures": ["GemmaForCausalLM"]}, SAME)]),
     "window": KeyGroup(
@@ -108,6 +122,16 @@ GROUPS = {
                 {"sliding_window": 8, "use_sliding_window": False, "layer_types": [FULL, WINDOWED]},
                 "use_sliding_window False and sliding_window 8",
             ),
+            (("qwen2_moe",), ON | {"max_window_layers": 1, "layer_types": MIXED[::-1]}, SAME),
+            (("qwen2_moe",), ON | {"max_window_layers": 2, "layer_types": ABSENT}, SAME),
+            (QWEN_MOES, {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}, SAME),
+            (("qwen2_moe",), ON | {"use_sliding_window": False, "layer_types": MIXED}, "use_sliding_window False"),
+            (("qwen3_moe",), ON | {"max_window_layers": 1}, SAME),
+            (DOTS, {"sliding_window": 8, "max_window_layers": 1, "layer_types": ABSENT}, SAME),
+            (DOTS, {"sliding_window": 8, "max_window_layers": 0, "layer_types": MIXED}, SAME),
+            (DOTS, {"sliding_window": None, "layer_types": MIXED}, "but sliding_window is null"),
+            (DOTS, {"use_sliding_window": True}, "use_sliding_window must be False"),
+            (("mixtral",), {"sliding_window": 8, "use_sliding_window": False}, "unknown config keys use_sliding_window"),
             (GPT, {"sliding_window": 6, "layer_types": [FULL, WINDOWED]}, SAME),
             (GPT, {"sliding_window": 6, "layer_types": ABSENT, "use_sliding_window": False, "max_window_layers": 9}, SAME),
             (GPT, {"sliding_window": None, "layer_types": [WINDOWED] * 2}, "layer_types has .* but sliding_window is null"),
@@ -116,10 +140,11 @@ GROUPS = {
     "width of a head": KeyGroup(
         "head_dim qk_head_dim qk_rope_head_dim",
         [
-            ((*LLAMAS, *GPT), {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
+            ((*LLAMAS, *GPT, *MIXTURES), {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
+            (MIXTURES, {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
-            (("deepseek_v3",), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
+            (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
             (("deepseek_v2", *SPARSE), {"head_dim": 16}, SAME),  # GLM-5.2 says 192, and rotates 64
             (DEEPSEEKS, {"qk_head_dim": 24}, "qk_head_dim must be qk_nope_head_dim . qk_rope_head_dim, 20, or absent, got 24"),
         ],
@@ -128,7 +153,7 @@ GROUPS = {
     "heads of keys": KeyGroup(
         "num_key_value_heads",
         [
-            ((*LLAMAS, *GPT), {"num_key_value_heads": 4}, "k_proj.weight' must have shape .* num_key_value_heads"),
+            ((*LLAMAS, *GPT, *MIXTURES), {"num_key_value_heads": 4}, "k_proj.weight' must have shape .* num_key_value_heads"),
             (("mistral",), {"num_key_value_heads": 1}, SAME),
             (("llama", "qwen2", "qwen3", "mimo", "diffllama"), {"num_key_value_heads": None}, "k_proj.weight' must have shape"),
             (DEEPSEEKS, {"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 2"),
@@ -139,7 +164,8 @@ GROUPS = {
         "tie_word_embeddings",
         [
             (UNTIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
-            (UNTIED, {"tie_word_embeddings": ABSENT}, SAME),
+            (tuple({*UNTIED} - {*ERNIE}), {"tie_word_embeddings": ABSENT}, SAME),
+            (ERNIE, {"tie_word_embeddings": ABSENT}, "ties lm_head to the embeddings, but the checkpoint"),
             (TIED, {"tie_word_embeddings": False}, "'lm_head.weight' is missing"),
             (TIED, {"tie_word_embeddings": ABSENT}, "'lm_head.weight' is missing"),
         ],
@@ -148,45 +174,66 @@ GROUPS = {
     "biases": KeyGroup(
         "attention_bias mlp_bias qkv_bias use_bias",
         [
-            (("llama", "qwen3", "diffllama", *DEEPSEEKS[:3]), {"attention_bias": True}, ".bias' is missing"),
+            (("llama", "qwen3", "diffllama", *DEEPSEEKS[:3], *LITE), {"attention_bias": True}, ".bias' is missing"),
             (("mistral",), {"attention_bias": True}, "attention_bias must be false or absent in a mistral model"),
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT), {"attention_bias": False}, "not part of this architecture: .*bias"),
+            (("qwen3_moe", *GLM4, *HY3, *DOTS), {"attention_bias": True}, ".bias' is missing"),
+            (HY3, {"mlp_bias": True}, ".bias' is missing"),
+            (ERNIE, {"use_bias": True}, "use_bias must be false"),
+            (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),
+            (("qwen2_moe",), {"qkv_bias": True}, ".bias' is missing"),
+            (("qwen2_moe", "mixtral"), {"attention_bias": True}, "unknown config keys attention_bias"),
             (("mistral", *QWENS), {"mlp_bias": True}, "mlp_bias must be false or absent in a .* model"),
             (("llama", "deepseek_v2"), {"mlp_bias": True}, ".bias' is missing"),
-            (("diffllama", "deepseek_v3", *SPARSE), {"mlp_bias": True}, "mlp_bias must be"),
+            (("diffllama", "deepseek_v3", *SPARSE, *LITE), {"mlp_bias": True}, "mlp_bias must be"),
             (GPT, {"mlp_bias": True}, SAME),
         ],
     ),
     "experts": KeyGroup(
-        "n_routed_experts num_local_experts num_experts",
+        "n_routed_experts num_local_experts num_experts moe_num_experts",
         [
             (DEEPSEEKS, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
             (DEEPSEEKS, {"num_experts": 4}, "num_experts is another name of n_routed_experts, .* got 4 and 8"),
             (DEEPSEEKS, {"num_experts": 8, "num_local_experts": 8}, SAME),
-            (GPT, {"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and 4"),
-            (GPT, {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
+            (("qwen3_moe", *HY3), {"num_experts": 8, "num_local_experts": 6}, "another name of num_experts, .* got 6 and 8"),
+            (("qwen3_moe", *HY3), {"num_experts": ABSENT, "num_local_experts": 8}, SAME),
+            (ERNIE, {"num_experts": 6}, "num_experts is another name of moe_num_experts, .* got 6 and 8"),
+            (ERNIE, {"moe_num_experts": ABSENT, "num_experts": 8}, SAME),
+            (("qwen2_moe",), {"num_local_experts": 6}, "unknown config keys num_local_experts"),
+            ((*GPT, "mixtral"), {"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and 4"),
+            ((*GLM4, *DOTS), {"num_local_experts": 16}, "another name of n_routed_experts, .* got 16 and 8"),
+            ((*GPT, "mixtral"), {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
         ],
     ),
     "experts of a token": KeyGroup(
-        "num_experts_per_tok experts_per_token",
-        [(GPT, {"experts_per_token": 3}, "experts_per_token must be num_experts_per_tok, 2, or absent, got 3")],
+        "num_experts_per_tok experts_per_token moe_k",
+        [
+            (ERNIE, {"num_experts_per_tok": 2}, "num_experts_per_tok is another name of moe_k, .* got 2 and 3"),
+            (ERNIE, {"moe_k": ABSENT, "num_experts_per_tok": 3}, SAME),
+            (GPT, {"experts_per_token": 3}, "experts_per_token must be num_experts_per_tok, 2, or absent, got 3")],
     ),
     "dense layers": KeyGroup(
-        "first_k_dense_replace mlp_layer_types moe_layer_freq",
+        "first_k_dense_replace mlp_layer_types moe_layer_freq mlp_only_layers decoder_sparse_step moe_layer_start_index "
+        "moe_layer_end_index moe_layer_interval",
         [
+            (("qwen2_moe",), {"mlp_only_layers": [], "decoder_sparse_step": 2}, SAME),  # both say that the first layer is dense
+            (ERNIE, {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 7}, SAME),
+            (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "gate_proj.* is missing"),
+            (("qwen3_moe",), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "model.layers.0.mlp.gate_proj.* is missing"),
             (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
-            (SPARSE, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),
-            (SPARSE, {"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense", "sparse"]}, SAME),
+            (BY_TYPES, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),
+            (BY_TYPES, {"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense", "sparse"]}, SAME),
         ],
     ),
     "layers of MTP": KeyGroup(
         "num_nextn_predict_layers num_mtp_layers",
         [
-            (("deepseek_v3", *SPARSE), {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* got 2 and 1"),
+            (("deepseek_v3", *BY_TYPES), {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* 2 and 1"),
             (("deepseek_v2",), {"num_nextn_predict_layers": 0, "num_mtp_layers": 2}, "another name of .* got 2 and 0"),
-            (("deepseek_v3",), {"num_nextn_predict_layers": ABSENT, "num_mtp_layers": 1}, SAME),
+            (("deepseek_v3", *GLM4), {"num_nextn_predict_layers": ABSENT, "num_mtp_layers": 1}, SAME),
+            (GLM4, {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* got 2 and 1"),
         ],
     ),
     "shared indexers": KeyGroup(
@@ -198,7 +245,7 @@ GROUPS = {
     ),
     "weights in few bits": KeyGroup(
         "quantization_config compression_config",
-        [((*LLAMAS, *GPT), {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
+        [((*LLAMAS, *GPT, *MIXTURES), {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
     ),
 }  # fmt: skip
 ROWS = [

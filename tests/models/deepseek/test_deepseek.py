@@ -74,6 +74,7 @@ CASES = [
     ("v3-no-q-lora", "eagle1", (3, 1, 4), 16),
     ("v3-dense-tied", "eagle3", (3, 8, 24), 1),
     ("v2-dense-biases", "eagle3-full", (5, 2, 9), 5),
+    ("glm4-lite", "eagle3", (4, 2, 9), 5),
 ]
 
 

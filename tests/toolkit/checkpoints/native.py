@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.registry import choose_target, load_chosen
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import DEEPSEEKS, SPARSES, save_deepseek, save_sparse
 from toolkit.families import eager
 from toolkit.models import save_target
@@ -20,7 +21,15 @@ NAMES = {
     "deepseek_v3": "v3",
     "deepseek_v32": "v32",
     "glm_moe_dsa": "glm",
+    "glm4_moe_lite": "glm4-lite",
     "mimo": "qwen2",
+    "qwen2_moe": "qwen2-moe-normed",
+    "qwen3_moe": "qwen3-moe",
+    "mixtral": "mixtral",
+    "glm4_moe": "glm4-moe",
+    "dots1": "dots1",
+    "ernie4_5_moe": "ernie",
+    "hy_v3": "hy3",
 }  # of other zoos
 ABSENT = "absent"  # a change that takes the key away
 IDS = torch.randint(40, (24,), generator=torch.Generator().manual_seed(5))  # three windows of 8 tokens
@@ -42,7 +51,8 @@ class NativeZoo:
             folders = ours / "mxfp4", ours / "plain"
             return folders if ours.is_dir() else save_gpt_oss(ours, num_hidden_layers=LAYERS)
         if not ours.is_dir():
-            save = save_sparse if name in SPARSES else save_deepseek if name in DEEPSEEKS else save_target
+            zoos = ((SPARSES, save_sparse), (DEEPSEEKS, save_deepseek), (MIXTURES, save_mixture))
+            save = next((save for names, save in zoos if name in names), save_target)
             save(ours, name, num_hidden_layers=LAYERS)
         return ours, ours
 

@@ -26,6 +26,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3-dense-tied": ("v3-dense-tied", dict(n_group=4, topk_group=2)),
     "v32": ("v32", {}),
     "glm-dsa": ("glm", {}),
+    "glm4-lite": ("glm4-lite", {}),
     "glm4": ("glm4_moe", dict(attention_bias=True)),
     "glm4-three-normed": ("glm4_moe", dict(use_qk_norm=True, **{COUNT: 3})),
     "mimo": ("mimo", {}),

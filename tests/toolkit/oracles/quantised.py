@@ -227,7 +227,7 @@ def as_quantised(plain: Path, quantised: Path, scheme: Scheme) -> Path:
     tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
     stored: dict[str, Tensor] = {}
     for key in sorted(tensors):
-        if re.search(r"(_proj(_with_mqa)?|indexer\.w(q_b|k))\.weight$", key) is None:
+        if re.search(r"(_proj(_with_mqa)?|\.w[123]|indexer\.w(q_b|k))\.weight$", key) is None:
             stored[key] = tensors[key]
             continue
         own, dense = scheme.write(*tensors[key].shape, generator)

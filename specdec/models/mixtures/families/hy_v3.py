@@ -1,0 +1,47 @@
+"""Hy3 (`hy_v3`): a sigmoid router with corrections, under heads whose queries and keys are normed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, number, whole
+from specdec.models.config import ModelConfig
+from specdec.models.keys.names import by_own_names
+from specdec.models.keys.shared import MTP_COUNT, require
+from specdec.models.mixtures.fill import MixtureNames
+from specdec.models.mixtures.keys import TOP_K, dense_by_types, read_decoder, with_experts
+from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+
+COUNT, SHARED = "num_experts and hidden_size", "num_shared_experts and moe_intermediate_size"
+NAMES = MixtureNames("mlp.router.gate.weight", "mlp.expert_bias", shared="mlp.shared_mlp", count_keys=COUNT, shared_keys=SHARED)
+FUSED = MixtureNames(correction="mlp.e_score_correction_bias", count_keys=COUNT, shared_keys=SHARED)  # transformers 5's own
+_KEYS = (
+    "attention_bias enable_moe_fp32_combine mlp_bias mlp_layer_types moe_intermediate_size num_experts num_shared_experts "
+    f"router_scaling_factor {MTP_COUNT}"
+)
+
+
+def parse_hy_v3(raw: dict[str, Any], where: str) -> ModelConfig:
+    raw = by_own_names(raw, {"num_local_experts": "num_experts"}, where)
+    config = read_decoder(raw, where, _KEYS, eps=1e-5, positions=131072, theta=11_158_840.0, head_dim=128)
+    require(raw, ["num_experts", TOP_K, "moe_intermediate_size"], where)
+    flag(raw, "enable_moe_fp32_combine", where, True)  # a sum of two is rounded once either way
+    biased, width = flag(raw, "attention_bias", where), whole(raw, "moe_intermediate_size", where)
+    config = replace(
+        config,
+        qkv_bias=biased,
+        o_bias=biased,
+        mlp_bias=flag(raw, "mlp_bias", where),
+        qk_norm=True,
+        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS),
+    )
+    scaling = number(raw, "router_scaling_factor", where, 2.826)
+    experts = ExpertsConfig(
+        whole(raw, "num_experts", where),
+        width,
+        RouterRule(whole(raw, TOP_K, where), "sigmoid", corrected=True, normed=True, scaling=scaling),
+        shared_size=whole(raw, "num_shared_experts", where, 1) * width,
+        dense_layers=dense_by_types(raw, "mlp_layer_types", config.num_layers, where, unsaid=[0]),
+    )
+    return with_experts(config, experts, where, "num_experts")
