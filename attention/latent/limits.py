@@ -18,6 +18,10 @@ class Limits:
     expanded_tokens: cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16.
     convert_from: queries a row from which on latents in 8 bits are converted first.
     workspace_tokens: latents converted at once; with DeepSeek's dims they take 75 MB in bf16.  A single row may be longer.
+    selected_tokens: latents converted at most where queries select keys, of all rows at once; with DeepSeek's dims they take
+        302 MB in bf16.
+    converted_a_query: tokens converted at most for each query of the pass.  A short chunk of a long text would lose more by the
+        conversion than its queries gain.
     absorbed: elements of absorbed queries at once where each token reads keys of its own.  They are four times as wide as the
         queries that they are made from, so a long prompt is processed in parts: at DeepSeek's dims of 910 tokens, in 134 MB.
     """
@@ -26,6 +30,8 @@ class Limits:
     expanded_tokens: int = 4096
     convert_from: int = 32
     workspace_tokens: int = 65536
+    selected_tokens: int = 1 << 18
+    converted_a_query: int = 512
     absorbed: int = 1 << 26
 
 

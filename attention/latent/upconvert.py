@@ -93,11 +93,25 @@ class Workspace:
         Only prompts have so many queries a row, and a prompt's plan is one causal segment.  In a captured graph it does not say
         how much of a row is cached, so nobody would know the workspace's size.
         """
-        prompt = plan.segments[0]
-        sized = view.is_lossy and prompt.causal and prompt.max_cached is not None and prompt.starts_T is None
-        if not sized or len(plan.parts) > 1 or prompt.max_seqlen_q < limits.convert_from:
+        if not _is_sized(plan, view, limits):
             return None
-        return cls.of(prompt, view.width, dtype, limits.workspace_tokens)
+        return cls.of(plan.segments[0], view.width, dtype, limits.workspace_tokens)
+
+    @classmethod
+    def of_selected(
+        cls, plan: AttentionPlan, view: LatentView, dtype: torch.dtype, limits: Limits, queries: int
+    ) -> Workspace | None:
+        """`of_plan` for layers whose queries select keys: all rows lie in the workspace at once.
+
+        queries: of the pass.  Each has a bounded number of keys, while all tokens of its row are converted.
+        """
+        if not _is_sized(plan, view, limits):
+            return None
+        prompt = plan.segments[0]
+        tokens = prompt.rows * _room(prompt)
+        if tokens > limits.selected_tokens or tokens > queries * limits.converted_a_query:
+            return None
+        return cls.of(prompt, view.width, dtype, tokens)
 
     @classmethod
     def of(cls, prompt: Segment, width: int, dtype: torch.dtype, tokens: int) -> Workspace:
@@ -107,8 +121,7 @@ class Workspace:
         """
         assert prompt.max_cached is not None and prompt.causal and prompt.starts_T is None
         lens_B, B = prompt.cache_seqlens, prompt.rows
-        max_len = min(prompt.max_cached + prompt.max_seqlen_q, prompt.pages.capacity)
-        room = -(-max_len // PAGE) * PAGE
+        max_len, room = _longest(prompt), _room(prompt)
         firsts = first_rows([room] * B, tokens)
         starts_B = workspace_starts(lens_B, firsts, PAGE)
         table_BW = starts_B[:, None] // PAGE + torch.arange(room // PAGE, dtype=torch.int32, device=lens_B.device)
@@ -126,7 +139,38 @@ class Workspace:
 
         def states() -> Iterator[AttentionState]:
             for chunk in self.chunks:
-                upconvert(view, self.prompt.pages, chunk.cache_seqlens, self.starts_B, self.max_len, self.latent_NL)
-                yield backend.run(q_THL, MLAView(self.latent_NL, view.rank), chunk, scoring)
+                yield backend.run(q_THL, self._converted(view, chunk), chunk, scoring)
 
         return merge_all(states())
+
+    @property
+    def pages(self) -> PageTable:
+        """Where the tokens of each row lie, if all rows fit at once."""
+        return self.chunks[0].pages
+
+    def converted(self, view: LatentView) -> MLAView:
+        """A layer's latents on these pages, once the pass has stored its own."""
+        (chunk,) = self.chunks
+        return self._converted(view, chunk)
+
+    def _converted(self, view: LatentView, chunk: Segment) -> MLAView:
+        upconvert(view, self.prompt.pages, chunk.cache_seqlens, self.starts_B, self.max_len, self.latent_NL)
+        return MLAView(self.latent_NL, view.rank)
+
+
+def _is_sized(plan: AttentionPlan, view: LatentView, limits: Limits) -> bool:
+    """Whether a plan is one of prompts whose 8-bit latents are worth converting, and the host knows how many there are."""
+    prompt = plan.segments[0]
+    sized = view.is_lossy and prompt.causal and prompt.max_cached is not None and prompt.starts_T is None
+    return sized and len(plan.parts) == 1 and plan.context_parallel is None and prompt.max_seqlen_q >= limits.convert_from
+
+
+def _longest(prompt: Segment) -> int:
+    """No row has more latents."""
+    assert prompt.max_cached is not None
+    return min(prompt.max_cached + prompt.max_seqlen_q, prompt.pages.capacity)
+
+
+def _room(prompt: Segment) -> int:
+    """Tokens of a row in the workspace, in whole pages."""
+    return -(-_longest(prompt) // PAGE) * PAGE

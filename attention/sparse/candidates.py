@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 
 
@@ -21,6 +22,7 @@ class CandidateKeys:
     positions 0 to paged_T[t] - 1, and after them the first path_T[t] slots of its row in `suffix`.
 
     All tensors are int32.  path_T is 0 everywhere if there is no suffix.
+    copy: where the segment's tokens lie for attention, if not on the segment's own pages, from which the indexer reads.
     """
 
     segment: Segment
@@ -28,6 +30,7 @@ class CandidateKeys:
     rows_T: Tensor
     paged_T: Tensor
     path_T: Tensor
+    copy: PageTable | None = None
     _counts: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -35,6 +38,11 @@ class CandidateKeys:
         """The most candidates that a query can have; the host knows it from the tables' widths."""
         paged = self.segment.pages.capacity
         return paged if self.suffix is None else paged + self.suffix.pages.capacity
+
+    @property
+    def pages(self) -> PageTable:
+        """Where attention finds the selected keys of the segment."""
+        return self.segment.pages if self.copy is None else self.copy
 
     @property
     def visible_T(self) -> Tensor:
@@ -48,7 +56,7 @@ class CandidateKeys:
         return self._counts[topk]
 
     @classmethod
-    def of(cls, plan: AttentionPlan, queries: int) -> CandidateKeys:
+    def of(cls, plan: AttentionPlan, queries: int, copy: PageTable | None = None) -> CandidateKeys:
         """The candidates of a plan's queries, which are `queries` many.  Nothing is read from the device.
 
         plan: one paged segment, causal or a prefix, and perhaps a suffix: each query's own path in a draft tree, in the order
@@ -69,4 +77,4 @@ class CandidateKeys:
             paged_T = paged_T - (cu_R1[at_T + 1] - 1 - token_T)
         paged_T = torch.where(found_T < segment.rows, paged_T.clamp(min=0), 0).int()
         path_T = torch.zeros_like(paged_T) if suffix is None else suffix.cache_seqlens.int()
-        return cls(segment, suffix, rows_T, paged_T, path_T)
+        return cls(segment, suffix, rows_T, paged_T, path_T, copy)

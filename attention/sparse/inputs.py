@@ -2,7 +2,8 @@
 
 Where the host knows that no query has more keys than it may read, nothing is selected and the layer is one of dense latent
 attention, expanded for long prompts.  Otherwise every query gets a row of slots of its own, which holds keys of the prefix as
-well as of its path in a draft tree, so no part of the plan remains.
+well as of its path in a draft tree, so no part of the plan remains.  Long prompts over 8-bit latents read converted ones, in a
+workspace (latent/upconvert.py): what they select are then slots of the workspace.
 
 Some models let a layer read what an earlier layer's indexer selected (GLM-5.2).  This module knows no model.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from specdec.attention.caches.sparse_cache import SparseLatentView
 from specdec.attention.context_parallel.selection import ShardedCandidates, sharded_segment
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
+from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.index_store import IndexPrep, store_index
@@ -31,6 +34,16 @@ from specdec.attention.sparse.segment import sparse_segment
 from specdec.ops.operator import is_traced
 
 SELECTED = "keys selected by the last indexer"
+
+
+class SelectedKeys(NamedTuple):
+    """rows: each query's row of slots; None: every query reads all keys.
+
+    workspace: in which these slots are; None: they are in the cache.
+    """
+
+    rows: Segment | None
+    workspace: Workspace | None = None
 
 
 @dataclass
@@ -57,25 +70,30 @@ class SparseLatentInputs(LayerInputs):
     def paged(self, call: LayerCall) -> Tensor:
         view = call.view
         assert isinstance(view, SparseLatentView), f"sparse layers need a cache of indexer keys, got {type(view).__name__}"
-        selected = self._handed_on(call) if self.index is None else self._select(self.index, call, view)
+        selected, workspace = self._handed_on(call) if self.index is None else self._select(self.index, call, view)
         if selected is None:
             return self.latents.over(call, view.latents)
+
+        def latents() -> LatentView:
+            return view.latents if workspace is None else workspace.converted(view.latents)
+
         inputs, up_HXC, N, L = self.latents, self.latents.up_HXC, self.latents.nope_dim, self.latents.latent_TL.shape[1]
         R, H, sharded = selected.rows, up_HXC.shape[0], call.plan.context_parallel
         step = max(1, inputs.limits.absorbed // ((1 if sharded is None else sharded.group.size) * H * L))
         if (
             is_traced(inputs.q_THQ) or R <= step
         ):  # a graph can't hold a number of parts that depends on how many tokens there are
-            return self._attended(call, view.latents, inputs.absorbed(call, view.latents), selected)
+            q_RHL = inputs.absorbed(call, view.latents)
+            return self._attended(call, latents(), q_RHL, selected)
         store_latent(view.latents, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)
         q_RHQ = call.asked(inputs.q_THQ)
-        out_RHV = q_RHQ.new_empty(R, H, up_HXC.shape[1] - N)
+        out_RHV, read = q_RHQ.new_empty(R, H, up_HXC.shape[1] - N), latents()
         for start in range(0, R, step):
             part = slice(start, min(start + step, R))
             q_rHL = absorbed_queries(q_RHQ[part, :, :N], up_HXC, L, numerics=inputs.numerics)
             q_rHL[..., view.latents.rank :] = q_RHQ[part, :, N:]
             rows = Segment.of_slots(selected.pages.table[part], selected.cache_seqlens[part])
-            out_RHV[part] = self._attended(call, view.latents, q_rHL, rows)
+            out_RHV[part] = self._attended(call, read, q_rHL, rows)
         return out_RHV
 
     def _attended(self, call: LayerCall, latents: LatentView, q_RHL: Tensor, rows: Segment) -> Tensor:
@@ -87,33 +105,40 @@ class SparseLatentInputs(LayerInputs):
         state = call.finish(call.over_ranks(q_RHL, latents, prepared))
         return absorbed_values(state.out_THD, self.latents.up_HXC[:, self.latents.nope_dim :], self.latents.numerics)
 
-    def _select(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> Segment | None:
-        """Stores the indexer's keys, and returns each asked-for query's row of slots; None: every query reads all keys.
+    def _select(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> SelectedKeys:
+        """Stores the indexer's keys, and selects keys of each asked-for query.
 
         Where ranks share the keys, a row holds those of the selected ones that this rank reads.
         """
         assert view.index_keys is not None, "the cache has no keys of this layer's indexer"
         weights_TJ = store_index(view.index_keys, index.q_TJI, index.key_TI, index.weights_TJ, call.slots_T, index.prep)
-        selected = None
+        selected = SelectedKeys(None)
         if not reads_all(call.plan, self.topk):
             q_RJI, weights_RJ = call.asked(index.q_TJI), call.asked(weights_TJ)
             given = q_RJI, weights_RJ, view.index_keys
             if call.plan.context_parallel is None:
-                candidates = call.once("candidates", lambda plan: CandidateKeys.of(plan, q_RJI.shape[0]))
-                selected = sparse_segment(*given, candidates, self.topk)
+                workspace = self._workspace(call, view, q_RJI.shape[0])
+                copy = None if workspace is None else workspace.pages
+                candidates = call.once("candidates", lambda plan: CandidateKeys.of(plan, q_RJI.shape[0], copy))
+                selected = SelectedKeys(sparse_segment(*given, candidates, self.topk), workspace)
             else:
                 of_all = call.once("candidates", lambda plan: ShardedCandidates.of(plan, q_RJI.shape[0]))
-                selected = sharded_segment(*given, of_all, self.topk)
+                selected = SelectedKeys(sharded_segment(*given, of_all, self.topk))
         call.handed_on[SELECTED] = selected
         return selected
 
-    def _handed_on(self, call: LayerCall) -> Segment | None:
+    def _workspace(self, call: LayerCall, view: SparseLatentView, queries: int) -> Workspace | None:
+        """Where the layers of this pass read converted latents; None: they read the cache."""
+        dtype, limits = self.latents.q_THQ.dtype, self.latents.limits
+        return call.once("selected workspace", lambda plan: Workspace.of_selected(plan, view.latents, dtype, limits, queries))
+
+    def _handed_on(self, call: LayerCall) -> SelectedKeys:
         """The same of the last indexer, which selected keys for all T tokens."""
-        selected: Segment | None = call.handed_on[SELECTED]
-        if selected is None or call.rows_R is None:
+        selected: SelectedKeys = call.handed_on[SELECTED]
+        if selected.rows is None or call.rows_R is None:
             return selected
-        table, lens = (x.index_select(0, call.rows_R) for x in (selected.pages.table, selected.cache_seqlens))
-        return Segment.of_slots(table, lens)
+        table, lens = (x.index_select(0, call.rows_R) for x in (selected.rows.pages.table, selected.rows.cache_seqlens))
+        return selected._replace(rows=Segment.of_slots(table, lens))
 
     def dense(self) -> DenseHeads:
         return self.latents.dense()

@@ -122,7 +122,7 @@ def _checked(
     D = q_THD.shape[2]
     assert q_THD.dtype == keys_XD.dtype and keys_XD.shape[1] == D and w_TH.shape == q_THD.shape[:2]
     assert q_THD.stride()[1:] == (D, 1) and w_TH.stride(1) == keys_XD.stride(1) == 1
-    assert candidates.segment.pages.table.stride(1) == 1
+    assert candidates.segment.pages.table.stride(1) == candidates.pages.table.stride(1) == 1
     if sizes is not None:
         return sizes
     if q_THD.element_size() == 4:  # float32 uses no tensor cores, and twice the shared memory
@@ -201,9 +201,9 @@ def launch_selection(
     candidates: CandidateKeys, topk: int, first: int, queries: int, scratch: Scratch, slots_TI: Tensor, sizes: IndexerTiles,
     pages_read: PageTable | None = None,
 ) -> None:  # fmt: skip
-    """Selects a part of the queries' best keys, into their rows of slots_TI.  pages_read: say the slots, not the segment's."""
-    segment, suffix, N, device = candidates.segment, candidates.suffix, candidates.width, slots_TI.device
-    pages, page_size = pages_read or segment.pages
+    """Selects a part of the queries' best keys, into their rows of slots_TI.  pages_read: say the slots, if not theirs."""
+    suffix, N, device = candidates.suffix, candidates.width, slots_TI.device
+    pages, page_size = pages_read or candidates.pages
     paths = pages if suffix is None else suffix.pages.table
     visible, slices = (candidates.paged_T, candidates.path_T), scratch.counts.shape[1]
     scores, sample, listed, counts, every = scratch

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.candidates import CandidateKeys
 from specdec.attention.sparse.indexer import NOTHING, indexer_scores, select_rows, to_slots
@@ -31,6 +32,7 @@ def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Can
     if use_operator(q_THD):
         from specdec.attention.operators.sparse import SELECT_KEYS
 
+        assert candidates.copy is None, "a traced pass converts no latents"
         pages, rows, suffix = candidates.segment.pages, candidates.segment, candidates.suffix
         slots_TI = SELECT_KEYS(
             q_THD, w_TH, keys_XD, topk, pages.table, rows.cache_seqlens, rows.cu_seqlens_q, rows.max_seqlen_q, pages.page_size,
@@ -52,7 +54,7 @@ def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candi
     counts_T = torch.zeros(T, dtype=torch.int32, device=q_THD.device)
     for part, scores_tN in _scored(q_THD, w_TH, keys_XD, candidates):
         selected = select_rows(scores_tN, candidates.visible_T[part], topk)
-        slots_TI[part], counts_T[part] = _slots(selected, candidates, part)
+        slots_TI[part], counts_T[part] = _slots(selected, candidates, candidates.pages, part)
     return Segment.of_slots(slots_TI, counts_T)
 
 
@@ -86,7 +88,7 @@ def _scored(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: CandidateK
     for t in range(0, T, step):
         part = slice(t, min(t + step, T))
         every = _every_candidate(candidates, part)
-        slots_tN = _slots(every, candidates, part)[0].long()
+        slots_tN = _slots(every, candidates, candidates.segment.pages, part)[0].long()
         queries = zip(q_THD[part], w_TH[part], slots_tN, strict=True)
         yield part, torch.stack([indexer_scores(q[None], w[None], keys_XD[slots_N])[0] for q, w, slots_N in queries])
 
@@ -98,7 +100,6 @@ def _every_candidate(candidates: CandidateKeys, part: slice) -> Tensor:
     return torch.where(place_N < visible_t[:, None], place_N, NOTHING)
 
 
-def _slots(positions_tI: Tensor, candidates: CandidateKeys, part: slice) -> tuple[Tensor, Tensor]:
-    segment, suffix = candidates.segment, candidates.suffix
-    path_tP = None if suffix is None else suffix.pages.table[part]
-    return to_slots(positions_tI, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)
+def _slots(positions_tI: Tensor, candidates: CandidateKeys, pages: PageTable, part: slice) -> tuple[Tensor, Tensor]:
+    path_tP = None if candidates.suffix is None else candidates.suffix.pages.table[part]
+    return to_slots(positions_tI, pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)

@@ -104,3 +104,15 @@ def test_who_converts() -> None:
     assert not converts(replace(segment, causal=False), view)
     assert not converts(segment, MLAView(view.latents(torch.arange(3, device=DEVICE), torch.float32), C))
     assert not converts(segment, view, queries=10)
+
+
+def test_who_converts_for_selected_keys() -> None:
+    """Keeps out: a workspace without bound, and one whose conversion costs more than few queries save."""
+    segment, view, q_THL = prompt([40, 9], [9, 4], 5)  # room for 64 tokens of each row
+
+    def converts(queries: int = 13, most: int = 128, segment: Segment = segment) -> bool:
+        limits = Limits(convert_from=9, selected_tokens=most, converted_a_query=10)
+        return Workspace.of_selected(AttentionPlan((segment,)), view, q_THL.dtype, limits, queries) is not None
+
+    assert converts() and not converts(most=127) and not converts(queries=12)
+    assert not converts(segment=replace(segment, max_cached=None))

@@ -9,7 +9,10 @@ from toolkit.attention.sparse import IndexWorld, same_rows
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
+from specdec.attention.sparse.candidates import CandidateKeys
+from specdec.attention.sparse.indexer import select_rows, to_slots
 from specdec.attention.sparse.launch import (
     IndexerTiles,
     Scratch,
@@ -18,7 +21,7 @@ from specdec.attention.sparse.launch import (
     launch_selection,
     launch_sparse_segment,
 )
-from specdec.attention.sparse.segment import pure_best_keys
+from specdec.attention.sparse.segment import pure_best_keys, pure_segment
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 TINY = IndexerTiles(
@@ -158,3 +161,16 @@ def test_the_choice_of_sizes_for_float32() -> None:
     with torch.no_grad():
         got = launch_sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, 9)
     same_rows(got, *world.segment_of(scores, 9))
+
+
+@pytest.mark.parametrize("kind", ["causal", "ragged"])
+def test_selected_slots_are_those_of_the_copy(kind: str) -> None:
+    """By kernels, and by the definition.  Keeps out: scores of keys that are looked for in the copy."""
+    world = IndexWorld.make(kind, [70, 5, 16, 33], 4, 5, seed=3, device=DEVICE)
+    copy = PageTable(torch.randperm(4 * 9, device=DEVICE).view(4, 9).int(), 8)
+    candidates = CandidateKeys.of(world.plan, world.q_THD.shape[0], copy)
+    positions_TI = select_rows(world.scores(torch.float32), candidates.visible_T, 10)
+    want = to_slots(positions_TI, copy, candidates.rows_T, candidates.paged_T)
+    with torch.no_grad():
+        for select in (launch_sparse_segment, pure_segment):
+            same_rows(select(world.q_THD, world.w_TH, world.keys_XD, candidates, 10), *want)

@@ -4,10 +4,11 @@ The oracle and its bounds are those of test_quantised_kv.py; what it rounds are 
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from toolkit.deepseek import DeepseekZoo, use_limits
+from toolkit.deepseek import DeepseekZoo, SparseZoo, save_sparse, use_limits
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from toolkit.oracles.stored import hold_stored_text, is_clearly_the_oracle_s_text
@@ -29,6 +30,14 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> DeepseekZoo:
     return DeepseekZoo(tmp_path_factory.mktemp("latents"))
 
 
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by the arguments of each conversion of latents."""
+    definition, calls = upconvert.upconvert, list[object]()
+    monkeypatch.setattr(upconvert, "upconvert", lambda *args: (calls.append(args), definition(*args)))
+    return calls
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("head", "shape", "page_size"), CASES, ids=lambda v: str(v).replace(" ", ""))
 @pytest.mark.parametrize(("expand_above", "upconvert_from"), [(6, 3), (1000, 3), (1000, 1000)])
@@ -39,13 +48,11 @@ def test_text_is_the_target_s_over_rounded_latents(
     page_size: int,
     expand_above: int,
     upconvert_from: int,
-    monkeypatch: pytest.MonkeyPatch,
+    converted: list[object],
 ) -> None:
     """Prompts expanded, converted first, and read as they are.  Keeps out: a prompt that reads its own latents unrounded, a
     commit that leaves scales behind, a workspace of another layer's latents.
     """
-    definition, converted = upconvert.upconvert, []
-    monkeypatch.setattr(upconvert, "upconvert", lambda *args: (converted.append(args), definition(*args)))
     settings = dict(page_size=page_size, max_batch_size=3, kv_cache_dtype="fp8_ds_mla")
     decoder = zoo.decoder(TARGET, head, SpecConfig(*shape), **settings)
     use_limits(decoder.model, Limits(expand_above, 12, upconvert_from, 64))
@@ -56,6 +63,48 @@ def test_text_is_the_target_s_over_rounded_latents(
     hold_stored_text(decoder, prompts, sampling)
     assert bool(converted) == (upconvert_from < 1000)
     Driver(decoder).assert_nothing_leaked()
+
+
+class Wide(SparseZoo):
+    """Targets with indexers, and latents wide enough to be kept in 8 bits."""
+
+    def target(self, name: str) -> Path:
+        folder = self.root / name
+        return folder if folder.is_dir() else save_sparse(folder, name, kv_lora_rank=128)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(("name", "absorbed"), [("glm-shared", 2000), ("v32", 1 << 26), ("v32", 2000), ("glm-shared", 1 << 26)])
+def test_prompts_that_select_keys_read_converted_latents(
+    tmp_path: Path, name: str, absorbed: int, converted: list[object]
+) -> None:
+    """Several prompts in chunks, all queries of a pass together or a few at a time.  Keeps out: slots of the cache looked for
+    in the workspace, or the other way round; another layer's latents there; a choice handed on to a layer that asks for few
+    rows.
+    """
+    hold_converted_text(tmp_path, name, absorbed, converted, dtype="float64")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["glm-shared", "v32"])
+def test_prompts_that_select_keys_on_a_gpu(tmp_path: Path, name: str, converted: list[object]) -> None:
+    """In float32.  Keeps out: conversions in chunks that are captured, whose keys nobody has counted."""
+    hold_converted_text(tmp_path, name, 2000, converted, device="cuda", dtype="float32")
+
+
+def hold_converted_text(root: Path, name: str, absorbed: int, converted: list[object], **more: Any) -> None:
+    """Asserts that texts are the same with and without conversions."""
+    texts = []
+    for convert_from in (2, 1000):
+        settings = dict(page_size=4, max_batch_size=3, kv_cache_dtype="fp8_ds_mla", **more)
+        decoder = Wide(root).decoder(name, "eagle3", SpecConfig(3, 2, 6), **settings)
+        use_limits(decoder.model, Limits(convert_from=convert_from, absorbed=absorbed))
+        Driver(decoder).set_chunk(17)
+        outputs = decoder.generate(ragged_prompts(40, 6, seed=7), SamplingParams(max_tokens=8))
+        texts.append([out.token_ids for out in outputs])
+        assert bool(converted) == (convert_from == 2)
+        converted.clear()
+    assert texts[0] == texts[1]
 
 
 def test_experts_choose_alike_in_float64(zoo: DeepseekZoo) -> None:
