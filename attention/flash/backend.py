@@ -71,16 +71,16 @@ class FlashBackend(TritonBackend):
             return False  # pages of a size that the library can't read, such as slots
         if self.rule is None:
             return True
-        if segment.starts_T is not None:
-            return False  # no rule was measured for windows and shared prefixes
         assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
         seqlen_q_packgqa, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
         if segment.causal:  # a captured chunk does not say how many tokens are cached: then its own count alone
             keys = min(keys, segment.max_seqlen_q + (segment.max_cached or 0))
-        return self.rule(
-            self.library, gpu_kind(q_THD.device), AttentionShape(segment.rows, kv_heads, seqlen_q_packgqa, keys, segment.causal)
-        )
+        local = segment.window is not None
+        if segment.window is not None:
+            keys = min(keys, segment.window)
+        shape = AttentionShape(segment.rows, kv_heads, seqlen_q_packgqa, keys, segment.causal, local, segment.whole_or_none)
+        return self.rule(self.library, gpu_kind(q_THD.device), shape)
 
     def _knows(self, view: CachedHeads) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""

@@ -18,9 +18,10 @@ MIN_TILES = 128  # threshold: about as many programs as an H100 has SMs (132)
 LONG = 4096  # threshold in tokens: shorter sequences never win a library's start-up time back
 
 # flash-attn 3 on an H200.  It has more to do before its first product than our kernel, and more products a second after it.
-MIN_SEQLEN_Q_PACKGQA = 128  # threshold in queries x heads: with fewer, both libraries wait for memory
-MIN_PRODUCTS = 2**23  # threshold in pairs of a key and a query x head
-MIN_PROMPT_PRODUCTS = 2**22  # the same for prompts, whose number of keys the host knows; of trees it knows an upper bound
+MIN_SEQLEN_Q_PACKGQA = 240  # threshold in queries x heads: with 64, both libraries wait for memory
+MIN_PRODUCTS = 2**22  # threshold in pairs of a key and a query x head
+MIN_WINDOW_PRODUCTS = 2**20  # the same where a query reads no more keys than a window has: those that are skipped cost too
+MIN_SHARED_PACKGQA = 2048  # of a prefix that rows share, threshold in all rows' queries x heads: with 768 the GPU idles
 
 
 class AttentionShape(NamedTuple):
@@ -31,6 +32,8 @@ class AttentionShape(NamedTuple):
 
     prompts: whether the queries read their own keys too, causally, as chunks of prompts do.  `keys` is then what a row is known
         to hold, and no upper bound.
+    window: whether each query reads the last `keys` keys up to its own.
+    shared: whether the one row is a prefix that several sequences share; its queries are those of all of them.
     """
 
     rows: int
@@ -38,6 +41,8 @@ class AttentionShape(NamedTuple):
     seqlen_q_packgqa: int
     keys: int
     prompts: bool = False
+    window: bool = False
+    shared: bool = False
 
 
 def is_faster(library: str, gpu: str, shape: AttentionShape) -> bool:
@@ -45,9 +50,12 @@ def is_faster(library: str, gpu: str, shape: AttentionShape) -> bool:
     if MEASURED.get(gpu) != library:
         return False
     if library == "fa4":
+        if shape.window or shape.shared:
+            return False  # nobody measured them
         return shape.seqlen_q_packgqa > TILE and shape.rows * shape.kv_heads * -(-shape.seqlen_q_packgqa // TILE) >= MIN_TILES
-    min_products = MIN_PROMPT_PRODUCTS if shape.prompts else MIN_PRODUCTS
-    return shape.seqlen_q_packgqa >= MIN_SEQLEN_Q_PACKGQA and shape.rows * shape.keys * shape.seqlen_q_packgqa >= min_products
+    min_packgqa = MIN_SHARED_PACKGQA if shape.shared else MIN_SEQLEN_Q_PACKGQA
+    min_products = MIN_WINDOW_PRODUCTS if shape.window else MIN_PRODUCTS
+    return shape.seqlen_q_packgqa >= min_packgqa and shape.rows * shape.keys * shape.seqlen_q_packgqa >= min_products
 
 
 def why(gpu: str, shape: AttentionShape, tree: bool) -> str:

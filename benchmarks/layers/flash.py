@@ -2,8 +2,6 @@
 JSON.
 
     python benchmarks layers.flash --library fa4 --out benchmarks/layers/results/flash_h100.json
-    python benchmarks layers.flash --library fa3 --part cells --out benchmarks/layers/results/flash_h200.json
-    python benchmarks layers.flash --library fa3 --part prompts --out benchmarks/layers/results/flash_prompts_h200.json
     python benchmarks layers.flash --library fa3 --kv fp8 --out benchmarks/layers/results/flash_fp8_h200.json
 
 The cases are those of attention.py in this folder, some between them, and prompts.  Both sides run as they do in a model: our

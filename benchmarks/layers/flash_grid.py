@@ -53,6 +53,9 @@ class Asked(NamedTuple):
 
 
 TREES = [Asked("trees", Case("tree", B, L, N)) for L, B, N in itertools.product(LENGTHS, BATCHES, NODES)]
+BETWEEN = [
+    Asked("between", Case("tree", B, L, N)) for L, B, N in itertools.product((4096, 16384, 65536), BATCHES[:2], (24, 32, 48))
+]
 CHAINS = [Asked("chains", Case("chain", B, L, N)) for B, L in ((1, 16384), (8, 16384), (64, 4096)) for N in (1, 6)]
 CHAINS += [Asked("chains", Case("chain", *of)) for of in ((1, 1024, 1024), (1, 8192, 8192), (8, 8192, 512), (1, 65536, 2048))]
 WINDOWS = [Asked("windows", Case("chain", B, 32768, N, 4096)) for B in (1, 8, 64) for N in (1, 6)]
@@ -70,7 +73,7 @@ SOFTCAPS = [
     )
 ]
 SHARED = [Asked("shared", Case("chain", 32, L + OWN, N), None, L) for L in (4096, 16384, 65536) for N in (1, 6, 16)]
-CELLS = TREES + CHAINS + WINDOWS + SOFTCAPS + SHARED
+CELLS = TREES + BETWEEN + CHAINS + WINDOWS + SOFTCAPS + SHARED
 
 
 def world_of(asked: Asked, pool: Tensor, page_size: int) -> World:
@@ -203,7 +206,9 @@ def main() -> int:
     parser.add_argument("--pool-gb", type=float, default=36.0, help="GPU memory for caches; larger cases are skipped")
     parser.add_argument("--replays", type=int, default=7)
     parser.add_argument("--libraries", default="fa3", help="fa2, fa3 and fa4, with commas")
-    parser.add_argument("--part", choices=("all", "trees", "chains", "windows", "softcap", "shared", "order"), default="all")
+    parser.add_argument(
+        "--part", choices=("all", "trees", "between", "chains", "windows", "softcap", "shared", "order"), default="all"
+    )
     parser.add_argument("--coarse", action="store_true", help="every fourth case alone")
     args = parser.parse_args()
     libraries, start = args.libraries.split(","), time.perf_counter()

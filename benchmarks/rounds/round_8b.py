@@ -38,7 +38,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.loading.load import pack_pair
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
-from specdec.models.causal_lm import CausalLM
+from specdec.models.causal_lm import CausalLM, MakeLayer, decoder_layer
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
@@ -118,14 +118,15 @@ def random_pair(
     target: ModelConfig = TARGET,
     aux_layers: tuple[int, int, int] = (1, 15, 28),
     group: Group = ALONE,
+    make_layer: MakeLayer = decoder_layer,
 ) -> tuple[CausalLM, EagleHead]:
     """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
 
-    group: the ranks of which each makes a share of both.
+    group: the ranks of which each makes a share of both.  make_layer: of a target that is no Llama.
     """
     shard = Shard(group.rank, group.size)
-    model = build(lambda: CausalLM(share_of(target, shard), max_positions), device, torch.bfloat16)
-    layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=()), shard)
+    model = build(lambda: CausalLM(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16)
+    layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None), shard)
     shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens

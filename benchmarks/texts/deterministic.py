@@ -43,6 +43,7 @@ from specdec.models.config import IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.diffllama.modules import DifferentialAttention, diffllama_layer
+from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.models.target import Target
@@ -75,6 +76,11 @@ MODELS: dict[str, ModelConfig | None] = {
             64, 2048, RouterRule(8, "sigmoid", True, groups=8, top_groups=4, group_best=2, normed=True, scaling=2.5),
             shared_size=2048, dense_layers=frozenset(range(3)),
         ),
+    ),
+    "mixture": replace(  # layers of Qwen3-30B-A3B, with a gated shared expert as Qwen2-MoE's
+        FEW, family="qwen3_moe", hidden_size=2048, intermediate_size=6144, vocab_size=102400, num_heads=32, num_kv_heads=4,
+        qk_norm=True, has_experts=True,
+        experts=ExpertsConfig(128, 768, RouterRule(8, "softmax", normed=True), shared_size=768, shared_gated=True),
     ),
     "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
         family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
@@ -176,13 +182,14 @@ def models_of(name: str, max_positions: int) -> tuple[Target, EagleHead, Tokeniz
         assert isinstance(decoder.head, EagleHead)
         return decoder.model, decoder.head, decoder.tokenizer
     device = torch.device("cuda", 0)
-    is_head_like = type(config) is ModelConfig and not config.differential
+    is_head_like = type(config) is ModelConfig and not config.differential and config.experts is None
     like_target = config if is_head_like else replace(FEW, hidden_size=config.hidden_size, vocab_size=102400)
     model: Target
     if config is like_target:
         model, head = random_pair(max_positions, device, config, AUX_LAYERS)
     else:
-        layer = DeepseekLayer if isinstance(config, DeepseekConfig) else diffllama_layer
+        ordinary = mixture_layer if config.experts is not None else diffllama_layer
+        layer = DeepseekLayer if isinstance(config, DeepseekConfig) else ordinary
         model = build(lambda: CausalLM(config, max_positions, layer), device, torch.bfloat16)
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)

@@ -163,9 +163,13 @@ class SelfAttention(nn.Module):
         """From x [T, in_features] to [T, H], or to [R, H] with rows_R.  The caller adds the result to the residual stream."""
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
-        qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        qkv_TXD = self.project(x_TH)
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
         return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1), partials=True)
+
+    def project(self, x_TH: Tensor) -> Tensor:
+        """Queries, keys and values of all heads [T, X, D], before the norm of each head and before positions turn them."""
+        return self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
 
     @property
     def scoring(self) -> Scoring:

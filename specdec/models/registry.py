@@ -114,7 +114,6 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
     native = family_of(family)
-    native = native if native is not None and native.takes(raw) else None
     if backend == "transformers":
         try:
             return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
@@ -125,8 +124,9 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if native is None:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
-            known = ", ".join(f"{name} {own.only}".strip() for name in NATIVE if (own := family_of(name)))
-            raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
+            raise ValueError(
+                f"{path}: {reason}, only for {', '.join(NATIVE)}; nearest setting that works: backend='transformers'"
+            )
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
         config = with_ends(native.parse(raw, str(path)), folder)
@@ -193,8 +193,6 @@ def check_chosen(choice: TargetChoice, folder: Path) -> Checkpoint:
     from specdec.models.transformers_backend.load import check_sizes
 
     with _refused_natively(choice):
-        if family := family_of(choice.config.family):
-            family.mistaken(checkpoint)
         check_sizes(checkpoint)
     return checkpoint
 

@@ -32,8 +32,6 @@ class Family(NamedTuple):
     expect: holds the config's sizes of layers against the checkpoint's headers.  The number of layers was held before.
     parts: how the kinds of attention and MLP in its layers are filled; their norms are filled by name.
     unsaid: of keys that a config may leave out, what that means, in words.
-    takes: whether the modules are for such a config at all, and `only`: for which, in words; others are transformers' code's.
-    mistaken: refuses tensors that show such a config to be the wrong one.
     """
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
@@ -41,9 +39,6 @@ class Family(NamedTuple):
     expect: Callable[[Checkpoint, Any], None]
     parts: Parts
     unsaid: Mapping[str, str] = {}
-    takes: Callable[[dict[str, Any]], bool] = lambda raw: True
-    only: str = ""
-    mistaken: Callable[[Checkpoint], None] = lambda checkpoint: None
 
 
 def load_family(

@@ -1,8 +1,8 @@
 """Tensors that hold one projection of all experts of a layer, seen as each expert's own, under the names that the hub has.
 
 transformers 5 computes with `experts.gate_up_proj` [E, 2F, H], gates above ups, and `experts.down_proj` [E, H, F], and such
-tensors stand in files that other tools save from its models.  Every reader here, of names, sizes, formats and numbers, knows
-`experts.{number}.gate_proj.weight` alone.  This file knows no model.
+tensors stand in files that other tools save from its models.  gpt-oss's files have [E, H, 2F] and [E, F, H].  Every reader
+here, of names, sizes, formats and numbers, knows `experts.{number}.gate_proj.weight` alone.  This file knows no model.
 
 Shapes: E experts, F width of an expert, H hidden size.
 """
@@ -21,32 +21,34 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def split_fused(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors by name, with each expert's matrices, or their scales, in place of those of all experts.
-
-    gpt-oss's, which have biases and alternate rows of gate and up, stay as they are.
-    """
+    """The tensors by name, with each expert's matrices, or their scales, in place of those of all experts."""
     split: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         found = _FUSED.match(name)
-        if found is None or f"{found['experts']}.gate_up_proj_bias" in stored or len(tensor.shape()) != 3:
+        if found is None or len(tensor.shape()) != 3:
             split[name] = tensor
         else:
-            split |= _each(tensor, found["experts"], _PARTS[found["projection"]], found["ending"])
+            transposed = f"{found['experts']}.gate_up_proj_bias" in stored
+            split |= _each(tensor, found["experts"], _PARTS[found["projection"]], found["ending"], transposed)
     return split
 
 
-def _each(tensor: StoredTensor, experts: str, parts: tuple[str, ...], ending: str) -> Iterator[tuple[str, StoredTensor]]:
-    E, rows, columns = tensor.shape()
+def _each(
+    tensor: StoredTensor, experts: str, parts: tuple[str, ...], ending: str, transposed: bool
+) -> Iterator[tuple[str, StoredTensor]]:
+    """transposed: whether a matrix lies by columns, in which rows of gate and up alternate, as gpt-oss's do."""
+    E, *sizes = tensor.shape()
+    rows, columns = reversed(sizes) if transposed else sizes
     size = rows // len(parts)
     for expert in range(E):
         for place, part in enumerate(parts):
-            first = place * size
-            end = rows if place == len(parts) - 1 else first + size
+            own = slice(place, rows, len(parts)) if transposed else slice(place * size, (place + 1) * size)
 
-            def shape(size: tuple[int, int] = (end - first, columns)) -> tuple[int, ...]:
+            def shape(size: tuple[int, int] = (len(range(rows)[own]), columns)) -> tuple[int, ...]:
                 return size
 
-            def read(expert: int = expert, own: slice = slice(first, end)) -> Tensor:
-                return tensor.read()[expert, own]
+            def read(expert: int = expert, own: slice = own) -> Tensor:
+                matrix = tensor.read()[expert]
+                return (matrix.T if transposed else matrix)[own]
 
             yield f"{experts}.{expert}.{part}.weight{ending}", tensor._replace(shape=shape, read=read)

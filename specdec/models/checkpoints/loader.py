@@ -223,15 +223,21 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
     copy_(norm.weight, checkpoint, f"{prefix}.weight")
 
 
+def pairs_of(attention: SelfAttention) -> Arrange | None:
+    """What brings rows of queries and keys into our order of rotated pairs; None: they lie so."""
+    rope, D = attention.rope, attention.head_dim
+    if not (rope.rotated or rope.interleaved):
+        return None
+    return partial(by_halves, head_dim=D, rotated=rope.rotated or D, interleaved=rope.interleaved)
+
+
 def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
     """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any.
 
     Attention that reads another layer's keys and values has queries only.  Where a part of each head is rotated, or pairs lie
     side by side, rows of queries and keys are brought into our order.
     """
-    rope, D, turned = attention.rope, attention.head_dim, None
-    if rope.rotated or rope.interleaved:
-        turned = partial(by_halves, head_dim=D, rotated=rope.rotated or D, interleaved=rope.interleaved)
+    D, turned = attention.head_dim, pairs_of(attention)
     if not attention.shares_kv:
         start, whole = attention.qkv_proj.rows_of("k_proj")
         own = slice(start // D, start // D + attention.num_kv_heads)

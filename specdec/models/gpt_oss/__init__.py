@@ -1,1 +1,1 @@
-"""gpt-oss in its own checkpoints, whose experts are stored in mxfp4."""
+"""gpt-oss, whose experts are stored in mxfp4 or unquantised."""

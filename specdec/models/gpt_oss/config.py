@@ -1,4 +1,4 @@
-"""The config.json of gpt-oss models whose experts are stored in mxfp4, read strictly.  Knows no weights."""
+"""The config.json of gpt-oss models, whose experts are stored in mxfp4 or unquantised, read strictly.  Knows no weights."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ from specdec.ops.products.experts import SwiGLU
 METHOD = "mxfp4"  # the quant_method of its own checkpoints
 
 
-def is_quantised(raw: dict[str, Any]) -> bool:
-    """Whether a config.json says that weights are in few bits: other gpt-oss models are transformers' code's."""
-    return any(raw.get(key) is not None for key in KEYS)
-
-
 def parse_gpt_oss(raw: dict[str, Any], where: str) -> ModelConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
     raw = by_own_names(raw, {"num_experts": "num_local_experts"}, where)
@@ -46,8 +41,9 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> ModelConfig:
     check_heads(heads, kv_heads, where)
     if head_dim % 2:
         raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {head_dim}")
+    scheme = _quantization(raw, count, where)
     for key, size in (("hidden_size", hidden), ("intermediate_size", width)):
-        if size % MX_BLOCK:
+        if scheme is not None and size % MX_BLOCK:
             raise ValueError(f"{where}: {key} must be a multiple of {MX_BLOCK}, the columns of a scale in mxfp4, got {size}")
     if top_k > count:
         raise ValueError(f"{where}: num_experts_per_tok must be at most num_local_experts {count}, got {top_k}")
@@ -70,7 +66,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> ModelConfig:
         layer_kinds=_layer_kinds(raw, layers, where),
         has_sinks=True,
         has_experts=True,
-        quantization=_quantization(raw, count, where),
+        quantization=scheme,
         experts=ExpertsConfig(
             count,
             width,
@@ -82,8 +78,10 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> ModelConfig:
     )
 
 
-def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization:
+def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization | None:
     """Experts in mxfp4, all else unquantised: nothing of the scheme is free."""
+    if all(raw.get(key) is None for key in KEYS):
+        return None
     scheme, where = scheme_of(raw, where)
     if scheme.get("quant_method") != METHOD:
         raise ValueError(

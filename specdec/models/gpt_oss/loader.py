@@ -1,4 +1,4 @@
-"""What gpt-oss targets have of their own in checkpoints: sinks, and experts in mxfp4.  Knows names and how rows lie.
+"""What gpt-oss targets have of their own in checkpoints: sinks, and experts, in mxfp4 or not.  Knows names and how rows lie.
 
 Shapes: E experts, G = 2F rows of gate and up projections, H hidden size, Q query heads.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
-from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention, fill_float32
+from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention, fill_float32, fill_stack
 from specdec.models.config import ModelConfig
-from specdec.models.gpt_oss.config import is_quantised, parse_gpt_oss
+from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
 from specdec.models.linear import LinearStack
 from specdec.models.mixtures.layer import MixtureOfExperts
@@ -22,6 +22,8 @@ from specdec.models.schemes.formats import ExpertBlocks
 def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     mlp, experts = "model.layers.0.mlp", config.experts
     assert experts is not None
+    if config.quantization is None:
+        _refuse_unsaid_quantisation(checkpoint)
     expect_attention(checkpoint, config)
     checkpoint.expect(f"{mlp}.router.weight", (experts.count, config.hidden_size), "num_local_experts and hidden_size")
     biases = (experts.count, 2 * experts.intermediate_size)
@@ -41,8 +43,11 @@ def _fill_experts(experts: MixtureOfExperts, checkpoint: Checkpoint, prefix: str
     assert router.bias_E is not None and experts.gate_up_bias_EG is not None
     router.weight = fill_float32(router.weight, checkpoint, f"{prefix}.router.weight")
     router.bias_E = fill_float32(router.bias_E, checkpoint, f"{prefix}.router.bias")
-    _fill_stack(experts.gate_up_proj, checkpoint, f"{prefix}.experts.gate_up_proj")
-    _fill_stack(experts.down_proj, checkpoint, f"{prefix}.experts.down_proj")
+    for stack, name in ((experts.gate_up_proj, "gate_up_proj"), (experts.down_proj, "down_proj")):
+        if isinstance(checkpoint.format_of(f"{prefix}.experts.{name}"), ExpertBlocks):
+            _fill_stack(stack, checkpoint, f"{prefix}.experts.{name}")
+        else:
+            fill_stack(stack, checkpoint, f"{prefix}.experts")
     name, bias_EG = f"{prefix}.experts.gate_up_proj_bias", experts.gate_up_bias_EG
     width = bias_EG.shape[1] // 2
     whole_EG = checkpoint.take(name, (bias_EG.shape[0], 2 * width * shard.size))
@@ -57,7 +62,7 @@ def _fill_experts(experts: MixtureOfExperts, checkpoint: Checkpoint, prefix: str
 
 
 def _fill_stack(stack: LinearStack, checkpoint: Checkpoint, name: str) -> None:
-    """A projection of all experts.  The rows of its parts alternate."""
+    """A projection of all experts, in blocks.  The rows of its parts alternate."""
     format, parts = checkpoint.format_of(name), list(stack.parts.sizes)
     assert isinstance(format, ExpertBlocks)
     rows, columns = stack.shape(parts[0])
@@ -90,4 +95,4 @@ UNSAID = {
     "max_position_embeddings": "131072",
     "rms_norm_eps": "1e-5",
 }
-FAMILY = Family(parse_gpt_oss, gpt_oss_layer, _expect, PARTS, UNSAID, is_quantised, "in mxfp4", _refuse_unsaid_quantisation)
+FAMILY = Family(parse_gpt_oss, gpt_oss_layer, _expect, PARTS, UNSAID)

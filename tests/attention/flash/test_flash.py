@@ -4,6 +4,7 @@ that are installed.
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from toolkit.attention import fake_flash
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.oracles.reference import ReferenceBackend
+from toolkit.paths import ROOT
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
@@ -265,22 +267,21 @@ def test_auto_takes_what_measured_faster(gpu: str, asked: str, change: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("rows", "seqlen_q_packgqa", "keys", "prompts", "faster"),
-    [
-        (1, 4096, 1024, True, True),
-        (8, 1024, 256, True, False),
-        (1, 2048, 8192, True, True),
-        (32, 256, 1024, False, True),
-        (1, 256, 8192, False, False),
-        (32, 24, 131072, False, False),
-    ],
+    "cell", json.loads((ROOT / "benchmarks/layers/results/flash_grid_h200.json").read_text())["cells"], ids=str
 )
-def test_the_rule_of_an_h200_says_what_was_measured(
-    rows: int, seqlen_q_packgqa: int, keys: int, prompts: bool, faster: bool
-) -> None:
-    """Keeps out: a threshold that is moved without a measurement (flash_h200.json, flash_prompts_h200.json)."""
-    assert is_faster("fa3", "H200", AttentionShape(rows, 8, seqlen_q_packgqa, keys, prompts)) == faster
-    assert not is_faster("fa3", "H100", AttentionShape(rows, 8, seqlen_q_packgqa, keys, prompts))
+def test_the_rule_of_an_h200_takes_what_was_measured_faster(cell: dict[str, Any]) -> None:
+    """Keeps out: a threshold that is moved without a measurement, and a slower library in any cell that was measured."""
+    kv_heads, group = 8, 4
+    queries, keys = cell["N"], cell["L"]
+    shape = AttentionShape(cell["B"], kv_heads, queries * group, keys, cell["kind"] == "chain")
+    if cell["window"]:
+        shape = shape._replace(keys=min(keys, cell["window"]), window=True)
+    if cell["shared"]:
+        shape = AttentionShape(1, kv_heads, cell["B"] * queries * group, cell["shared"], shared=True)
+    taken = is_faster("fa3", "H200", shape)
+    assert not taken or cell["fa3_us"] < cell["us"], "the rule takes the slower side"
+    assert taken or cell["fa3_us"] > 0.89 * cell["us"], "the rule leaves more than 11 percent of a layer's attention"
+    assert not is_faster("fa3", "H100", shape)
 
 
 def test_the_rule_counts_a_prompts_own_keys() -> None:

@@ -21,6 +21,7 @@ from specdec.attention.capabilities import TABLE, installed
 from specdec.attention.flash.adapters import ADAPTERS, can_express
 from specdec.attention.flash.backend import FlashBackend
 from specdec.attention.flash.conventions import check_conventions
+from specdec.attention.flash.rule import AttentionShape
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -98,7 +99,7 @@ def test_a_window_is_the_librarys(name: str, shape: str, window: str, scoring: S
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_no_argument_says_is_left_to_our_kernel(name: str) -> None:
-    """Keeps out: a tree's window that the library would shift from node to node, a chunk, a rule that nobody measured."""
+    """Keeps out: a tree's window that the library would shift from node to node, a chunk."""
     world = World(name, LENS)
     prefix, chain = prefix_segment(world.pages, world.lens_B, 5), causal_segment(world.pages, world.lens_B, 5)
     at_T = world.lens_B.long().repeat_interleave(5)
@@ -109,8 +110,6 @@ def test_what_no_argument_says_is_left_to_our_kernel(name: str) -> None:
         assert FlashBackend(name).partial_splits(q_THD, world.views[0], segment, PLAIN) > 0
         with pytest.raises(AssertionError, match="our kernel reads such segments"):
             ADAPTERS[name](q_THD, world.views[0], segment, PLAIN, {})
-    local = chain.local(window, at_T)
-    assert FlashBackend(name, lambda *_: True).partial_splits(world.queries(local), world.views[0], local, PLAIN) > 0
 
 
 @pytest.mark.parametrize("shape", ["chain", "decode", "prompts"])
@@ -172,6 +171,21 @@ def test_shared_pages_are_one_call(name: str, n: int, shared: int) -> None:
     close(got, ReferenceBackend().run(q_THD.double(), in_float64(world.views[0]), plain.segments[0]))
 
 
+def test_a_rule_is_told_of_windows_and_shared_prefixes() -> None:
+    """Keeps out: a window that counts for all keys of its rows, a shared prefix that counts for a tree's own."""
+    seen: list[AttentionShape] = []
+    world = World("fa3", [P + 30, P + 3, 9, 3])
+    _, split, _ = shared_plans(world, 3, P)
+    backend = FlashBackend("fa3", lambda name, gpu, shape: bool(seen.append(shape)))
+    local = of_shape(world, "chain", WINDOWS["window 129"])
+    for segment in (*split.segments, local):
+        backend.partial_splits(world.queries(segment), world.views[0], segment, PLAIN)
+    assert seen == [
+        AttentionShape(1, K, 24, world.pages.capacity, shared=True),
+        AttentionShape(4, K, 10, 5, prompts=True, window=True),
+    ]
+
+
 # ---- what layers share ----
 
 
@@ -205,17 +219,18 @@ def test_layers_share_a_schedule() -> None:
 def test_a_captured_pass_follows_the_lengths(name: str, kind: LayerKind, shape: str) -> None:
     """Keeps out: a schedule, a mask or a count that a graph froze; a schedule that one layer leaves used up for the next."""
     world = World(name, [P + 30, P + 3, 600, 520], layers=3)
+    prefix = None
     if shape == "shared":
-        plain, split, prefix = shared_plans(world, 3, P)
+        plain, _, prefix = shared_plans(world, 3, P)
     else:
-        n, prefix = {"decode": 1, "chain": 6, "prompts": 250}[shape], None
-        own = causal_segment(world.pages, world.lens_B, n, "queries")
-        plain = split = AttentionPlan((own,))
+        n = {"decode": 1, "chain": 6, "prompts": 250}[shape]
+        plain = AttentionPlan((causal_segment(world.pages, world.lens_B, n, "queries"),))
     q_THD, backend = world.queries(plain.segments[0]), FlashBackend(name)
 
     def run() -> list[AttentionState]:
         at_T = last_positions(plain.segments[0])
-        prepared = backend.prepare(replace(split, positions_T=at_T).local(kind))
+        segments = split_shared(plain.segments[0], prefix)
+        prepared = backend.prepare(AttentionPlan(segments, at_T).local(kind))
         return [backend.attend(q_THD, view, prepared) for view in world.views]
 
     run()

@@ -48,12 +48,12 @@ PARSERS: dict[str, Parse] = {
     "Dots1Config": MIXTURES["dots1"].parse,
     "Ernie4_5_MoeConfig": MIXTURES["ernie4_5_moe"].parse,
     "HYV3Config": MIXTURES["hy_v3"].parse,
+    "MiniMaxM2Config": MIXTURES["minimax_m2"].parse,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
 # What configs of a class need beside its own sizes: half of a head of 42 values can't be turned, and no number of experts is 0.
 WANTING: dict[str, dict[str, Any]] = {
-    "GptOssConfig": {"quantization_config": {"quant_method": "mxfp4"}},
     "Glm4MoeConfig": {"head_dim": 128},
     "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }

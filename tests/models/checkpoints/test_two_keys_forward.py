@@ -23,8 +23,8 @@ LITE, GPT = ("glm4_moe_lite",), ("gpt_oss",)
 BY_TYPES = (*SPARSE, *LITE)
 DEEPSEEKS = ("deepseek_v2", "deepseek_v3", *BY_TYPES)
 GLM4, QWEN_MOES = ("glm4_moe",), ("qwen2_moe", "qwen3_moe")
-HY3, ERNIE, DOTS = ("hy_v3",), ("ernie4_5_moe",), ("dots1",)
-MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *GLM4)  # under ordinary heads
+HY3, ERNIE, DOTS, MINIMAX = ("hy_v3",), ("ernie4_5_moe",), ("dots1",), ("minimax_m2",)
+MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
 ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES)
 TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
@@ -56,7 +56,8 @@ class KeyGroup(NamedTuple):
 
 GROUPS = {
     "rope": KeyGroup(
-        "rope_parameters rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings initial_context_length",
+        "rope_parameters rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings initial_context_length "
+        "rotary_dim",
         [
             (ALL, {"rope_parameters": DEFAULT, "rope_theta": 900.0}, SAME),  # what stands within counts
             (ALL, {"rope_parameters": ABSENT, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 900.0}, SAME),
@@ -67,7 +68,9 @@ GROUPS = {
             ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
             ((*LLAMAS, *GPT, *LITE, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
-            (GLM4, {"rope_parameters": YARN}, "rope_type must not be 'yarn' where a part of each head is turned"),
+            (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4}, SAME),
+            (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4, "partial_rotary_factor": 0.5}, SAME),
+            ((*GLM4, *MINIMAX), {"rope_parameters": YARN}, "rope_type must not be 'yarn' where a part of each head is turned"),
             ((*LLAMAS, *GPT, *LITE), {"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "partial_rotary_factor must"),
             (GPT, {"rope_parameters": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
             (DEEPSEEKS, {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be"),
@@ -78,7 +81,7 @@ GROUPS = {
     "rope's factors": KeyGroup(
         "rope_parameters max_position_embeddings",
         [
-            ((*LLAMAS, *GLM4), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # 64 times as long, factor 2
+            ((*LLAMAS, *GLM4, *MINIMAX), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # factor 2
             ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
@@ -184,7 +187,7 @@ GROUPS = {
             (ERNIE, {"use_bias": True}, "use_bias must be false"),
             (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),
             (("qwen2_moe",), {"qkv_bias": True}, ".bias' is missing"),
-            (("qwen2_moe", "mixtral"), {"attention_bias": True}, "unknown config keys attention_bias"),
+            (("qwen2_moe", "mixtral", *MINIMAX), {"attention_bias": True}, "unknown config keys attention_bias"),
             (("mistral", *QWENS), {"mlp_bias": True}, "mlp_bias must be false or absent in a .* model"),
             (("llama", "deepseek_v2"), {"mlp_bias": True}, ".bias' is missing"),
             (("diffllama", "deepseek_v3", *SPARSE, *LITE), {"mlp_bias": True}, "mlp_bias must be"),
@@ -202,9 +205,10 @@ GROUPS = {
             (ERNIE, {"num_experts": 6}, "num_experts is another name of moe_num_experts, .* got 6 and 8"),
             (ERNIE, {"moe_num_experts": ABSENT, "num_experts": 8}, SAME),
             (("qwen2_moe",), {"num_local_experts": 6}, "unknown config keys num_local_experts"),
-            ((*GPT, "mixtral"), {"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and 4"),
+            ((*GPT, "mixtral", *MINIMAX), {"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and"),
             ((*GLM4, *DOTS), {"num_local_experts": 16}, "another name of n_routed_experts, .* got 16 and 8"),
             ((*GPT, "mixtral"), {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
+            (MINIMAX, {"num_experts": 8, "num_local_experts": ABSENT}, SAME),
         ],
     ),
     "experts of a token": KeyGroup(

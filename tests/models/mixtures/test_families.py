@@ -4,7 +4,9 @@ Keeps out: a router that chooses or weighs otherwise, a shared expert without it
 part of each head that is turned otherwise, weights that nobody reads.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from toolkit.checkpoints.load import load_target
 from toolkit.checkpoints.mixtures import MIXTURES, MixtureZoo, fuse
 from toolkit.models import ragged_prompts
 from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
+from toolkit.parallel.decoders import with_ranks
 from toolkit.prompts import paged_logits
 
-from specdec import SpecConfig
+from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.models.causal_lm import CausalLM
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.registry import choose_target
+from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
 
 CPU = torch.device("cpu")
@@ -44,7 +48,7 @@ def test_logits_are_those_of_transformers(zoo: MixtureZoo, name: str) -> None:
     torch.testing.assert_close(paged_logits(model, PROMPTS, chunk=9), want, **close)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral", "glm4-moe", "hy3"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral", "glm4-moe", "hy3", "minimax"])
 def test_fused_experts_are_the_same_model(zoo: MixtureZoo, tmp_path: Path, name: str) -> None:
     """Keeps out: ups taken for gates, an expert's rows under another's, in files as transformers 5 computes with them."""
     apart, fused = load(zoo.target(name)), load(fuse(zoo.target(name), tmp_path / "fused"))
@@ -60,6 +64,7 @@ CASES = [
     ("ernie", (4, 2, 9), 5),
     ("hy3", (3, 4, 12), 16),
     ("dots1", (4, 1, 5), 16),
+    ("minimax", (4, 2, 9), 5),
 ]
 
 
@@ -75,6 +80,20 @@ def test_text_is_that_of_transformers(zoo: MixtureZoo, name: str, shape: tuple[i
 def test_text_after_shared_prefixes(zoo: MixtureZoo, name: str) -> None:
     """Keeps out: cached pages whose keys another layer's kind would have to store otherwise."""
     hold_text_after_shared_prefixes(zoo, name, (4, 1, 5))
+
+
+@pytest.mark.slow_cases(keep=1)
+@pytest.mark.parametrize("name", ["qwen2-moe-normed", "glm4-moe-biased"])
+def test_two_ranks_write_what_one_writes(zoo: MixtureZoo, name: str) -> None:
+    """Keeps out: outputs of experts that no rank adds up; a rank that chooses otherwise than the other one."""
+
+    def use(decoder: SpecDecoder) -> list[list[int]]:
+        return [out.token_ids for out in decoder.generate(PROMPTS, SamplingParams(max_tokens=12))]
+
+    spec, settings = SpecConfig(3, 2, 6), {"max_batch_size": 3, "max_seq_len": 80}
+    one = use(zoo.decoder(name, "eagle3", spec, **settings))
+    more: Any = {"dtype": torch.float32, "max_batch_size": 3, "smoke": False}
+    assert with_ranks(zoo.target(name), zoo.head(name, "eagle3"), spec, 2, use, **more) == one
 
 
 @pytest.mark.gpu
@@ -94,3 +113,43 @@ def test_ranks_hold_shares_of_each_expert(zoo: MixtureZoo, name: str) -> None:
     assert mixtures[0]
     for one, *parts in zip(*mixtures, strict=True):
         torch.testing.assert_close(sum(part(x) for part in parts), one(x), atol=1e-5, rtol=1e-5)
+
+
+def test_ranks_can_not_share_norms_over_all_heads(zoo: MixtureZoo) -> None:
+    """Keeps out: a rank's own heads normed by their own values alone."""
+    with pytest.raises(
+        ValueError, match="norms of queries and keys, .* got 2; nearest setting that works: tensor_parallel_size=1"
+    ):
+        share_of(choose_target(zoo.target("minimax")).config, Shard(0, 2))
+
+
+# A family, keys that its config.json gets, and what is said of them.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts 8, got 9"),
+    ("qwen3-moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers must be null or a list of layers' numbers"),
+    ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number of at least 1, got 0"),
+    ("qwen3-moe", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+    ("qwen3-moe", {"moe_router": "sinkhorn"}, "unknown config keys moe_router"),
+    ("qwen3-moe", {"moe_intermediate_size": 16}, r"must have shape \(16, 32\), got \(24, 32\).* moe_intermediate_size"),
+    ("qwen3-moe", {"num_local_experts": 16}, r"must have shape \(16, 32\), got \(8, 32\).* num_experts and hidden_size"),
+    ("qwen2-moe", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
+    ("mixtral", {"num_local_experts": None}, "lacks num_local_experts"),
+    ("glm4-moe", {"n_group": 3}, "n_routed_experts must be a multiple of n_group"),
+    ("glm4-moe", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "must rotate an even number of the 16 values"),
+    ("hy3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 'dense' or 'sparse' for each layer"),
+    ("minimax", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
+    ("minimax", {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0, got 8"),
+    ("ernie", {"moe_k": 9}, "moe_k must be at most moe_num_experts 8, got 9"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "says"), REFUSED, ids=[f"{case[0]}-{next(iter(case[1]))}" for case in REFUSED])
+def test_what_would_change_the_model_is_an_error(
+    zoo: MixtureZoo, tmp_path: Path, name: str, keys: dict[str, Any], says: str
+) -> None:
+    """Keeps out: a key that changes the model and that nobody reads, and sizes that the checkpoint does not have."""
+    folder = zoo.target(name)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | keys))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=says):
+        load(tmp_path)

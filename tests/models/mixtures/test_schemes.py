@@ -73,3 +73,13 @@ def test_fused_experts_are_rounded_and_counted_as_others(tmp_path: Path, name: s
         options = EngineOptions(dtype="float32", quantize=quantize)  # type: ignore[arg-type]
         counted = [plan_memory(folder, None, None, options, 10**10).parts["weights of the target"] for folder in both]
         assert counted[0] == counted[1] == held(load(apart, quantize)), quantize
+
+
+def test_fused_experts_in_fp8_are_the_same(tmp_path: Path) -> None:
+    """Keeps out: scales of blocks that are read for other rows than those that they were made for."""
+    sizes = EXPERTS | {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 4}
+    apart = as_quantised(save_mixture(tmp_path / "plain", "qwen3-moe", **sizes), tmp_path / "apart", SCHEMES["deepseek fp8"])
+    models = [load(folder) for folder in (apart, fuse(apart, tmp_path / "fused"))]
+    for (own, a), (_, b) in zip(*(model.state_dict().items() for model in models), strict=True):
+        assert torch.equal(a, b), own
+    assert all(each.gate_up_proj.quantised for each in mixtures(models[1]))

@@ -52,6 +52,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "dots1",
         dict(GLM, n_group=2, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1, sliding_window=8, max_window_layers=1),
     ),
+    "minimax": ("minimax_m2", dict(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8)),
     "hy3": ("hy_v3", dict(QWEN, num_shared_experts=1)),
     "hy3-biased": (
         "hy_v3",
@@ -75,11 +76,11 @@ def save_mixture(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def fuse(folder: Path, to: Path) -> Path:
-    """The same model with all experts of a projection in one tensor, as transformers 5 computes with them."""
+    """The same model with all experts of a projection in one tensor, as transformers 5 computes with them, scales too."""
     to.mkdir()
     (to / "config.json").write_text((folder / "config.json").read_text())
     own: dict[str, Tensor] = {}
-    experts: dict[str, dict[tuple[str, int], Tensor]] = {}
+    experts: dict[tuple[str, str], dict[tuple[str, int], Tensor]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         name = name.replace("block_sparse_moe", "mlp")
         for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
@@ -88,14 +89,14 @@ def fuse(folder: Path, to: Path) -> Path:
         if not found:
             own[name] = tensor
             continue
-        number, part, _ = rest.split(".")
-        experts.setdefault(f"{prefix}.experts", {})[part, int(number)] = tensor
-    for prefix, held in experts.items():
+        number, part, ending = rest.split(".")
+        experts.setdefault((f"{prefix}.experts", ending.removeprefix("weight")), {})[part, int(number)] = tensor
+    for (prefix, ending), held in experts.items():
         gate, up, down = (
             torch.stack([held[part, number] for number in range(len(held) // 3)])
             for part in ("gate_proj", "up_proj", "down_proj")
         )
-        own |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
+        own |= {f"{prefix}.gate_up_proj{ending}": torch.cat((gate, up), dim=1), f"{prefix}.down_proj{ending}": down}
     save_file(own, to / "model.safetensors", metadata={"format": "pt"})
     return to
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from specdec import SamplingParams, SpecConfig
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import save_mixture
 from toolkit.deepseek import save_deepseek, save_sparse
 from toolkit.heads.block_zoo import save_block_head
 from toolkit.models import HEADS, ragged_prompts, save_target
@@ -79,6 +80,10 @@ def _plain(name: str, **changes: Any) -> Callable[[Path], Path]:
     return partial(save_target, name=name, **{"num_attention_heads": 8, **changes})
 
 
+def _mixture(name: str, **changes: Any) -> Pair:
+    return Pair(name, partial(save_mixture, name=name, **{"num_attention_heads": 8, **changes}))
+
+
 LATENT: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
 WIDE = {"head_dim": 128, "intermediate_size": 1024}  # whole groups of 128 columns for 8 ranks
 QWEN3 = Pair("qwen3", _plain("qwen3"), divides=2)
@@ -101,6 +106,14 @@ FAMILIES = (
     V32,
     Pair("glm", partial(save_sparse, name="glm", **LATENT)),
     Pair("glm-shared", partial(save_sparse, name="glm-shared", **LATENT)),
+    Pair("glm4-lite", partial(save_deepseek, name="glm4-lite", **LATENT)),
+    _mixture("qwen3-moe"),
+    _mixture("qwen2-moe", shared_expert_intermediate_size=40),
+    _mixture("mixtral-window"),
+    _mixture("glm4-moe-biased"),
+    _mixture("ernie"),
+    _mixture("hy3-biased"),
+    _mixture("dots1"),
 )
 
 
@@ -131,6 +144,7 @@ FEATURES = (
     PairFeature("weights in fp8", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "fp8"}),
     PairFeature("weights in int4", Pair("llama-wide", _plain("llama", **WIDE)), options={"quantize": "int4"}),
     PairFeature("experts in fp8", V3, options={"quantize": "fp8"}),
+    PairFeature("experts in fp8", _mixture("qwen3-moe-tied"), options={"quantize": "fp8"}),
     PairFeature("experts in fp8, context parallelism", V3, options={"quantize": "fp8", **CONTEXT_PARALLEL}),
     PairFeature("keys and values in int8", Pair("mistral-int8", _plain("mistral")), options={"kv_cache_dtype": "int8"}),
     PairFeature("the drafter's window", QWEN3, options={"beyond_trained": "window"}),
