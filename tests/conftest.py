@@ -140,7 +140,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """
     outcome = yield
     fault = call.excinfo and str(call.excinfo.value)
-    if fault and any(words in fault for words in ("misaligned address", "illegal memory access", "device-side assert")):
+    if fault and any(
+        words in fault for words in ("misaligned address", "illegal memory access", "device-side assert triggered")
+    ):
         print(f"\n{item.nodeid} broke the device:\n{outcome.get_result().longreprtext}", file=sys.__stderr__, flush=True)
         os._exit(1)
 

@@ -34,6 +34,7 @@ from toolkit.attention.cells import (
 from toolkit.attention.matrix import World
 from toolkit.attention.wide_pair import widened
 from toolkit.checkpoints.load import cut_numbers
+from toolkit.graphs import capturing
 from toolkit.paths import ROOT
 from torch import Tensor
 
@@ -296,7 +297,7 @@ def test_a_captured_pass_equals_dense_masked_attention(cell: MatrixCell) -> None
 
     captured()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         outs = captured()
     for lens in ((9, 2), (12, 1)):
         world.lens_B.copy_(torch.tensor(lens))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toolkit.driver import Driver
 from toolkit.families import FAMILIES, NO_FEATURES, Families
+from toolkit.graphs import capturing
 from toolkit.models import HEADS, ragged_prompts
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextModel
 
@@ -78,7 +79,7 @@ def test_bfloat16_passes_are_captured(families: Families, name: str) -> None:
     run, order = lone_pass(target)
     static = order.clone()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         states = run(static)
     for seed in range(3):
         static.copy_(torch.randperm(len(order), generator=torch.Generator().manual_seed(seed)))

@@ -6,6 +6,7 @@ Shapes: M rows, K in, H hidden, S partials.
 import pytest
 import torch
 import torch.nn.functional as F
+from toolkit.graphs import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
@@ -128,7 +129,7 @@ def test_chained_layers_in_a_graph(M: int) -> None:
     with torch.no_grad():
         want = forward(False)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             out = forward(True)
         for _ in range(20):
             out.fill_(float("nan"))

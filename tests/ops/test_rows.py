@@ -5,6 +5,7 @@ Shapes: B sequences, N rows of a sequence, E picked rows, F columns.
 
 import pytest
 import torch
+from toolkit.graphs import capturing
 from toolkit.kernels import DEVICE
 
 from specdec.attention.segment import uniform_cu_seqlens
@@ -76,7 +77,7 @@ def test_constants_are_made_once() -> None:
 def test_a_constant_first_made_inside_a_capture_is_not_kept() -> None:
     """Keeps out: memory of a graph that was never replayed, handed out as a constant."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         inside = arange(12345, DEVICE)
     outside = arange(12345, DEVICE)
     assert outside is not inside and int(outside[-1]) == 12344 and outside is arange(12345, DEVICE)

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from toolkit.driver import Driver
+from toolkit.graphs import capturing
 from toolkit.models import Zoo
 from toolkit.trees import children_of, random_trees
 from torch import Tensor
@@ -167,7 +168,7 @@ def test_it_runs_inside_a_graph() -> None:
     inputs = target_BN.cuda(), seed_B.cuda(), lens_B.cuda(), ones(8).cuda()
     synthetic.force(on_gpu, *inputs)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         got = synthetic.force(on_gpu, *inputs)
     for _ in range(3):
         got.fill_(-1)

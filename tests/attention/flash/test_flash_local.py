@@ -13,6 +13,7 @@ import torch
 from toolkit.attention import fake_flash
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
+from toolkit.graphs import capturing
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
@@ -235,7 +236,7 @@ def test_a_captured_pass_follows_the_lengths(name: str, kind: LayerKind, shape: 
 
     run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         captured = run()
     full = world.lens_B.clone()
     for lens in (full, full - 1, full - 20, full):

@@ -15,6 +15,7 @@ from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.deepseek import DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
+from toolkit.graphs import capturing
 from toolkit.kernels import HAS_GPU
 from toolkit.models import ragged_prompts
 from toolkit.oracles.reference import ReferenceBackend
@@ -189,7 +190,7 @@ def test_a_captured_pass_follows_the_lengths(kind: str) -> None:
 
     run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         captured = run()
     full = counts.clone()
     for lengths in (full, (full - 1).clamp(min=0), full // 2, torch.zeros_like(full), full):

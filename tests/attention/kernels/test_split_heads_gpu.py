@@ -10,6 +10,7 @@ import pytest
 import torch
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
+from toolkit.graphs import capturing
 from toolkit.trees import mask_of
 from torch import Tensor
 
@@ -103,7 +104,7 @@ def test_captured_windows_follow_the_lengths(heads: Heads) -> None:
     w, layer = World("tree", 3, 3000, 6, heads, torch.bfloat16), LayerKind(window=300)
     w.attend(w.plan.local(layer))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         out_THE = w.attend(w.plan.local(layer))
     for lens in ((3000, 299, 6), (1200, 2999, 400)):
         w.lens_B.copy_(torch.tensor(lens))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from toolkit.attention.answers import attended
 from toolkit.attention.segments import ragged_causal_segment
+from toolkit.graphs import capturing
 from toolkit.trees import mask_of
 from torch import Tensor
 
@@ -200,7 +201,7 @@ def test_a_captured_window_follows_the_lengths() -> None:
 
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         out_THD = step()
     for lens in ((3000, 299, 6), (1200, 2999, 400), (300, 301, 302)):
         w.lens_B.copy_(torch.tensor(lens))
@@ -222,7 +223,7 @@ def test_a_captured_graph_follows_the_lengths(kind: str) -> None:
     w.lens_B.fill_(3)
     layers()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         outs = layers()
     for lens in ((2000, 1000), (5, 2), (64, 999)):
         w.lens_B.copy_(torch.tensor(lens))
@@ -308,7 +309,7 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, early: boo
     def capture() -> torch.cuda.CUDAGraph:
         layers()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             layers()
         return graph
 

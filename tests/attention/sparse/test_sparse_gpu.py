@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.attention.sparse import IndexWorld, same_rows
+from toolkit.graphs import capturing
 from torch import Tensor
 
 from specdec.attention.caches.mla_cache import MLAView
@@ -96,7 +97,7 @@ def test_a_captured_graph_follows_the_lengths(small_rooms: bool) -> None:
     with torch.no_grad():
         run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             slots, counts = run()
         for lens in ([9000, 3000, 5000], [2049, 17, 4999], [0, 3000, 2048], [9000, 1, 5000]):
             lens_B.copy_(torch.tensor(lens))

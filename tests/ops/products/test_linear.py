@@ -6,6 +6,7 @@ Shapes: M rows, K in, N out, F of a gated pair.
 import pytest
 import torch
 import torch.nn.functional as F
+from toolkit.graphs import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
@@ -243,7 +244,7 @@ def test_chained_products_in_a_graph(M: int) -> None:
 
         want = forward()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             out = forward()
         for _ in range(20):
             out.fill_(NAN)

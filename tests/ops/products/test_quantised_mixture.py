@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from toolkit.graphs import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
@@ -170,7 +171,7 @@ def test_replays_follow_the_choices(T: int) -> None:
     with torch.inference_mode():
         quantised_experts(x, topk_weights_TK, topk_ids_TK, experts)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts)
         for seed in range(3):
             topk_ids_TK.copy_(torch.rand(T, 8, generator=torch.Generator().manual_seed(seed)).topk(3).indices)

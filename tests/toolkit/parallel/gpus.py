@@ -22,6 +22,7 @@ from specdec.attention.state import AttentionState
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as groups
 from specdec.parallel.symmetric.group import SymmetricGroup, connect
+from toolkit.graphs import capturing
 from toolkit.sanitize.launches import written_down
 
 PATIENCE = timedelta(seconds=60)
@@ -196,7 +197,7 @@ def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], see
         exchanges()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         exchanges()
     alike, own = random.Random(seed), random.Random(seed + group.rank + 1)
     began, calls = time.monotonic(), 0
