@@ -35,9 +35,9 @@ Adapter = Callable[[Tensor, FlashView, Segment, Scoring, Shared], AttentionState
 def can_express(segment: Segment) -> bool:
     """Whether the libraries' arguments say what the segment's queries read.
 
-    A window is the libraries' window_size: the last keys up to a query's own, where a row's queries are its last tokens.  So it
+    A window is flash-attn 3's window_size: the last keys up to a query's own, where a row's queries are its last tokens.  So it
     does not fit a tree's prefix, whose queries stand after the row's end, each as far as its depth.  Chunks fit nothing that
-    all three have.
+    the libraries have in common.
     """
     if segment.alibi_positions_T is not None or segment.window_right:
         return False
@@ -55,9 +55,8 @@ def fa2_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     k, v = _pages(q_THD, view, segment, scoring)
     rows, n = segment.rows, segment.max_seqlen_q
     options = dict(
-        softmax_scale=scoring.scale, causal=segment.causal, window_size=_window(segment, -1), softcap=scoring.softcap or 0.0,
-        block_table=segment.pages.table,
-    )  # fmt: skip
+        softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0, block_table=segment.pages.table
+    )
     if not segment.ragged:
         out_RnHD, lse_RHn = flash_attn_with_kvcache(
             q_THD.unflatten(0, (rows, n)), k, v, cache_seqlens=segment.cache_seqlens, return_softmax_lse=True, **options
@@ -83,13 +82,10 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     With many queries over large pages the library loads whole tiles of keys by TMA.  The last tile reaches past a row's end,
     where slots may never have been written: they get weight 0, but 0 * NaN is NaN.  Given cache_leftpad, which is 0 here, the
     library loads exactly the row's keys.
-
-    How the library divides the work over the GPU is computed once for all layers that share a plan, where the installed package
-    offers that, and by a launch in each call otherwise.
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
-    dtype, options = q_THD.dtype, dict[str, Any]()
+    dtype, options = q_THD.dtype, dict[str, Tensor]()
     if isinstance(view, QuantView):
         assert view.scale_2K is not None and not view.needs_scale, "flash-attn 3 reads 8-bit caches with a scale for each head"
         k_RK, v_RK = view.scale_2K[:, None].expand(-1, segment.rows, -1)
@@ -98,33 +94,13 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     if segment.pages.page_size >= MIN_TILE:
         options["cache_leftpad"] = _no_leftpad(segment.rows, q_THD.device)
     k, v = _pages(q_THD, view, segment, scoring)
-    options |= dict(causal=segment.causal, window_size=_window(segment, -1))
-    schedule = _schedule(q_THD, k.shape[2], segment, scoring, options, shared)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(
         q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.pages.table, cu_seqlens_q=segment.cu_seqlens_q,
-        max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, softcap=scoring.softcap or 0.0,
-        scheduler_metadata=schedule, return_softmax_lse=True, **options,
+        max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, causal=segment.causal,
+        window_size=(-1, -1) if segment.window is None else (segment.window - 1, 0), softcap=scoring.softcap or 0.0,
+        return_softmax_lse=True, **options,
     )  # fmt: skip
     return _state(out_THD.to(dtype), _without_inf(lse_HT.t()), segment, shared)
-
-
-def _schedule(
-    q_THD: Tensor, kv_heads: int, segment: Segment, scoring: Scoring, options: dict[str, Any], shared: Shared
-) -> Tensor | None:
-    """The scheduler_metadata of flash-attn 3's call with these options; None: the package makes none ahead."""
-    import flash_attn_interface
-
-    make = getattr(flash_attn_interface, "get_scheduler_metadata", None)
-    (_, H, D), softcap = q_THD.shape, scoring.softcap is not None
-    name = ("schedule", id(segment), H, kv_heads, D, q_THD.dtype, softcap)
-    if make is not None and name not in shared:
-        also = {key: options[key] for key in ("cache_leftpad", "causal", "window_size") if key in options}
-        shared[name] = make(
-            segment.rows, segment.max_seqlen_q, segment.pages.capacity, H, kv_heads, D, segment.cache_seqlens,
-            qkv_dtype=q_THD.dtype, cu_seqlens_q=segment.cu_seqlens_q, page_size=segment.pages.page_size, has_softcap=softcap,
-            **also,
-        )  # fmt: skip
-    return shared.get(name)
 
 
 @kept
@@ -142,8 +118,8 @@ def fa4_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_varlen_func(
         q_THD, k, v, cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q, seqused_k=segment.cache_seqlens,
-        page_table=segment.pages.table, softmax_scale=scoring.scale, causal=segment.causal, window_size=_window(segment, None),
-        softcap=scoring.softcap or 0.0, return_lse=True,
+        page_table=segment.pages.table, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
+        return_lse=True,
     )  # fmt: skip
     return _state(out_THD, lse_HT.t(), segment, shared)
 
@@ -166,11 +142,6 @@ def _pages(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring) -
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.pages.page_size))
     return pages[:, :, 0], pages[:, :, 1]
-
-
-def _window(segment: Segment, no_bound: int | None) -> tuple[int | None, int | None]:
-    """The libraries' window_size: how many keys before and after its own a query reads."""
-    return (no_bound, no_bound) if segment.window is None else (segment.window - 1, 0)
 
 
 def _without_inf(lse_TH: Tensor) -> Tensor:

@@ -67,8 +67,11 @@ class FlashBackend(TritonBackend):
     def _asks_library(self, q_THD: Tensor, view: CachedHeads, segment: Segment) -> bool:
         if not can_express(segment) or not self._knows(view):
             return False
-        if segment.pages.page_size % LIBRARIES[self.library].pages.multiple:
+        library = LIBRARIES[self.library]
+        if segment.pages.page_size % library.pages.multiple:
             return False  # pages of a size that the library can't read, such as slots
+        if segment.window is not None and "window" not in library.kinds:
+            return False
         if self.rule is None:
             return True
         assert isinstance(view, MHAView)

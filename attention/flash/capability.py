@@ -8,7 +8,8 @@ from typing import Any
 from specdec.attention.backend import Backend
 from specdec.attention.capability import Capability, HeadDims, PageSizes, Requirements
 
-LAYERS: dict[str, Any] = dict(kinds=("full", "window"), tree_kinds=("full",))  # adapters.can_express says why
+FULL: dict[str, Any] = dict(kinds=("full",), tree_kinds=("full",))  # fa2 multiplies what lies before a window, NaN too
+WINDOWS: dict[str, Any] = dict(kinds=("full", "window"), tree_kinds=("full",))  # adapters.can_express says why
 
 
 def _maker(library: str) -> Callable[[bool], Backend]:
@@ -22,15 +23,15 @@ def _maker(library: str) -> Callable[[bool], Backend]:
 
 
 FA2 = Capability(
-    "fa2", "flash_attn", Requirements("H200", "flash-attn", (2, 8), (8, 9, 10, 12)), _maker("fa2"), **LAYERS,
+    "fa2", "flash_attn", Requirements("H200", "flash-attn", (2, 8), (8, 9, 10, 12)), _maker("fa2"), **FULL,
     head_dims=HeadDims(8, 256, 8), pages=PageSizes(multiple=256),
 )  # fmt: skip
 FA3 = Capability(
-    "fa3", "flash_attn_interface", Requirements("H200", "flash-attn-3", (3, 0), (9,)), _maker("fa3"), **LAYERS,
+    "fa3", "flash_attn_interface", Requirements("H200", "flash-attn-3", (3, 0), (9,)), _maker("fa3"), **WINDOWS,
     head_dims=HeadDims(8, 256, 8), fp8_head_dims=HeadDims(16, 256, 16), kv_cache_dtypes=("auto", "fp8"),
 )  # fmt: skip
 FA4 = Capability(
-    "fa4", "flash_attn.cute", Requirements("H100", "flash-attn-4", (4, 0), (9,)), _maker("fa4"), **LAYERS,
+    "fa4", "flash_attn.cute", Requirements("H100", "flash-attn-4", (4, 0), (9,)), _maker("fa4"), **FULL,
     head_dims=HeadDims(8, 256, 8), pages=PageSizes(unread=(80, 112, 128, 144)),
 )  # fmt: skip
 LIBRARIES = {library.name: library for library in (FA2, FA3, FA4)}

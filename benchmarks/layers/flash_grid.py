@@ -1,4 +1,4 @@
-"""What flash-attn's libraries are worth as backends: our kernels, the libraries, and flash-attn 3 without schedules made ahead.
+"""What flash-attn's libraries are worth as backends: our kernels and the libraries.
 
     python benchmarks layers.flash_grid --libraries fa3 --out benchmarks/layers/results/flash_grid_h200.json
     python benchmarks layers.flash_grid --libraries fa2 --part trees --coarse
@@ -18,7 +18,6 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,19 +96,6 @@ def world_of(asked: Asked, pool: Tensor, page_size: int) -> World:
     return world
 
 
-def without_schedules(library: str, world: World) -> Iterator[Side]:
-    """The same library, asked without a schedule made ahead: it then makes one in each call."""
-    import flash_attn_interface
-
-    if library == "fa3" and hasattr(flash_attn_interface, "get_scheduler_metadata"):
-        kept = flash_attn_interface.get_scheduler_metadata
-        del flash_attn_interface.get_scheduler_metadata
-        try:
-            yield Side(FlashBackend(library))
-        finally:
-            flash_attn_interface.get_scheduler_metadata = kept
-
-
 def measure(asked: Asked, pool: Tensor, libraries: list[str], replays: int) -> dict[str, Any]:
     """One case: microseconds of our kernels and of each library, and how far apart their outputs are."""
     torch.cuda.empty_cache()
@@ -132,8 +118,6 @@ def measure(asked: Asked, pool: Tensor, libraries: list[str], replays: int) -> d
         row[f"{library}_first_s"] = round(time.perf_counter() - start, 1)
         library_us, library_out = timed(Side(FlashBackend(library)), world, replays)
         row[f"{library}_us"], row["apart"][library] = round(library_us, 2), cells.apart(library_out, out)
-        for side in without_schedules(library, world):
-            row[f"{library}_no_schedule_us"] = round(timed(side, world, replays)[0], 2)
     return row
 
 
@@ -142,8 +126,6 @@ def show(row: dict[str, Any], libraries: list[str]) -> str:
     text = f"{row['kind']:6} {row['B']:3} {row['L']:7} {row['N']:5} {notes:7} {row['us']:9.1f}"
     for library in libraries:
         text += f" {row[f'{library}_us']:9.1f} {row['us'] / row[f'{library}_us']:5.2f}"
-        if f"{library}_no_schedule_us" in row:
-            text += f" {row[f'{library}_no_schedule_us']:9.1f}"
         text += f"  {row[f'{library}_first_s']:.0f} s" if row[f"{library}_first_s"] > 2 else ""
     text += f"  unshared {row['unshared_us']:.1f}" if "unshared_us" in row else ""
     return text + ("   WRONG" if is_wrong(row) else "")
@@ -222,7 +204,7 @@ def main() -> int:
     if args.part in ("all", "order") and "fa3" in libraries:
         about["order"] = ask_order(pool)
     rows: list[dict[str, Any]] = []
-    print("kind     B       L     N              ours  " + "  ".join(f"{each}  ratio  (no schedule)" for each in libraries))
+    print("kind     B       L     N              ours  " + "  ".join(f"{each}  ratio" for each in libraries))
     for asked in [each for each in CELLS if args.part in ("all", each.part)][:: 4 if args.coarse else 1]:
         case = asked.case
         if case.B * (case.L + case.N + max(PAGES.values())) * cells.TOKEN_BYTES <= pool.numel() * 2 or case.window:

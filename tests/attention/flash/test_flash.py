@@ -317,8 +317,10 @@ class Asked(Exception):
         ("fa3", False, "decode", True),
         ("fa2", False, "chain", True),
         ("fa2", False, "small pages", False),
-        ("fa4", False, "window", True),
-        ("fa4", True, "window", False),
+        ("fa3", False, "window", True),
+        ("fa3", True, "window", False),
+        ("fa2", False, "window", False),
+        ("fa4", False, "window", False),
     ],
 )
 def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,14 +37,13 @@ def install(
 ) -> None:  # fmt: skip
     """Makes all three packages, and flash_mla, importable, and lets the capability table find them in these versions.
 
-    flash_mla: another stand-in for it.  others: other functions for fa3, fa3_metadata and fa4.
+    flash_mla: another stand-in for it.  others: other functions for fa3 and fa4.
     """
     fa2, fa3, cute, interface = (
         ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
     )
     fa2.flash_attn_with_kvcache, fa2.flash_attn_varlen_func = fa2_with_kvcache, fa2_varlen  # type: ignore[attr-defined]
     fa3.flash_attn_with_kvcache = others.get("fa3", fa3_with_kvcache)  # type: ignore[attr-defined]
-    fa3.get_scheduler_metadata = others.get("fa3_metadata", fa3_metadata)  # type: ignore[attr-defined]
     interface.flash_attn_varlen_func = others.get("fa4", fa4_varlen)  # type: ignore[attr-defined]
     for module in (fa2, fa3, cute, interface, flash_mla or fake_flashmla.module()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -169,16 +168,9 @@ def fa3_with_kvcache(
     else:
         check_cache(q, k_cache, v_cache)
         assert q_descale is k_descale is v_descale is None
-    assert q.dim() == 3 and isinstance(max_seqlen_q, int) and attention_chunk == 0
+    assert q.dim() == 3 and isinstance(max_seqlen_q, int) and attention_chunk == 0 and scheduler_metadata is None
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and cache_seqlens.dtype == torch.int32
     lens = cache_seqlens.tolist()
-    if scheduler_metadata is not None:
-        wanted = fa3_metadata(
-            len(lens), max_seqlen_q, page_table.shape[1] * k_cache.shape[1], q.shape[1], k_cache.shape[2], q.shape[2],
-            cache_seqlens, q.dtype, None, cu_seqlens_q, None, cache_leftpad, k_cache.shape[1], 0, causal, window_size, 0,
-            softcap > 0, num_splits, pack_gqa, sm_margin,
-        )  # fmt: skip
-        assert torch.equal(scheduler_metadata, wanted), "made for another call"
     empty = -torch.inf if any(lens) else torch.inf  # the library returns +inf if a call reads no key at all
     args, descales = (softmax_scale, causal, softcap, empty, window_size), (q_descale, k_descale, v_descale)
     out, lse_HT = ragged(q, cu_seqlens_q, k_cache, v_cache, page_table, lens, *args, descales=descales)
@@ -188,18 +180,6 @@ def fa3_with_kvcache(
         for row, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             out[start:end] += 0 * paged(v_cache, page_table[row], -(-lens[row] // P) * P).to(out.dtype).sum()
     return (out, lse_HT, None, None) if return_softmax_lse else out
-
-
-def fa3_metadata(
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16,
-    headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0,
-    causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
-):  # fmt: skip
-    """What the library would divide its work by: all that the call must have in common with it."""
-    assert batch_size == len(cache_seqlens) == len(cu_seqlens_q) - 1 and headdim_v is cu_seqlens_k_new is None
-    numbers = (max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype.itemsize, page_size, *window_size)
-    flags = (cache_leftpad is not None, causal, has_softcap, max_seqlen_k_new, attention_chunk, num_splits, sm_margin)
-    return torch.cat((torch.tensor((*numbers, *flags)), cu_seqlens_q, cache_seqlens)).int()
 
 
 def fa4_varlen(
