@@ -19,11 +19,12 @@ from specdec.bench.warm_up import Laps
 from specdec.generation import Generation
 from specdec.lossless.near_tie import Divergence
 from specdec.ops.compiling import rehearsal
+from specdec.runner.mixed import MixedRunner
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.runner import DeviceRunner
 from specdec.session import Session
-from specdec.steps import RunChunk, RunRound
+from specdec.steps import RunChunk, RunMixed, RunRound
 
 SPEC = SpecConfig(2, 2, 4)
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -181,7 +182,7 @@ def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: p
     session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2))
     prompts, sampling = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=9, ignore_eos=True, repetition_penalty=1.2)
     want = [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)]
-    rehearsed, chunks, rounds = list[Any](), PromptRunner.rehearse, RoundRunner.rehearse
+    rehearsed, chunks, rounds, mixed = list[Any](), PromptRunner.rehearse, RoundRunner.rehearse, MixedRunner.rehearse
 
     def chunk(self: PromptRunner, step: RunChunk, padded: bool = False) -> None:
         rehearsed.append((step, padded))
@@ -193,6 +194,12 @@ def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: p
         with suppress(RuntimeError):  # a CPU's attention needs values on the host
             rounds(self, state, step)
 
+    def both(self: MixedRunner, state: Any, step: RunMixed) -> None:
+        rehearsed.append(step)
+        with suppress(RuntimeError):
+            mixed(self, state, step)
+
+    monkeypatch.setattr(MixedRunner, "rehearse", both)
     monkeypatch.setattr(PromptRunner, "rehearse", chunk)
     monkeypatch.setattr(RoundRunner, "rehearse", one_round)
     monkeypatch.setattr(rehearsal, "_compilers", lambda pool: MagicMock())
@@ -200,9 +207,10 @@ def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: p
     assert not rehearsed, "not where passes may not be rehearsed"
     session = Session(session.decoder)
     Driver(session.decoder).may_rehearse()
+    Driver(session.decoder).mix(1)
     session.rehearse(prompts, sampling)
     expected = session.rounds_to_come(prompts, sampling)
-    assert rehearsed == [
-        *expected, *((step, padded) for step in session.chunks_to_come(prompts, sampling) for padded in (False, True))
-    ]  # fmt: skip
+    chunks_to_come = session.chunks_to_come(prompts, sampling)
+    padded_or_not = [(step, padded) for step in chunks_to_come for padded in (False, True)]
+    assert rehearsed == [*expected, *padded_or_not, RunMixed(expected[-1], chunks_to_come[-1])]
     assert [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)] == want
