@@ -19,7 +19,6 @@ from specdec.bench.warm_up import Laps
 from specdec.generation import Generation
 from specdec.lossless.near_tie import Divergence
 from specdec.ops.compiling import rehearsal
-from specdec.runner.mixed import MixedRunner
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.runner import DeviceRunner
@@ -182,7 +181,7 @@ def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: p
     session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2))
     prompts, sampling = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=9, ignore_eos=True, repetition_penalty=1.2)
     want = [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)]
-    rehearsed, chunks, rounds, mixed = list[Any](), PromptRunner.rehearse, RoundRunner.rehearse, MixedRunner.rehearse
+    rehearsed, chunks, rounds, known = list[Any](), PromptRunner.rehearse, RoundRunner.rehearse, set[Any]()
 
     def chunk(self: PromptRunner, step: RunChunk, padded: bool = False) -> None:
         rehearsed.append((step, padded))
@@ -194,23 +193,18 @@ def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: p
         with suppress(RuntimeError):  # a CPU's attention needs values on the host
             rounds(self, state, step)
 
-    def both(self: MixedRunner, state: Any, step: RunMixed) -> None:
-        rehearsed.append(step)
-        with suppress(RuntimeError):
-            mixed(self, state, step)
-
-    monkeypatch.setattr(MixedRunner, "rehearse", both)
     monkeypatch.setattr(PromptRunner, "rehearse", chunk)
     monkeypatch.setattr(RoundRunner, "rehearse", one_round)
     monkeypatch.setattr(rehearsal, "_compilers", lambda pool: MagicMock())
     session.rehearse(prompts, sampling)
     assert not rehearsed, "not where passes may not be rehearsed"
-    session = Session(session.decoder)
+    session = Session(session.decoder, known)
     Driver(session.decoder).may_rehearse()
     Driver(session.decoder).mix(1)
     session.rehearse(prompts, sampling)
     expected = session.rounds_to_come(prompts, sampling)
     chunks_to_come = session.chunks_to_come(prompts, sampling)
     padded_or_not = [(step, padded) for step in chunks_to_come for padded in (False, True)]
-    assert rehearsed == [*expected, *padded_or_not, RunMixed(expected[-1], chunks_to_come[-1])]
+    assert rehearsed == [*expected, *padded_or_not]
+    assert known == {*expected, *chunks_to_come, RunMixed(expected[-1], chunks_to_come[-1])}
     assert [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)] == want
