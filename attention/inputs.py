@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -23,7 +23,7 @@ from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.context_parallel.all_to_all import all_to_all_states, gather_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.segment import AttentionPlan
+from specdec.attention.segment import AttentionPlan, LaterQueries
 from specdec.attention.state import AttentionState, with_sinks
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -41,6 +41,13 @@ class PreparedPlan:
     plan: AttentionPlan
     once: dict[str, Any] = field(default_factory=dict)
     _by_kind: dict[LayerKind, tuple[Any, Any]] = field(default_factory=dict)
+    _apart: list[PreparedPlan] = field(default_factory=list)
+
+    def apart(self, later: LaterQueries) -> list[PreparedPlan]:
+        """The plan without its later queries, and theirs."""
+        if not self._apart:
+            self._apart += [PreparedPlan(replace(self.plan, later=None)), PreparedPlan(later.plan)]
+        return self._apart
 
     def of(self, kind: LayerKind, backend: Backend) -> Any:
         """What `backend.attend` needs for a layer of that kind."""
@@ -91,6 +98,9 @@ class LayerCall(NamedTuple):
 
     def attend(self, q_THD: Tensor, view: KVView | None = None) -> Tensor:
         """[T, H, E]: the asked-for queries' attention by the layer's plan.  view: read in place of the layer's own."""
+        if (later := self.plan.later) is not None:
+            first, others = (self._replace(prepared=each) for each in self.prepared.apart(later))
+            return torch.cat((first.attend(q_THD[: later.begin], view), others.attend(q_THD[later.begin :], view)))
         prepared, backend, view = self.prepared.of(self.kind, self.backend), self.backend, self.view if view is None else view
         if self.plan.context_parallel is None:
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD

@@ -151,6 +151,13 @@ class ContextParallelPrefix(NamedTuple):
         return self._replace(own=replace(self.own, starts_T=before_T, span=span))
 
 
+class LaterQueries(NamedTuple):
+    """The queries of a pass from number `begin` on, which a plan of their own describes."""
+
+    begin: int
+    plan: AttentionPlan
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """What the T queries of one attention call read, by part.  Every part covers all T queries; the parts' states are merged.
@@ -164,6 +171,7 @@ class AttentionPlan:
         it, and the ranks exchange partial states (LayerCall.attend).  None: this rank keeps all that its queries read.
     cross: the texts of an encoder, which layers of cross attention read.  Such a layer reads nothing else, and no other layer
         reads it: it is not one of the parts that are merged.  None: the model has no encoder.
+    later: queries of the same pass after these T, which are attended by a call of their own.  None: there are none.
     """
 
     segments: tuple[Segment, ...]
@@ -171,6 +179,7 @@ class AttentionPlan:
     suffix: Segment | None = None
     cross: Segment | None = None
     context_parallel: ContextParallelPrefix | None = None
+    later: LaterQueries | None = None
 
     def __post_init__(self) -> None:
         assert self.segments or (self.suffix and self.context_parallel), "a plan needs a paged segment"
@@ -184,7 +193,7 @@ class AttentionPlan:
         return self.segments if self.suffix is None else (*self.segments, self.suffix)
 
     def local(self, kind: LayerKind) -> AttentionPlan:
-        """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
+        """The same plan for layers of that kind, without `later`.  Suffixes are restricted like the paged segments."""
         if kind.reads_all and not kind.alibi:
             return self
         prefix = self.context_parallel

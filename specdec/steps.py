@@ -217,9 +217,26 @@ class RunRound:
         return self.spec.num_draft_tokens - 1 if self.spec else 0
 
     @property
+    def nodes(self) -> int:
+        """How many nodes the target reads in all rows."""
+        return self.rows * (self.drafted + 1)
+
+    @property
     def depths(self) -> int:
         """How many levels its trees have."""
         return min(self.spec.max_steps, self.drafted) if self.spec else 0
+
+
+@dataclass(frozen=True)
+class RunMixed:
+    """A round and a chunk in one pass over the target.  It does what the round does, and after it the chunk.
+
+    round: not timed, without grammars, of chains or single tokens.  chunk: without grammars and encoder inputs.
+    It emits what the round does for each row, then what the chunk does for each part.
+    """
+
+    round: RunRound
+    chunk: RunChunk
 
 
 @dataclass(frozen=True)
@@ -299,7 +316,7 @@ class ForceAcceptance:
 
 
 RowStep = EnterRows | ShareRows | LeaveRows | StopDrafting | CopyPages
-Step = RunChunk | RunRound | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
+Step = RunChunk | RunRound | RunMixed | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
 
 
 class Logprobs(NamedTuple):
@@ -325,7 +342,7 @@ class Emitted(NamedTuple):
 
 
 class Pending(Protocol):
-    """What a chunk or a round emits, or what a Try measures, while it is on its way from the device.
+    """What a chunk, a round or both emit, or what a Try measures, while it is on its way from the device.
 
     ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
     """

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.attention.attend import PassTables
 from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
-from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.segment import AttentionPlan, LaterQueries, Segment
 from specdec.attention.shared import split_shared
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -34,6 +35,13 @@ class TreeTables(NamedTuple):
     slots_BN: Tensor
     plan: AttentionPlan
     targets_BN: Tensor | None = None
+
+    def before(self, prompts: PassTables) -> PassTables:
+        """The tables of one pass over these nodes and then prompts.  Its rows_plan is of all nodes and the prompts' own."""
+        assert prompts.rows_plan is not None
+        nodes = self.slots_BN.numel()
+        plan, rows_plan = (replace(self.plan, later=LaterQueries(nodes, each)) for each in (prompts.plan, prompts.rows_plan))
+        return PassTables(plan, torch.cat((self.slots_BN.flatten(), prompts.slots_T)), rows_plan)
 
 
 def tree_tables(state: BatchState, tree: DraftTree) -> TreeTables:

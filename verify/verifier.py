@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
@@ -103,12 +104,15 @@ class TargetVerifier:
             hidden_BH = out.hidden_TH
         for group, each in zip(groups, sharded):
             self.cache.keep(each.tables.slots_T, each.slots_T, group)
-        logits_BV = self.model.logits(hidden_BH)
+        return self.first_tokens(self.model.logits(hidden_BH), prompts, sampling, needs), self._features(out)
+
+    def first_tokens(self, logits_BV: Tensor, prompts: RaggedPrompts, sampling: RowSampling, needs: Needs) -> FirstTokens:
+        """Chooses the token after each part.  logits_BV: of the parts' last tokens.  sampling: see `prefill`."""
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
         chosen = choose_tokens(logits_BV, sampling, last_positions_B, needs, self.model.vocabulary)
         weighed_BW = chosen.weighed_RW
         logprobs_BY = None if weighed_BW is None else self._logprobs(weighed_BW, chosen.tokens_R, needs)
-        return FirstTokens(chosen.tokens_R, logprobs_BY), self._features(out)
+        return FirstTokens(chosen.tokens_R, logprobs_BY)
 
     def read_tree(self, state: BatchState, tree: DraftTree, with_features: bool = True) -> TreePass:
         """The target's pass over every tree.  It changes nothing but the slots after each row's length.
@@ -122,6 +126,33 @@ class TargetVerifier:
         aux_layers = self.aux_layers if with_features else None
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers or ())
         return TreePass(self.model.logits(out.hidden_TH), out, positions_T, tables)
+
+    def read_mixed(
+        self, state: BatchState, tree: DraftTree, prompts: RaggedPrompts, with_features: bool = True
+    ) -> tuple[TreePass, Tensor, Tensor]:
+        """One pass over every tree and parts of prompts: what `read_tree` returns, each part's last logits [B, V], and the
+        target's features [T, F] of the prompts' tokens.
+
+        No row is in both.  It is for targets without an encoder, and for ranks that keep whole sequences.
+        """
+        assert self.encoder_cache is None and not self.contexts
+        tables = {group: self._tables(state.of_group(group), tree) for group in self.cache.group_numbers}
+        positions_T, nodes = tables[self.cache.group_numbers[0]].positions_T, tree.tokens_BN.numel()
+        attn = PagedAttention(self.backend, self.cache, *(each.before(prompts.tables[group]) for group, each in tables.items()))
+        ids_T, all_positions_T = (
+            torch.cat(pair) for pair in ((tree.tokens_BN.flatten(), prompts.ids_T), (positions_T, prompts.positions_T))
+        )
+        rows_R = torch.cat((torch.arange(nodes, device=ids_T.device), prompts.last_B + nodes))
+        aux_layers = self.aux_layers if with_features else None
+        if aux_layers == ():  # the drafter reads the final hidden state of every token
+            out = self.model(ids_T, all_positions_T, attn)
+            hidden_RH = out.hidden_TH.index_select(0, rows_R)
+        else:
+            out = self.model(ids_T, all_positions_T, attn, aux_layers or (), rows_R)
+            hidden_RH = out.hidden_TH
+        logits_RV = self.model.logits(hidden_RH)
+        of_nodes = TargetOutput(hidden_RH[:nodes], None if out.aux_TA is None else out.aux_TA[:nodes])
+        return TreePass(logits_RV[:nodes], of_nodes, positions_T, tables), logits_RV[nodes:], self._features(out)[nodes:]
 
     def accept(
         self,

@@ -9,9 +9,10 @@ one probability.  Prompts have 512 to 4,096 tokens, requests ask for 256, and ro
 costs nothing, and every pass is taken to be captured, which favours small chunks.
 
 A policy is named by how chunks run beside rounds, and by the most that such a chunk may cost:
-turns:2048    what the product does
+turns:2048    chunks and rounds take turns, as they do where they can't share passes
 turns:512     the same with smaller chunks
 mixed:512     chunk and round in one pass, whose nodes and tokens are 512 together
+grow:1024     the same with 1,024, or with a quarter of the tokens that wait, up to 2,048: what the product does
 
 First every policy has all requests at once: tokens a second of a full server.  Then requests come at shares of what the first
 policy serves then, at the same times for all policies.  Percentiles are as those of serving.serve_load; `pause` is the time
@@ -29,7 +30,6 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,17 +38,25 @@ from serving.clients import Record
 from serving.numbers import latencies, pauses, percentiles
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine.chunks import ChunkBudget
+from specdec.engine.launches.mixing import Mixing
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
-from specdec.engine.scheduler import Launch, Scheduler
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import Emitted, LeaveRows, PromptPart, RunChunk, RunRound, Step
+from specdec.steps import Emitted, LeaveRows, PromptPart, RunChunk, RunMixed, RunRound, Step
 
 PROMPTS, MAX_TOKENS, ACCEPTANCE = (512, 4096), 256, 0.75
-ALONE, WHOLE, DOUBLING, DEPTH, PAGE = 3072, 8192, 14_600.0, 1, 16  # as the product has them for the 8B shape on a GPU
-POLICIES = "turns:2048 turns:1024 turns:512 mixed:2048 mixed:1024 mixed:512 mixed:256"
+GROWN, ALONE, WHOLE, DOUBLING, DEPTH, PAGE = (
+    2048,
+    3072,
+    8192,
+    14_600.0,
+    1,
+    16,
+)  # as the product has them for the 8B shape on a GPU
+POLICIES = "turns:2048 turns:1024 turns:512 grow:1024 grow:512 mixed:2048 mixed:1024 mixed:512"
 ALLOWED = 0.99  # of the tokens a second of the policy that a mixed one is compared with
 LEAST = 1e-5  # seconds of any step; far from what was measured a line may fall below
 LOADS = (0.5, 0.7, 0.9)
@@ -87,8 +95,7 @@ class StepTimes:
         for line in setting["mixed"]:
             if line["batch"] == batch:
                 tokens = line["total"] - batch * self.nodes
-                best = min(line["two_ms"] - line["copies_ms"], line.get("one_ms", float("inf")))
-                yield tokens, (best - line["round_ms"]) / 1e3 - self._pair * tokens * (line["cached"] + tokens / 2)
+                yield tokens, (line["mixed_ms"] - line["round_ms"]) / 1e3 - self._pair * tokens * (line["cached"] + tokens / 2)
 
     def round(self, rows: int, keys: int) -> float:
         """keys: tokens of all rows."""
@@ -106,52 +113,6 @@ class StepTimes:
         tokens = sum(len(part.token_ids) for part in parts)
         extra = between([(batch, between(points, tokens)) for batch, points in self._extra.items()], rows)
         return max(LEAST, self.round(rows, keys) + extra + self.pairs(parts))
-
-
-@dataclass(frozen=True)
-class MixedStep(RunRound):
-    """A round, and a chunk of prompts in the same pass.  No prompt of the chunk is a row of the round."""
-
-    chunk: RunChunk = field(kw_only=True)
-
-
-@dataclass(frozen=True)
-class MixedLaunch(Launch):
-    """parts: the launch of the round alone, and that of the chunk alone."""
-
-    parts: tuple[Launch, Launch] = field(kw_only=True)
-
-
-class MixingScheduler(Scheduler):
-    """Plans chunk and round as one launch while both are possible.
-
-    budget.beside_rounds: the most nodes and tokens of such a pass together.  No prompts wait for others in bursts.
-    """
-
-    def next(self) -> Launch | None:
-        running = sum(state.runs and state.tokens_left > 0 for state in self.states)
-        if not running or all(state.runs for state in self.states):
-            return super().next()
-        around, given = self._next_round(), self.budget  # first, so that prompts which end in the chunk are not among its rows
-        assert isinstance(around.step, RunRound) and around.step.spec is not None
-        most = max(64, given.beside_rounds - around.step.rows * around.step.spec.num_draft_tokens)
-        self.budget = replace(given, beside_rounds=most, whole_prompts=most)
-        chunk, self.budget = self._next_chunk(running), given
-        step, beside = around.step, chunk.step
-        assert isinstance(beside, RunChunk)
-        both = MixedStep(step.rows, step.kind, step.spec, step.needs, step.shared, chunk=beside)
-        return MixedLaunch(around.before, both, [*around.states, *chunk.states], around.speculates, parts=(around, chunk))
-
-    def launched(self, launch: Launch) -> None:
-        for part in launch.parts if isinstance(launch, MixedLaunch) else (launch,):
-            super().launched(part)
-
-    def take(self, launch: Launch, emitted: list[Emitted], ended: Sequence[int], seconds: float | None) -> None:
-        if not isinstance(launch, MixedLaunch):
-            return super().take(launch, emitted, ended, seconds)
-        (around, chunk), rows = launch.parts, launch.step.rows  # type: ignore[union-attr]
-        super().take(around, emitted[:rows], ended, seconds)
-        super().take(chunk, emitted[rows:], (), None)
 
 
 class Arriving:
@@ -187,15 +148,15 @@ class ClockRunner:
             before = dict(self.lens)
             self.lens |= {target: before[source] for source, target in step.moves if source in before}
             self.lens = {row: tokens for row, tokens in self.lens.items() if row not in step.cleared}
-        if not isinstance(step, RunRound | RunChunk):
-            return None
+        keys = sum(self.lens.values())
         if isinstance(step, RunChunk):
             return self._arriving("chunk", self.times.chunk(step.parts), self._firsts(step))
-        keys, emitted = sum(self.lens.values()), self._emitted(step)
-        if isinstance(step, MixedStep):
-            seconds = self.times.mixed(step.rows, keys, step.chunk.parts)
-            return self._arriving("mixed", seconds, [*emitted, *self._firsts(step.chunk)])
-        return self._arriving("round", self.times.round(step.rows, keys), emitted)
+        if isinstance(step, RunMixed):
+            seconds = self.times.mixed(step.round.rows, keys, step.chunk.parts)
+            return self._arriving("mixed", seconds, [*self._emitted(step.round), *self._firsts(step.chunk)])
+        if isinstance(step, RunRound):
+            return self._arriving("round", self.times.round(step.rows, keys), self._emitted(step))
+        return None
 
     def _arriving(self, kind: str, seconds: float, emitted: list[Emitted]) -> Arriving:
         self._free = max(self.now, self._free) + seconds
@@ -221,7 +182,7 @@ class ClockRunner:
 
 
 class Policy(NamedTuple):
-    """kind: turns or mixed.  most: see the top of this file."""
+    """kind: turns, mixed or grow.  most: see the top of this file."""
 
     kind: str
     most: int
@@ -234,8 +195,9 @@ class Policy(NamedTuple):
     def scheduler(self, rows: int, spec: SpecConfig) -> Scheduler:
         most = PROMPTS[1] + MAX_TOKENS + spec.lookahead
         admission = Admission(PagePool((rows + 1) * (most // PAGE + 2), PAGE), spec.lookahead, prefix_caching=False)
-        given = admission, ChunkBudget(self.most, ALONE, WHOLE, DOUBLING), Speculation((spec,)), rows, True
-        return MixingScheduler(*given) if self.kind == "mixed" else Scheduler(*given)
+        budget = ChunkBudget(GROWN if self.kind == "grow" else self.most, ALONE, WHOLE, DOUBLING)
+        mixing = None if self.kind == "turns" else Mixing(self.most)
+        return Scheduler(admission, budget, Speculation((spec,)), rows, True, mixing=mixing)
 
 
 class Arrival(NamedTuple):
@@ -309,7 +271,7 @@ def gains(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         by_policy.setdefault(line["policy"], {})[line["load"]] = line
     for name, turns in by_policy.items():
         ratios = {other: [ratio(turns[load], mixed[load]) for load in turns] for other, mixed in by_policy.items()}
-        fit = [each for each in by_policy if each[0] == "m" and min(row["tok_s"] for row in ratios[each]) >= ALLOWED]
+        fit = [each for each in by_policy if each[0] != "t" and min(row["tok_s"] for row in ratios[each]) >= ALLOWED]
         if name[0] == "t" and fit:
             best = min(fit, key=lambda each: sum(row["between_p99"] for row in ratios[each]))
             yield {"than": name, "policy": best, "ratios": ratios[best]}

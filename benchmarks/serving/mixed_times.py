@@ -4,13 +4,10 @@
     python benchmarks serving.mixed_times --quantize none,int4 --tree
     python benchmarks serving.mixed_times --tiny   (a small random pair on a CPU: whether this script works, no numbers)
 
-Today chunks and rounds take turns, and each reads the target's weights.  A mixed pass drafts, then runs the target once over
-the nodes of the running rows' trees and the tokens of a chunk together, then accepts, and has the drafter read both.  Nothing
-in the product runs such a pass: it lives in this file alone.  Its products, norms and MLPs run over all tokens at once.  Its
-attention runs in one of two ways:
-- two: nodes and chunk by the kernels and plans that they have now, one after the other.  Their outputs are joined by a copy,
-  which a product could do without; `copies_ms` is the time of those copies.
-- one: for chains alone, whose nodes are one more part of a ragged prompt for each row.
+A mixed pass drafts, then runs the target once over the nodes of the running rows' trees and the tokens of a chunk together,
+then accepts, and has the drafter read both (specdec/runner/mixed.py).  Its attention is two calls, whose outputs are joined by
+a copy.  Attention in one call, with each chain as one more part of the ragged prompts, was slower: beside 32 rows 31.5 ms for
+29.3 at 1,024 tokens.
 
 The Llama-3.1-8B shape with an EAGLE-3 head of the real shape, random bf16 weights, each pass as one CUDA graph, between events.
 Every round, chunk and mixed pass of a line takes turns with the others, so that all run at the same clocks.  `total`: the nodes
@@ -25,7 +22,6 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,24 +34,15 @@ from rounds.round_8b import make_decoder, random_pair, store_weights
 from torch import Tensor
 
 from specdec import shipped
-from specdec.attention.attend import PagedAttention, PassTables
-from specdec.attention.inputs import AttentionFn, HeadInputs, LayerInputs
-from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.pages import PageTable
-from specdec.attention.segment import AttentionPlan, Segment
-from specdec.batch.choose import choose_tokens
 from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.loading.build import free_memory
-from specdec.models.target import TargetOutput
 from specdec.ops.compiling.rehearsal import compile_ahead, compiles_ahead
 from specdec.ops.cuda_graph import GraphSet
 from specdec.ops.launch import launching
-from specdec.ops.rope import Rotation
 from specdec.steps import Needs, PromptPart
-from specdec.verify.tables import TreeTables, tree_tables
 from specdec.verify.verifier import TreePass
 
 CHAIN, TREE, NEEDS = SpecConfig(5, 1, 6), SpecConfig(5, 8, 32), Needs()
@@ -82,28 +69,6 @@ class Sizes(NamedTuple):
 
 
 TINY = Sizes((1, 2), (8, 16, 32), (24, 72), 48, 16, 64, 1)
-
-
-class TwoParts:
-    """The attention of a mixed pass whose first tokens are nodes, by two calls (an AttentionFn).
-
-    rows_R of a call: all nodes, then the last tokens of the chunk's parts; `last_B` are those, counted within the chunk.
-    """
-
-    def __init__(self, nodes: int, of_nodes: AttentionFn, of_chunk: AttentionFn, last_B: Tensor) -> None:
-        self.nodes, self.of_nodes, self.of_chunk, self.last_B = nodes, of_nodes, of_chunk, last_B
-
-    def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        assert type(inputs) is HeadInputs and inputs.prep.rotation is not None, "ordinary heads, rotated here"
-        table_P2D, positions_T = inputs.prep.rotation.table_P2D, inputs.prep.rotation.positions_T
-        outs = []
-        for attn, part, asked in (
-            (self.of_nodes, slice(None, self.nodes), None),
-            (self.of_chunk, slice(self.nodes, None), None if rows_R is None else self.last_B),
-        ):
-            prep = replace(inputs.prep, rotation=Rotation(table_P2D, positions_T[part]))
-            outs.append(attn(layer, HeadInputs(inputs.qkv_TXD[part], prep), asked, scoring))
-        return torch.cat(outs)
 
 
 class Passes:
@@ -167,53 +132,16 @@ class Passes:
         self.drafter.prefill(self.state, NEEDS, prompts, first.tokens_B.clamp(min=0), features_TF)
         return first.tokens_B
 
-    def mixed(self, batch: int, prompts: RaggedPrompts, in_one: bool) -> tuple[Tensor, Tensor]:
-        """A round and a chunk in one pass over the target: what `round` and `chunk` return.
-
-        in_one: whether attention is one call over a ragged plan, which chains alone allow.
-        """
+    def mixed(self, batch: int, prompts: RaggedPrompts) -> tuple[Tensor, Tensor]:
+        """A round and a chunk in one pass over the target: what `round` and `chunk` return."""
         verifier, state, tree = self.workers.verifier, self.state.narrow(batch), self.draft(batch)
-        tables, nodes = tree_tables(state, tree), tree.tokens_BN.numel()
-        positions_T = torch.cat((tables.positions_T, prompts.positions_T))
-        attn = self._in_one(tables, prompts, tree.num_nodes) if in_one else self._in_two(tables, prompts, nodes)
-        rows_R = torch.cat((torch.arange(nodes, device=positions_T.device), prompts.last_B + nodes))
-        ids_T = torch.cat((tree.tokens_BN.flatten(), prompts.ids_T))
-        out = verifier.model(ids_T, positions_T, attn, verifier.aux_layers or (), rows_R)
-        logits_RV = verifier.model.logits(out.hidden_TH)
-        assert out.aux_TA is not None
-        of_nodes = TargetOutput(out.hidden_TH[:nodes], out.aux_TA[:nodes])
-        done = TreePass(logits_RV[:nodes], of_nodes, tables.positions_T, {0: tables})
-        result = verifier.accept(state, tree, NEEDS, done)
-        sampling = self.state.sampling_of(prompts.rows_B, NEEDS)
-        last_B = prompts.positions_T.index_select(0, prompts.last_B)
-        first_B = choose_tokens(logits_RV[nodes:], sampling, last_B, NEEDS, verifier.model.vocabulary).tokens_R
+        read, logits_BV, features_TF = verifier.read_mixed(state, tree, prompts)
+        result = verifier.accept(state, tree, NEEDS, read)
         self.drafter.extend(state, NEEDS, result.new)
-        self.drafter.prefill(self.state, NEEDS, prompts, first_B.clamp(min=0), out.aux_TA[nodes:])
-        return result.emitted.numbers_BX, first_B
-
-    def _in_two(self, tables: TreeTables, prompts: RaggedPrompts, nodes: int) -> AttentionFn:
-        backend, cache = self.workers.verifier.backend, self.workers.verifier.cache
-        of_nodes = PagedAttention(backend, cache, PassTables(tables.plan, tables.slots_BN.flatten()))
-        return TwoParts(nodes, of_nodes, PagedAttention(backend, cache, *prompts.tables), prompts.last_B)
-
-    def _in_one(self, tables: TreeTables, prompts: RaggedPrompts, nodes: int) -> AttentionFn:
-        """Each row's chain is one more part of the ragged prompts, with `nodes` tokens."""
-        (chains,), (own,) = tables.plan.segments, prompts.tables
-        (parts,), batch = own.plan.segments, len(tables.slots_BN)
-        pages = PageTable(torch.cat((chains.pages.table, parts.pages.table)), parts.pages.page_size)
-        lens = torch.cat((chains.cache_seqlens, parts.cache_seqlens))
-        begun = batch * nodes
-
-        def plan(cu_B: Tensor, most: int) -> AttentionPlan:
-            cu = torch.cat((chains.cu_seqlens_q, cu_B[1:] + begun))
-            whole = Segment(pages, lens, cu, max(nodes, most), True, ragged=True, fresh="queries")
-            return AttentionPlan((whole,), torch.cat((tables.positions_T, own.plan.positions_T)))
-
-        slots_T = torch.cat((tables.slots_BN.flatten(), own.slots_T))
-        one_each = torch.arange(len(prompts.last_B) + 1, dtype=torch.int32, device=lens.device)
-        rows_plan = replace(plan(one_each, 1), positions_T=None)
-        of_all = PassTables(plan(parts.cu_seqlens_q, parts.max_seqlen_q), slots_T, rows_plan)
-        return PagedAttention(self.workers.verifier.backend, self.workers.verifier.cache, of_all)
+        sampling = self.state.sampling_of(prompts.rows_B, NEEDS)
+        first = verifier.first_tokens(logits_BV, prompts, sampling, NEEDS)
+        self.drafter.prefill(self.state, NEEDS, prompts, first.tokens_B.clamp(min=0), features_TF)
+        return result.emitted.numbers_BX, first.tokens_B
 
 
 class Clock:
@@ -284,19 +212,14 @@ def mixed_line(clock: Clock, batch: int, whole: RaggedPrompts, given: RaggedProm
 
     whole, given: the chunk that runs alone, and the mixed pass's.
     """
-    passes, config = clock.passes, clock.passes.workers.verifier.model.config
-    shape = config.num_heads, config.head_dim
-    kinds = {"device": clock.device, "dtype": clock.passes.workers.verifier.model.embed_tokens.weight.dtype}
-    parts = [torch.zeros(tokens, *shape, **kinds) for tokens in (batch * passes.spec.num_draft_tokens, len(given.ids_T))]
-    named: dict[str, Callable[[], object]] = {
-        "round": lambda: passes.round(batch),
-        "chunk": lambda: passes.chunk(whole),
-        "two": lambda: passes.mixed(batch, given, in_one=False),
-        "copies": lambda: [torch.cat(parts) for _ in range(config.num_layers)],
-    }
-    if passes.spec.topk == 1:
-        named["one"] = lambda: passes.mixed(batch, given, in_one=True)
-    return clock.ms(named)
+    passes = clock.passes
+    return clock.ms(
+        {
+            "round": lambda: passes.round(batch),
+            "chunk": lambda: passes.chunk(whole),
+            "mixed": lambda: passes.mixed(batch, given),
+        }
+    )
 
 
 def show(line: dict[str, Any]) -> None:
@@ -315,9 +238,7 @@ def rehearse(passes: Passes, sizes: Sizes) -> None:
         for prompts in alone:
             passes.chunk(prompts)
         for prompts in mixed:
-            passes.mixed(1, prompts, in_one=False)
-            if passes.spec.topk == 1:
-                passes.mixed(1, prompts, in_one=True)
+            passes.mixed(1, prompts)
 
     compile_ahead(all_passes, passes.state.lens_B.device)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chunk, so that short prompts can't starve a long one
-# A chunk that leaves tokens for later is cut to a multiple of the largest of these sizes that it reaches.  Matrix products
+# A pass that leaves tokens for later is cut to a multiple of the largest of these sizes that it reaches.  Matrix products
 # compute tiles of 128 or 256 rows, and a tile that is partly filled takes as long as a whole one.
 GRANULES = (256, 128)
 
@@ -30,6 +30,7 @@ class ChunkBudget:
 
     whole_prompts: the most that whole prompts may cost together while no row runs, or in a burst (see `is_burst`).  Parts of
         longer prompts fill a chunk no further than `alone`, so that a short prompt that arrives next does not wait for long.
+    nodes: tokens of a round in the same pass.
     """
 
     beside_rounds: int  # the most that a chunk may cost between two rounds of running rows
@@ -37,6 +38,7 @@ class ChunkBudget:
     whole_prompts: int
     doubling: float = math.inf  # the context length at which attention doubles a token's cost
     most: int | None = None  # tokens of one prompt in one chunk; None: no bound
+    nodes: int = 0
 
     def cost(self, start: int, count: int) -> float:
         """The cost of `count` tokens from position `start` on."""
@@ -90,10 +92,11 @@ class ChunkBudget:
         return self._trimmed(prompts, shares)
 
     def _trimmed(self, prompts: Sequence[PromptRest], shares: list[int]) -> list[int]:
-        """Shortens the longest part that does not end its prompt, so that the chunk's tokens are a multiple of a granule."""
+        """Shortens the longest part that does not end its prompt, so that the pass's tokens are a multiple of a granule."""
         parts = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.tokens]
-        granule = next((granule for granule in GRANULES if granule <= sum(shares)), 1)
+        tokens = sum(shares) + self.nodes
+        granule = next((granule for granule in GRANULES if granule <= tokens), 1)
         if parts:
             longest = max(parts, key=lambda i: shares[i])
-            shares[longest] -= min(sum(shares) % granule, shares[longest] - 1)
+            shares[longest] -= min(tokens % granule, shares[longest] - 1)
         return shares

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+from specdec.engine.launches.launch import Launch
 from specdec.engine.request import Request
-from specdec.engine.scheduler import Launch, Scheduler
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.totals import Totals
 from specdec.startup import STARTUP
 from specdec.steps import Pending, RunChunk, Runner, RunRound, Step, Try
@@ -69,10 +70,10 @@ class Engine(Generic[R]):
             self._settle()
 
     def step(self) -> None:
-        """Launches one chunk of prompts or one round, and hands out the tokens of earlier launches that are due.
+        """Launches one pass, of a chunk, a round or both, and hands out the tokens of earlier launches that are due.
 
-        If a chunk fails, the requests whose prompts it holds get its error, and the others go on.  If a round fails, all
-        requests that hold rows get its error, and it is raised.
+        If a chunk fails, the requests whose prompts it holds get its error, and the others go on.  If a round fails, alone or
+        with a chunk, all requests that hold rows get its error, and it is raised.
         """
         with self._all_or_none():
             self._settle()  # what an interrupt may have kept an earlier call from
@@ -163,7 +164,7 @@ class Engine(Generic[R]):
         for tried, step in tries:  # they ran before the launch, so that nobody waits for them
             self.scheduler.speculation.tried(step, tried.seconds())
         timed = isinstance(launch.step, RunRound) and launch.step.timed
-        STARTUP.lap("first round" if isinstance(launch.step, RunRound) else "first prefill")
+        STARTUP.lap("first prefill" if isinstance(launch.step, RunChunk) else "first round")
         STARTUP.end()
         self.scheduler.take(launch, emitted, pending.ended, pending.seconds() if timed else None)
 

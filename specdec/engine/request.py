@@ -145,3 +145,8 @@ class RequestState:
     def tokens_left(self) -> int:
         """The most tokens the request can still take; each launch that is not read yet emits at least one."""
         return self.request.sampling.max_tokens - len(self.request.output.token_ids) - self.unread
+
+
+def tokens_of(states: Sequence[RequestState | None]) -> int:
+    """Tokens of all rows together, prompts included, as far as they were handed out."""
+    return sum(state.request.num_tokens for state in states if state is not None)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from specdec import steps
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.failures import no_token
+from specdec.engine.launches.launch import Launch, Planned
+from specdec.engine.launches.mixing import Mixing
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
-from specdec.engine.request import Request, RequestState
+from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
 
@@ -28,33 +30,13 @@ from specdec.engine.totals import Totals
 CAPTURE_SHARE = 4
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One chunk or round for the runner.
-
-    before: steps that must run before it.
-    states: of the requests that held each part of the chunk, or each row of the round, when it was planned; None for a row of a
-        round that does not run.
-    speculates: of a round, which of its rows may accept draft tokens.
-    """
-
-    before: list[steps.Step]
-    step: steps.RunChunk | steps.RunRound
-    states: list[RequestState | None]
-    speculates: tuple[bool, ...] = ()
-
-    @property
-    def emits(self) -> bool:
-        """Whether the launch will emit tokens.  A chunk in which no prompt ends emits none."""
-        return isinstance(self.step, steps.RunRound) or any(part.is_last for part in self.step.parts)
-
-
 class Scheduler:
     """Holds waiting and running requests, and plans one launch after the other.
 
     rows: the most requests that hold rows at once.
     pads_rows: whether a round's rows are padded to a power of two, as CUDA graphs need it.
     sharing: decides which rows read common pages together; None: rows never do.
+    mixing: sizes the chunks that run in one pass with a round; None: chunks and rounds take turns.
     """
 
     def __init__(
@@ -65,9 +47,10 @@ class Scheduler:
         rows: int,
         pads_rows: bool,
         sharing: RowSharing | None = None,
+        mixing: Mixing | None = None,
     ) -> None:
         self.admission, self.budget, self.speculation, self.sharing = admission, budget, speculation, sharing
-        self.rows, self.pads_rows = rows, pads_rows
+        self.rows, self.pads_rows, self.mixing = rows, pads_rows, mixing
         self.waiting: deque[Request] = deque()
         self.states: list[RequestState] = []
         self.totals = Totals()
@@ -186,22 +169,34 @@ class Scheduler:
         return steps.EnterRows(tuple(entries)) if entries else None
 
     def next(self) -> Launch | None:
-        """The next chunk or round; the two take turns while both are possible.  None: there is nothing to launch."""
+        """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
+
+        They take turns, too, where any request has a grammar, because its rounds run phase by phase.
+        """
         entering = any(not state.runs for state in self.states)
         running = sum(state.runs and state.tokens_left > 0 for state in self.states)
+        has_grammar = any(state.request.choice.grammar for state in self.states)
+        if entering and running and self.mixing and not has_grammar:
+            launch = self._next_round()  # planned first, so that prompts which end in the chunk are not among its rows
+            (planned,) = launch.planned
+            assert isinstance(planned.step, steps.RunRound)
+            nodes, left = planned.step.nodes, [state.left for state in self.states if not state.runs]
+            budget = self.mixing.budget(self.budget, nodes, left)
+            return replace(launch, planned=(planned, self._next_chunk(running, budget)))
         if entering and (self._chunk_is_next or not running):
             self._chunk_is_next = False
-            return self._next_chunk(running)
+            return Launch([], (self._next_chunk(running, self.budget),))
         self._chunk_is_next = True
         return self._next_round() if running else None
 
     def launched(self, launch: Launch) -> None:
         """Records that the runner has taken the launch: from now on other requests can share the pages of its prompts."""
-        if isinstance(launch.step, steps.RunChunk):
-            for part, state in zip(launch.step.parts, launch.states, strict=True):
-                if state is not None:
-                    request = state.request
-                    self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
+        for planned in launch.planned:
+            if isinstance(planned.step, steps.RunChunk):
+                for part, state in zip(planned.step.parts, planned.states, strict=True):
+                    if state is not None:
+                        request = state.request
+                        self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
 
     def make_ready(self, sizes: Sequence[int]) -> list[steps.Step]:
         """The steps that capture what rounds of so many rows may need; none given: of any number.  To be run while idle."""
@@ -217,30 +212,45 @@ class Scheduler:
 
         ended: see Pending.  seconds: what a timed round took; None if the launch was not timed.
         """
-        step = launch.step
-        self.totals.rounds += isinstance(step, steps.RunRound)
-        self.totals.chunks += isinstance(step, steps.RunChunk)
-        if isinstance(step, steps.RunRound) and seconds is not None:
-            drafting = [row for row, speculates in zip(emitted, launch.speculates, strict=False) if speculates]
+        for planned, own in launch.split(emitted):
+            if isinstance(planned.step, steps.RunRound):
+                self._take_round(planned, own, ended, seconds)
+            else:
+                self.totals.chunks += 1
+                self._take(planned, own)
+
+    def _take_round(
+        self, planned: Planned, emitted: Sequence[steps.Emitted], ended: Sequence[int], seconds: float | None
+    ) -> None:
+        step = planned.step
+        assert isinstance(step, steps.RunRound)
+        self.totals.rounds += 1
+        if seconds is not None:
+            drafting = [row for row, speculates in zip(emitted, planned.speculates, strict=False) if speculates]
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
-            self.speculation.observe(step, seconds, accepted, best, _tokens(launch.states))
+            self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states))
         for index in ended:
-            if (state := launch.states[index]) is not None:
-                state.request.drafted_until = max(0, _tokens([state]) - self.speculation.pause)
-        for index, (state, row) in enumerate(zip(launch.states, emitted, strict=False)):  # a round's padding comes last
+            if (state := planned.states[index]) is not None:
+                state.request.drafted_until = max(0, tokens_of([state]) - self.speculation.pause)
+        self._take(planned, emitted)
+
+    def _take(self, planned: Planned, emitted: Sequence[steps.Emitted]) -> None:
+        """Hands the tokens of one chunk or round to its requests."""
+        step = planned.step
+        for index, (state, row) in enumerate(zip(planned.states, emitted, strict=False)):  # a round's padding comes last
             if state is None or not row.tokens:
                 continue
             state.unread -= 1
             if not state.request.is_done:
                 tree = None
                 if isinstance(step, steps.RunRound):
-                    tree = (step.drafted, step.depths) if launch.speculates[index] else (0, 0)
+                    tree = (step.drafted, step.depths) if planned.speculates[index] else (0, 0)
                 self._hand_out(state, row, tree)
 
-    def _next_chunk(self, running: int) -> Launch:
+    def _next_chunk(self, running: int, budget: ChunkBudget) -> Planned:
         entering = [(row, state) for row, state in enumerate(self.states) if not state.runs]
         entering.sort(key=lambda entry: entry[1].arrival)  # not in the order of rows, because rows move when others leave
-        shares = self.budget.share([state.left for _, state in entering], running)
+        shares = budget.share([state.left for _, state in entering], running)
         parts: list[steps.PromptPart] = []
         states: list[RequestState | None] = []
         for (row, state), tokens in zip(entering, shares, strict=True):
@@ -260,7 +270,7 @@ class Scheduler:
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         drafted = any(self._speculates(state.request) for state in states if state is not None)
-        return Launch([], steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), states)
+        return Planned(steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), states)
 
     def _next_round(self) -> Launch:
         states = [state if state.runs else None for state in self.states]
@@ -283,13 +293,13 @@ class Scheduler:
             self._needs(running),
             shared,
             speculating / len(running),
-            _tokens(states) if self.speculation.controller else 0,
+            tokens_of(states) if self.speculation.controller else 0,
         )
         before += first
         for state in states:
             if state is not None:
                 state.unread += 1
-        return Launch(before, step, states, speculates)
+        return Launch(before, (Planned(step, states, speculates),))
 
     def _padded(self, rows: int) -> int:
         """How many rows a round computes for so many running ones."""
@@ -299,7 +309,7 @@ class Scheduler:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
         rows = []
         for row, state in enumerate(states):
-            if state is not None and self._speculates(state.request) and self._is_too_long(length := _tokens([state])):
+            if state is not None and self._speculates(state.request) and self._is_too_long(length := tokens_of([state])):
                 state.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()
@@ -386,9 +396,3 @@ class Scheduler:
     def _rows_changed(self) -> None:
         if self.sharing is not None:
             self.sharing.forget()
-
-
-def _tokens(states: Sequence[RequestState | None]) -> int:
-    """Tokens of all rows together, prompts included, as far as they were handed out."""
-    requests = [state.request for state in states if state is not None]
-    return sum(len(request.prompt_ids) + len(request.output.token_ids) for request in requests)

@@ -21,6 +21,7 @@ from specdec.attention.shared import SharedPrefix
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import DrafterContext, DraftModel
 from specdec.engine.chunks import ChunkBudget
+from specdec.engine.launches.mixing import Mixing
 from specdec.engine.loop import Engine
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
@@ -60,6 +61,7 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
         sharing=None if runner.shared is None else RowSharing(settings.page_tokens, devices.MIN_SAVED[device]),
+        mixing=mixing(model, head, settings, runner.workers.verifier.backend),
     )
     return Engine(scheduler, runner, devices.DEPTH[device])
 
@@ -73,6 +75,21 @@ def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculatio
     seconds = devices.CAPTURE_SECONDS if settings.cuda_graphs else 0.0
     longest = head.trained_length if settings.options.beyond_trained == "stop" else None
     return Speculation(head.shapes(spec), seconds, longest, spec.is_auto, settings.first_accepted)
+
+
+def mixing(model: Target, head: DraftModel | None, settings: EngineSettings, backend: Backend) -> Mixing | None:
+    """How chunks and rounds share passes; None: they take turns.
+
+    They share none where a pass can't be captured as one graph, where rows must not depend on what is computed with them, where
+    several ranks or an encoder take part, and where layers read latents or a choice of keys.  Nor do trees, whose many nodes
+    leave little to be gained, and rounds of SpecConfig("auto"), which are timed.
+    """
+    least, config, spec = devices.MIXED_COST[settings.device.type], model.config, settings.spec
+    is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
+    is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
+    reads_heads = not config.keeps_latents and config.max_read is None
+    is_chain = head is None or (spec is not None and not spec.is_auto and spec.topk == 1)
+    return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:

@@ -48,6 +48,23 @@ class EmittedPending:
         return self._numbers.seconds()
 
 
+class BothPending:
+    """What a round and then a chunk emit."""
+
+    def __init__(self, around: EmittedPending, beside: EmittedPending) -> None:
+        self._both, self.ended = (around, beside), around.ended
+
+    def read(self) -> list[Emitted]:
+        return [row for each in self._both for row in each.read()]
+
+    def drop(self) -> None:
+        for each in self._both:
+            each.drop()
+
+    def seconds(self) -> float:
+        raise AssertionError("a pass of both is never timed")
+
+
 class TryPending:
     """What a step that was tried took, between two events."""
 

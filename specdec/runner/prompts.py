@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.batch.emitted import FirstTokens
 from specdec.batch.masks import BitMasks
 from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
+from specdec.batch.state import BatchState
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers
@@ -70,7 +72,7 @@ class PromptRunner:
         return first
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
-        return self._pass(self._to_device(chunk, shape), ChunkKey(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
+        return self._pass(self.to_device(chunk, shape), ChunkKey(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
 
     def rehearse(self, chunk: RunChunk, padded: bool = False) -> None:
         """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does.  padded: or its second one."""
@@ -79,14 +81,15 @@ class PromptRunner:
 
     def replay(self, chunk: RunChunk, key: ChunkKey) -> FirstTokens:
         """Runs the chunk as the graph of that key, which is captured if there is none yet.  The chunk must fit its bucket."""
-        flat = self._to_device(chunk, key.shape)
+        flat = self.to_device(chunk, key.shape)
         static = self._inputs.setdefault(key.shape, flat)
         if static is not flat:
             static.copy_(flat)
         masks = self._masks(chunk, key.shape)
         return self.graphs.run(key, lambda: self._pass(static, key, masks), [], warm_ups=0)
 
-    def _to_device(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
+    def to_device(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
+        """The chunk's flat tensor, padded to that shape."""
         device = self.workers.state.lens_B.device
         flat = flat_chunk(chunk.parts, shape, self.workers.state.rows - 1, pinned=device.type == "cuda")
         return flat.to(device, non_blocking=True)
@@ -97,18 +100,32 @@ class PromptRunner:
     def _pass(self, flat: Tensor, key: ChunkKey, masks: BitMasks | None) -> FirstTokens:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
-        pages = [state.of_group(group).prompt_pages for group in range(state.page_table_BGW.shape[1])]
-        prompts = RaggedPrompts.from_flat(flat, key.shape, *pages, encoder_texts=state.encoder_texts)
+        prompts = RaggedPrompts.from_flat(flat, key.shape, *prompt_pages(state), encoder_texts=state.encoder_texts)
         sampling = state.sampling_of(prompts.rows_B, key.needs)._replace(masks=masks)
         first, features_TF = verifier.prefill(prompts, sampling, key.needs, key.drafted)
-        bonus_B = first.tokens_B.clamp(min=0)
-        if key.drafted:
-            self.workers.need_drafter().prefill(state, key.needs, prompts, bonus_B, features_TF)
-        state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
-        if key.needs.history:
-            first_id = verifier.model.vocabulary.first
-            state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
+        start_prompts(self.workers, prompts, first, features_TF if key.drafted else None, key.needs)
         return first
+
+
+def prompt_pages(state: BatchState) -> list[PageTable]:
+    """Of each group of layers, the pages that chunks read and write."""
+    return [state.of_group(group).prompt_pages for group in range(state.page_table_BGW.shape[1])]
+
+
+def start_prompts(
+    workers: Workers, prompts: RaggedPrompts, first: FirstTokens, features_TF: Tensor | None, needs: Needs
+) -> None:
+    """Writes into the batch what the target's pass over a chunk has found, and has the drafter read the prompts too.
+
+    features_TF: the target's, of all tokens; None: the drafter does not read these prompts.  needs: the chunk's.
+    """
+    state, bonus_B = workers.state, first.tokens_B.clamp(min=0)
+    if features_TF is not None:
+        workers.need_drafter().prefill(state, needs, prompts, bonus_B, features_TF)
+    state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
+    if needs.history:
+        first_id = workers.verifier.model.vocabulary.first
+        state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
 
 
 def bucket_of(exact: ChunkShape) -> ChunkShape:

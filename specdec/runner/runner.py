@@ -23,12 +23,14 @@ from specdec.config import GraphMode, SpecConfig
 from specdec.grammar.library import Grammars
 from specdec.limits import DUMMY_PAGE
 from specdec.ops.compiling.known import num_loaded
+from specdec.ops.compiling.rehearsal import compile_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.parallel.processes import OtherRanks
 from specdec.runner.first_passes import FirstPasses, compile_steps
 from specdec.runner.grammars import GrammarRows
-from specdec.runner.pending import EmittedPending, TryPending
+from specdec.runner.mixed import MixedRunner
+from specdec.runner.pending import BothPending, EmittedPending, TryPending
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback
@@ -76,11 +78,13 @@ class DeviceRunner:
         self.grammars = GrammarRows(self.readback, vocabulary.size, vocabulary.group)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
         self.prompts = PromptRunner(workers, bool(graphs), max_captured, self.grammars)
+        self.mixed = MixedRunner(workers, bool(graphs), self.prompts)
         self._rehearses = rehearses is not None
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
         self._actions: dict[type[Any], Callable[[Any], steps.Pending | None]] = {
             steps.EnterRows: self._enter,
             steps.RunChunk: self._chunk,
+            steps.RunMixed: self._mixed,
             steps.CatchUp: self._catch_up,
             steps.Try: self._try,
             steps.ShareRows: self._share,
@@ -94,12 +98,13 @@ class DeviceRunner:
     @property
     def num_graphs(self) -> int:
         """CUDA graphs captured so far."""
-        return len(self.rounds.round_graphs) + len(self.rounds.phase_graphs) + len(self.prompts.graphs)
+        rounds = len(self.rounds.round_graphs) + len(self.rounds.phase_graphs)
+        return rounds + len(self.prompts.graphs) + len(self.mixed.graphs)
 
     @property
     def readiness(self) -> tuple[int, int, int]:
         """Loaded kernels, captured graphs, first uses of chunks' shapes.  A step that changes none did nothing but its work."""
-        return num_loaded(self.device), self.num_graphs, self.prompts.num_first_uses
+        return num_loaded(self.device), self.num_graphs, self.prompts.num_first_uses + self.mixed.num_first_uses
 
     @torch.inference_mode()
     def rehearse(self, passes: Sequence[steps.RunChunk | steps.RunRound]) -> None:
@@ -159,7 +164,7 @@ class DeviceRunner:
 
     # ---- what emits tokens ----
 
-    def _chunk(self, step: steps.RunChunk) -> steps.Pending:
+    def _chunk(self, step: steps.RunChunk) -> EmittedPending:
         if step.needs.rules:
             self._need_tables()
         with self.clock.phase("prefill"):
@@ -168,14 +173,34 @@ class DeviceRunner:
                     self._read_encoder_input(part.encoder_input)
             if self._first is not None:
                 self._first.before_chunk(self.workers.state.narrow(self._rows_after(len(step.parts))), step)
-            first, parts = self.prompts.run(step), len(step.parts)
+            first = self.prompts.run(step)
         if step.needs.grammar:
             self.grammars.follow_chunk(first, step.parts)
-        read = partial(FirstTokens.read, is_last=[part.is_last for part in step.parts])
+        return self._first_tokens(step, first)
+
+    def _first_tokens(self, step: steps.RunChunk, first: FirstTokens) -> EmittedPending:
+        """What the chunk emits."""
+        read, parts = partial(FirstTokens.read, is_last=[part.is_last for part in step.parts]), len(step.parts)
         logprobs = None if first.logprobs_BY is None else first.logprobs_BY[:parts]
         return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs)
 
-    def _round(self, step: steps.RunRound, last_round: Any) -> steps.Pending:
+    def _mixed(self, step: steps.RunMixed) -> steps.Pending:
+        if self.clock.enabled:  # phases are timed by themselves
+            both = BothPending(self._round(step.round, None), self._chunk(step.chunk))
+            self._last_round = None
+            return both
+        if step.chunk.needs.rules:
+            self._need_tables()
+        state = self._rows_of(step.round)
+        if self._first is not None and self._first.before_round(state, step.round):
+            self._first = None
+        if self._rehearses and not self.mixed.num_first_uses:
+            compile_ahead(lambda: self.mixed.rehearse(state, step), self.device)
+        result = self.mixed.run(state, step)
+        around = EmittedPending(self.readback, result.numbers_BX, EmittedRows.read, result.logprobs_BEY)
+        return BothPending(around, self._first_tokens(step.chunk, result.first))
+
+    def _round(self, step: steps.RunRound, last_round: Any) -> EmittedPending:
         """last_round: the event after the step before this one, if that was a round."""
         begun = None if not step.timed else self.readback.record_event() if last_round is None else last_round
         result = self._launch_round(step)
@@ -275,7 +300,7 @@ class DeviceRunner:
         if held is not None and held.probs_S.shape == forced.probs_S.shape:
             held.probs_S.copy_(forced.probs_S)  # captured rounds read this very tensor
             return
-        is_captured = len(self.rounds.round_graphs) or len(self.rounds.phase_graphs)
+        is_captured = len(self.rounds.round_graphs) or len(self.rounds.phase_graphs) or len(self.mixed.graphs)
         assert not is_captured, "a captured round would go on as it was captured"
         verifier.synthetic = forced
 

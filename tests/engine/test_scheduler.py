@@ -3,109 +3,35 @@
 Like a rank, this runner knows only what steps say: the owner of each row, how far its prompt has run, and its pages.
 """
 
-import pickle
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from toolkit.driver import new_request
+from toolkit.inside.rows_only import RowsOnly, Written
 
 from specdec import SamplingParams, SpecConfig
 from specdec.engine.chunks import ChunkBudget
+from specdec.engine.launches.mixing import Mixing
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import Emitted, EnterRows, LeaveRows, Needs, PromptPart, RowEntry, RunChunk, RunRound, Step, StopDrafting
+from specdec.steps import (
+    Emitted,
+    Needs,
+    PromptPart,
+    RunChunk,
+    RunMixed,
+    RunRound,
+    Step,
+    StopDrafting,
+)
 
 CHAIN = SpecConfig(3, 1, 4)
-
-
-class Written:
-    """The tokens of a launch, which may be read once."""
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        self.rows, self.ended = rows, list[int]()
-        self.is_over = False
-
-    def read(self) -> list[Emitted]:
-        assert not self.is_over, "read twice"
-        self.is_over = True
-        return [Emitted(tokens) for tokens in self.rows]
-
-    def drop(self) -> None:
-        assert not self.is_over
-        self.is_over = True
-
-    def seconds(self) -> float:
-        return 1e-3
-
-
-class RowsOnly:
-    """A runner that keeps books instead of tensors, and refuses any step that a device could not execute."""
-
-    def __init__(self, rows: int, rng: random.Random, shares_pages: bool = False) -> None:
-        self.rows, self.rng, self.shares_pages = rows, rng, shares_pages
-        self.entries: dict[int, RowEntry] = {}
-        self.done: dict[int, int] = {}
-        self.running: set[int] = set()
-        self.prompts: dict[int, list[int]] = {}  # tokens seen by row, for the test to compare
-        self.steps: list[Step] = []
-        self.clean = set(range(rows))
-        self.rounds: list[tuple[str, int]] = []  # by kind, and how many tokens the first row was given
-        self.ends_at = 0  # the number of the round in which the first row's drafts end; 0: none
-
-    def run(self, step: Step) -> Written | None:
-        assert pickle.loads(pickle.dumps(step)) == step, "a step is plain data, the same on every rank"
-        self.steps.append(step)
-        return getattr(self, type(step).__name__)(step)
-
-    def EnterRows(self, step: EnterRows) -> None:
-        for entry in step.entries:
-            assert entry.row in self.clean, "the row is somebody's, or was not cleared"
-            self.clean.remove(entry.row)
-            for group, pages in enumerate(entry.pages):
-                owned = [page for other in self.entries.values() for page in other.pages[group]]
-                assert (self.shares_pages or not set(pages) & set(owned)) and 0 not in pages
-            self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, -1, []
-
-    def RunChunk(self, step: RunChunk) -> Written:
-        for part in step.parts:
-            assert part.row in self.entries and part.row not in self.running and part.token_ids
-            begins = self.done[part.row] < 0 and (self.shares_pages or part.start == 0)
-            assert begins or part.start == self.done[part.row], "a prompt's parts follow each other"
-            self.done[part.row] = part.end
-            self.prompts[part.row] += part.token_ids
-            if part.is_last:
-                self.running.add(part.row)
-        return Written([[7] if part.is_last else [] for part in step.parts])
-
-    def RunRound(self, step: RunRound) -> Written:
-        assert self.running and max(self.running) < step.rows <= self.rows
-        most = step.spec.max_steps if step.spec else 0
-        written = Written([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)])
-        self.rounds.append((step.kind, len(written.rows[0])))
-        written.ended = [0] if len(self.rounds) == self.ends_at else []
-        return written
-
-    def StopDrafting(self, step: StopDrafting) -> None:
-        assert set(step.rows) <= self.running
-
-    def LeaveRows(self, step: LeaveRows) -> None:
-        assert step.cleared and len({target for _, target in step.moves}) == len(step.moves)
-        for books in (self.entries, self.done, self.prompts):
-            before = dict(books)  # type: ignore[call-overload]
-            for source, target in step.moves:
-                books[target] = before[source]  # type: ignore[index]
-            for row in step.cleared:
-                books.pop(row, None)  # type: ignore[attr-defined]
-        ran = {target for source, target in step.moves if source in self.running}
-        self.running -= {target for _, target in step.moves} | set(step.cleared)
-        self.running |= ran
-        self.clean |= set(step.cleared)
 
 
 class Keeping(Admission):
@@ -122,11 +48,13 @@ class Keeping(Admission):
 
 
 def engine_of(
-    rows: int, budget: ChunkBudget, depth: int = 1, pages: int = 200, pads_rows: bool = False, seed: int = 0
+    rows: int, budget: ChunkBudget, depth: int = 1, pages: int = 200, pads_rows: bool = False, least: int = 0
 ) -> Engine[RowsOnly]:
+    """least: see Mixing; 0: chunks and rounds take turns."""
     admission = Keeping(PagePool(pages, 4), CHAIN.lookahead, prefix_caching=False)
-    scheduler = Scheduler(admission, budget, Speculation((CHAIN,)), rows, pads_rows)
-    return Engine(scheduler, RowsOnly(rows, random.Random(seed)), depth)
+    mixing = Mixing(least) if least else None
+    scheduler = Scheduler(admission, budget, Speculation((CHAIN,)), rows, pads_rows, mixing=mixing)
+    return Engine(scheduler, RowsOnly(rows, random.Random(0)), depth)
 
 
 def arrivals(rng: random.Random, count: int) -> Iterator[Request]:
@@ -136,12 +64,12 @@ def arrivals(rng: random.Random, count: int) -> Iterator[Request]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("pads_rows", [False, True])
-@pytest.mark.parametrize("beside", [1, 7, 64])
-def test_random_traffic_is_served_whole(beside: int, pads_rows: bool, depth: int) -> None:
+@pytest.mark.parametrize(("beside", "least"), [(1, 0), (7, 0), (64, 0), (7, 3), (64, 30)])
+def test_random_traffic_is_served_whole(beside: int, least: int, pads_rows: bool, depth: int) -> None:
     """Keeps out: a row entered before it was cleared, a part of a prompt run twice or left out, a page with two owners, a
     request that waits for ever, a result that is read twice."""
     rng = random.Random(beside)
-    engine = engine_of(5, ChunkBudget(beside, 2 * beside, 4 * beside), depth, pads_rows=pads_rows)
+    engine = engine_of(5, ChunkBudget(beside, 2 * beside, 4 * beside), depth, pads_rows=pads_rows, least=least)
     requests, coming = [], arrivals(rng, 120)
     more = True
     while more or not engine.is_idle:
@@ -154,6 +82,7 @@ def test_random_traffic_is_served_whole(beside: int, pads_rows: bool, depth: int
             engine.cancel(rng.choice(going))
         engine.step()
     runner = engine.runner
+    assert (sum(isinstance(step, RunMixed) for step in runner.steps) > 50) == (least > 0)
     assert not runner.entries and not runner.running and runner.clean == set(range(5))
     pool = engine.scheduler.admission.pool
     assert pool.num_free == pool.capacity

@@ -114,6 +114,8 @@ def drive(traffic: Traffic, events: int) -> None:
             driver.cancel(chance.choice(asked[-6:])[0])
         elif event < 0.36:
             driver.set_chunk(chance.choice([1, 2, 7, 20, 64, 10**6]))
+            if not traffic.decoder.settings.spec or not traffic.decoder.settings.spec.is_auto:
+                driver.mix(chance.choice([None, 1, 20, 100]))
         elif event < 0.40:
             phases = [phase for phase in PHASES if driver.drafter is not None or PHASES[phase][0] != "drafter"]
             error: BaseException = chance.choice([ValueError("x"), MemoryError("x"), KeyboardInterrupt()])

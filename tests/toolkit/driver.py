@@ -380,10 +380,10 @@ class Driver(Hooks):
             result = verifier.accept(state, tree, needs, verifier.read_tree(state, tree))
             self.drafter.extend(state, needs, result.new)
 
-    def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
-        """How many CUDA graphs there are of whole rounds, of single phases, or of chunks of prompts."""
-        rounds, prompts = self._runner.rounds, self._runner.prompts
-        return len({"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": prompts.graphs}[kind])
+    def num_graphs(self, kind: Literal["round", "phase", "prefill", "mixed"]) -> int:
+        """How many CUDA graphs there are of whole rounds, of single phases, of chunks of prompts, or of both in one pass."""
+        rounds, prompts, mixed = self._runner.rounds, self._runner.prompts.graphs, self._runner.mixed.graphs
+        return len({"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": prompts, "mixed": mixed}[kind])
 
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseClock]:

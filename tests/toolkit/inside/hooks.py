@@ -16,6 +16,7 @@ from specdec import SpecDecoder
 from specdec.batch.ragged import ChunkShape
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
+from specdec.engine.launches.mixing import Mixing
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
@@ -25,11 +26,12 @@ from specdec.ops.cuda_graph import GraphSet
 from specdec.runner import prompts as prompt_runner
 from specdec.runner.first_passes import FirstPasses
 from specdec.runner.readback import HostCopy
-from specdec.steps import Needs, PromptPart, RunChunk, RunRound, Step
+from specdec.steps import Needs, PromptPart, RunChunk, RunMixed, RunRound, Step
 
 PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
     "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
     "verify": ("verifier", "read_tree"), "extend": ("drafter", "extend"), "read": ("", "read"),
+    "mixed": ("verifier", "read_mixed"),
 }  # fmt: skip
 
 
@@ -103,6 +105,22 @@ class Hooks:
     def pad_rows(self) -> None:
         """From now on rounds compute a power of two of rows, as they do where graphs are captured."""
         self._scheduler.pads_rows = True
+
+    def mix(self, least: int | None, pads: bool = False) -> list[RunMixed]:
+        """From now on chunks and rounds share passes of at least so many tokens; None: they take turns.
+
+        pads: whether the passes are padded, as captured ones are.  Returns a list that grows by each such pass.
+        """
+        seen = list[RunMixed]()
+        self._scheduler.mixing = None if least is None else Mixing(least)
+        self._runner.mixed.always_pads = pads
+        self.watch(lambda step: seen.append(step) if isinstance(step, RunMixed) else None)
+        return seen
+
+    @property
+    def mixes(self) -> bool:
+        """Whether chunks and rounds share passes."""
+        return self._scheduler.mixing is not None
 
     def may_rehearse(self) -> None:
         """From now on passes may be rehearsed, as on a GPU."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from specdec.steps import RunChunk, RunRound, Step
+from specdec.steps import RunChunk, RunMixed, RunRound, Step
 from toolkit.driver import Driver
 
 WINDOW = 10.0  # seconds for which a fault waits to happen
@@ -40,7 +40,7 @@ class Faults:
         on_gpu = driver.decoder.settings.device.type == "cuda"
         self.kinds = ("round", "chunk", "read", "text", *(() if on_gpu else self.PHASES))
 
-        tokenizer, kinds = driver.decoder.tokenizer, {RunRound: "round", RunChunk: "chunk"}
+        tokenizer, kinds = driver.decoder.tokenizer, {RunRound: "round", RunMixed: "round", RunChunk: "chunk"}
         decode = tokenizer.decode
 
         def decode_or_fail(ids: Any) -> str:

@@ -1,0 +1,1 @@
+"""What the scheduler plans: one launch for the runner after the other."""
