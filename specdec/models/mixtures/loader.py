@@ -14,7 +14,7 @@ from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import expect_attention, fill_attention, fill_mlp
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, SelfAttention
-from specdec.models.mixtures.families import dots1, ernie4_5_moe, glm4_moe, hy_v3, minimax_m2, mixtral, qwen_moe
+from specdec.models.mixtures.families import dots1, ernie4_5_moe, glm4_moe, hy_v3, minimax_m2, mixtral, olmoe, qwen_moe
 from specdec.models.mixtures.fill import MixtureNames, expect_mixture, fill_mixture
 from specdec.models.mixtures.layer import MixtureOfExperts, mlp_of
 from specdec.models.mixtures.wide_norms import WideNormAttention, fill_wide_norms
@@ -48,6 +48,7 @@ FAMILIES = {
     "glm4_moe": _family(glm4_moe.parse_glm4_moe, glm4_moe.NAMES),
     "dots1": _family(dots1.parse_dots1, dots1.NAMES),
     "ernie4_5_moe": _family(ernie4_5_moe.parse_ernie4_5_moe, ernie4_5_moe.NAMES),
+    "olmoe": _family(olmoe.parse_olmoe, olmoe.NAMES),
     "minimax_m2": _family(minimax_m2.parse_minimax_m2, minimax_m2.NAMES, minimax_m2.FUSED),
     "hy_v3": _family(hy_v3.parse_hy_v3, hy_v3.NAMES, hy_v3.FUSED),
 }

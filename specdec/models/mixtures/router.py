@@ -36,15 +36,18 @@ def choose(
         topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
     if rule.normed:
         sum_T1 = _added_up(topk_weights_TK, in_order)[:, None]
-        sum_T1 = sum_T1.clamp(min=rule.least_sum) if rule.least_sum else sum_T1
-        topk_weights_TK = topk_weights_TK / (sum_T1 + 1e-20)
-    return topk_weights_TK * rule.scaling, topk_ids_TK
+        if rule.least_sum:
+            sum_T1 = sum_T1.clamp(min=rule.least_sum)
+        elif rule.scores == "sigmoid":  # each of which may be 0; the best of a softmax are no less than 1 / E
+            sum_T1 = sum_T1 + 1e-20
+        topk_weights_TK = topk_weights_TK / sum_T1
+    return topk_weights_TK if rule.scaling == 1.0 else topk_weights_TK * rule.scaling, topk_ids_TK
 
 
 def _of_best_groups(ranks_TE: Tensor, rule: RouterRule, in_order: bool) -> Tensor:
     """The ranks [T, E], with -inf in place of those of all but the token's best groups."""
     G, top = rule.groups, rule.top_groups
-    if G is None:
+    if G is None or G == top:
         return ranks_TE
     assert top is not None
     ranks_TG = _added_up(ranks_TE.unflatten(1, (G, -1)).topk(rule.group_best, dim=-1).values, in_order)

@@ -48,6 +48,7 @@ PARSERS: dict[str, Parse] = {
     "Dots1Config": MIXTURES["dots1"].parse,
     "Ernie4_5_MoeConfig": MIXTURES["ernie4_5_moe"].parse,
     "HYV3Config": MIXTURES["hy_v3"].parse,
+    "OlmoeConfig": MIXTURES["olmoe"].parse,
     "MiniMaxM2Config": MIXTURES["minimax_m2"].parse,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.

@@ -24,7 +24,8 @@ BY_TYPES = (*SPARSE, *LITE)
 DEEPSEEKS = ("deepseek_v2", "deepseek_v3", *BY_TYPES)
 GLM4, QWEN_MOES = ("glm4_moe",), ("qwen2_moe", "qwen3_moe")
 HY3, ERNIE, DOTS, MINIMAX = ("hy_v3",), ("ernie4_5_moe",), ("dots1",), ("minimax_m2",)
-MIXTURES = (*QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
+OLMOE = ("olmoe",)
+MIXTURES = (*OLMOE, *QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
 ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES)
 TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
@@ -65,7 +66,7 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT | {"type": "linear", "factor": 2.0}}, SAME),
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
-            ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:7]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
             ((*LLAMAS, *GPT, *LITE, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
             (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4}, SAME),
@@ -82,7 +83,7 @@ GROUPS = {
         "rope_parameters max_position_embeddings",
         [
             ((*LLAMAS, *GLM4, *MINIMAX), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # factor 2
-            ((*DEEPSEEKS, *GPT, *MIXTURES[:6]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:7]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
                 {"rope_parameters": YARN | {"attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 1.2}},
@@ -145,7 +146,8 @@ GROUPS = {
         [
             ((*LLAMAS, *GPT, *MIXTURES), {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
-            (MIXTURES, {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
+            (OLMOE, {"head_dim": ABSENT}, SAME),
+            (MIXTURES[1:], {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
             (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
             (("deepseek_v2", *SPARSE), {"head_dim": 16}, SAME),  # GLM-5.2 says 192, and rotates 64
@@ -181,7 +183,7 @@ GROUPS = {
             (("mistral",), {"attention_bias": True}, "attention_bias must be false or absent in a mistral model"),
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
-            (("glm_moe_dsa", *GPT), {"attention_bias": False}, "not part of this architecture: .*bias"),
+            (("glm_moe_dsa", *GPT, *OLMOE), {"attention_bias": False}, "not part of this architecture: .*bias"),
             (("qwen3_moe", *GLM4, *HY3, *DOTS), {"attention_bias": True}, ".bias' is missing"),
             (HY3, {"mlp_bias": True}, ".bias' is missing"),
             (ERNIE, {"use_bias": True}, "use_bias must be false"),
@@ -200,8 +202,8 @@ GROUPS = {
             (DEEPSEEKS, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
             (DEEPSEEKS, {"num_experts": 4}, "num_experts is another name of n_routed_experts, .* got 4 and 8"),
             (DEEPSEEKS, {"num_experts": 8, "num_local_experts": 8}, SAME),
-            (("qwen3_moe", *HY3), {"num_experts": 8, "num_local_experts": 6}, "another name of num_experts, .* got 6 and 8"),
-            (("qwen3_moe", *HY3), {"num_experts": ABSENT, "num_local_experts": 8}, SAME),
+            (("qwen3_moe", *HY3, *OLMOE), {"num_experts": 8, "num_local_experts": 6}, "another name of num_experts.* 6 and 8"),
+            (("qwen3_moe", *HY3, *OLMOE), {"num_experts": ABSENT, "num_local_experts": 8}, SAME),
             (ERNIE, {"num_experts": 6}, "num_experts is another name of moe_num_experts, .* got 6 and 8"),
             (ERNIE, {"moe_num_experts": ABSENT, "num_experts": 8}, SAME),
             (("qwen2_moe",), {"num_local_experts": 6}, "unknown config keys num_local_experts"),

@@ -65,6 +65,7 @@ CASES = [
     ("hy3", (3, 4, 12), 16),
     ("dots1", (4, 1, 5), 16),
     ("minimax", (4, 2, 9), 5),
+    ("olmoe", (3, 1, 4), 1),
 ]
 
 
@@ -139,6 +140,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hy3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 'dense' or 'sparse' for each layer"),
     ("minimax", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
     ("minimax", {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0, got 8"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be None, got 8.0"),
     ("ernie", {"moe_k": 9}, "moe_k must be at most moe_num_experts 8, got 9"),
 ]
 

@@ -15,6 +15,7 @@ SMALL = dict(num_hidden_layers=3, moe_intermediate_size=24, num_experts_per_tok=
 QWEN = dict(SMALL, num_experts=8)
 GLM = dict(SMALL, n_routed_experts=8, n_shared_experts=1)
 ERNIE = dict(num_hidden_layers=3, moe_intermediate_size=24, moe_k=3, moe_num_experts=8)
+OLMOE = dict(num_hidden_layers=3, num_experts=8, num_experts_per_tok=3, hidden_size=64)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 # name: (model_type, what differs from COMMON)
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,6 +54,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(GLM, n_group=2, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1, sliding_window=8, max_window_layers=1),
     ),
     "minimax": ("minimax_m2", dict(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8)),
+    "olmoe": ("olmoe", dict(OLMOE, attention_bias=True, norm_topk_prob=True)),
     "hy3": ("hy_v3", dict(QWEN, num_shared_experts=1)),
     "hy3-biased": (
         "hy_v3",

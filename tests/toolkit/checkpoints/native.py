@@ -31,6 +31,7 @@ NAMES = {
     "ernie4_5_moe": "ernie",
     "hy_v3": "hy3",
     "minimax_m2": "minimax",
+    "olmoe": "olmoe",
 }  # of other zoos
 ABSENT = "absent"  # a change that takes the key away
 IDS = torch.randint(40, (24,), generator=torch.Generator().manual_seed(5))  # three windows of 8 tokens
