@@ -142,7 +142,7 @@ class TargetVerifier:
         ids_T, all_positions_T = (
             torch.cat(pair) for pair in ((tree.tokens_BN.flatten(), prompts.ids_T), (positions_T, prompts.positions_T))
         )
-        rows_R = torch.cat((torch.arange(nodes, device=ids_T.device), prompts.last_B + nodes))
+        rows_R = torch.cat((torch.arange(nodes, dtype=torch.int64, device=ids_T.device), prompts.last_B + nodes))
         aux_layers = self.aux_layers if with_features else None
         if aux_layers == ():  # the drafter reads the final hidden state of every token
             out = self.model(ids_T, all_positions_T, attn)
