@@ -1,4 +1,4 @@
-"""Targets with mixtures, most of them quantised, on a GPU: ids of float32, and bf16 texts through the kernel that reads experts."""
+"""Targets with mixtures, most of them quantised, on a GPU: ids of float32, and bf16 texts through the kernel of experts."""
 
 from __future__ import annotations
 
