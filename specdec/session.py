@@ -28,7 +28,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
-from specdec.steps import ForceAcceptance, PromptPart, RunChunk, RunRound, TimePhases, Try
+from specdec.steps import ForceAcceptance, Pass, PromptPart, RunChunk, RunMixed, RunRound, TimePhases, Try
 
 R = TypeVar("R")
 Submitted: TypeAlias = Request  # a prompt that was handed to the engine
@@ -47,7 +47,7 @@ class Session:
     That thread keeps the decoder's number of torch's threads; see `using_threads`.
     """
 
-    def __init__(self, decoder: LoadedDecoder, rehearsed: set[RunChunk | RunRound] | None = None) -> None:
+    def __init__(self, decoder: LoadedDecoder, rehearsed: set[Pass] | None = None) -> None:
         """rehearsed: steps of earlier sessions over the same models, whose kernels this process has; gets those of this one."""
         self.decoder, self._rehearsed = decoder, set() if rehearsed is None else rehearsed
         self._submitted: list[Request] = []
@@ -130,8 +130,13 @@ class Session:
     # ---- what is compiled and captured before it is measured ----
 
     def rehearse(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
-        """Compiles side by side what rounds of any number of rows need, and the shortest and the longest chunk of prompts."""
-        steps: list[RunChunk | RunRound] = [*self.rounds_to_come(prompts, sampling), *self.chunks_to_come(prompts, sampling)]
+        """Compiles side by side what rounds of any number of rows need, the shortest and the longest chunk of prompts, and the
+        largest of both in one pass where they share passes.
+        """
+        rounds, chunks = self.rounds_to_come(prompts, sampling), self.chunks_to_come(prompts, sampling)
+        steps: list[Pass] = [*rounds, *chunks]
+        if rounds and chunks and self.decoder.engine.scheduler.mixing is not None:
+            steps.append(RunMixed(rounds[-1], chunks[-1]))
         if new := [step for step in steps if step not in self._rehearsed]:
             with self.turn():
                 self.decoder.engine.runner.rehearse(new)

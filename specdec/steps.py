@@ -238,6 +238,11 @@ class RunMixed:
     round: RunRound
     chunk: RunChunk
 
+    @property
+    def needs(self) -> Needs:
+        """What either of both needs."""
+        return Needs(self.round.needs.steps | self.chunk.needs.steps, max(self.round.needs.logprobs, self.chunk.needs.logprobs))
+
 
 @dataclass(frozen=True)
 class CatchUp:
@@ -315,8 +320,9 @@ class ForceAcceptance:
     probs: tuple[float, ...]
 
 
+Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | ShareRows | LeaveRows | StopDrafting | CopyPages
-Step = RunChunk | RunRound | RunMixed | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
+Step = Pass | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
 
 
 class Logprobs(NamedTuple):

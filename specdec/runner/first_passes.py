@@ -12,10 +12,11 @@ from specdec.batch.state import BatchState
 from specdec.config import SpecConfig
 from specdec.ops.compiling.known import KnownKernels
 from specdec.ops.compiling.rehearsal import Rehearsals, compile_ahead
+from specdec.runner.mixed import MixedRunner
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
 from specdec.startup import STARTUP
-from specdec.steps import RunChunk, RunRound
+from specdec.steps import Pass, RunChunk, RunMixed, RunRound
 
 
 class FirstPasses:
@@ -80,7 +81,7 @@ class FirstPasses:
 
 
 def compile_steps(
-    prompts: PromptRunner, rounds: RoundRunner, steps: Sequence[RunChunk | RunRound], state_of: Callable[[RunRound], BatchState]
+    mixed: MixedRunner, rounds: RoundRunner, steps: Sequence[Pass], state_of: Callable[[RunRound], BatchState]
 ) -> None:
     """Has the kernels of these steps compiled side by side: of a chunk its first pass and the padded one.  No step is run.
 
@@ -91,8 +92,10 @@ def compile_steps(
         for step in steps:
             if isinstance(step, RunRound):
                 rounds.rehearse(state_of(step), step)
+            elif isinstance(step, RunMixed):
+                mixed.rehearse(state_of(step.round), step)
             else:
-                prompts.rehearse(step)
-                prompts.rehearse(step, padded=True)
+                mixed.prompts.rehearse(step)
+                mixed.prompts.rehearse(step, padded=True)
 
-    compile_ahead(passes, prompts.workers.state.lens_B.device)
+    compile_ahead(passes, mixed.workers.state.lens_B.device)

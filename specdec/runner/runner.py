@@ -107,13 +107,13 @@ class DeviceRunner:
         return num_loaded(self.device), self.num_graphs, self.prompts.num_first_uses + self.mixed.num_first_uses
 
     @torch.inference_mode()
-    def rehearse(self, passes: Sequence[steps.RunChunk | steps.RunRound]) -> None:
+    def rehearse(self, passes: Sequence[steps.Pass]) -> None:
         """Has the kernels of these passes compiled (see `compile_steps`) where they may be rehearsed."""
         if self._rehearses:
             if any(step.needs.rules for step in passes):
                 self._need_tables()
             with self._in_order():
-                compile_steps(self.prompts, self.rounds, passes, self._rows_of)
+                compile_steps(self.mixed, self.rounds, passes, self._rows_of)
 
     @torch.inference_mode()
     def run(self, step: steps.Step) -> steps.Pending | None:
@@ -189,7 +189,7 @@ class DeviceRunner:
             both = BothPending(self._round(step.round, None), self._chunk(step.chunk))
             self._last_round = None
             return both
-        if step.chunk.needs.rules:
+        if step.needs.rules:
             self._need_tables()
         state = self._rows_of(step.round)
         if self._first is not None and self._first.before_round(state, step.round):

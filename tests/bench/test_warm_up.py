@@ -23,7 +23,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.runner import DeviceRunner
 from specdec.session import Session
-from specdec.steps import RunChunk, RunRound
+from specdec.steps import RunChunk, RunMixed, RunRound
 
 SPEC = SpecConfig(2, 2, 4)
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -181,7 +181,7 @@ def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: p
     session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2))
     prompts, sampling = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=9, ignore_eos=True, repetition_penalty=1.2)
     want = [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)]
-    rehearsed, chunks, rounds = list[Any](), PromptRunner.rehearse, RoundRunner.rehearse
+    rehearsed, chunks, rounds, known = list[Any](), PromptRunner.rehearse, RoundRunner.rehearse, set[Any]()
 
     def chunk(self: PromptRunner, step: RunChunk, padded: bool = False) -> None:
         rehearsed.append((step, padded))
@@ -198,11 +198,13 @@ def test_steps_to_come_are_rehearsed_and_change_nothing(zoo: Zoo, monkeypatch: p
     monkeypatch.setattr(rehearsal, "_compilers", lambda pool: MagicMock())
     session.rehearse(prompts, sampling)
     assert not rehearsed, "not where passes may not be rehearsed"
-    session = Session(session.decoder)
+    session = Session(session.decoder, known)
     Driver(session.decoder).may_rehearse()
+    Driver(session.decoder).mix(1)
     session.rehearse(prompts, sampling)
     expected = session.rounds_to_come(prompts, sampling)
-    assert rehearsed == [
-        *expected, *((step, padded) for step in session.chunks_to_come(prompts, sampling) for padded in (False, True))
-    ]  # fmt: skip
+    chunks_to_come = session.chunks_to_come(prompts, sampling)
+    padded_or_not = [(step, padded) for step in chunks_to_come for padded in (False, True)]
+    assert rehearsed == [*expected, *padded_or_not]
+    assert known == {*expected, *chunks_to_come, RunMixed(expected[-1], chunks_to_come[-1])}
     assert [output.token_ids for output in session.generate(prompts, [sampling] * 2, speculate=True)] == want

@@ -4,6 +4,11 @@ The oracle is the same pass as two, which a runner makes of it while phases are 
 such passes are held in tests/lossless/test_random_traffic.py.
 """
 
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from toolkit.driver import Driver
@@ -12,6 +17,7 @@ from toolkit.oracles.reference import ReferenceBackend
 
 from specdec import SamplingParams, SpecConfig
 from specdec.batch.ragged import ChunkShape
+from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.mixed import bucket_of
 
 CHAIN, TREE = SpecConfig(3, 1, 4), SpecConfig(3, 4, 10)
@@ -64,6 +70,47 @@ def test_one_pass_leaves_what_two_leave(zoo: Zoo, target: str, head: str, spec: 
         for own, other in zip(got.logprobs, want.logprobs, strict=True):
             assert own.logprob == pytest.approx(other.logprob, rel=1e-9)
     assert len(seen) > 5 and any(part.is_last for step in seen for part in step.chunk.parts)
+
+
+class Replays(GraphSet):
+    """Runs functions as replays do: the first one that came with a key."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.enabled, self.uses = True, Counter[Hashable]()
+        self.first: dict[Hashable, Callable[[], Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.first
+
+    def run(self, key: Hashable, fn: Callable[[], Any], *given: Any, **named: Any) -> Any:
+        self.uses[key] += 1
+        return self.first.setdefault(key, fn)()
+
+
+def test_replays_read_what_is_new(zoo: Zoo) -> None:
+    """Keeps out: a captured pass that goes on with the prompts, rows or options of the pass that was captured."""
+    decoder = zoo.decoder("llama", "eagle3", CHAIN, dtype="float64", page_size=4, max_batch_size=4)
+    driver, graphs = Driver(decoder), Replays()
+    driver.replace_backend(ReferenceBackend())
+    prompts = [[3 + row, 5, 8 + row] * (2 + 5 * (row % 3)) for row in range(24)]
+    sampling = [replace(SAMPLING[row % 4], max_tokens=6 + row % 7) for row in range(24)]
+    want = [output.token_ids for output in decoder.generate(prompts, sampling)]
+    driver.set_chunk(24)
+    driver.pad_rows()
+    driver.mix(1)
+    driver.use_mixed_graphs(graphs)
+    for turn in range(2):
+        asked = []
+        for row, (prompt, options) in enumerate(zip(prompts, sampling, strict=True)):
+            asked.append(driver.submit(prompt, options, speculate=(row + turn) % 3 > 0))
+            driver.step()
+        driver.run_until_idle()
+        assert [request.output.token_ids for request in asked] == want
+    assert sum(uses > 1 for uses in graphs.uses.values()) > 2
 
 
 def check_rows(one: Driver, two: Driver) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.request import RequestState
-from specdec.steps import Emitted, RunChunk, RunMixed, RunRound, Step
+from specdec.steps import Emitted, Pass, RunChunk, RunMixed, RunRound, Step
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Launch:
     planned: tuple[Planned, ...]
 
     @property
-    def step(self) -> RunChunk | RunRound | RunMixed:
+    def step(self) -> Pass:
         """The step that runs all that is planned."""
         if len(self.planned) == 1:
             return self.planned[0].step

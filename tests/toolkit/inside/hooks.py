@@ -117,6 +117,10 @@ class Hooks:
         self.watch(lambda step: seen.append(step) if isinstance(step, RunMixed) else None)
         return seen
 
+    def use_mixed_graphs(self, graphs: GraphSet) -> None:
+        """Makes these run what passes of a chunk and a round give to CUDA graphs."""
+        self._runner.mixed.graphs = graphs
+
     @property
     def mixes(self) -> bool:
         """Whether chunks and rounds share passes."""
