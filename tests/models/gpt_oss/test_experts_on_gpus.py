@@ -1,4 +1,4 @@
-"""Targets whose experts are quantised, on a GPU: ids of float32, and bf16 texts through the kernel that reads them."""
+"""Targets with mixtures, most of them quantised, on a GPU: ids of float32, and bf16 texts through the kernel of experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import save_mixture
 from toolkit.deepseek import save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts, save_eagle3
@@ -37,6 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     quantised, plain = save_gpt_oss(root / "gpt-oss", head_dim=16)
     v3 = save_deepseek(root / "plain-v3", "v3", n_routed_experts=16)
     made = {"gpt-oss": (quantised, plain), "v3": (as_quantised(v3, root / "v3", SCHEMES["deepseek fp8"]), v3)}
+    qwen = save_mixture(root / "plain-qwen2", "qwen2-moe")
+    made["qwen2-moe"] = as_quantised(qwen, root / "qwen2", SCHEMES["deepseek fp8"]), qwen
+    made |= {"plain gpt-oss": (plain, plain), "plain qwen2-moe": (qwen, qwen)}
     return {name: (folder, save_eagle3(root / f"{name}-head", own)) for name, (folder, own) in made.items()}
 
 
@@ -45,7 +49,10 @@ def load(folders: tuple[Path, Path], spec: SpecConfig, **settings: Any) -> SpecD
     return SpecDecoder.from_pretrained(*folders, spec, **merged)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "v3"])
+NAMES = ("gpt-oss", "v3", "qwen2-moe")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "plain gpt-oss", "plain qwen2-moe"])
 def test_float32_ids_equal_the_cpu_s(folders: dict[str, tuple[Path, Path]], name: str) -> None:
     """Keeps out: an expert dequantised from another one's values, or inside of a graph by stale topk_ids."""
     plain = load(folders[name], SpecConfig(3, 1, 4), device="cpu", dtype="float32")
@@ -56,7 +63,7 @@ def test_float32_ids_equal_the_cpu_s(folders: dict[str, tuple[Path, Path]], name
             assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLING)] == expected, mode
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "v3"])
+@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_texts_part_at_near_ties_alone(
     folders: dict[str, tuple[Path, Path]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
