@@ -7,7 +7,7 @@ import math
 # The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
 # benchmarks/rounds/README.md, "Prompts in chunks".
 CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
-# Mixing.least by kind of device; None: chunks and rounds take turns.  For GPUs 1024 was best in a simulation over measured times
+# Mixing.least by kind of device; None: chunks and rounds take turns.  For GPUs 1024 is best in a simulation over measured times
 # (benchmarks/serving/README.md, "Chunks and rounds in one pass"), but none has run tests/runner/test_mixed_gpu.py yet.
 MIXED_COST: dict[str, int | None] = {"cuda": None, "cpu": None}
 DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead

@@ -34,7 +34,7 @@ from toolkit.attention.cells import (
 from toolkit.attention.matrix import World
 from toolkit.attention.wide_pair import widened
 from toolkit.checkpoints.load import cut_numbers
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.paths import ROOT
 from torch import Tensor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toolkit.driver import Driver
 from toolkit.families import FAMILIES, NO_FEATURES, Families
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.models import HEADS, ragged_prompts
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextModel
 

@@ -6,7 +6,7 @@ Shapes: M rows, K in, H hidden, S partials.
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 

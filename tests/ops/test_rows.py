@@ -5,7 +5,7 @@ Shapes: B sequences, N rows of a sequence, E picked rows, F columns.
 
 import pytest
 import torch
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE
 
 from specdec.attention.segment import uniform_cu_seqlens

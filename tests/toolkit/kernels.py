@@ -15,9 +15,6 @@ import pytest
 import torch
 
 from toolkit.paths import ROOT
-from contextlib import contextmanager
-from collections.abc import Iterator
-import gc
 
 pytest.importorskip("triton")
 
@@ -84,17 +81,3 @@ def fence_new_memory(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> lis
     fenced = _Fenced()
     monkeypatch.setattr(module, "torch", fenced)
     return fenced.rooms
-
-
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """As torch.cuda.graph, without Python's garbage collector: a decoder of an earlier test whose graphs it freed now would
-    end the capture.
-    """
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph):
-            yield
-    finally:
-        gc.enable()

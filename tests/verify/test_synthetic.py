@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from toolkit.driver import Driver
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.models import Zoo
 from toolkit.trees import children_of, random_trees
 from torch import Tensor

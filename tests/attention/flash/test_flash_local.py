@@ -12,7 +12,7 @@ import torch
 from toolkit.attention import fake_flash
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 

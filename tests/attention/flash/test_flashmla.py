@@ -15,7 +15,7 @@ from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.deepseek import DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.kernels import HAS_GPU
 from toolkit.models import ragged_prompts
 from toolkit.oracles.reference import ReferenceBackend

@@ -10,7 +10,7 @@ import pytest
 import torch
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.trees import mask_of
 from torch import Tensor
 

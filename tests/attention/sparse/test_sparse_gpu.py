@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.attention.sparse import IndexWorld, same_rows
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from torch import Tensor
 
 from specdec.attention.caches.mla_cache import MLAView

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 

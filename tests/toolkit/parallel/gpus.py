@@ -22,7 +22,7 @@ from specdec.attention.state import AttentionState
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as groups
 from specdec.parallel.symmetric.group import SymmetricGroup, connect
-from toolkit.kernels import capturing
+from toolkit.inside.captures import capturing
 from toolkit.sanitize.launches import written_down
 
 PATIENCE = timedelta(seconds=60)
