@@ -10,16 +10,17 @@ from specdec.models.config import ModelConfig
 from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import MTP_COUNT, require
 from specdec.models.mixtures.fill import MixtureNames
-from specdec.models.mixtures.keys import TOP_K, read_decoder, with_experts
+from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
 from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 
 NAMES = MixtureNames(
     correction="mlp.moe_statics.e_score_correction_bias", correction_shape="1, E", count_keys="moe_num_experts and hidden_size",
     shared_keys="moe_num_shared_experts and moe_intermediate_size",
 )  # fmt: skip
-_KEYS = (
-    "moe_intermediate_size moe_k moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts "
-    f"moe_num_shared_experts use_bias {MTP_COUNT}"
+_ONLY = {"moe_gate": "topk", "moe_gate_act": "softmax", "moe_use_aux_free": True, "use_rmsnorm": True}
+_KEYS = (  # moe_capacity counts in training alone
+    "moe_capacity moe_intermediate_size moe_k moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min "
+    f"moe_num_experts moe_num_shared_experts use_bias {MTP_COUNT} {' '.join(_ONLY)}"
 )
 
 
@@ -27,6 +28,7 @@ def parse_ernie4_5_moe(raw: dict[str, Any], where: str) -> ModelConfig:
     raw = by_own_names(raw, {TOP_K: "moe_k", "num_experts": "moe_num_experts"}, where)
     config = read_decoder({"tie_word_embeddings": True, **raw}, where, _KEYS, eps=1e-5, positions=131072, theta=5e5)
     require(raw, ["moe_num_experts", "moe_k", "moe_intermediate_size"], where)
+    only(raw, where, **_ONLY)
     if flag(raw, "use_bias", where):
         raise NotComputedHere(f"{where}: use_bias must be false: no native module has an output layer with a bias")
     width, mtp = whole(raw, "moe_intermediate_size", where), whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS)
