@@ -47,7 +47,7 @@ class Segment:
     whole_or_none: starts_T says of each query that it reads its whole row, or that it reads nothing.
     fresh: which of a row's keys the layer may have stored just before it attends: those of the row's own "queries", its last
         ones; "none"; or perhaps "all".  The others were complete before its projections, so kernels may read them early.
-    max_cached: the most keys that any row of a prompt holds before its own queries' keys; known to the host.  None: not given.
+    max_cached: the most keys that any row of a prompt holds before the pass's own tokens; known to the host.  None: not given.
     """
 
     pages: PageTable

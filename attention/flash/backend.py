@@ -82,7 +82,7 @@ class FlashBackend(TritonBackend):
         local = segment.window is not None
         if segment.window is not None:
             keys = min(keys, segment.window)
-        shape = AttentionShape(segment.rows, kv_heads, seqlen_q_packgqa, keys, segment.causal, local, segment.whole_or_none)
+        shape = AttentionShape(segment.rows, kv_heads, seqlen_q_packgqa, keys, local, segment.whole_or_none)
         return self.rule(self.library, gpu_kind(q_THD.device), shape)
 
     def _knows(self, view: CachedHeads) -> bool:

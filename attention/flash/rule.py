@@ -30,8 +30,7 @@ class AttentionShape(NamedTuple):
     seqlen_q_packgqa: flash-attn's name for a row's queries x query heads of a kv head, which share that head's keys in one tile
         (packed GQA).
 
-    prompts: whether the queries read their own keys too, causally, as chunks of prompts do.  `keys` is then what a row is known
-        to hold, and no upper bound.
+    keys: where the queries read their own keys too, causally, what a row is known to hold; else an upper bound.
     window: whether each query reads the last `keys` keys up to its own.
     shared: whether the one row is a prefix that several sequences share; its queries are those of all of them.
     """
@@ -40,7 +39,6 @@ class AttentionShape(NamedTuple):
     kv_heads: int
     seqlen_q_packgqa: int
     keys: int
-    prompts: bool = False
     window: bool = False
     shared: bool = False
 

@@ -172,7 +172,7 @@ def reads_all(plan: AttentionPlan, topk: int) -> bool:
     if sharded is not None:  # all ranks' pages have room for the whole sequences
         max_keys = sharded.own.pages.capacity * sharded.group.size
         if sharded.own.max_cached is not None:
-            max_keys = min(max_keys, sharded.own.max_cached * sharded.group.size + first.max_seqlen_q)
+            max_keys = min(max_keys, sharded.own.max_cached * sharded.group.size + first.pages.capacity)
     elif first.max_cached is not None:
         max_keys = min(max_keys, first.max_cached + first.max_seqlen_q)
     return isinstance(max_keys, int) and max_keys <= topk  # in an exported program, a table's width may be a symbol

@@ -79,7 +79,7 @@ def measure(case: Any, pool: Tensor, ours: Side, library: Side, replays: int) ->
     prefix = world.plan.segments[0]
     name, gpu = library.backend.library, gpu_kind(prefix.cache_seqlens.device)
     is_prompt = case.kind == "chain" and case.N >= SHORTEST_PROMPT
-    reads = AttentionShape(prefix.rows, cells.K, seqlen_q_packgqa, case.L if is_prompt else prefix.max_keys, is_prompt)
+    reads = AttentionShape(prefix.rows, cells.K, seqlen_q_packgqa, case.L if is_prompt else prefix.max_keys)
     by_rule = case.kv == "auto" and is_faster(name, gpu, reads)
     row: dict[str, Any] = {
         "kind": case.kind, "kv": case.kv, "B": case.B, "L": case.L, "N": case.N, "packed": seqlen_q_packgqa,

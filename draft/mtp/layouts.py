@@ -13,7 +13,7 @@ from specdec.models.checkpoints.checkpoint import config_path
 from specdec.models.checkpoints.loader import LLAMA_PARTS
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig, read_json
-from specdec.models.deepseek.config import parse_experts
+from specdec.models.deepseek.config import parse_experts, said
 from specdec.models.deepseek.loader import PARTS
 from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.keys.shared import MTP_COUNT
@@ -59,7 +59,8 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
 
 def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """Latent attention, always with experts; with sparse attention each layer has an indexer of its own."""
-    experts = parse_experts(raw, where) if target.experts is None else replace(target.experts, dense_layers=frozenset())
+    experts = target.experts or parse_experts(said(raw, where), where)
+    experts = replace(experts, dense_layers=frozenset())
     index = target.indexer
     if index is not None and target.mtp_layers > 1:
         raise ValueError(

@@ -29,8 +29,20 @@ def split_fused(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             split[name] = tensor
         else:
             transposed = f"{found['experts']}.gate_up_proj_bias" in stored
+            if found["ending"]:
+                _expect_whole_blocks(name, tensor, stored[name.removesuffix(found["ending"])], len(_PARTS[found["projection"]]))
             split |= _each(tensor, found["experts"], _PARTS[found["projection"]], found["ending"], transposed)
     return split
+
+
+def _expect_whole_blocks(name: str, scales: StoredTensor, weight: StoredTensor, parts: int) -> None:
+    """ValueError if a scale is for rows of two projections."""
+    rows, count = weight.shape()[1], scales.shape()[1]
+    if rows % count or rows // parts % (rows // count):
+        raise ValueError(
+            f"{name} has {count} blocks for {rows} rows, so one is for gates and ups together; nearest thing that works: each "
+            "expert's matrices apart, as `experts.0.gate_proj.weight`"
+        )
 
 
 def _each(

@@ -49,9 +49,14 @@ class DeepseekConfig(ModelConfig):
         return (whole, *([] if self.q_rank is None else [self.q_rank]), *shared)
 
 
+def said(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The config by the names that are read here, with what a family means by not saying it."""
+    return _UNSAID.get(raw["model_type"], {}) | by_own_names(raw, _OTHER_NAMES, where)
+
+
 def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
-    family, raw = raw["model_type"], _UNSAID.get(raw["model_type"], {}) | by_own_names(raw, _OTHER_NAMES, where)
+    family, raw = raw["model_type"], said(raw, where)
     refuse_unknown(raw, _KNOWN | _KNOWN_BY.get(family, frozenset()), where)
     for key, allowed in _ONLY[family].items():
         if raw.get(key) not in (None, *allowed):
@@ -69,6 +74,8 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     expect_repeated(raw, "num_key_value_heads", heads, "num_attention_heads", where)
     is_sparse = family in SPARSE
     by_types = is_sparse or family == LITE
+    if family == LITE and raw.get("mlp_layer_types") is None:
+        raw = {"first_k_dense_replace": 1} | raw
     first_dense = first_dense_layers(raw, layers, where) if by_types else whole(raw, "first_k_dense_replace", where, least=0)
     if rope_dim % 2:
         raise ValueError(f"{where}: qk_rope_head_dim must be even for rotary embeddings, got {rope_dim}")
@@ -164,7 +171,7 @@ _OTHER_NAMES = {"num_experts": "n_routed_experts", "num_local_experts": "n_route
 _BY_TYPES = (*SPARSE, LITE)  # whose mlp_layer_types are read
 # transformers' defaults
 _POSITIONS = {"deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 163840, "glm_moe_dsa": 202752, LITE: 202752}
-_UNSAID = {LITE: {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8}}
+_UNSAID = {LITE: {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8}}
 _V3_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "moe_layer_freq": (1,),

@@ -27,12 +27,12 @@ _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key
 
 def read_decoder(
     raw: dict[str, Any], where: str, keys: str, *, eps: float = 1e-6, positions: int, theta: float = 10000.0,
-    head_dim: int | None = None, rotated: float = 1.0,
+    head_dim: int | None = None, rotated: float | None = None,
 ) -> ModelConfig:  # fmt: skip
     """What is common to these families, as a config without experts and biases.
 
     keys: those that the family reads besides.  eps to rotated: what the family means by not saying them; rotated: which part of
-    a head is turned.
+    a head is turned, None: the whole, whatever the file says.
     ValueError names `where` (the file), the key, what was expected and what was found.
     """
     refuse_unknown(raw, _COMMON | {*keys.split()}, where)
@@ -58,12 +58,14 @@ def read_decoder(
     )
 
 
-def read_rope(raw: dict[str, Any], where: str, head_dim: int, theta: float, share: float) -> RopeConfig:
+def read_rope(raw: dict[str, Any], where: str, head_dim: int, theta: float, share: float | None) -> RopeConfig:
     """The rotary settings of heads of which a part may be turned.  theta, share: where the config says neither."""
     inside = rope_keys(raw, where)
     said = [part["partial_rotary_factor"] for part in (inside, raw) if part.get("partial_rotary_factor") is not None]
-    share = number({"partial_rotary_factor": (said or [share])[0]}, "partial_rotary_factor", where)
-    rotated = int(head_dim * share)
+    asked = number({"partial_rotary_factor": (said or [1.0 if share is None else share])[0]}, "partial_rotary_factor", where)
+    if share is None and asked != 1:
+        raise NotComputedHere(f"{where}: partial_rotary_factor must be 1 or absent in this family, got {asked:g}")
+    share, rotated = asked, int(head_dim * asked)
     if rotated % 2 or not 0 < rotated <= head_dim:
         raise ValueError(
             f"{where}: partial_rotary_factor must rotate an even number of the {head_dim} values of a head, got {share:g}"

@@ -61,7 +61,7 @@ def _added_up(x: Tensor, in_order: bool) -> Tensor:
 
 
 class Router(Multiplying):
-    """Chooses each token's experts and their weights.  The router computes in float32, as in transformers, or in float64.
+    """Chooses each token's experts and their weights, in float32 or float64.  In transformers no family's router is finer.
 
     weight: [L, H]; where shared experts are weighed, its last row yields their logit.
     bias_E, correction_E: float32 in any dtype, if the rule has them.

@@ -33,12 +33,13 @@ _SKIPS = "modules_to_not_convert"
 _FP8 = "quant_method activation_scheme fmt weight_block_size modules_to_not_convert ignored_layers scale_fmt kv_cache_scheme "
 _FP8 += "dequantize modules_to_convert expert_dtype"
 _PER_MATRIX = Fp8("weight_scale", "tensor", or_scale="weight_scale_inv")  # the latter is transformers' name
-_FP8_NEUTRAL = {"fmt": "e4m3", "dequantize": False, "modules_to_convert": [], "expert_dtype": "fp8"}
+_FP8_NEUTRAL = {"dequantize": False, "modules_to_convert": [], "expert_dtype": "fp8"}
 
 
 def fp8(scheme: dict[str, Any], where: str) -> Quantization:
     refuse_keys(scheme, _FP8, where)
     neutral(scheme, where, _FP8_NEUTRAL)
+    only(scheme, "fmt", where, "e4m3", "float8_e4m3fn")
     only(scheme, "activation_scheme", where, "dynamic", "static")
     only(scheme, "scale_fmt", where, "float", "ue8m0")
     mapping(scheme, "kv_cache_scheme", where)

@@ -273,7 +273,7 @@ def test_the_rule_of_an_h200_takes_what_was_measured_faster(cell: dict[str, Any]
     """Keeps out: a threshold that is moved without a measurement, and a slower library in any cell that was measured."""
     kv_heads, group = 8, 4
     queries, keys = cell["N"], cell["L"]
-    shape = AttentionShape(cell["B"], kv_heads, queries * group, keys, cell["kind"] == "chain")
+    shape = AttentionShape(cell["B"], kv_heads, queries * group, keys)
     if cell["window"]:
         shape = shape._replace(keys=min(keys, cell["window"]), window=True)
     if cell["shared"]:
@@ -298,9 +298,9 @@ def test_the_rule_counts_a_prompts_own_keys() -> None:
         backend.partial_splits(queries(queried), view, segment, PLAIN)
     # The longest prompt has 300 queries, and another one 471 keys before its own queries.
     assert seen == [
-        AttentionShape(4, K, 600, 771, True),
-        AttentionShape(4, K, 600, 300, True),
-        AttentionShape(4, K, 10, 1792, False),
+        AttentionShape(4, K, 600, 771),
+        AttentionShape(4, K, 600, 300),
+        AttentionShape(4, K, 10, 1792),
     ]
 
 

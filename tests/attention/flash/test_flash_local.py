@@ -186,7 +186,7 @@ def test_a_rule_is_told_of_windows_and_shared_prefixes() -> None:
         backend.partial_splits(world.queries(segment), world.views[0], segment, PLAIN)
     assert seen == [
         AttentionShape(1, K, 24, world.pages.capacity, shared=True),
-        AttentionShape(4, K, 10, 5, prompts=True, window=True),
+        AttentionShape(4, K, 10, 5, window=True),
     ]
 
 

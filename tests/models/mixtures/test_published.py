@@ -60,7 +60,7 @@ HY3 = dict(
     num_attention_heads=64, num_experts=192, num_experts_per_tok=8, num_hidden_layers=80, num_key_value_heads=8,
     num_nextn_predict_layers=1, num_shared_experts=1, qk_norm=True, rms_norm_eps=1e-05,
     rope_parameters={"rope_theta": 11158840.0, "rope_type": "default"}, route_norm=True, router_scaling_factor=2.826,
-    vocab_size=120832,
+    eod_token_id=2, use_grouped_mm=False, vocab_size=120832,
 )  # fmt: skip
 FP8 = dict(
     quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[128, 128],
@@ -76,6 +76,7 @@ FP8 = dict(
         (QWEN15, (60, 4, 1408, 5632, 0)),
         (MIXTRAL, (8, 2, 14336, 0, 0)),
         (AIR, (128, 8, 1408, 1408, 1)),
+        (QWEN3 | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}, (128, 8, 768, 0, 0)),
         (M2, (256, 8, 1536, 0, 0)),
         (ERNIE, (64, 6, 1536, 3072, 1)),
         (HY3, (192, 8, 1536, 1536, 1)),
@@ -94,9 +95,12 @@ def test_the_published_config_is_understood(raw: dict[str, Any], numbers: tuple[
     assert config.head_dim == 128 and {kind.window for kind in config.layer_kinds} == {None}
 
 
-def test_fp8_leaves_out_routers_alone() -> None:
-    """Qwen3-30B-A3B-FP8's scheme.  Keeps out: a router's name that fits the gates of experts, too."""
-    config = FAMILIES["qwen3_moe"].parse(QWEN3 | {"quantization_config": FP8}, "config.json")
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])
+def test_fp8_leaves_out_routers_alone(fmt: str) -> None:
+    """Qwen3-30B-A3B-FP8's scheme, and MiniMax-M2's word for the format.  Keeps out: a router's name that fits the gates of
+    experts, too.
+    """
+    config = FAMILIES["qwen3_moe"].parse(QWEN3 | {"quantization_config": FP8 | {"fmt": fmt}}, "config.json")
     assert config.quantization is not None
 
     def is_quantised(name: str) -> bool:
@@ -114,8 +118,9 @@ def test_fp8_leaves_out_routers_alone() -> None:
         (M2, "attn_type_list", [1] * 61 + [0]), (M2, "shared_moe_mode", "softmax"), (M2, "layernorm_mlp_beta", 2.0),
         (M2, "norm_topk_prob", False), (M2, "num_mtp_modules", "3"), (M2, "use_mtp", 1), (M2, "mlp_intermediate_size", 0),
         (ERNIE, "moe_gate", "topk_fused"), (ERNIE, "moe_use_aux_free", False), (ERNIE, "use_rmsnorm", False),
+        (QWEN3, "shared_expert_intermediate_size", 768), (QWEN3, "partial_rotary_factor", 0.5),
         (HY3, "first_k_dense_replace", 2), (HY3, "route_norm", False), (HY3, "moe_router_use_sigmoid", False),
-        (HY3, "expert_hidden_dim", 768), (HY3, "enable_lm_head_fp32", "yes"),
+        (HY3, "use_grouped_mm", 1), (HY3, "expert_hidden_dim", 768), (HY3, "enable_lm_head_fp32", "yes"),
     ],
 )  # fmt: skip
 def test_a_published_key_that_says_something_else_is_named(raw: dict[str, Any], key: str, wrong: Any) -> None:

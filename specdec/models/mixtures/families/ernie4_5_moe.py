@@ -39,6 +39,7 @@ def parse_ernie4_5_moe(raw: dict[str, Any], where: str) -> ModelConfig:
         width,
         RouterRule(whole(raw, "moe_k", where), "softmax", corrected=True, normed=True, least_sum=least_sum),
         shared_size=whole(raw, "moe_num_shared_experts", where, 2, least=0) * width,
+        kept_float32=True,  # as transformers keeps this family's
         dense_layers=_dense_layers(raw, config.num_layers, where),
     )
     return with_experts(config, experts, where, "moe_num_experts", "moe_k")

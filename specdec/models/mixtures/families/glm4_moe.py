@@ -30,7 +30,7 @@ def parse_glm4_moe(raw: dict[str, Any], where: str) -> ModelConfig:
         config,
         qkv_bias=flag(raw, "attention_bias", where),
         qk_norm=flag(raw, "use_qk_norm", where),
-        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS),
+        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS),  # transformers' class says 1, and has none
     )
     experts = parse_experts(raw, where, whole(raw, "first_k_dense_replace", where, 1, least=0))
     return with_experts(config, experts, where, "n_routed_experts")

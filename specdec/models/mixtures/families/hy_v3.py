@@ -19,8 +19,8 @@ FUSED = MixtureNames(correction="mlp.e_score_correction_bias", count_keys=COUNT,
 _ONLY = dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_use_sigmoid", "qk_norm", "route_norm"), True)
 _ROUNDING = "enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine"  # transformers has but the last
 _KEYS = (
-    "attention_bias first_k_dense_replace mlp_bias mlp_layer_types moe_intermediate_size num_experts num_shared_experts "
-    f"router_scaling_factor {MTP_COUNT} {' '.join((*_ONLY, *_ROUNDING))}"
+    "attention_bias eod_token_id first_k_dense_replace mlp_bias mlp_layer_types moe_intermediate_size num_experts "
+    f"num_shared_experts router_scaling_factor use_grouped_mm {MTP_COUNT} {' '.join((*_ONLY, *_ROUNDING))}"
 )
 
 
@@ -29,6 +29,7 @@ def parse_hy_v3(raw: dict[str, Any], where: str) -> ModelConfig:
     config = read_decoder(raw, where, _KEYS, eps=1e-5, positions=131072, theta=11_158_840.0, head_dim=128)
     require(raw, ["num_experts", TOP_K, "moe_intermediate_size"], where)
     only(raw, where, **_ONLY)
+    flag(raw, "use_grouped_mm", where)  # how transformers multiplies
     for key in _ROUNDING:  # softmax and logits are summed in float32 in any case, and a sum of two is rounded once either way
         flag(raw, key, where, True)
     dense_layers = dense_by_types(raw, "mlp_layer_types", config.num_layers, where, unsaid=[0])

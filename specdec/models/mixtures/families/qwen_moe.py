@@ -11,7 +11,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import WINDOWED, check_types, require, sliding_window
 from specdec.models.mixtures.fill import MixtureNames
-from specdec.models.mixtures.keys import TOP_K, layer_numbers, read_decoder, with_experts
+from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
 from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 
 NAMES = MixtureNames(
@@ -21,11 +21,13 @@ _BOTH = (
     "decoder_sparse_step max_window_layers mlp_only_layers moe_intermediate_size norm_topk_prob num_experts sliding_window "
     "use_sliding_window"
 )
+_QWEN3_ONLY = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}  # of Qwen3-Coder's file
 
 
 def parse_qwen3_moe(raw: dict[str, Any], where: str) -> ModelConfig:
     raw = by_own_names(raw, {"num_local_experts": "num_experts"}, where)
-    config = read_decoder(raw, where, f"attention_bias {_BOTH}", positions=32768)
+    config = read_decoder(raw, where, f"attention_bias {' '.join(_QWEN3_ONLY)} {_BOTH}", positions=32768)
+    only(raw, where, **_QWEN3_ONLY)
     biased = flag(raw, "attention_bias", where)
     window = _window(raw, where)
     kinds = (FULL if window is None else LayerKind(window=window),) * config.num_layers
