@@ -7,6 +7,7 @@ Shapes: B sequences, N nodes, T queries, J indexer heads, H heads of a rank, K l
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -28,6 +29,7 @@ from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import LayerCall, PreparedPlan
 from specdec.attention.kinds import FULL, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.sparse.inputs import reads_all
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.verify.tables import context_parallel_tables
@@ -191,3 +193,20 @@ def test_kernels_choose_as_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     world = of_prompts([13, 30], 10, 4, 2) if kind == "prompts" else of_trees([0, 3, 41], 4, 2, False, random.Random(4))
     check(world, "triton", 2, 4, 2, 6)
     assert {"launch_best_keys", "launch_scores", "launch_selection", "launch_pack", "launch_merge"} <= set(launched)
+
+
+def test_the_last_rows_of_a_chunk_have_its_tokens_too() -> None:
+    """Keeps out: a last token that reads all keys of its row, because those of its own chunk were counted as one."""
+    where = Scattered([30], 8, seed=2)
+    (given,) = ragged_prompts([[1] * 30], where.table_BW, 8, 4).tables
+    cached = replace(given.plan.segments[0], max_cached=4)  # of 30 tokens, 26 are the chunk's
+    tables = given._replace(plan=AttentionPlan((cached,), given.plan.positions_T))
+
+    def on_rank(group: ThreadGroup) -> None:
+        context = ContextParallel(group, KVSharding(group.rank, 2, 4, 4), where.num_pages * 4, 40)
+        found = context.of_prompts(tables).tables
+        assert found.rows_plan is not None
+        for plan in (found.plan, found.rows_plan):
+            assert not reads_all(plan, 29) and reads_all(plan, 40)
+
+    on_ranks(2, on_rank)
