@@ -222,7 +222,7 @@ def test_the_nearest_length_works(decoder: SpecDecoder) -> None:
 LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(max_batch_size=0), ValueError, "max_batch_size must be in \\[1, 4096\\], got 0; nearest .* max_batch_size=1"),
     (dict(page_size=0), ValueError, "page_size must be .* got 0; nearest .* page_size=1"),
-    (dict(page_size=16.0), TypeError, "page_size must be an int"),
+    (dict(page_size=16.0), TypeError, "page_size must be 'sequence' or an int"),
     (dict(max_seq_len=1), ValueError, "max_seq_len must be >= 2, got 1; nearest .* max_seq_len=2"),
     (dict(max_seq_len=257), ValueError, "max_seq_len must be at most 256, its max_position_embeddings; got 257; .* 256"),
     (dict(device="gpu"), ValueError, "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'; nearest .* device='auto'"),
