@@ -120,8 +120,10 @@ def _quantization(raw: dict[str, Any], where: str) -> Quantization | None:
 
 def _required(raw: dict[str, Any]) -> tuple[str, ...]:
     """The keys without which a config of that model_type is refused."""
-    first = () if raw.get("mlp_layer_types") is not None and raw["model_type"] in _BY_TYPES else ("first_k_dense_replace",)
-    return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if raw["model_type"] in SPARSE else ()))
+    family = raw["model_type"]
+    is_known = family == LITE or (raw.get("mlp_layer_types") is not None and family in _BY_TYPES)  # LITE: one layer unsaid
+    first = () if is_known else ("first_k_dense_replace",)
+    return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if family in SPARSE else ()))
 
 
 def parse_experts(raw: dict[str, Any], where: str, first_dense: int = 0) -> ExpertsConfig:
