@@ -24,8 +24,9 @@ from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
 from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.routing import RouterRule
 
 MODELS: dict[str, tuple[ModelConfig, MakeLayer]] = {
     "Qwen3-30B-A3B": (

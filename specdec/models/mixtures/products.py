@@ -14,7 +14,16 @@ from torch import Tensor
 
 from specdec.models.linear import LinearStack
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, by_expert, has_experts_kernel, quantised_experts
+from specdec.ops.products.experts import (
+    PLAIN,
+    DenseExperts,
+    Experts,
+    Form,
+    QuantisedExperts,
+    by_expert,
+    mixture_tiles,
+    run_mixture,
+)
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import experts_linear, weighted_sum
@@ -27,11 +36,15 @@ def mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
     numerics: Numerics = FAST,
 ) -> Tensor:  # fmt: skip
-    """[T, H]: the weighted sum of each token's top-k experts, by the kernel for quantised experts or by dense products."""
+    """[T, H]: the weighted sum of each token's top-k experts, by the kernels for experts or by torch's products."""
+    experts: Experts
     if gate_up.qweight is not None and down.qweight is not None:
         experts = QuantisedExperts(gate_up.qweight, down.qweight, form)
-        if has_experts_kernel(x_TH, experts):
-            return quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, numerics)
+    else:
+        experts = DenseExperts(gate_up.dense(x_TH.dtype), down.dense(x_TH.dtype), form)
+    if (tiles := mixture_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
+        return run_mixture(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles)
+    if isinstance(experts, QuantisedExperts):
         if 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
             gate_up_TKGH, down_TKHF = (stack.dense_of(topk_ids_TK, x_TH.dtype) for stack in experts[:2])
             return paired_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_TKGH, down_TKHF, form)
