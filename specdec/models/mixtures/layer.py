@@ -7,6 +7,7 @@ Shapes: T tokens, H hidden size, E experts, F intermediate size of an expert, G 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -26,7 +27,10 @@ class MixtureOfExperts(nn.Module):
 
     Ranks that share the layer hold a part of each expert, and their outputs are summed: the first alone has down_bias_EH.
     The router's policy chooses the experts' products too.
+    watch: is told whom each token chose [T, K], where somebody counts it (counter.py).
     """
+
+    watch: Callable[[Tensor], object] | None = None
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -47,6 +51,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
+        if self.watch is not None:
+            self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
         shared_TH = None if self.shared is None else self.shared(x_TH)
         out_TH = mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=self.form, numerics=numerics)
