@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from toolkit.driver import Driver
 from toolkit.inside.warm_ups import WarmUps
 from toolkit.models import ragged_prompts
 from toolkit.mtp_layers.targets import MtpZoo
-from torch import Tensor, nn
+from torch import nn
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.budget import ChosenExperts, RoundBytes
@@ -22,7 +23,6 @@ from specdec.bench.byte_limit import byte_limit
 from specdec.bench.measurement import Measurement
 from specdec.bench.profile import Workload, chosen_experts
 from specdec.bench.show.budget_report import print_budgets
-from specdec.draft.eagle.worker import DraftWorker
 from specdec.models.mixtures.counter import mixtures_of
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.router import Router
@@ -43,34 +43,38 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> MixtureZoo:
 
 
 class ByHand:
-    """What routers answer, and the columns of an extend whose tokens are none, as tests see them from outside."""
+    """What routers answer, and which columns of an extend hold tokens, as seen from outside.  It takes the drafter's place."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-        self.rows, self.last, self.found = rows, None, dict[nn.Module, int]()
-        route, extend = Router.forward, DraftWorker.extend
+    def __init__(self, decoder: SpecDecoder) -> None:
+        driver = Driver(decoder)
+        self.last: list[int] | None = None
+        self.answers = list[tuple[nn.Module, list[list[int]], list[int] | None]]()
+        if driver.drafter is not None:
+            self.inner = driver.drafter
+            driver.replace_drafter(self)
+        routers = [part for model in (decoder.model, decoder.head) for part in model.modules() if isinstance(part, Router)]
+        for router in routers:
+            router.register_forward_hook(self.routed)
 
-        def routed(router: Router, x_TH: Tensor) -> Any:
-            answer = route(router, x_TH)
-            self.found[router] = self.found.get(router, 0) + len(self.distinct(answer[1].tolist()))
-            return answer
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
-        def extended(worker: DraftWorker, state: Any, needs: Any, new: Any) -> None:
-            self.last = new.last_B.tolist()
-            extend(worker, state, needs, new)
-            self.last = None
+    def routed(self, router: nn.Module, given: Any, answer: Any) -> None:
+        self.answers.append((router, answer[1].tolist(), self.last))
 
-        monkeypatch.setattr(Router, "forward", routed)
-        monkeypatch.setattr(DraftWorker, "extend", extended)
+    def extend(self, state: Any, needs: Any, new: Any) -> None:
+        self.last = new.last_B.tolist()
+        self.inner.extend(state, needs, new)
+        self.last = None
 
-    def distinct(self, ids_TK: list[list[int]]) -> set[int]:
-        """Of one pass, whose rows are padded to four."""
-        each = len(ids_TK) // 4
-        chosen = set[int]()
-        for row in range(self.rows):
-            here = each if self.last is None or each == 1 else self.last[row] + 1
-            for column in range(here):
-                chosen |= {*ids_TK[row * each + column]}
-        return chosen
+    def seen(self) -> Counter[nn.Module]:
+        """Distinct experts by router, of the first three of four rows, since the answers were cleared."""
+        found = Counter[nn.Module]()
+        for router, ids, last in self.answers:
+            columns = len(ids) // 4
+            counts = [columns if last is None or columns == 1 else last[row] + 1 for row in range(3)]
+            found[router] += len({e for row in range(3) for c in range(counts[row]) for e in ids[row * columns + c]})
+        return found
 
 
 def by_round(session: Session, rounds: int) -> list[list[int]]:
@@ -93,36 +97,31 @@ CASES = [("glm4", None), ("glm4", (3, 3, 8)), ("glm4-three-normed", (4, 1, 5)), 
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
-def test_counts_are_those_of_the_routers(mtp: MtpZoo, monkeypatch: pytest.MonkeyPatch, name: str, shape: Any) -> None:
+def test_counts_are_those_of_the_routers(mtp: MtpZoo, name: str, shape: Any) -> None:
     """Keeps out: experts counted once a token, those of padded rows or of columns after the accepted tokens, passes of prompts,
     and a mixture that goes on counting afterwards."""
-    spec = shape and SpecConfig(*shape)
-    decoder = padded(mtp.decoder(name, "mtp", spec or SpecConfig(3, 1, 4), max_batch_size=4))
-    session, hand = Session(decoder), ByHand(monkeypatch, rows=3)
-    rounds = 0
-    with session.counted_experts() as take, Workload(session, PROMPTS, LONG, spec is not None).running() as requests:
-        assert sum(take().values()) > 0
-        while not any(request.is_done for request in requests):
-            hand.found.clear()
-            session.step()
-            chosen, want = take(), {router: count for router, count in hand.found.items() if count}
-            assert {mixture.router: count for mixture, count in chosen.items()} == want
-            rounds += 1
-    assert rounds > 3 and {*chosen} == {*mixtures_of(session.model), *(mixtures_of(session.head) if spec else ())}
-    assert all(mixture.watch is None for mixture in chosen)
+    spec = SpecConfig(*shape or (3, 1, 4))
+    decoder = padded(mtp.decoder(name, "mtp", spec, max_batch_size=4))
+    hold_by_hand(decoder, rounds=6, speculate=shape is not None)
 
 
-def test_all_layers_of_a_round_of_the_first_rows_only(mtp: MtpZoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An extend of many rows, whose last layer computes one row of each sequence.  Keeps out: a row taken for another's."""
-    decoder = padded(mtp.decoder("glm4", "mtp", SpecConfig(3, 1, 4), max_batch_size=4))
+def test_layers_that_run_one_row_of_each_sequence(mtp: MtpZoo) -> None:
+    """An extend of many rows.  Keeps out: a row taken for a column."""
+    decoder = padded(mtp.decoder("glm4-three-normed", "mtp", SpecConfig(3, 1, 4), max_batch_size=4))
     Driver(decoder).drafter.few_rows = 0
-    session, hand = Session(decoder), ByHand(monkeypatch, rows=3)
-    with session.counted_experts() as take, Workload(session, PROMPTS, LONG, speculate=True).running():
-        take()
-        for _ in range(2):
-            hand.found.clear()
+    hold_by_hand(decoder, rounds=2, speculate=True)
+
+
+def hold_by_hand(decoder: SpecDecoder, rounds: int, speculate: bool) -> None:
+    session, hand = Session(decoder), ByHand(decoder)
+    with session.counted_experts() as take, Workload(session, PROMPTS, LONG, speculate).running():
+        for _ in range(rounds):
+            take(), hand.answers.clear()
             session.step()
-            assert {mixture.router: count for mixture, count in take().items()} == hand.found
+            chosen = take()
+            assert {mixture.router: count for mixture, count in chosen.items()} == hand.seen()
+    assert {*chosen} == {*mixtures_of(session.model), *(mixtures_of(session.head) if speculate else ())}
+    assert all(mixture.watch is None for mixture in chosen)
 
 
 def test_transformers_mixtures_are_counted_as_ours(mixtures: MixtureZoo) -> None:
