@@ -7,6 +7,7 @@ Shapes: T tokens, H hidden size, E experts that a rank holds, F intermediate siz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -29,7 +30,10 @@ class MixtureOfExperts(nn.Module):
     Ranks that share the layer hold a part of each expert, or whole experts, some each, and their outputs are summed.  Of parts,
     the first rank alone has down_bias_EH.  within: a rank's share of each expert that it holds.
     The router, which all ranks have, brings the policy that chooses the experts' products too.
+    watch: is told whom each token chose [T, K], of the experts that are here, where somebody counts it (counter.py).
     """
+
+    watch: Callable[[Tensor], object] | None = None
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -51,6 +55,8 @@ class MixtureOfExperts(nn.Module):
         topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
         if (own := self.experts.own) is not None:
             topk_weights_TK, topk_ids_TK = own_pairs(topk_weights_TK, topk_ids_TK, own)
+        if self.watch is not None:
+            self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
         shared_TH = None if self.shared is None else self.shared(x_TH)
         out_TH = mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=self.form, numerics=numerics)
