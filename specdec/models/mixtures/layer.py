@@ -19,8 +19,9 @@ from specdec.models.making import new_weight
 from specdec.models.mixtures.products import mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
-from specdec.ops.products.experts import Form
+from specdec.ops.products.experts import Form, SharedOutput
 from specdec.ops.products.own_pairs import own_pairs
+from specdec.ops.products.partials import Partials
 from specdec.parallel.shard import WHOLE
 
 
@@ -39,6 +40,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         held, H, F = experts.held, config.hidden_size, experts.intermediate_size
         self.experts, self.within = experts, WHOLE if experts.divided else config.shard
+        self.is_alone = config.shard.size == 1
         self.router = Router(H, experts)
         self.gate_up_proj = LinearStack(held, H, {"gate_proj": F, "up_proj": F}, self.within, "column")
         self.down_proj = LinearStack(held, F, {"down_proj": H}, self.within, "row")
@@ -51,18 +53,19 @@ class MixtureOfExperts(nn.Module):
         """What the experts compute besides their products."""
         return Form(self.experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips=self.experts.own is not None)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
+        """partials: as of MLP.  Ranks that share the layer get sums."""
         topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
         if (own := self.experts.own) is not None:
             topk_weights_TK, topk_ids_TK = own_pairs(topk_weights_TK, topk_ids_TK, own)
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
-        shared_TH = None if self.shared is None else self.shared(x_TH)
-        out_TH = mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=self.form, numerics=numerics)
-        if shared_TH is None:
-            return out_TH
-        return out_TH + (shared_TH if shared_T1 is None else (shared_TH * shared_T1).to(out_TH.dtype))
+        shared = None if self.shared is None else SharedOutput(self.shared(x_TH), shared_T1)
+        return mixture(
+            x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=self.form, numerics=numerics, shared=shared,
+            partials=partials and self.is_alone,
+        )  # fmt: skip
 
 
 def mlp_of(config: ModelConfig, index: int) -> nn.Module:

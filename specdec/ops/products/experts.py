@@ -23,8 +23,6 @@ from specdec.ops.products.partials import Partials
 from specdec.ops.products.stacked import weighted_sum
 from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles, MixtureTiles, expert_tiles
 
-DTYPES = (torch.bfloat16, torch.float16)  # of x, for kernels of experts
-
 
 class SwiGLU(NamedTuple):
     """How an expert's gate multiplies its up projection: gate * sigmoid(alpha * gate) * up.
@@ -81,48 +79,55 @@ Stack = QuantisedStack | Tensor
 Experts = QuantisedExperts | DenseExperts
 
 
-class Shared(NamedTuple):
+class SharedOutput(NamedTuple):
     """out_TH: the output of the experts that every token passes.  gate_T1: what weighs it, float32; None: nothing."""
 
     out_TH: Tensor
     gate_T1: Tensor | None
 
+    def added_to(self, x_TH: Tensor) -> Tensor:
+        return x_TH + (self.out_TH if self.gate_T1 is None else (self.out_TH * self.gate_T1).to(x_TH.dtype))
+
 
 def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics) -> MixtureTiles | None:
     """The policy's choice for a mixture; None where no kernel of experts can or shall compute it."""
-    if not use_kernels(x_TH) or x_TH.dtype not in DTYPES or not has_pdl(x_TH.device) or not len(x_TH):
+    if not use_kernels(x_TH) or not len(x_TH):
         return None
     if isinstance(experts, DenseExperts):
         if not all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2]):
             return None
-        return numerics.mixture_tiles(len(x_TH), top_k, len(experts.gate_up), "dense")
-    gate_up, down = experts[:2]
-    if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):
-        return None
-    return numerics.mixture_tiles(len(x_TH), top_k, gate_up.experts, gate_up.kind)
+        count, kind = len(experts.gate_up), "dense"  # type: int, ExpertsKind
+    else:
+        gate_up, down = experts[:2]
+        if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):
+            return None
+        count, kind = gate_up.experts, gate_up.kind
+    return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device))
 
 
 def run_mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-) -> Tensor:  # fmt: skip
-    """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32."""
+    shared: SharedOutput | None = None, partials: bool = False,
+) -> Tensor | Partials:  # fmt: skip
+    """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
+
+    shared: a term of the sum.  partials: whether the caller can add up split-K partials.
+    """
     if tiles.kernel == "few_tokens_triton":
-        sums = few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles)
-        assert isinstance(sums, Tensor)
-        return sums
+        return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials)
     assert isinstance(experts, QuantisedExperts)
-    return quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles.gate_up)
+    out_TH = quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles.gate_up)
+    return out_TH if shared is None else shared.added_to(out_TH)
 
 
 def few_tokens_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-    shared: Shared | None = None, partials: bool = False,
+    shared: SharedOutput | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
     """`run_mixture` in two launches, of at most 32 tokens.  An id that is no expert's counts for nothing.
 
     Activations are rounded when the token's weight is multiplied in, and sums at their end alone: the result is closer to exact
     sums than the definition's, which rounds each expert's output.
-    shared: a term of the sum.  partials: whether the caller can add up split-K partials.
     """
     from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
 

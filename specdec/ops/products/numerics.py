@@ -13,7 +13,7 @@ Shapes: M rows, K in, N out.
 
 from __future__ import annotations
 
-from typing import Literal, Never
+from typing import Never
 
 import torch
 
@@ -21,6 +21,7 @@ from specdec.ops.products.formats.quantised import Kind
 from specdec.ops.products.gpus import H100, GpuKind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tiles.experts import (
+    ExpertsKind,
     MixtureTiles,
     RouterTiles,
     StackedTiles,
@@ -77,9 +78,14 @@ class Numerics:
         return lossless_tiles(M, N, K, gated, kind)
 
     def mixture_tiles(
-        self, tokens: int, top_k: int, experts: int, kind: Kind | Literal["dense"]
+        self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, dtype: torch.dtype, chained: bool
     ) -> MixtureTiles | None:  # fmt: skip
-        """Those of a mixture of experts of that kind; None: of dense experts, which a library multiplies."""
+        """Those of a mixture of experts of that kind, and x of that dtype; None: torch's products compute it.
+
+        chained: whether launches can be.
+        """
+        if dtype == torch.float32 or not chained:
+            return None
         return mixture_tiles(tokens, top_k, experts, kind)
 
     def router_tiles(self, tokens: int) -> RouterTiles | None:
@@ -109,7 +115,9 @@ class Invariant(Numerics):
     def lossless_tiles(self, *shape: object, **more: object) -> None:
         return None  # its kernels add up in the order of their own tiles
 
-    def mixture_tiles(self, tokens: int, top_k: int, experts: int, kind: Kind | Literal["dense"]) -> None:
+    def mixture_tiles(
+        self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, *others: object
+    ) -> None:  # fmt: skip
         assert kind == "dense", "refused where the decoder is built"
         return None  # `stacked_tiles` has those: few_tokens_triton.py adds experts up in another order for one token
 

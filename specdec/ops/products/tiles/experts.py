@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from specdec.ops.products.formats.quantised import Kind
 
+ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
 # Up to so many tokens, 32 at most, router_triton.py chooses experts and few_tokens_triton.py multiplies with them.  0: never.
 # The kernels have not been timed yet; `python benchmarks products.few_tokens` says from what a number should be chosen here.
@@ -56,14 +57,14 @@ class MixtureTiles(NamedTuple):
     down: ExpertTiles
 
 
-def mixture_tiles(tokens: int, top_k: int, experts: int, kind: Kind | Literal["dense"]) -> MixtureTiles | None:
+def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> MixtureTiles | None:
     """None: a library multiplies."""
     if tokens <= MOST_TOKENS:
         return few_tokens_tiles(tokens, kind)
     return None if kind == "dense" else MixtureTiles("mixture_triton", *[expert_tiles(tokens * top_k, experts)] * 2)
 
 
-def few_tokens_tiles(tokens: int, kind: Kind | Literal["dense"]) -> MixtureTiles:
+def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     """From the compiler's report, not from a clock yet: no spills, and at least 64 KB of each SM's loads in flight."""
     block_m = max(8, 1 << (tokens - 1).bit_length())
     unroll, stages = (1, 4) if kind == "dense" else (2, 4)

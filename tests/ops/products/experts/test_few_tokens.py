@@ -5,8 +5,6 @@ Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), F inte
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 from toolkit.inside.captures import capturing
@@ -14,11 +12,10 @@ from toolkit.kernels import HAS_GPU, MARK, fence_new_memory
 from toolkit.quantised_weights import DTYPE, FORMS, choice, error, exact_mixture, experts_of, rand
 from torch import Tensor
 
-from specdec.ops.products.experts import DenseExperts, Experts, Shared, SwiGLU, few_tokens_experts
-from specdec.ops.products.formats.quantised import Kind
+from specdec.ops.products.experts import DenseExperts, Experts, SharedOutput, SwiGLU, few_tokens_experts
 from specdec.ops.products.kernels.experts import few_tokens_triton
 from specdec.ops.products.partials import Partials
-from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, few_tokens_tiles
+from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, MixtureTiles, few_tokens_tiles
 
 NEAR = 6e-3 if HAS_GPU else 1e-3
 CASES = [
@@ -27,7 +24,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def tiles_of(T: int, kind: Literal["dense"] | Kind, splits: int) -> MixtureTiles:
+def tiles_of(T: int, kind: ExpertsKind, splits: int) -> MixtureTiles:
     """On a GPU the policy's; large ones for the interpreter, which takes long for many programs."""
     if HAS_GPU:
         own = few_tokens_tiles(T, kind)
@@ -42,7 +39,7 @@ def experts_named(name: str, E: int, H: int, F: int) -> Experts:
     return DenseExperts(rand(E, 2 * F, H, seed=7) / 4, rand(E, H, F, seed=8) / 4)
 
 
-def kind_of(experts: Experts) -> Literal["dense"] | Kind:
+def kind_of(experts: Experts) -> ExpertsKind:
     return "dense" if isinstance(experts, DenseExperts) else experts.gate_up.kind
 
 
@@ -75,8 +72,8 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
     want = exact_mixture(x, topk_weights_TK * here_TK, topk_ids_TK, experts)
     with torch.inference_mode():
         alone = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles)
-        both = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles, Shared(shared, gate), partials=True)
-        plain = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles, Shared(shared, None))
+        both = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles, SharedOutput(shared, gate), partials=True)
+        plain = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles, SharedOutput(shared, None))
     assert isinstance(alone, Tensor) and isinstance(both, Partials) and isinstance(plain, Tensor)
     scale = shared.double().norm()
     assert (alone.double() - want).norm() < NEAR * max(want.norm(), 1e-3)

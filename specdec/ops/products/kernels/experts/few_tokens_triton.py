@@ -36,7 +36,7 @@ from specdec.ops.products.kernels.experts.convert_triton import LARGE
 from specdec.ops.products.kernels.experts.step_triton import activated, add_step, product, scale_at, unenlarged
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import Form, Shared, Stack
+    from specdec.ops.products.experts import Form, SharedOutput, Stack
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 MOST = 32  # tokens: bits of a mask
@@ -245,7 +245,7 @@ def launch_few_gate_up(
 
 def launch_few_down(
     gated: tuple[Tensor, Tensor], stack: Stack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor,
-    tiles: ExpertTiles, shared: Shared | None, store_partials: bool,
+    tiles: ExpertTiles, shared: SharedOutput | None, store_partials: bool,
 ) -> Tensor:  # fmt: skip
     """[T, N], or with store_partials [S, T, N] float32: the sum over experts.  gated: what launch_few_gate_up gave."""
     (x_DTK, chosen_D), (T, A) = gated, topk_ids_TK.shape
@@ -257,6 +257,7 @@ def launch_few_down(
         x_DTK[0], values["N"], tiles.splits, num_tiles, tiles.block_n, tiles.block_m, store_partials
     )
     gate = None if shared is None else shared.gate_T1
+    assert gate is None or (gate.is_contiguous() and gate.dtype == torch.float32 and gate.numel() == T)
     few_down_kernel[(num_tiles, tiles.splits)](
         x_DTK, *arguments, topk_weights_TK, topk_ids_TK, chosen_D, none if shared is None else shared.out_TH,
         none if gate is None else gate, y, partials, arrivals, T, **values, A=A, D=x_DTK.shape[0],
