@@ -55,6 +55,8 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
     layer = family.read(read_json(path), target, where)
     kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
     model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)
+    if model.experts is not None and target.experts is not None:
+        model = replace(model, experts=replace(model.experts, divided=target.experts.divided))
     prefixes = [prefix.removesuffix(".") for prefix in mtp_prefixes(target)]
     each = len(prefixes) // target.mtp_layers
     by_layer = tuple(tuple(prefixes[first : first + each]) for first in range(0, len(prefixes), each))

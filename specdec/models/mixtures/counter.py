@@ -27,8 +27,8 @@ def mixtures_of(model: nn.Module) -> list[nn.Module]:
 
 
 def experts_of(mixture: nn.Module) -> int:
-    """E: how many experts the router chooses from."""
-    return mixture.experts.count if isinstance(mixture, MixtureOfExperts) else len(_stacks(mixture)[0])
+    """E: how many experts this rank holds, or a part of how many."""
+    return mixture.gate_up_proj.count if isinstance(mixture, MixtureOfExperts) else len(_stacks(mixture)[0])
 
 
 def stored_experts(mixture: nn.Module) -> list[Tensor]:
@@ -40,8 +40,8 @@ def stored_experts(mixture: nn.Module) -> list[Tensor]:
 
 
 def expert_bytes(mixture: nn.Module) -> float:
-    """Bytes of one expert, as this rank stores it."""
-    return sum(part.nbytes for part in stored_experts(mixture)) / experts_of(mixture)
+    """Bytes of one expert, as this rank stores it; 0 where the rank has none."""
+    return sum(part.nbytes for part in stored_experts(mixture)) / max(1, experts_of(mixture))
 
 
 def _stacks(module: nn.Module) -> list[Tensor]:
