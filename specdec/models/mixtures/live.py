@@ -1,4 +1,4 @@
-"""Which tokens of a pass anybody needs, told to its mixtures: padded rows, and columns after a row's last one, choose no expert.
+"""Which tokens of a pass anybody needs, told to its mixtures: padded rows, and columns after a row's last, choose no expert.
 
 Whoever runs a pass over rows of the batch knows; the layers in between need not.  It is a value of this context (contextvars),
 which no other thread sees.  Code that is captured in a graph reads it as it is captured, and keeps its tensors.
