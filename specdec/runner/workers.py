@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import CachedBySlot, Drafter
 from specdec.models.mixtures.counter import ExpertCounter
+from specdec.models.mixtures.live import live_rows
 from specdec.verify.verifier import TargetVerifier
 
 
@@ -53,8 +54,11 @@ class Workers:
 
     @contextmanager
     def choosing(self, active_B: Tensor, last_B: Tensor | None = None) -> Iterator[None]:
-        """Inside, what the tokens of these rows choose is counted, if anything is: see `ExpertCounter.rows`."""
+        """Inside, passes are over these rows, and none but their tokens choose experts: see `live_rows`.  What they choose is
+        counted, if anything is: see `ExpertCounter.rows`.
+        """
         with ExitStack() as stack:
+            stack.enter_context(live_rows(active_B, last_B))
             for counter in self.counters if self.counts_experts else ():
                 stack.enter_context(counter.rows(active_B, last_B))
             yield

@@ -16,9 +16,11 @@ from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack
 from specdec.models.making import new_weight
+from specdec.models.mixtures.live import live_now
 from specdec.models.mixtures.products import mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.operator import is_traced
 from specdec.ops.products.experts import Form, SharedOutput
 from specdec.ops.products.own_pairs import own_pairs
 from specdec.ops.products.partials import Partials
@@ -48,24 +50,20 @@ class MixtureOfExperts(nn.Module):
         self.down_bias_EH = new_weight(len(held), H) if experts.biased and self.within.rank == 0 else None
         self.shared = MLP(replace(config, intermediate_size=experts.shared_size)) if experts.shared_size else None
 
-    @property
-    def form(self) -> Form:
-        """What the experts compute besides their products."""
-        return Form(self.experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips=self.experts.own is not None)
-
     def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
         """partials: as of MLP.  Ranks that share the layer get sums."""
         topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
-        if (own := self.experts.own) is not None:
-            topk_weights_TK, topk_ids_TK = own_pairs(topk_weights_TK, topk_ids_TK, own)
+        live, experts = None if is_traced(x_TH) else live_now(), self.experts
+        skips = experts.own is not None or live is not None
+        if skips:
+            topk_weights_TK, topk_ids_TK = own_pairs(topk_weights_TK, topk_ids_TK, experts.held, live)
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
+        form = Form(experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips)
         shared = None if self.shared is None else SharedOutput(self.shared(x_TH), shared_T1)
-        return mixture(
-            x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=self.form, numerics=numerics, shared=shared,
-            partials=partials and self.is_alone,
-        )  # fmt: skip
+        partials = partials and self.is_alone
+        return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
 
 
 def mlp_of(config: ModelConfig, index: int) -> nn.Module:
