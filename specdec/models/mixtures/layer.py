@@ -22,7 +22,7 @@ from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
 from specdec.ops.products.experts import Form, SharedOutput
-from specdec.ops.products.own_pairs import own_pairs
+from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.partials import Partials
 from specdec.parallel.shard import WHOLE
 
@@ -52,11 +52,9 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
         """partials: as of MLP.  Ranks that share the layer get sums."""
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
         live, experts = None if is_traced(x_TH) else live_now(), self.experts
         skips = experts.own is not None or live is not None
-        if skips:
-            topk_weights_TK, topk_ids_TK = own_pairs(topk_weights_TK, topk_ids_TK, experts.held, live)
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH, Kept(experts.held, live) if skips else None)
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from specdec.models.linear import Multiplying
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.own_pairs import Kept, own_pairs
 from specdec.ops.products.routing import RouterWeights, choose, routed, router_tiles
 from specdec.ops.products.stacked import each_linear
 
@@ -32,16 +33,19 @@ class Router(Multiplying):
         self.bias_E = _float32(config.count) if config.router.biased else None
         self.correction_E = _float32(config.count) if config.router.corrected else None
 
-    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x_TH: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The triple (topk_weights [T, K] in float32 or a wider type, topk_ids [T, K] int64, [T, 1]: what weighs the shared
         experts; None: nothing does).
+
+        kept: which pairs are not skipped, as `own_pairs` skips them; None: none is.
         """
         weights, in_order = RouterWeights(self.weight, self.bias_E, self.correction_E), self.numerics.is_invariant
         if (tiles := router_tiles(x_TH, weights, self.numerics)) is not None:
-            return routed(x_TH, weights, self.rule, self.count, tiles)
+            return routed(x_TH, weights, self.rule, self.count, tiles, kept)
         logits_TL = self._logits(x_TH, in_order)
         shared_T1 = logits_TL[:, self.count :].sigmoid() if logits_TL.shape[1] > self.count else None
-        return *choose(logits_TL[:, : self.count], self.rule, self.correction_E, in_order), shared_T1
+        chosen = choose(logits_TL[:, : self.count], self.rule, self.correction_E, in_order)
+        return *(chosen if kept is None else own_pairs(*chosen, *kept)), shared_T1
 
     def _logits(self, x_TH: Tensor, in_order: bool) -> Tensor:
         if in_order:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 from specdec.ops.products.numerics import Numerics
+from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.tiles.experts import RouterTiles
 
 Scores = Literal["softmax", "sigmoid", "softmax of chosen"]
@@ -61,14 +62,17 @@ class RouterWeights(NamedTuple):
     correction_E: Tensor | None
 
 
-def routed(x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles) -> Routed:
+def routed(
+    x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles, kept: Kept | None = None
+) -> Routed:
     """(topk_weights [T, K] float32, topk_ids [T, K] int64, what weighs the shared experts [T, 1] float32 or None).
 
+    kept: what `own_pairs` does afterwards; None: nothing.
     One launch.  Logits are summed in float32.  Ties go to the lower index.  Where logits are NaN, ids are still experts'.
     """
     from specdec.ops.products.kernels.experts.router_triton import launch_router
 
-    return launch_router(x_TH, router, rule, experts, tiles)
+    return launch_router(x_TH, router, rule, experts, tiles, kept)
 
 
 def router_tiles(x_TH: Tensor, router: RouterWeights, numerics: Numerics) -> RouterTiles | None:

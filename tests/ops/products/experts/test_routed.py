@@ -14,6 +14,7 @@ from toolkit.kernels import DEVICE, HAS_GPU, MARK, fence_new_memory
 from toolkit.quantised_weights import rand
 
 from specdec.ops.products.kernels.experts import router_triton
+from specdec.ops.products.own_pairs import Kept, LiveRows, own_pairs
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, routed
 from specdec.ops.products.tiles.experts import ROUTER, RouterTiles
 
@@ -63,6 +64,18 @@ def test_one_launch_chooses_as_the_definition(name: str, T: int, gated: bool, mo
     if shared_T1 is not None:
         torch.testing.assert_close(shared_T1.double(), want_shared_T1, atol=1e-5, rtol=1e-5)
     assert all(bool((fence == MARK).all()) for fence in fences)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_pairs_are_skipped_as_afterwards(columns: int) -> None:
+    """Keeps out: experts of other ranks that are computed here, and tokens of padded rows or after a row's last one."""
+    rule, x = RULES["softmax"], rand(3 * columns, 40)
+    router, active_B = weights_of(rule, 12, 40, False, 1), torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+    kept = Kept(range(3, 9), LiveRows(active_B, torch.tensor([1, 2, 0], device=DEVICE)))
+    with torch.inference_mode():
+        alone, got = routed(x, router, rule, 12, TILES), routed(x, router, rule, 12, TILES, kept)
+    weights_TK, ids_TK = own_pairs(*alone[:2], *kept)
+    assert torch.equal(got[0], weights_TK) and torch.equal(got[1], ids_TK) and 0 < int((ids_TK == 6).sum()) < ids_TK.numel()
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid, groups' best two"])

@@ -5,12 +5,13 @@ after the other, in float32 and without tensor cores.  So a token's logits don't
 a block that arrives last adds up the partial logits of all, in a fixed order, and chooses.
 
 Keys order experts by rank, and then by lower number (specdec/ops/topk_triton.py), so that they never tie; NaN counts as larger
-than all, and every id is an expert's, whatever the logits are.
+than all, and every id is an expert's, whatever the logits are.  Pairs that are computed elsewhere, or not at all, are skipped
+as own_pairs.py says.
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers before its wait, and reads weights alone before it.
 
 Shapes: T tokens, M tokens of a program, H hidden size, E experts, A experts of a token (top_k), L logits of a token, N rows of
-the weight, S splits of the columns; E = G groups of J.
+the weight, S splits of the columns, B rows of the batch; E = G groups of J.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from specdec.ops.products.tiles.experts import RouterTiles
 from specdec.ops.topk_triton import LOWEST_64, key_index, key_value, make_key
 
 if TYPE_CHECKING:
+    from specdec.ops.products.own_pairs import Kept
     from specdec.ops.products.routing import Routed, RouterRule, RouterWeights
 
 
@@ -39,6 +41,8 @@ def router_kernel(
     correction,  # [E] float32
     partials,  # [S, T, L] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
+    active,  # [B] int32, if HAS_ROWS
+    last,  # [B] int64, if HAS_LAST
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
     shared,  # [T, 1] float32, if L is E + 1
@@ -46,7 +50,8 @@ def router_kernel(
     H: tl.constexpr, L: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr, SCORES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr, PADDED_J: tl.constexpr,
-    PADDED_A: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PADDED_A: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -86,7 +91,14 @@ def router_kernel(
         id_MA, weight_MA = _best(key_MGJ, score_MGJ, A, PADDED_A)
         a = tl.arange(0, PADDED_A)
         weight_MA = _weights(weight_MA, (a < A)[None, :], SCORES, NORMED, LEAST_SUM) * SCALING
+        id_MA -= FIRST
         ok_MA = (m < T)[:, None] & (a < A)[None, :]
+        keeps_MA = ok_MA & (id_MA >= 0) & (id_MA < COUNT)
+        if HAS_ROWS:
+            keeps_MA &= (tl.load(active + m // COLUMNS, mask=m < T, other=0) != 0)[:, None]
+            if HAS_LAST:
+                keeps_MA &= (m % COLUMNS <= tl.load(last + m // COLUMNS, mask=m < T, other=0))[:, None]
+        id_MA, weight_MA = tl.where(keeps_MA, id_MA, COUNT), tl.where(keeps_MA, weight_MA, 0.0)
         tl.store(topk_weights + m[:, None] * A + a[None, :], weight_MA, mask=ok_MA)
         tl.store(topk_ids + m[:, None] * A + a[None, :], id_MA.to(tl.int64), mask=ok_MA)
         if L > G * J:
@@ -161,7 +173,9 @@ def _weights(score_MA, ok_MA, SCORES: tl.constexpr, NORMED: tl.constexpr, LEAST_
     return score_MA
 
 
-def launch_router(x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles) -> Routed:
+def launch_router(
+    x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles, kept: Kept | None
+) -> Routed:
     """See `routing.routed`."""
     (T, H), L, device = x_TH.shape, router.weight_LH.shape[0], x_TH.device
     assert T and x_TH.stride(1) == 1 and router.weight_LH.shape[1] == H and L - experts in (0, 1)
@@ -170,17 +184,23 @@ def launch_router(x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts
     assert experts % groups == 0 and rule.top_k <= experts
     splits, blocks = triton.cdiv(H, tiles.block_k), triton.cdiv(T, block_m)
     assert blocks <= ARRIVALS
+    own, live = kept or (range(experts), None)
+    assert live is None or T % len(live.active_B) == 0
+    columns = T // len(live.active_B) if live else 1
+    last_B = live.last_B if live and columns > 1 else None
     partials = torch.empty(splits, T, L, dtype=torch.float32, device=device)
     topk_weights_TK = torch.empty(T, rule.top_k, dtype=torch.float32, device=device)
     topk_ids_TK = torch.empty(T, rule.top_k, dtype=torch.int64, device=device)
     shared_T1 = torch.empty(T, 1, dtype=torch.float32, device=device) if L > experts else None
     router_kernel[(triton.cdiv(L, tiles.block_n), splits, blocks)](
         x_TH, router.weight_LH, x_TH if router.bias_E is None else router.bias_E,
-        x_TH if router.correction_E is None else router.correction_E, partials, arrivals_of(device), topk_weights_TK,
+        x_TH if router.correction_E is None else router.correction_E, partials, arrivals_of(device),
+        live.active_B if live else topk_ids_TK, topk_ids_TK if last_B is None else last_B, topk_weights_TK,
         topk_ids_TK, partials if shared_T1 is None else shared_T1, T, x_TH.stride(0), H=H, L=L, G=groups,
         J=experts // groups, A=rule.top_k, SCORES=rule.scores, HAS_BIAS=rule.biased, HAS_CORRECTION=rule.corrected,
         TOP_GROUPS=rule.top_groups or 1, GROUP_BEST=rule.group_best, NORMED=rule.normed, LEAST_SUM=rule.least_sum,
         SCALING=rule.scaling, PADDED_G=power(groups), PADDED_J=power(experts // groups), PADDED_A=power(rule.top_k),
+        FIRST=own.start, COUNT=len(own), COLUMNS=columns, HAS_ROWS=live is not None, HAS_LAST=last_B is not None,
         SPLITS=splits, BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, num_warps=tiles.warps,
         **chained(device),
     )  # fmt: skip
