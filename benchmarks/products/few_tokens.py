@@ -22,12 +22,14 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from products.quantised_experts import BANDWIDTH, CALLS, FORMATS, LAYERS, choices, random_experts, time_calls
 from specdec.models.mixtures.products import run_experts
@@ -146,7 +148,8 @@ def compile_all(todo: list[Trial]) -> None:
             world = World(name)
             for trial in todo:
                 if trial.name == name:
-                    experts_call(world, trial.T, trial.tiles)(0)
+                    with suppress(OutOfResources):
+                        experts_call(world, trial.T, trial.tiles)(0)
     torch.cuda.synchronize()
 
 
@@ -154,7 +157,10 @@ def best_tiles(world: World, T: int, kept: list[dict[str, Any]]) -> tuple[Mixtur
     """Gate and up with the policy's down, and then down with the best gate and up."""
 
     def fastest(trials: list[MixtureTiles]) -> tuple[MixtureTiles, float]:
-        times = [(time_calls(experts_call(world, T, tiles)), tiles) for tiles in dict.fromkeys(trials)]
+        times = []
+        for each in dict.fromkeys(trials):
+            with suppress(OutOfResources):
+                times.append((time_calls(experts_call(world, T, each)), each))
         kept.extend({"format": world.name, "T": T, "tiles": tiles, "us": round(us, 2)} for us, tiles in times)
         us, tiles = min(times, key=lambda each: each[0])
         return tiles, us
