@@ -17,7 +17,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 
 HEADS = ["stories260K-eagle3", "stories260K-eagle2"]
 SHAPES = [(3, 1, 4), (5, 1, 6), (3, 4, 8), (5, 4, 16), (5, 8, 32)]
-MEASURED = 4  # prompts
+MEASURED = 8  # prompts
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
