@@ -191,6 +191,15 @@ class EngineOptions:
     tensor_parallel_size: int = option(
         1, "processes that hold the models together, each a share of every layer", bounds=(1, 64)
     )
+    expert_parallel: str = option(
+        "auto",
+        "how processes share a mixture's experts: a part of each expert (tensor), whole experts, some each (experts), or what "
+        "reads fewer bytes (auto)",
+        details="It is for tensor_parallel_size above 1.  Attention, shared experts and dense layers are always shared by "
+        "parts, and every process has the router.  With experts, numbers need not divide evenly: the last processes may have "
+        "fewer experts, or none.",
+        choices=("auto", "tensor", "experts"),
+    )
     decode_context_parallel_size: int = option(
         1,
         "processes of tensor_parallel_size that divide each sequence's keys and values, where all of them would hold the same",

@@ -42,6 +42,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "prefix_caching": ([], True),
     "deterministic": ([], True),
     "tensor_parallel_size": (["2"], 2),
+    "expert_parallel": (["experts"], "experts"),
     "decode_context_parallel_size": (["2"], 2),
     "context_interleave": (["8"], 8),
     "prefill_chunk": (["64"], 64),

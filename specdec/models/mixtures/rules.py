@@ -50,6 +50,8 @@ class ExpertsConfig:
     shared_size: width of the MLP that every token passes besides its top-k experts, of all shared experts together; 0: none.
     shared_gated: whether each token weighs that MLP's output by the sigmoid of one more logit.
     dense_layers: numbers of the layers whose MLP is no mixture.
+    divided: whether ranks that share the model hold whole experts, some each; otherwise each holds a part of every expert.
+    own: numbers of the experts that this rank holds, where they are divided; None: all.
     """
 
     count: int
@@ -61,3 +63,10 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gated: bool = False
     dense_layers: frozenset[int] = frozenset()
+    divided: bool = False
+    own: range | None = None
+
+    @property
+    def held(self) -> range:
+        """Numbers of the experts whose matrices this rank has, or of which it has a part."""
+        return range(self.count) if self.own is None else self.own

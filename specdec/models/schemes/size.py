@@ -9,7 +9,7 @@ from typing import NamedTuple
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.schemes.source import WeightFormat
 from specdec.ops.products.formats.experts import POWERS, scales_form, step_bytes, steps_of
-from specdec.ops.products.formats.quantised import row_bytes
+from specdec.ops.products.formats.quantised import Kind, row_bytes
 
 EXPERTS = ".experts."  # in the names of experts' matrices
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is dequantised as it is loaded.
@@ -36,6 +36,14 @@ def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str) -> Matr
         return MatrixSize(rows * (row_bytes(kind, columns) + scaled), values, True)
     form, steps = scales_form(kind, group_size), steps_of(columns)
     return MatrixSize(rows * (steps * step_bytes(kind) + (steps * POWERS if form == "powers" else scaled)), values, not form)
+
+
+def kind_of_experts(checkpoint: Checkpoint) -> Kind | None:
+    """The quantised values of the first expert's first matrix; None: they are dense, or there are none."""
+    named = (name for name in checkpoint.names() if EXPERTS in name and (MATRICES.search(name) or name.endswith("_blocks")))
+    for name, format in quantised_matrices(checkpoint, [next(named, "")]).items():
+        return format.outline(checkpoint, name).kind
+    return None
 
 
 def group_size_of(checkpoint: Checkpoint, name: str, format: WeightFormat) -> int:

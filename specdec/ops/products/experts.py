@@ -42,11 +42,16 @@ class SwiGLU(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What experts compute besides their products.  Biases: [E, rows of the projection]."""
+    """What experts compute besides their products.  Biases: [E, rows of the projection].
+
+    skips: whether some pairs are skipped.  Their topk_ids are E, which is no expert, and their weights 0; what would be their
+    outputs is never written.
+    """
 
     gate: SwiGLU = SwiGLU()
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    skips: bool = False
 
 
 PLAIN = Form()
@@ -90,7 +95,10 @@ def quantised_experts(
 
 
 def by_expert(topk_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(the indices of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
-    counts_E = torch.zeros(experts, dtype=torch.int32, device=topk_ids_TK.device)
-    counts_E.index_add_(0, topk_ids_TK.flatten(), counts_E.new_ones(topk_ids_TK.numel()))
-    return topk_ids_TK.flatten().argsort(stable=True), counts_E
+    """(the indices of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E]).
+
+    Pairs that are skipped come last.
+    """
+    counts = torch.zeros(experts + 1, dtype=torch.int32, device=topk_ids_TK.device)
+    counts.index_add_(0, topk_ids_TK.flatten(), counts.new_ones(topk_ids_TK.numel()))
+    return topk_ids_TK.flatten().argsort(stable=True), counts[:experts]

@@ -24,6 +24,9 @@ from specdec.ops.products.formats.experts import (
     unpack_steps,
 )
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack, pack_factor_of
+from specdec.ops.products.kernels.experts.own_pairs_triton import launch_own_pairs
+from specdec.ops.products.own_pairs import own_pairs
+from specdec.ops.products.stacked import weighted_sum
 from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
@@ -161,6 +164,28 @@ def test_one_token_equals_its_definition() -> None:
     with torch.inference_mode():
         got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL)
     assert error(got, exact(x, topk_weights_TK, topk_ids_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
+
+
+@pytest.mark.parametrize(("name", "T", "sorts"), [("mxfp4", 5, False), ("mxfp4", 5, True), ("fp8 rows", 1, False)])
+def test_pairs_are_skipped(name: str, T: int, sorts: bool) -> None:
+    """Of 6 experts, this rank has 3.  Keeps out: weights that are read at a place where no expert lies, and an output that
+    nobody wrote in a token's sum."""
+    experts = experts_of(FORMS[name], 4, 128, 32, SwiGLU(1.7, 7.0) if name == "mxfp4" else None)
+    x, (weights_TK, ids_TK) = rand(T, 128, seed=2) / 8, choice(T, 6, 4)
+    mine = launch_own_pairs(weights_TK, ids_TK, range(2, 5))
+    weights, ids = own_pairs(weights_TK.double(), ids_TK, range(2, 5))  # by the definition, also on a GPU
+    assert torch.equal(mine[0].double(), weights) and torch.equal(mine[1], ids)
+    assert 0 < int((mine[1] == 3).sum()) == int((mine[0] == 0).sum())
+    own = [stack_of(each, torch.arange(3, device=DEVICE)) for each in experts[:2]]
+    biases = [None if each is None else each[:3].contiguous() for each in experts.form[1:3]]
+    of_rank = QuantisedExperts(*own, Form(experts.form.gate, *biases, skips=True))
+    with torch.inference_mode():
+        got = quantised_experts(x, *mine, of_rank, tiles=SMALL, max_read=0 if sorts else 64)
+        nan_TKH = torch.full((T, 4, 128), torch.nan, dtype=DTYPE, device=DEVICE).masked_fill((mine[1] < 3)[..., None], 1.0)
+        ones = weighted_sum(nan_TKH, mine[0])
+    want = exact(x, *mine, experts)  # at the weight 0, of the fourth expert
+    assert error(got, want) < (6e-3 if HAS_GPU else 1e-3)
+    torch.testing.assert_close(ones[:, 0].float(), mine[0].sum(1), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from specdec.ops.products.formats.lossless import LosslessMatrix
 from specdec.ops.products.formats.quantised import QuantisedMatrix, row_bytes
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
+from specdec.ops.products.own_pairs import LiveRows, own_pairs
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
@@ -43,6 +44,8 @@ def products() -> None:
             experts_linear(halves(T, H), halves(E, 2 * F, H), order, each, A, gated=True)
             experts_linear(halves(T * A, F), halves(E, H, F), order, each, A, gated=False)
         weighted_sum(halves(T, A, H), floats(T, A))
+        own_pairs(floats(T, A), ids(T, A), range(64))
+        own_pairs(floats(6 * T, A), ids(6 * T, A), range(E), LiveRows(counts(T), ids(T)))
 
 
 def quantised_products() -> None:

@@ -50,7 +50,7 @@ def quantised_experts_kernel(
     scales,  # as qweight, [.., G]; words of POWERS exponents, [.., S], if SCALES is "powers"
     zero_points,  # as scales
     bias,  # as qweight, without columns
-    topk_ids,  # [P] int64: each pair's expert; if SORTED the indices of pairs, sorted by expert
+    topk_ids,  # [P] int64: each pair's expert, or EXPERTS: it is skipped; if SORTED the indices of pairs, sorted by expert
     counts,  # [E] int32, if SORTED
     y,  # [P, N]
     pairs, stride_x,
@@ -82,11 +82,11 @@ def quantised_experts_kernel(
         pair_M = tl.load(topk_ids + p_M, mask=ok_M, other=0).to(tl.int32)
     elif ONE_TOKEN:
         expert = tl.load(topk_ids + tl.program_id(1), cache_modifier=".cg").to(tl.int32)
-        works = expert >= 0
+        works = expert < EXPERTS  # EXPERTS stands for a pair that is skipped
         ok_M = tl.arange(0, BLOCK_M) == 0
         pair_M = tl.where(ok_M, tl.program_id(1), 0)
     else:
-        expert, works, pair_M, ok_M = _pairs_of_program(topk_ids, pairs, PADDED_PAIRS, BLOCK_M)
+        expert, works, pair_M, ok_M = _pairs_of_program(topk_ids, pairs, EXPERTS, PADDED_PAIRS, BLOCK_M)
     row_N = tl.where(works, expert, 0).to(tl.int64) * ROWS + row_N
     qweight_N = qweight + row_N * J
     if READS_EARLY:
@@ -118,7 +118,7 @@ def quantised_experts_kernel(
 
 
 @triton.jit
-def _pairs_of_program(topk_ids, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _pairs_of_program(topk_ids, pairs, EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
     """(the expert, whether the program works, indices of its pairs, which of these exist), of a program for each pair."""
     pair = tl.program_id(1)
     p = tl.arange(0, PADDED_PAIRS)
@@ -130,7 +130,8 @@ def _pairs_of_program(topk_ids, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.c
     place_P = tl.where(same_P == 1, tl.cumsum(same_P, 0) - 1 - before, -1)  # among the pairs of this expert from this one on
     is_MP = place_P[None, :] == m[:, None]
     pair_M = tl.sum(tl.where(is_MP, p[None, :], 0), 1)
-    return expert, before % BLOCK_M == 0, pair_M, tl.sum(is_MP.to(tl.int32), 1) > 0
+    works = (before % BLOCK_M == 0) & (expert < EXPERTS)
+    return expert, works, pair_M, tl.sum(is_MP.to(tl.int32), 1) > 0
 
 
 @triton.jit

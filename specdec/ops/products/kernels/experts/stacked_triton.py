@@ -112,8 +112,10 @@ def weighted_sum_kernel(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total_N = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(TOP_K):
+        weight = tl.load(topk_weights + token * TOP_K + a)
         x_N = tl.load(x + (token * TOP_K + a) * N + n, mask=n < N, other=0.0).to(tl.float32)
-        total_N = tl.fma(x_N, tl.zeros_like(x_N) + tl.load(topk_weights + token * TOP_K + a), total_N)
+        x_N = tl.where(weight == 0, 0.0, x_N)  # of a skipped pair nobody has written x
+        total_N = tl.fma(x_N, tl.zeros_like(x_N) + weight, total_N)
     tl.store(y + token * N + n, total_N.to(y.dtype.element_ty), mask=n < N)
 
 
