@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from toolkit.bench import traced
 from toolkit.checkpoints.mixtures import MixtureZoo, save_mixture
@@ -23,12 +25,19 @@ from specdec.bench.byte_limit import byte_limit
 from specdec.bench.measurement import Measurement
 from specdec.bench.profile import Workload, chosen_experts
 from specdec.bench.show.budget_report import print_budgets
-from specdec.models.mixtures.counter import mixtures_of
+from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.making import making
+from specdec.models.mixtures.counter import ExpertCounter, mixtures_of
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.router import Router
+from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
 from specdec.session import Session
 
 PROMPTS = ragged_prompts(40, 3, seed=11)
+LLAMA = ModelConfig(
+    family="llama", hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=40,
+    rms_norm_eps=1e-5, rope=RopeConfig(1e4), max_position=64,
+)  # fmt: skip
 LONG = [SamplingParams(max_tokens=24)] * 3
 
 
@@ -203,3 +212,18 @@ def test_graphs_count_what_a_cpu_counts(mtp: MtpZoo, cuda_graphs: Any) -> None:
     assert found["cuda"] == found["cpu"]
     before = Session(made["cuda"]).num_graphs
     assert by_round(Session(made["cuda"]), 4) == found["cpu"] and Session(made["cuda"]).num_graphs == before
+
+
+def test_a_rank_counts_the_experts_that_it_holds() -> None:
+    """Keeps out: experts of other ranks among those that a rank reads."""
+    experts = ExpertsConfig(8, 24, RouterRule(3, "softmax"), divided=True, own=range(2, 5))
+    with making(torch.device("cpu"), torch.float32):
+        mixture = MixtureOfExperts(replace(LLAMA, experts=experts), experts)
+    for parameter in mixture.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    counter, x_TH = ExpertCounter(mixture), torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
+    counter.attach(True)
+    with torch.inference_mode(), counter.rows(torch.ones(4)):
+        mixture(x_TH)
+    chosen = set(mixture.router(x_TH)[1].flatten().tolist()) & {2, 3, 4}
+    assert counter.take() == {mixture: len(chosen)} and 0 < len(chosen) < 3

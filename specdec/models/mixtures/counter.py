@@ -40,7 +40,7 @@ def stored_experts(mixture: nn.Module) -> list[Tensor]:
 
 
 def expert_bytes(mixture: nn.Module) -> float:
-    """Bytes of one expert, as this rank stores it."""
+    """Bytes of one expert, as this rank stores it; 0 where the rank has none."""
     return sum(part.nbytes for part in stored_experts(mixture)) / max(1, experts_of(mixture))
 
 
