@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.ops.products.experts import DenseExperts, Experts, SharedOutput, SwiGLU, few_tokens_experts
 from specdec.ops.products.kernels.experts import few_tokens_triton
+from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, MixtureTiles, few_tokens_tiles
 
@@ -92,6 +93,11 @@ def test_a_token_does_not_depend_on_nan_beside_it() -> None:
     assert isinstance(got, Tensor) and isinstance(want, Tensor)
     others = torch.tensor([0, 1, 3, 4], device=x.device)
     assert torch.equal(got[others], want[others]) and bool(got[2].isnan().all())
+
+
+def test_an_invariant_policy_takes_neither_kernel() -> None:
+    """Keeps out: sums over experts whose order is another one where a token is alone, in texts that must not depend on that."""
+    assert INVARIANT.mixture_tiles(1, 8, 128, "dense", torch.bfloat16, True) is None and INVARIANT.router_tiles(1) is None
 
 
 QWEN, GPT_OSS = (2048, 768, 128, 8), (2880, 2880, 32, 4)
