@@ -69,7 +69,7 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     block_m = max(8, 1 << (tokens - 1).bit_length())
     unroll, stages = (1, 4) if kind == "dense" else (2, 4)
     gate_up = ExpertTiles(block_m, 32, 2, stages, unroll)
-    return MixtureTiles("few_tokens_triton", gate_up, ExpertTiles(block_m, 16, 1, stages, unroll, 4 if tokens == 1 else 2))
+    return MixtureTiles("few_tokens_triton", gate_up, ExpertTiles(block_m, 16, 1, stages, unroll, 4))
 
 
 def router_tiles(tokens: int) -> RouterTiles | None:
