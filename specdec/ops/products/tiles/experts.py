@@ -65,7 +65,7 @@ def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> M
 
 
 def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
-    """From the compiler's report, not from a clock yet: no spills, and of dense weights 46 to 70 KB in flight on each of 132 SMs."""
+    """From the compiler's report, not from a clock yet: no spills, and with dense weights 46 to 70 KB in flight an SM."""
     block_m = max(8, 1 << (tokens - 1).bit_length())
     unroll, stages = (1, 4) if kind == "dense" else (2, 4)
     gate_up = ExpertTiles(block_m, 32, 2, stages, unroll)
