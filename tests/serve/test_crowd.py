@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import openai
-import pytest
 from toolkit.driver import Driver
 from toolkit.serving.server import Served, wait_until
 
