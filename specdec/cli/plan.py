@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
 # Engine options that have the same flags here as in other commands.
-USED = ("dtype", "quantize", "pack_weights", "kv_cache_dtype", "page_size", "draft_format", "draft_pickle", "draft_quantize")
+USED = (
+    "dtype", "quantize", "pack_weights", "kv_cache_dtype", "page_size", "tensor_parallel_size", "expert_parallel",
+    "draft_format", "draft_pickle", "draft_quantize",
+)  # fmt: skip
 # What is planned for where no GPU is there and none is named: the memory that makers say, which drivers round up.
 USUAL = {
     "24 GB (L4, RTX 4090)": 24 * 10**9, "48 GB (L40S)": 48 * 10**9, "80 GB (A100, H100)": 80 * 10**9,
@@ -84,7 +87,8 @@ def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
     from rich.table import Table
 
     plan, out = next(iter(plans.values())), console()
-    table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens")
+    where = f", on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+    table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens{where}")
     table.add_column("GB", justify="right")
     for name, size in plan.parts.items():
         table.add_row(name, _gigabytes(size))
@@ -94,6 +98,8 @@ def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
         table.add_row("the GPU has", _gigabytes(plan.memory))
     out.print(table)
     out.print(f"the target's weights: {plan.target_weights}")
+    if plan.experts:
+        out.print(f"experts: {plan.experts}")
     names = ("target", "draft head")
     out.print("a token's keys and values: " + ", ".join(f"{n} {b:,} bytes" for n, b in zip(names, plan.kv_token)))
     if not is_one:
@@ -131,7 +137,7 @@ def _what_fits(plan: MemoryPlan) -> str:
         return f"not one request of {plan.context:,} tokens fits; what does: {longest} (--context {plan.longest})"
     if plan.widest:
         return f"what fits: {widest}"
-    return "weights and what CUDA takes leave no room: take a larger GPU, fewer bits, or several GPUs (this plans a single one)"
+    return "weights and what CUDA takes leave no room: take a larger GPU, fewer bits, or more GPUs (--tensor-parallel-size)"
 
 
 def _gpu_memory() -> int | None:

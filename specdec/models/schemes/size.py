@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -14,6 +14,13 @@ from specdec.ops.products.formats.quantised import Kind, row_bytes
 EXPERTS = ".experts."  # in the names of experts' matrices
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is dequantised as it is loaded.
 MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|\.w[123]|\bfc|lm_head)\.\w+$")
+
+
+Held = Callable[[str, tuple[int, ...]], tuple[int, ...]]  # from a tensor's name and shape to what is held of it
+
+
+def all_of_it(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape
 
 
 class MatrixSize(NamedTuple):
@@ -28,8 +35,9 @@ class MatrixSize(NamedTuple):
     is_dequantised: bool
 
 
-def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str) -> MatrixSize:
+def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str, held: Held = all_of_it) -> MatrixSize:
     kind, rows, columns, group_size, scale_bytes, has_zero_points = format.outline(checkpoint, name)
+    rows, columns = held(name, (rows, columns))
     groups, values = -(-columns // (group_size or columns)), rows * columns
     scaled = groups * (scale_bytes + int(has_zero_points))
     if EXPERTS not in name:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toolkit.checkpoints.mixtures import save_mixture
 from toolkit.driver import Driver
+from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE
 from toolkit.models import ragged_prompts
 from toolkit.mtp_layers.targets import MtpZoo
@@ -17,7 +18,9 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.live import live_now, live_rows
+from specdec.models.mixtures.products import grouped_experts, masked_experts, ordered_experts
 from specdec.models.registry import choose_target, load_chosen
+from specdec.ops.products.experts import Form
 from specdec.ops.products.kernels.experts.own_pairs_triton import launch_own_pairs
 from specdec.ops.products.own_pairs import LiveRows, own_pairs
 
@@ -40,6 +43,40 @@ def test_the_kernel_skips_what_the_definition_skips(B: int, N: int, K: int, has_
     weights_64 = weights.to(DEVICE).double()  # by the definition, also on a GPU
     for one, other in zip(got, own_pairs(weights_64, ids.to(DEVICE), range(2, 7), live)):
         assert torch.equal(one.double(), other.double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 6, 200])
+@torch.inference_mode()
+def test_dense_products_skip_pairs_in_graphs(T: int) -> None:
+    """torch's grouped product and the ordered kernels, replayed with other choices, over memory that holds NaN.
+
+    Keeps out: rows after the last group, which nobody writes, in a token's sum; a NaN expert that is read all the same."""
+    generator = torch.Generator().manual_seed(T)
+    sizes = ((T, 128), (6, 128, 128), (6, 128, 64))  # of 6 experts, the last is never read
+    x, gate_up, down = (torch.randn(size, generator=generator).to("cuda", torch.bfloat16) / 8 for size in sizes)
+    weights = torch.rand(T, 3, generator=generator).cuda()
+    ids = torch.randint(9, (T, 3), generator=generator).cuda()
+    form = Form(skips=True)
+
+    def both() -> tuple[Tensor, Tensor]:
+        mine = own_pairs(weights, ids, range(2, 7))
+        grouped = grouped_experts(x, *mine, gate_up[:5], down[:5], form)
+        return grouped, ordered_experts(x, *mine, gate_up[:5], down[:5])
+
+    gate_up[5], down[5] = torch.nan, torch.nan
+    torch.full((1 << 24,), torch.nan, device="cuda")  # what later launches find where nobody has written
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        found = both()
+    for seed in range(3):
+        ids.copy_(torch.randint(9, (T, 3), generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        of_64 = own_pairs(weights.double(), ids, range(2, 7))
+        want = masked_experts(x.double(), *of_64, gate_up[:5].double(), down[:5].double(), form)
+        for got in found:
+            torch.testing.assert_close(got.double(), want, atol=2e-2 * float(want.abs().max()) + 1e-6, rtol=2e-2)
 
 
 @torch.inference_mode()
