@@ -40,7 +40,10 @@ def share_of_tensor(config: ModelConfig) -> Held:
             return (shape[0], -(-shape[1] // ranks)) if BY_ROWS.search(matrix) else shape
         if BY_ROWS.search(matrix):
             return (-(-shape[0] // ranks), *shape[1:])
-        if BY_KV_HEADS.search(matrix):
+        wide = config.norms_all_heads and matrix.rpartition(".")[2]
+        if wide == "q_norm":
+            return (shape[0] // ranks,)
+        if BY_KV_HEADS.search(matrix) or wide == "k_norm":
             return (shape[0] * copies // ranks, *shape[1:])
         return (shape[0], shape[1] // ranks) if BY_COLUMNS.search(matrix) and not is_bias else shape
 

@@ -110,8 +110,6 @@ def misfit(config: ModelConfig, size: int) -> str:
         return f"{heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{kv_heads} key/value heads"
-    if config.norms_all_heads and size > 1:
-        return "norms of queries and keys, which see all heads of a token together,"
     if config.differential and kv_heads % (2 * size):
         return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
     if why := _broken_groups(config, size):

@@ -103,7 +103,7 @@ def test_ranks_write_what_one_writes(zoo: type[Zoo], name: str, zoos: dict[type[
                 assert Driver(decoder).num_graphs("round") > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "minimax", "gpt-oss"])
 def test_ranks_that_divide_experts_write_what_one_writes(name: str, tmp_path: Path, ranks: tuple[int, Ranks]) -> None:
     """Five rows, padded to eight, in float32; and in bfloat16, whose kernels find a rank's own pairs, twice the same.
 

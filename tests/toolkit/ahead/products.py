@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
+from specdec.ops.norm import add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
 from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, has_experts_kernel, quantised_experts
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
@@ -113,6 +113,9 @@ def norms_and_rows() -> None:
         for T in (1, 60, 2048):
             x, delta, weight = halves(T, H), halves(T, H), halves(H)
             rms_norm(x, weight, 1e-5)
+            qkv, parts = halves(T, H + H // 2), (halves(H), halves(H // 4))
+            norm_parts(qkv, parts, 1e-5)
+            norm_parts(qkv, parts, 1e-5, part_squares(qkv, (H, H // 4)), 2)
             add_rms_norm(x, delta, weight, 1e-5)
             pair_rms_norm(ids(T), halves(VOCABULARY, H), weight, x, weight, 1e-5)
     take_rows(halves(8, 60, HIDDEN), ids(8, 6))

@@ -11,6 +11,7 @@ from toolkit.sanitize.explained import ROOMS
 CHOSEN: dict[str, list[str]] = {
     # ops
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
+    "norm_parts_kernel": ["tests/ops/test_norm.py::test_norms_of_parts_equal_the_definition[3-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/products/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
     "hopper_linear_kernel": [
