@@ -101,6 +101,11 @@ def plan_memories(
     spec: None is the drafter's default.  options: max_seq_len and max_batch_size are context and batch; dtype "auto" is the
     checkpoint's own.  capability: of the GPUs.  ValueError as when the pair is loaded.
     """
+    if isinstance(options.kv_cache_memory, float):
+        raise ValueError(
+            f"kv_cache_memory must be 'auto' or bytes where no memory is taken, got {options.kv_cache_memory}; nearest setting "
+            f"that works: kv_cache_memory={int(options.kv_cache_memory * memories[0])}"
+        )
     here = replace(options, device="cpu", attention="auto", prefix_caching=False, pack_weights=False)
     pair = check_pair(target, draft, spec, here)
     config, settings = pair.chosen.config, pair.settings
@@ -132,8 +137,14 @@ def plan_memories(
         experts=experts_line(config, settings),
     )
 
+    def holds(length: int) -> bool:
+        """Whether the pool holds a request of that length."""
+        pool = options.kv_cache_memory
+        one = replace(settings.with_options(max_batch_size=1), max_seq_len=length)
+        return not isinstance(pool, int) or kv_bytes(models, one) <= pool
+
     def on(memory: int) -> MemoryPlan:
-        longest = largest(lambda n: sum(at(n, batch).values()) <= memory, config.max_position)
+        longest = largest(lambda n: sum(at(n, batch).values()) <= memory and holds(n), config.max_position)
         widest = largest(lambda n: sum(at(context, n).values()) <= memory, MAX_BATCH)
         return plan._replace(memory=memory, longest=longest, widest=widest)
 
@@ -146,12 +157,9 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
-    """Bytes by what takes them, for a full batch of longest sequences."""
+    """Bytes by what takes them, for a full batch of longest sequences, or with keys and values of kv_cache_memory."""
     options, dtype = settings.options, settings.dtype.itemsize
-    groups = layer_groups(models.configs, settings)
-    pages = [options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
-    kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
-    kv += models.page_bytes * pages[0]
+    kv = options.kv_cache_memory if isinstance(options.kv_cache_memory, int) else kv_bytes(models, settings)
     target, spec = models.configs[0], settings.spec
     queries = options.max_batch_size * (spec.num_draft_tokens if spec else 1)
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
@@ -159,12 +167,20 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
         "weights of the target": models.weights[0],
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
         **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
-        "keys and values": kv + source_bytes(target, settings),
+        "keys and values": kv,
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,
         "CUDA itself": CONTEXT_BYTES,
     }
+
+
+def kv_bytes(models: CountedModels, settings: EngineSettings) -> int:
+    """Of the pool for a full batch of longest sequences, and of an encoder's texts."""
+    groups = layer_groups(models.configs, settings)
+    pages = [settings.options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
+    kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
+    return kv + models.page_bytes * pages[0] + source_bytes(models.configs[0], settings)
 
 
 def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:

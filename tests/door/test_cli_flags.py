@@ -30,6 +30,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "attention": (["fa3"], "fa3"),
     "cuda_graphs": (["off"], False),
     "kv_cache_dtype": (["int8"], "int8"),
+    "kv_cache_memory": (["2GiB"], 2 << 30),
     "int8_queries": ([], True),
     "draft_format": (["modelopt"], "modelopt"),
     "draft_pickle": ([], True),
