@@ -109,9 +109,7 @@ def plan_memories(
     here = replace(options, device="cpu", attention="auto", prefix_caching=False, pack_weights=False)
     pair = check_pair(target, draft, spec, here)
     config, settings = pair.chosen.config, pair.settings
-    if options.dtype == "auto":  # on a GPU
-        settings = replace(settings, dtype=DTYPES.get(config.dtype or "", torch.bfloat16))
-        settings = replace(settings, experts=expert_sharing(settings, pair.chosen, pair.checkpoint))
+    settings = _on_a_gpu(pair) if options.dtype == "auto" else settings
     warn_of_slow_weights(pair, settings.dtype, capability)
     settings = settings.with_options(pack_weights=options.pack_weights)
     if options.pack_weights:
@@ -148,6 +146,12 @@ def plan_memories(
         return plan._replace(memory=memory, longest=longest, widest=widest)
 
     return [on(memory) for memory in memories]
+
+
+def _on_a_gpu(pair: CheckedPair) -> EngineSettings:
+    """The settings of a pair that runs in the checkpoint's own dtype."""
+    settings = replace(pair.settings, dtype=DTYPES.get(pair.chosen.config.dtype or "", torch.bfloat16))
+    return replace(settings, experts=expert_sharing(settings, pair.chosen, pair.checkpoint))
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
