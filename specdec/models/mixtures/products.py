@@ -54,8 +54,8 @@ def mixture(
     elif (tiles := mixture_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
         return run_mixture(x_TH, *chosen, experts, tiles, shared, partials)
     elif numerics.is_invariant:
-        assert form._replace(skips=False) == PLAIN and isinstance(experts, DenseExperts)
-        out_TH = ordered_experts(x_TH, *chosen, *experts[:2])
+        assert isinstance(experts, DenseExperts), "refused where the decoder is built"
+        out_TH = ordered_experts(x_TH, *chosen, *experts)
     elif isinstance(experts, DenseExperts):
         out_TH = run_experts(x_TH, *chosen, *experts)
     elif 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
@@ -120,6 +120,7 @@ def ordered_experts(
     topk_ids_TK: Tensor,
     gate_up_EGH: Tensor,
     down_EHF: Tensor,
+    form: Form = PLAIN,
     tiles: StackedTiles | None = None,
 ) -> Tensor:
     """The sum by kernels that add up in one order, whatever tokens are computed beside each other.  On a GPU alone.
@@ -128,8 +129,9 @@ def ordered_experts(
     """
     (T, K), E = topk_ids_TK.shape, gate_up_EGH.shape[0]
     order_P, counts_E = by_expert(topk_ids_TK, E)
-    mid_PF = experts_linear(x_TH, gate_up_EGH, order_P, counts_E, K, gated=True, tiles=tiles)
-    out_PH = experts_linear(mid_PF, down_EHF, order_P, counts_E, K, gated=False, tiles=tiles)
+    of_pairs = order_P, counts_E, K
+    mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=form.gate, tiles=tiles)
+    out_PH = experts_linear(mid_PF, down_EHF, form.down_bias, *of_pairs, gate=None, tiles=tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK)
 
 

@@ -124,9 +124,9 @@ class Invariant(Numerics):
     def router_tiles(self, tokens: int) -> None:
         return None  # `stacked_tiles` has those of logits, whatever the number of tokens
 
-    def stacked_tiles(self, rows: int) -> StackedTiles:
+    def stacked_tiles(self, rows: int, dtype: torch.dtype) -> StackedTiles:
         """Those of a stack of matrices with about `rows` rows of x each; under `FAST` torch multiplies with a stack."""
-        return stacked_tiles(rows)
+        return stacked_tiles(rows, dtype.itemsize)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         return super().heads_a_program(1, heads)

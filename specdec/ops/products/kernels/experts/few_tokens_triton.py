@@ -33,7 +33,8 @@ from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of, rows_of_tile
 from specdec.ops.products.kernels.experts.convert_triton import LARGE
-from specdec.ops.products.kernels.experts.step_triton import activated, add_step, product, scale_at, unenlarged
+from specdec.ops.products.kernels.experts.stacked_triton import swiglu
+from specdec.ops.products.kernels.experts.step_triton import add_step, product, scale_at, unenlarged
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput, Stack
@@ -93,7 +94,7 @@ def few_gate_up_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]
-        out_FM = activated(acc_NM, ALPHA, LIMIT) * weight_M[None, :]
+        out_FM = swiglu(acc_NM, BLOCK_N // 2, ALPHA, LIMIT) * weight_M[None, :]
         if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the second kernel, whose values are of the same kind, need not
             out_FM *= LARGE
         out_F = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)

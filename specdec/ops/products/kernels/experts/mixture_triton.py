@@ -31,8 +31,8 @@ from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import prefetch
 from specdec.ops.products.kernels.experts.convert_triton import LARGE
-from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert
-from specdec.ops.products.kernels.experts.step_triton import activated, product
+from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert, swiglu
+from specdec.ops.products.kernels.experts.step_triton import product
 from specdec.ops.products.tiles.experts import MAX_READ
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def quantised_experts_kernel(
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]
         y_M = y + pair_M.to(tl.int64) * N
         if GATED:
-            out_FM = activated(acc_NM, ALPHA, LIMIT)
+            out_FM = swiglu(acc_NM, HALF, ALPHA, LIMIT)
             if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, of values of the same kind, need not
                 out_FM *= LARGE
             out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)

@@ -4,7 +4,7 @@ A step's quantised values are converted in registers to x's dtype, in which each
 scales multiply float32 sums over their columns.  So nothing is rounded before the end.  Values of 16 bits (KIND "dense") are
 multiplied as they are.  This module knows no expert.
 
-Shapes: M rows of x, K in, N out, J words of a row, G scales of a row, S steps; F = N / 2 of gate and up rows.
+Shapes: M rows of x, K in, N out, J words of a row, G scales of a row, S steps.
 """
 
 from __future__ import annotations
@@ -164,14 +164,3 @@ def _zero(zero_points_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr):
 def _power(word_N):
     """2^(e - 127) of the exponent in the lowest 8 bits; 0 in place of 2^-127, which float32 has no normal number for."""
     return ((word_N & 0xFF) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def activated(acc_NM, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """[F, M]: `SwiGLU` (ops/products/experts.py) of gate rows, the first half, and up rows."""
-    HALF: tl.constexpr = acc_NM.shape[0] // 2
-    gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, acc_NM.shape[1]]), [1, 2, 0]))
-    if LIMIT > 0:
-        gate_FM = tl.minimum(gate_FM, LIMIT)
-        up_FM = tl.minimum(tl.maximum(up_FM, -LIMIT), LIMIT) + 1
-    return gate_FM / (1 + tl.exp(-ALPHA * gate_FM)) * up_FM
