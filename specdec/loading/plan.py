@@ -137,9 +137,8 @@ def plan_memories(
 
     def holds(length: int) -> bool:
         """Whether the pool holds a request of that length."""
-        pool = options.kv_cache_memory
         one = replace(settings.with_options(max_batch_size=1), max_seq_len=length)
-        return not isinstance(pool, int) or kv_bytes(models, one) <= pool
+        return not isinstance(options.kv_cache_memory, int) or kv_bytes(models, one) <= options.kv_cache_memory
 
     def on(memory: int) -> MemoryPlan:
         longest = largest(lambda n: sum(at(n, batch).values()) <= memory and holds(n), config.max_position)

@@ -204,10 +204,6 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
             f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
             f"got {target.latent_rank}"
         )
-    if target.experts is not None and target.experts.biased:
-        refuse("computes mixtures whose experts have no biases, which this target's have")
-    if target.experts is not None and target.experts.kept_float32:
-        refuse("computes routers in the target's dtype, and this target's are float32")
     if any(kind.alibi for kind in target.layer_kinds):
         refuse("computes attention without ALiBi, which this target has")
     if settings.dtype not in (torch.bfloat16, torch.float16):

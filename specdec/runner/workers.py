@@ -55,12 +55,12 @@ class Workers:
     @contextmanager
     def choosing(self, active_B: Tensor, last_B: Tensor | None = None) -> Iterator[None]:
         """Inside, passes are over these rows, and none but their tokens choose experts: see `live_rows`.  What they choose is
-        counted, if anything is: see `ExpertCounter.rows`.
+        counted, if anything is.
         """
         with ExitStack() as stack:
             stack.enter_context(live_rows(active_B, last_B))
             for counter in self.counters if self.counts_experts else ():
-                stack.enter_context(counter.rows(active_B, last_B))
+                stack.enter_context(counter.counting())
             yield
 
     def copy_pages(self, sources_N: Tensor, targets_N: Tensor, group: int) -> None:

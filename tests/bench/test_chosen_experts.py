@@ -223,7 +223,7 @@ def test_a_rank_counts_the_experts_that_it_holds() -> None:
         parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     counter, x_TH = ExpertCounter(mixture), torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     counter.attach(True)
-    with torch.inference_mode(), counter.rows(torch.ones(4)):
+    with torch.inference_mode(), counter.counting():
         mixture(x_TH)
     chosen = set(mixture.router(x_TH)[1].flatten().tolist()) & {2, 3, 4}
     assert counter.take() == {mixture: len(chosen)} and 0 < len(chosen) < 3

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.checkpoints.mixtures import MixtureZoo
 from toolkit.deepseek import DEEPSEEKS, SPARSES, DeepseekZoo, SparseZoo, save_sparse
 from toolkit.models import Zoo, ragged_prompts
@@ -50,11 +51,18 @@ def test_the_shipped_pair_writes_one_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora", "v32", "glm-shared"]
+    "family",
+    ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora", "v32", "glm-shared", "gpt-oss", "ernie"],
 )
 def test_families_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
-    """Keeps out: windows, biases, norms of heads, experts, latents and chosen keys that passes compute in other orders."""
+    """Keeps out: windows, sinks, biases, norms of heads, experts, routers in float32, latents and chosen keys that passes
+    compute in other orders."""
     zoo = DeepseekZoo(tmp_path) if family in DEEPSEEKS else SparseZoo(tmp_path) if family in SPARSES else zoo
+    if family == "ernie":
+        zoo = MixtureZoo(tmp_path)
+    if family == "gpt-oss":
+        zoo = Zoo(tmp_path)
+        save_gpt_oss(tmp_path / "made")[1].rename(tmp_path / family)
     if family in SPARSES:
         save_sparse(tmp_path / family, family, q_lora_rank=24)  # rows of matrices must be multiples of 8 numbers
     prompts = ragged_prompts(40, 6, seed=2)

@@ -3,7 +3,7 @@
 A mixture tells its `watch` whom its tokens chose.  Without a counter that is None: nothing is launched, and no byte is held.
 Counts are exact inside CUDA graphs, too: all that they take are tensors of fixed shapes.  This file knows no phase of a round.
 
-Shapes: T tokens, K experts of a token (top_k), E experts, X = E + 1, B rows of a batch, N tokens of each row.
+Shapes: T tokens, K experts of a token (top_k), E experts, X = E + 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.mixtures.layer import MixtureOfExperts
-from specdec.ops.index import arange
+from specdec.models.mixtures.live import live_now
 
 
 def mixtures_of(model: nn.Module) -> list[nn.Module]:
@@ -64,7 +64,7 @@ class ExpertCounter:
             torch.zeros(experts_of(mixture) + 1, dtype=torch.int32, device=next(mixture.parameters()).device)
             for mixture in self.mixtures
         ]
-        self._rows: tuple[Tensor, Tensor | None] | None = None
+        self._counts = False
 
     def attach(self, watches: bool) -> None:
         """From now on counts what the mixtures choose, or no longer."""
@@ -72,17 +72,13 @@ class ExpertCounter:
             mixture.watch = partial(self._count, counts_X) if watches else None  # type: ignore[assignment]
 
     @contextmanager
-    def rows(self, active_B: Tensor, last_B: Tensor | None = None) -> Iterator[None]:
-        """Inside, the tokens of passes are those of these rows, equally many of each, and they count; outside none do.
-
-        active_B: 0 where a row is padding.  last_B: the last column of each row's tokens that is none, where a pass has all
-        columns; None: all count.
-        """
-        before, self._rows = self._rows, (active_B, last_B)
+    def counting(self) -> Iterator[None]:
+        """Inside, the tokens of passes count that anybody needs (live.py); outside none do."""
+        before, self._counts = self._counts, True
         try:
             yield
         finally:
-            self._rows = before
+            self._counts = before
 
     def take(self) -> dict[nn.Module, int]:
         """Distinct experts of each mixture, added up over all passes since the last call.  Mixtures that no pass ran are not in
@@ -94,14 +90,11 @@ class ExpertCounter:
         return {mixture: sum(counts[:-1]) for mixture, counts in zip(self.mixtures, taken) if counts[-1]}
 
     def _count(self, counts_X: Tensor, topk_ids_TK: Tensor) -> None:
-        if self._rows is None:
+        if not self._counts:
             return
-        (active_B, last_B), padding = self._rows, len(counts_X) - 1
-        ids_BNK = topk_ids_TK.unflatten(0, (len(active_B), -1))
-        counts_B1 = active_B[:, None] != 0
-        if last_B is not None and ids_BNK.shape[1] > 1:
-            counts_B1 = counts_B1 & (arange(ids_BNK.shape[1], last_B.device) <= last_B[:, None])
-        ids_BNK = torch.where(counts_B1[..., None], ids_BNK, padding)
-        chosen_X = torch.zeros_like(counts_X).index_fill_(0, ids_BNK.flatten(), 1)
+        live, padding = live_now(), len(counts_X) - 1
+        if live is not None:
+            topk_ids_TK = torch.where(live.tokens(len(topk_ids_TK))[:, None], topk_ids_TK, padding)
+        chosen_X = torch.zeros_like(counts_X).index_fill_(0, topk_ids_TK.flatten(), 1)
         chosen_X[padding] = 1
         counts_X += chosen_X

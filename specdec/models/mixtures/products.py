@@ -43,8 +43,7 @@ def mixture(
             return paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_TKGH, down_TKHF, form)
     gate_up_EGH, down_EHF = (stack.dense(x_TH.dtype) for stack in (gate_up, down))
     if numerics.is_invariant:
-        assert form._replace(skips=False) == PLAIN
-        return ordered_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF)
+        return ordered_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
     return run_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
 
 
@@ -101,6 +100,7 @@ def ordered_experts(
     topk_ids_TK: Tensor,
     gate_up_EGH: Tensor,
     down_EHF: Tensor,
+    form: Form = PLAIN,
     tiles: StackedTiles | None = None,
 ) -> Tensor:
     """The sum by kernels that add up in one order, whatever tokens are computed beside each other.  On a GPU alone.
@@ -109,8 +109,9 @@ def ordered_experts(
     """
     (T, K), E = topk_ids_TK.shape, gate_up_EGH.shape[0]
     order_P, counts_E = by_expert(topk_ids_TK, E)
-    mid_PF = experts_linear(x_TH, gate_up_EGH, order_P, counts_E, K, gated=True, tiles=tiles)
-    out_PH = experts_linear(mid_PF, down_EHF, order_P, counts_E, K, gated=False, tiles=tiles)
+    of_pairs = order_P, counts_E, K
+    mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=form.gate, tiles=tiles)
+    out_PH = experts_linear(mid_PF, down_EHF, form.down_bias, *of_pairs, gate=None, tiles=tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK)
 
 

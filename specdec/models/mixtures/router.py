@@ -86,8 +86,8 @@ class Router(Multiplying):
 
     def _logits(self, x_TH: Tensor, in_order: bool) -> Tensor:
         if in_order:
-            assert self.bias_E is None, "no invariant product has a bias"
-            return each_linear(x_TH[:, None], self.weight[None], torch.float32)[:, 0]
+            logits_TL = each_linear(x_TH.to(self.weight.dtype)[:, None], self.weight[None], torch.float32)[:, 0]
+            return logits_TL if self.bias_E is None else logits_TL + self.bias_E
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         return F.linear(x_TH.to(wide), self.weight.to(wide), None if self.bias_E is None else self.bias_E.to(wide))
 

@@ -99,9 +99,9 @@ class Invariant(Numerics):
     def expert_tiles(self, *shape: object, **more: object) -> Never:
         raise AssertionError("refused where the decoder is built")
 
-    def stacked_tiles(self, rows: int) -> StackedTiles:
+    def stacked_tiles(self, rows: int, dtype: torch.dtype) -> StackedTiles:
         """Those of a stack of matrices with about `rows` rows of x each; under `FAST` torch multiplies with a stack."""
-        return stacked_tiles(rows)
+        return stacked_tiles(rows, dtype.itemsize)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         return super().heads_a_program(1, heads)

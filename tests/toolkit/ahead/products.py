@@ -41,8 +41,10 @@ def products() -> None:
         order, each = ids(T * A), counts(E)
         if may_be_deterministic():
             each_linear(halves(T, 128, 128), halves(128, 512, 128), torch.bfloat16)
-            experts_linear(halves(T, H), halves(E, 2 * F, H), order, each, A, gated=True)
-            experts_linear(halves(T * A, F), halves(E, H, F), order, each, A, gated=False)
+            each_linear(floats(T, 1, 4096), floats(1, 192, 4096), torch.float32)  # a router kept in float32
+            for gate, biases in ((SwiGLU(), (None, None)), (SwiGLU(1.702, 7.0), (halves(E, 2 * F), halves(E, H)))):
+                experts_linear(halves(T, H), halves(E, 2 * F, H), biases[0], order, each, A, gate=gate)
+                experts_linear(halves(T * A, F), halves(E, H, F), biases[1], order, each, A, gate=None)
         weighted_sum(halves(T, A, H), floats(T, A))
         own_pairs(floats(T, A), ids(T, A), range(64))
         own_pairs(floats(6 * T, A), ids(6 * T, A), range(E), LiveRows(counts(T), ids(T)))

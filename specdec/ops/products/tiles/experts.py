@@ -50,8 +50,14 @@ class StackedTiles(NamedTuple):
     stages: int
 
 
-def stacked_tiles(rows: int) -> StackedTiles:
-    """Tiles for a stack of matrices with about `rows` rows of x each.  The order of sums is that of `invariant_tiles`."""
+def stacked_tiles(rows: int, itemsize: int) -> StackedTiles:
+    """Tiles for a stack of matrices with about `rows` rows of x each.
+
+    In 16 bits the order of sums is that of `invariant_tiles`.  Numbers of 4 bytes, of float32 routers, are multiplied without
+    tensor cores: a thread adds up an element's columns from the first to the last, whatever the tile.
+    """
+    if itemsize == 4:
+        return StackedTiles(16, 32, 128, 4, 3)
     if rows <= 32:
         return StackedTiles(16 if rows <= 16 else 32, 64, 128, 4, 4)
     return StackedTiles(64, 128, 64, 4, 4) if rows <= 64 else StackedTiles(128, 128, 64, 8, 4)
