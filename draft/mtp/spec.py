@@ -46,8 +46,9 @@ class MtpNames:
 
     def of(self, prefixes: tuple[str, ...]) -> MtpNames:
         """The names of one layer."""
-        names = (name.format(*prefixes) for name in (self.embed_norm, self.hidden_norm, self.join, self.norm, self.block))
-        return MtpNames(*names, tuple((name.format(*prefixes), own) for name, own in self.copies))
+        names = (self.embed_norm, self.hidden_norm, self.join, self.norm, self.block)
+        embed, hidden, join, norm, block = (name.format(*prefixes) for name in names)
+        return MtpNames(embed, hidden, join, norm, block, tuple((name.format(*prefixes), own) for name, own in self.copies))
 
 
 class MtpBlock(NamedTuple):

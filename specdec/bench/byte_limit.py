@@ -114,7 +114,7 @@ def _weights(module: Target | DraftModel, rows: int) -> int:
 
     An embedding table counts if it is the output layer too.
     """
-    tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
+    tensors: dict[int, Tensor] = {tensor.data_ptr(): tensor for tensor in module.parameters()}
     tensors |= {part.weight.data_ptr(): part.weight for part in module.modules() if isinstance(part, Router)}  # or a buffer
     for mixture in mixtures_of(module):
         for tensor in stored_experts(mixture):

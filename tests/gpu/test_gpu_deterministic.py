@@ -73,11 +73,15 @@ def test_families_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("family", ["llama", "v2-lite"])
-def test_two_ranks_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "sharing"), [("llama", "auto"), ("v2-lite", "auto"), ("v2-lite", "experts"), ("minimax", "tensor")]
+)
+def test_two_ranks_write_one_text(zoo: Zoo, family: str, sharing: str, tmp_path: Path) -> None:
     """Keeps out: an exchange whose sum or norm depends on how many rows meet.  Other bits than one rank's are right."""
     zoo, prompts = DeepseekZoo(tmp_path) if family in DEEPSEEKS else zoo, ragged_prompts(40, 3, seed=2)
+    zoo = MixtureZoo(tmp_path) if family == "minimax" else zoo
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "tensor_parallel_size": 2}
+    settings["expert_parallel"] = sharing
     with (
         in_turn(),
         zoo.decoder(family, "eagle3", SpecConfig(3, 2, 6), max_batch_size=3, prefill_chunk=7, **settings) as decoder,

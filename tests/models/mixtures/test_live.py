@@ -45,6 +45,19 @@ def test_the_kernel_skips_what_the_definition_skips(B: int, N: int, K: int, has_
         assert torch.equal(one.double(), other.double())
 
 
+@torch.inference_mode()
+def test_ordered_kernels_skip_pairs() -> None:
+    """Those of the deterministic mode, over an expert of NaN that no pair has.  Keeps out: one that is read all the same."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate_up, down = (torch.randn(size, generator=generator) / 4 for size in ((3, 32), (3, 32, 32), (3, 32, 16)))
+    weights, ids = own_pairs(torch.rand(3, 2, generator=generator), torch.tensor([[0, 1], [3, 2], [2, 5]]), range(1, 4))
+    gate_up[2:], down[2:] = torch.nan, torch.nan
+    weights[ids == 2], ids[ids == 2] = 0.0, 3
+    want = masked_experts(x, weights, ids, gate_up, down, Form(skips=True))
+    given = (each.to(DEVICE) for each in (x, weights, ids, gate_up, down))
+    torch.testing.assert_close(ordered_experts(*given).cpu(), want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 6, 200])
 @torch.inference_mode()
