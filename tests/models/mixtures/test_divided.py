@@ -32,9 +32,10 @@ from specdec.models.mixtures.dividing import (
     summed_bytes,
 )
 from specdec.models.mixtures.layer import MixtureOfExperts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.registry import choose_target
 from specdec.models.sharding import share_of, with_sharing
+from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
 
