@@ -31,9 +31,10 @@ from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
 from specdec.models.mixtures.dividing import ExpertSharing, ExpertSizes, chosen_by, chosen_of_fullest, summed_bytes
 from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.sharding import share_of, with_sharing
 from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard

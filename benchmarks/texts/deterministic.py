@@ -45,9 +45,10 @@ from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.diffllama.modules import DifferentialAttention, diffllama_layer
 from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.target import Target
 from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import draft_folder, prompts_file, target_folder

@@ -30,7 +30,8 @@ from specdec.models.making import making
 from specdec.models.mixtures.counter import ExpertCounter, mixtures_of
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 from specdec.session import Session
 
 PROMPTS = ragged_prompts(40, 3, seed=11)

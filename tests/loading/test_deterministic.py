@@ -13,9 +13,10 @@ from specdec.attention.kinds import LayerKind
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
 from specdec.models.config import IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
+from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, target_folder
 

@@ -20,12 +20,13 @@ from specdec.models.keys.shared import (
     sliding_window,
     windowed_kinds,
 )
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
 from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.routing import RouterRule
 
 METHOD = "mxfp4"  # the quant_method of its own checkpoints
 

@@ -21,8 +21,9 @@ from specdec.models.mixtures.products import mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import Form
-from specdec.ops.products.own_pairs import own_pairs
+from specdec.ops.products.experts import Form, SharedOutput
+from specdec.ops.products.own_pairs import Kept
+from specdec.ops.products.partials import Partials
 from specdec.parallel.shard import WHOLE
 
 
@@ -41,6 +42,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         held, H, F = experts.held, config.hidden_size, experts.intermediate_size
         self.experts, self.within = experts, WHOLE if experts.divided else config.shard
+        self.is_alone = config.shard.size == 1
         self.router = Router(H, experts)
         self.gate_up_proj = LinearStack(held, H, {"gate_proj": F, "up_proj": F}, self.within, "column")
         self.down_proj = LinearStack(held, F, {"down_proj": H}, self.within, "row")
@@ -48,21 +50,18 @@ class MixtureOfExperts(nn.Module):
         self.down_bias_EH = new_weight(len(held), H) if experts.biased and self.within.rank == 0 else None
         self.shared = MLP(replace(config, intermediate_size=experts.shared_size)) if experts.shared_size else None
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
+    def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
+        """partials: as of MLP.  Ranks that share the layer get sums."""
         live, experts = None if is_traced(x_TH) else live_now(), self.experts
         skips = experts.own is not None or live is not None
-        if skips:
-            topk_weights_TK, topk_ids_TK = own_pairs(topk_weights_TK, topk_ids_TK, experts.held, live)
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH, Kept(experts.held, live) if skips else None)
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
         form = Form(experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips)
-        shared_TH = None if self.shared is None else self.shared(x_TH)
-        out_TH = mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=form, numerics=numerics)
-        if shared_TH is None:
-            return out_TH
-        return out_TH + (shared_TH if shared_T1 is None else (shared_TH * shared_T1).to(out_TH.dtype))
+        shared = None if self.shared is None else SharedOutput(self.shared(x_TH), shared_T1)
+        partials = partials and self.is_alone
+        return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
 
 
 def mlp_of(config: ModelConfig, index: int) -> nn.Module:

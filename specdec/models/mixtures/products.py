@@ -14,9 +14,20 @@ from torch import Tensor
 
 from specdec.models.linear import LinearStack
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, by_expert, has_experts_kernel, quantised_experts
+from specdec.ops.products.experts import (
+    PLAIN,
+    DenseExperts,
+    Experts,
+    Form,
+    QuantisedExperts,
+    SharedOutput,
+    by_expert,
+    mixture_tiles,
+    run_mixture,
+)
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.stacked import experts_linear, weighted_sum
 from specdec.ops.products.tiles.experts import StackedTiles
 
@@ -25,26 +36,35 @@ MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy
 
 def mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
-    numerics: Numerics = FAST,
-) -> Tensor:  # fmt: skip
-    """[T, H]: the weighted sum of each token's top-k experts, by the kernel for quantised experts or by dense products.
+    numerics: Numerics = FAST, shared: SharedOutput | None = None, partials: bool = False,
+) -> Tensor | Partials:  # fmt: skip
+    """[T, H]: the weighted sum of each token's top-k experts, and the shared experts' output, if there is one.
 
-    topk_ids: numbers of matrices of the stacks.
+    It is computed by the kernels for experts, or by torch's products.
+    topk_ids: numbers of matrices of the stacks.  partials: whether the caller can add up split-K partials.
     """
-    if not gate_up.count:  # other ranks hold all experts
-        return torch.zeros_like(x_TH)
+    experts: Experts
     if gate_up.qweight is not None and down.qweight is not None:
         experts = QuantisedExperts(gate_up.qweight, down.qweight, form)
-        if has_experts_kernel(x_TH, experts):
-            return quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, numerics)
-        if 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
-            ids_TK = _existing(topk_ids_TK, gate_up.count, form)
-            gate_up_TKGH, down_TKHF = (stack.dense_of(ids_TK, x_TH.dtype) for stack in experts[:2])
-            return paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_TKGH, down_TKHF, form)
-    gate_up_EGH, down_EHF = (stack.dense(x_TH.dtype) for stack in (gate_up, down))
-    if numerics.is_invariant:
-        return ordered_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
-    return run_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
+    else:
+        experts = DenseExperts(gate_up.dense(x_TH.dtype), down.dense(x_TH.dtype), form)
+    chosen = topk_weights_TK, topk_ids_TK
+    if not gate_up.count:  # other ranks hold all experts
+        out_TH = torch.zeros_like(x_TH)
+    elif (tiles := mixture_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
+        return run_mixture(x_TH, *chosen, experts, tiles, shared, partials)
+    elif numerics.is_invariant:
+        assert isinstance(experts, DenseExperts), "refused where the decoder is built"
+        out_TH = ordered_experts(x_TH, *chosen, experts.gate_up, experts.down, form)
+    elif isinstance(experts, DenseExperts):
+        out_TH = run_experts(x_TH, *chosen, experts.gate_up, experts.down, form)
+    elif 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
+        ids_TK = _existing(topk_ids_TK, gate_up.count, form)
+        gate_up_TKGH, down_TKHF = (stack.dense_of(ids_TK, x_TH.dtype) for stack in (experts.gate_up, experts.down))
+        out_TH = paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_TKGH, down_TKHF, form)
+    else:
+        out_TH = run_experts(x_TH, *chosen, experts.gate_up.dense(x_TH.dtype), experts.down.dense(x_TH.dtype), form)
+    return out_TH if shared is None else shared.added_to(out_TH)
 
 
 def run_experts(

@@ -33,6 +33,13 @@ class LiveRows(NamedTuple):
         return live_BN.flatten()
 
 
+class Kept(NamedTuple):
+    """Which pairs are not skipped: those of the experts `own`, of tokens that are needed; live: None: all are."""
+
+    own: range
+    live: LiveRows | None = None
+
+
 def own_pairs(
     topk_weights_TK: Tensor, topk_ids_TK: Tensor, own: range, live: LiveRows | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

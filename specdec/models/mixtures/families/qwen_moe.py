@@ -12,7 +12,8 @@ from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import WINDOWED, check_types, require, sliding_window, windowed_kinds
 from specdec.models.mixtures.fill import MixtureNames
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 
 NAMES = MixtureNames(
     shared="mlp.shared_expert", count_keys="num_experts and hidden_size", shared_keys="shared_expert_intermediate_size"

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from specdec.models.mixtures.products import masked_experts, ordered_experts
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.experts import PLAIN, Form, SwiGLU
 from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.routing import RouterRule
 from specdec.ops.products.stacked import each_linear
 from specdec.ops.products.tiles.experts import StackedTiles
 
