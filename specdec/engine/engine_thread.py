@@ -225,7 +225,7 @@ class EngineThread:
             action()
             self._unclean = 0
         except BaseException as error:  # of any kind: a tokenizer may raise SystemExit
-            has_told = self.engine.scheduler.departures() is None  # the runner, of all rows that have ended
+            has_told = self.engine.scheduler.batch.departures() is None  # the runner, of all rows that have ended
             self._unclean = 0 if has_told and self._ended else self._unclean + 1
             if self._unclean >= MAX_UNCLEAN_STEPS:
                 self.failure = error

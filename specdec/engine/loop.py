@@ -175,6 +175,6 @@ class Engine(Generic[R]):
                 pending.drop()
             self._unread.clear()
             self._silent.clear()
-        if departures := self.scheduler.departures():
+        if departures := self.scheduler.batch.departures():
             self.runner.run(departures)
-            self.scheduler.departed()
+            self.scheduler.batch.departed()

@@ -17,6 +17,7 @@ from specdec.engine.chunks import ChunkBudget
 from specdec.engine.failures import no_token
 from specdec.engine.launches.launch import Launch, Planned
 from specdec.engine.launches.mixing import Mixing
+from specdec.engine.launches.rows import BatchRows
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
@@ -50,18 +51,18 @@ class Scheduler:
         mixing: Mixing | None = None,
     ) -> None:
         self.admission, self.budget, self.speculation, self.sharing = admission, budget, speculation, sharing
-        self.rows, self.pads_rows, self.mixing = rows, pads_rows, mixing
+        self.batch, self.pads_rows, self.mixing = BatchRows(rows), pads_rows, mixing
         self.waiting: deque[Request] = deque()
-        self.states: list[RequestState] = []
         self.totals = Totals()
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
-        # What the runner has not been told yet about rows that ended.  _moved: target row -> the row where the runner still has
-        # what now belongs in the target.  _cleared: rows that have become free.
-        self._moved: dict[int, int] = {}
-        self._cleared: set[int] = set()
         self._chunk_is_next = True
         self._arrivals = count()
         self._batch_needs = BatchNeeds()
+
+    @property
+    def states(self) -> list[RequestState]:
+        """The requests that hold rows; an index is a row."""
+        return self.batch.states
 
     @property
     def is_idle(self) -> bool:
@@ -115,7 +116,7 @@ class Scheduler:
             if not state.request.cancelled and state.request.error is None:
                 state.request.error = error
             self._leave(state)
-        self._moved, self._cleared = {}, set(range(self.rows))
+        self.batch.clear_all()
 
     def fail_waiting(self, error: BaseException) -> None:
         """Ends all requests that wait with that error."""
@@ -123,16 +124,6 @@ class Scheduler:
             request = self.waiting.popleft()
             request.error = error
             self._ended(request)
-
-    def departures(self) -> steps.LeaveRows | None:
-        """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
-        if not self._cleared:
-            return None
-        return steps.LeaveRows(tuple((source, target) for target, source in self._moved.items()), tuple(sorted(self._cleared)))
-
-    def departed(self) -> None:
-        """The runner has been told of all departures."""
-        self._moved, self._cleared = {}, set()
 
     # ---- what runs next ----
 
@@ -146,7 +137,7 @@ class Scheduler:
             if self._is_too_long(len(request.prompt_ids)):
                 request.drafted_until = 0
             speculates = self._speculates(request)
-            found = self.admission.find(request, speculates) if len(self.states) < self.rows else None
+            found = self.admission.find(request, speculates) if not self.batch.is_full else None
             if found is None:
                 break
             entering = [state.request for state in self.states if not state.runs]
@@ -164,7 +155,7 @@ class Scheduler:
             entries.append(
                 steps.RowEntry(len(self.states), allocation.tables, options, speculates, rules, encoder_input, grammar)
             )
-            self.states.append(RequestState(request, allocation.start, next(self._arrivals)))
+            self.batch.add(RequestState(request, allocation.start, next(self._arrivals)))
             self._rows_changed()
         return steps.EnterRows(tuple(entries)) if entries else None
 
@@ -205,7 +196,7 @@ class Scheduler:
 
     def sizes(self) -> list[int]:
         """All numbers of rows that rounds may compute."""
-        return sorted({self._padded(rows + 1) for rows in range(self.rows)})
+        return sorted({self._padded(rows + 1) for rows in range(self.batch.count)})
 
     def take(self, launch: Launch, emitted: list[steps.Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
@@ -303,7 +294,7 @@ class Scheduler:
 
     def _padded(self, rows: int) -> int:
         """How many rows a round computes for so many running ones."""
-        return min(self.rows, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
+        return min(self.batch.count, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
     def _stop_drafting(self, states: list[RequestState | None]) -> list[steps.Step]:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
@@ -366,14 +357,9 @@ class Scheduler:
             self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
-        """Frees the request's pages and its row.  The last row moves into the gap, so that no free row lies between others."""
-        row, last, request = self.states.index(state), len(self.states) - 1, state.request
-        self.states[row] = self.states[last]
-        self.states.pop()
-        source = self._moved.pop(last, last)
-        if row != last:
-            self._moved[row] = source
-        self._cleared.add(last)
+        """Frees the request's pages and its row."""
+        request = state.request
+        self.batch.remove(state)
         if request.error is None:  # after an error nobody knows which keys and values were written
             written = request.prompt_ids + request.output.token_ids if state.runs else request.prompt_ids[: state.done + 1]
             speculates = self._speculates(request)
