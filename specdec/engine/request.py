@@ -128,11 +128,11 @@ class Request:
 
 @dataclass(eq=False)
 class RequestState:
-    """A request that holds a row of the batch; its index in `Scheduler.states` is the row."""
+    """A request that waits or holds a row of the batch; then its index in `BatchRows.states` is the row."""
 
     request: Request
-    done: int  # how many prompt tokens are in the cache or in chunks that have been planned
-    arrival: int  # how many requests entered before this one
+    arrival: int  # how many requests arrived before this one
+    done: int = 0  # how many prompt tokens are in the cache or in chunks that have been planned
     runs: bool = False  # whether chunks have been planned for the whole prompt, so that the row takes part in rounds
     unread: int = 0  # launches that emit tokens for the request and have not been read yet
 

@@ -21,6 +21,7 @@ from specdec.engine.launches.rows import BatchRows
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
+from specdec.engine.pages.text_pages import TextPages, Verdict
 from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
@@ -50,9 +51,9 @@ class Scheduler:
         sharing: RowSharing | None = None,
         mixing: Mixing | None = None,
     ) -> None:
-        self.admission, self.budget, self.speculation, self.sharing = admission, budget, speculation, sharing
+        self.pages, self.budget, self.speculation, self.sharing = TextPages(admission), budget, speculation, sharing
         self.batch, self.pads_rows, self.mixing = BatchRows(rows), pads_rows, mixing
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[RequestState] = deque()
         self.totals = Totals()
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
         self._chunk_is_next = True
@@ -63,6 +64,10 @@ class Scheduler:
     def states(self) -> list[RequestState]:
         """The requests that hold rows; an index is a row."""
         return self.batch.states
+
+    @property
+    def admission(self) -> Admission:
+        return self.pages.admission
 
     @property
     def is_idle(self) -> bool:
@@ -86,7 +91,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request that passed `admission.check`."""
-        self.waiting.append(request)
+        self.waiting.append(RequestState(request, next(self._arrivals)))
 
     def cancel(self, request: Request) -> None:
         """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
@@ -96,7 +101,7 @@ class Scheduler:
         if state := next((state for state in self.states if state.request is request), None):
             self._leave(state)
         else:
-            self.waiting.remove(request)
+            self.waiting.remove(next(state for state in self.waiting if state.request is request))
             self._ended(request)
 
     def fail(self, states: list[RequestState | None], error: BaseException) -> None:
@@ -121,7 +126,7 @@ class Scheduler:
     def fail_waiting(self, error: BaseException) -> None:
         """Ends all requests that wait with that error."""
         while self.waiting:
-            request = self.waiting.popleft()
+            request = self.waiting.popleft().request
             request.error = error
             self._ended(request)
 
@@ -133,31 +138,33 @@ class Scheduler:
         A request that had better wait for another one's prompt is passed over.
         """
         entries: list[steps.RowEntry] = []
-        for request in list(self.waiting):
+        for state in list(self.waiting):
+            if self.batch.is_full:
+                break
+            request = state.request
             if self._is_too_long(len(request.prompt_ids)):
                 request.drafted_until = 0
             speculates = self._speculates(request)
-            found = self.admission.find(request, speculates) if not self.batch.is_full else None
-            if found is None:
+            # If it speculates, the pages of those that don't will lack the drafter's keys and values.
+            entering = [other for other in self.states if not other.runs and speculates <= self._speculates(other.request)]
+            verdict = self.pages.enter(state, speculates, entering)
+            if verdict is Verdict.WAITS:
+                continue
+            if verdict is Verdict.NO_ROOM:
                 break
-            entering = [state.request for state in self.states if not state.runs]
-            if speculates:  # the pages of the others will lack the drafter's keys and values
-                entering = [other for other in entering if self._speculates(other)]
-            if entering and self.admission.should_wait(request, found, entering):
-                continue  # later requests need not wait with it
-            if not self.admission.admit(request, found):
-                break
-            self.waiting.remove(request)
+            self.waiting.remove(state)
             self.totals.entered(request)
-            allocation = self.admission.allocations[request]
-            options, rules, _, grammar = request.choice
-            encoder_input = self._encoder_input(request)
-            entries.append(
-                steps.RowEntry(len(self.states), allocation.tables, options, speculates, rules, encoder_input, grammar)
-            )
-            self.batch.add(RequestState(request, allocation.start, next(self._arrivals)))
+            entries.append(self._entry(state, speculates))
+            self.batch.add(state)
             self._rows_changed()
         return steps.EnterRows(tuple(entries)) if entries else None
+
+    def _entry(self, state: RequestState, speculates: bool) -> steps.RowEntry:
+        """How a request takes the next free row."""
+        request = state.request
+        options, rules, _, grammar = request.choice
+        tables, encoder_input = self.admission.allocations[request].tables, self._encoder_input(request)
+        return steps.RowEntry(len(self.states), tables, options, speculates, rules, encoder_input, grammar)
 
     def next(self) -> Launch | None:
         """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
@@ -186,8 +193,7 @@ class Scheduler:
             if isinstance(planned.step, steps.RunChunk):
                 for part, state in zip(planned.step.parts, planned.states, strict=True):
                     if state is not None:
-                        request = state.request
-                        self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
+                        self.pages.ran(state, part, self._speculates(state.request))
 
     def make_ready(self, sizes: Sequence[int]) -> list[steps.Step]:
         """The steps that capture what rounds of so many rows may need; none given: of any number.  To be run while idle."""
@@ -360,15 +366,8 @@ class Scheduler:
         """Frees the request's pages and its row."""
         request = state.request
         self.batch.remove(state)
-        if request.error is None:  # after an error nobody knows which keys and values were written
-            written = request.prompt_ids + request.output.token_ids if state.runs else request.prompt_ids[: state.done + 1]
-            speculates = self._speculates(request)
-            unseen = self.speculation.pause if speculates else 0  # tokens at the end that the drafter may not have seen
-            reach = len(written) + self.admission.lookahead * max(1, state.unread)  # what launches in flight may write
-            if request.drafted_until:  # later pages lack the drafter's keys and values
-                written, speculates = written[: request.drafted_until], True
-            self.admission.keep(request, written[: max(0, len(written) - unseen)], speculates, reach)
-        self.admission.leave(request)
+        speculates = self._speculates(request)
+        self.pages.leave(state, speculates, self.speculation.pause if speculates else 0)
         self._ended(request)
         self._rows_changed()
         self._end_pause()

@@ -111,7 +111,7 @@ class Driver(Hooks):
 
     @property
     def waiting(self) -> list[Request]:
-        return list(self._scheduler.waiting)
+        return [state.request for state in self._scheduler.waiting]
 
     @property
     def is_idle(self) -> bool:

@@ -7,7 +7,10 @@ from specdec.engine.request import RequestState
 
 
 class BatchRows:
-    """Rows 0 to count - 1.  states: of the requests that hold the first rows; an index is a row, and no free row lies between."""
+    """Rows 0 to count - 1.
+
+    states: of the requests that hold rows; an index is a row, and no free row lies between others.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count

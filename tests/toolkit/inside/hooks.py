@@ -246,11 +246,11 @@ class Hooks:
         whole = self._scheduler.admission
         assert self.is_idle and whole.local is None
         pool = PagePool(pages + 1, whole.pool.page_size, whole.pool.ring)
-        small = self._scheduler.admission = Admission(pool, whole.lookahead, whole.cache is not None)
+        small = self._scheduler.pages.admission = Admission(pool, whole.lookahead, whole.cache is not None)
         small.min_shared_to_wait = whole.min_shared_to_wait
         yield
         self.settle()
-        self._scheduler.admission = whole
+        self._scheduler.pages.admission = whole
 
     def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
         """Makes these run what rounds give to CUDA graphs: whole rounds, or their phases."""
