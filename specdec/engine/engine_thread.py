@@ -253,7 +253,8 @@ class EngineThread:
     def _deliver(self) -> None:
         """Puts all news into the output queues, and forgets the requests that have ended."""
         ended = [self._output_queues.pop(self._ended.popleft()) for _ in range(len(self._ended))]
-        running = [self._output_queues[request] for request in self.engine.running if request in self._output_queues]
+        under_way = (*self.engine.running, *self.engine.stepped_back)
+        running = [self._output_queues[request] for request in under_way if request in self._output_queues]
         for queue in ended:
             without_frames(queue.request.error)
         now, totals = time.monotonic(), self.engine.scheduler.totals

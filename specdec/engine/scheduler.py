@@ -1,13 +1,14 @@
 """Decides what runs next: turns requests into plain steps for a runner, and hands what comes back to the requests.
 
 Batching is continuous: requests enter free rows in the order of arrival, and their prompts run in chunks between the rounds of
-the rows that run already.  When a request ends, its row and its pages go to the next one.  The scheduler knows requests, rows,
+the rows that run already.  Rows get more pages as their texts grow; if there are too few, the youngest row steps back and waits
+until it may enter again.  When a request ends, its row and its pages go to the next one.  The scheduler knows requests, rows,
 pages and counts: no tensor, no device, no clock.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -51,9 +52,11 @@ class Scheduler:
         sharing: RowSharing | None = None,
         mixing: Mixing | None = None,
     ) -> None:
-        self.pages, self.budget, self.speculation, self.sharing = TextPages(admission), budget, speculation, sharing
+        self.pages = TextPages(admission, speculation.most_emitted)
+        self.budget, self.speculation, self.sharing = budget, speculation, sharing
         self.batch, self.pads_rows, self.mixing = BatchRows(rows), pads_rows, mixing
-        self.waiting: deque[RequestState] = deque()
+        self.waiting: list[RequestState] = []  # in the order of arrival
+        self.stepped_back: dict[RequestState, None] = {}  # those of them that have had a row
         self.totals = Totals()
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
         self._chunk_is_next = True
@@ -72,6 +75,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.states)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether any launch can still bring tokens for a request."""
+        return bool(self.states) or any(state.unread for state in self.stepped_back)
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
@@ -98,11 +106,7 @@ class Scheduler:
         if request.is_done:
             return
         request.cancelled = True
-        if state := next((state for state in self.states if state.request is request), None):
-            self._leave(state)
-        else:
-            self.waiting.remove(next(state for state in self.waiting if state.request is request))
-            self._ended(request)
+        self._leave(next(state for state in (*self.states, *self.waiting) if state.request is request))
 
     def fail(self, states: list[RequestState | None], error: BaseException) -> None:
         """Ends the requests of these rows with that error, except those that have ended already."""
@@ -115,22 +119,36 @@ class Scheduler:
         """Ends all requests that hold rows with that error, and turns all rows into padding.
 
         It does not matter which of the earlier changes of rows the runner has been told.  An interrupt may have come just after
-        a request's last token, while its text was made: that request fails too.
+        a request's last token, while its text was made: that request fails too.  So do those that have stepped back and whose
+        tokens are on their way.
         """
-        for state in list(self.states):
+        for state in [*self.states, *(state for state in self.stepped_back if state.unread)]:
             if not state.request.cancelled and state.request.error is None:
                 state.request.error = error
             self._leave(state)
+        self.waiting = [state for state in self.waiting if not state.request.is_done]  # an interrupt leaves one in both lists
         self.batch.clear_all()
 
     def fail_waiting(self, error: BaseException) -> None:
         """Ends all requests that wait with that error."""
         while self.waiting:
-            request = self.waiting.popleft().request
-            request.error = error
-            self._ended(request)
+            self.waiting[0].request.error = error
+            self._leave(self.waiting[0])
 
     # ---- what runs next ----
+
+    def grow(self) -> steps.GrowRows | None:
+        """Gives running rows the pages to which the next round may write.  None: they have them.
+
+        If there are too few, the youngest rows step back; their departures must run before the step.  The oldest one never
+        needs to, because what can't fit alone was refused at the door.  So it ends, and every row is the oldest at some time.
+        """
+        if self.pages.are_sure:
+            return None
+        while self.pages.are_short([state for state in self.states if state.runs]):
+            self._step_back(max(self.states, key=lambda state: state.arrival))
+        growths = self.pages.grow([(row, state) for row, state in enumerate(self.states) if state.runs])
+        return steps.GrowRows(tuple(growths)) if growths else None
 
     def admit(self) -> steps.EnterRows | None:
         """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter.
@@ -139,10 +157,10 @@ class Scheduler:
         """
         entries: list[steps.RowEntry] = []
         for state in list(self.waiting):
-            if self.batch.is_full:
+            if self.batch.is_full or state.unread:
                 break
             request = state.request
-            if self._is_too_long(len(request.prompt_ids)):
+            if self._is_too_long(request.num_tokens) or request.drafted_until is not None:
                 request.drafted_until = 0
             speculates = self._speculates(request)
             # If it speculates, the pages of those that don't will lack the drafter's keys and values.
@@ -153,7 +171,11 @@ class Scheduler:
             if verdict is Verdict.NO_ROOM:
                 break
             self.waiting.remove(state)
-            self.totals.entered(request)
+            self.stepped_back.pop(state, None)
+            self.totals.recomputed_tokens += state.recomputed
+            if not request.has_entered:
+                self.totals.entered(request)
+                request.has_entered = True
             entries.append(self._entry(state, speculates))
             self.batch.add(state)
             self._rows_changed()
@@ -163,8 +185,10 @@ class Scheduler:
         """How a request takes the next free row."""
         request = state.request
         options, rules, _, grammar = request.choice
-        tables, encoder_input = self.admission.allocations[request].tables, self._encoder_input(request)
-        return steps.RowEntry(len(self.states), tables, options, speculates, rules, encoder_input, grammar)
+        tables = tuple(map(tuple, self.admission.allocations[request].tables))  # a copy, because tables grow
+        encoder_input = self._encoder_input(request)
+        written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
+        return steps.RowEntry(len(self.states), tables, options, speculates, rules, encoder_input, grammar, written)
 
     def next(self) -> Launch | None:
         """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
@@ -251,17 +275,11 @@ class Scheduler:
         parts: list[steps.PromptPart] = []
         states: list[RequestState | None] = []
         for (row, state), tokens in zip(entering, shares, strict=True):
-            if not tokens:
-                continue
-            prompt, end = state.request.prompt_ids, state.done + tokens
-            next_token = prompt[end] if end < len(prompt) else -1
-            encoder_input = None if state.done else self._encoder_input(state.request)
-            parts.append(steps.PromptPart(row, prompt[state.done : end], state.done, next_token, encoder_input))
-            states.append(state)
-            state.done = end
-            if next_token < 0:
-                state.runs, state.unread = True, 1
-                self._rows_changed()
+            if tokens:
+                parts.append(state.next_part(row, tokens, None if state.done else self._encoder_input(state.request)))
+                states.append(state)
+                if state.runs:
+                    self._rows_changed()
         ending = [state.request for state in states if state is not None and state.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
@@ -296,6 +314,7 @@ class Scheduler:
         for state in states:
             if state is not None:
                 state.unread += 1
+        self.pages.launched_round()
         return Launch(before, (Planned(step, states, speculates),))
 
     def _padded(self, rows: int) -> int:
@@ -363,21 +382,40 @@ class Scheduler:
             self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
+        """Ends a request, wherever it is."""
+        if state in self.states:
+            self._vacate(state)
+        else:
+            self.waiting.remove(state)
+            self.stepped_back.pop(state, None)
+        self._ended(state.request)
+
+    def _step_back(self, state: RequestState) -> None:
+        """Takes a request's row and pages for older ones.  It waits with all that it has written, and keeps its place in the
+        order of arrival.  Tokens of launches in flight are handed to it as they come.
+        """
+        self.totals.stepped_back += 1
+        insort(self.waiting, state, key=lambda state: state.arrival)
+        self.stepped_back[state] = None
+        self._vacate(state)
+
+    def _vacate(self, state: RequestState) -> None:
         """Frees the request's pages and its row."""
-        request = state.request
+        speculates = self._speculates(state.request)
         self.batch.remove(state)
-        speculates = self._speculates(request)
         self.pages.leave(state, speculates, self.speculation.pause if speculates else 0)
-        self._ended(request)
         self._rows_changed()
         self._end_pause()
         if not self.states:
             self._chunk_is_next = True
 
     def _ended(self, request: Request) -> None:
+        if request.has_entered and request.error is None:
+            self.admission.lengths.add(len(request.output.token_ids))
         self.totals.ended(request)
         self.on_end(request)
 
     def _rows_changed(self) -> None:
+        self.pages.look_again()
         if self.sharing is not None:
             self.sharing.forget()

@@ -67,16 +67,19 @@ class PrefixCache:
             node = child
         return path
 
-    def insert(self, owner: Hashable, held: Node, tokens: Sequence[int], pages: Sequence[int], drafted: bool) -> Node:
+    def insert(
+        self, owner: Hashable, held: Node, tokens: Sequence[int], pages: Sequence[int], drafted: bool, leaves: bool = False
+    ) -> Node:
         """Takes over the owner's full pages of this text.  Returns the last page's node, which the owner now uses, not `held`.
 
         held: the node that the owner has used so far.
         pages: the page numbers of the text, in order, from its very beginning.
-        drafted: whether these pages hold the drafter's keys and values.
+        drafted: whether these pages hold the drafter's keys and values.  leaves: whether the owner gives all its pages back now.
 
-        A page that is kept already stays, and the owner keeps its own copy.  But a cached page without the drafter's keys and
-        values is replaced by a page that has them, unless some sequence reads it: then this page and all pages after it stay
-        the owner's, who can offer them again when it leaves.
+        A page that is kept already stays, and the owner keeps its own copy; unless it leaves, the pages after this one stay its
+        own too, so that it never holds both copies.  A cached page without the drafter's keys and values is replaced by a page
+        that has them, unless some sequence reads it: then this page and all pages after it stay the owner's.  An owner can
+        offer again when it leaves what has stayed its own.
         """
         node = self.root
         for key, page in zip(page_keys(tokens, self.pool.page_size), pages, strict=False):
@@ -92,6 +95,8 @@ class PrefixCache:
                 self.pool.give_back(self, [child.page])
                 self.pool.pass_on(page, owner, self)
                 child.page, child.drafted = page, True
+            elif child.page != page and not leaves:
+                break
             node = child
         self.use(node)
         self.leave(held)
