@@ -27,11 +27,6 @@ from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
 
-# Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
-# rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
-# chunk that uses the whole budget.
-CAPTURE_SHARE = 4
-
 
 class Scheduler:
     """Holds waiting and running requests, and plans one launch after the other.
@@ -83,17 +78,7 @@ class Scheduler:
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        admission = self.admission
-        pages, local = admission.pool.capacity, admission.local.capacity if admission.local else 0
-        return replace(
-            self.totals,
-            running=len(self.states),
-            waiting=len(self.waiting),
-            pages_used=pages - admission.free_pages,
-            pages_total=pages,
-            local_pages_used=local - admission.free_local_pages,
-            local_pages_total=local,
-        )
+        return replace(self.totals, running=len(self.states), waiting=len(self.waiting), **self.admission.usage()._asdict())
 
     # ---- requests come and go ----
 
@@ -186,7 +171,7 @@ class Scheduler:
         request = state.request
         options, rules, _, grammar = request.choice
         tables = tuple(map(tuple, self.admission.allocations[request].tables))  # a copy, because tables grow
-        encoder_input = self._encoder_input(request)
+        encoder_input = self.admission.encoder_input(request)
         written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
         return steps.RowEntry(len(self.states), tables, options, speculates, rules, encoder_input, grammar, written)
 
@@ -276,16 +261,17 @@ class Scheduler:
         states: list[RequestState | None] = []
         for (row, state), tokens in zip(entering, shares, strict=True):
             if tokens:
-                parts.append(state.next_part(row, tokens, None if state.done else self._encoder_input(state.request)))
+                parts.append(state.next_part(row, tokens, None if state.done else self.admission.encoder_input(state.request)))
                 states.append(state)
                 if state.runs:
                     self._rows_changed()
         ending = [state.request for state in states if state is not None and state.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
-        may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         drafted = any(self._speculates(state.request) for state in states if state is not None)
-        return Planned(steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), states)
+        return Planned(
+            steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, self.budget.may_capture(cost, running)), states
+        )
 
     def _next_round(self) -> Launch:
         states = [state if state.runs else None for state in self.states]
@@ -344,14 +330,6 @@ class Scheduler:
     def _needs(self, requests: list[Request]) -> steps.Needs:
         """What a batch of these requests needs to choose its tokens."""
         return self._batch_needs.of(request.choice.needs for request in requests)
-
-    def _encoder_input(self, request: Request) -> steps.EncoderInput | None:
-        """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
-        if request.encoder_ids is None:
-            return None
-        page = self.admission.allocations[request].encoder_page
-        assert page is not None
-        return steps.EncoderInput(page, request.encoder_ids)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

@@ -19,7 +19,7 @@ from specdec.engine.pages.groups import RING_PREFILL
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages
 from specdec.engine.request import Request
-from specdec.steps import CopyPages
+from specdec.steps import CopyPages, EncoderInput
 
 # A threshold in tokens: a prompt waits for another prompt's prefill if that saves the computation of at least so many tokens.
 MIN_SHARED_TO_WAIT = 256
@@ -39,6 +39,7 @@ class PageAllocation:
     encoder_page: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
     rings: tuple[list[int] | None, ...] = (None,)
     borrowed: int = 0  # leading pages that the prefix cache has lent it
+    number: int = 0  # how many requests got pages before
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -51,6 +52,15 @@ class PrefixHit(NamedTuple):
 
     path: list[Node]
     tokens: int
+
+
+class Usage(NamedTuple):
+    """Pages that requests own or read, and all there are; see Totals."""
+
+    pages_used: int
+    pages_total: int
+    local_pages_used: int
+    local_pages_total: int
 
 
 class Admission:
@@ -87,6 +97,7 @@ class Admission:
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
         self.allocations: dict[Request, PageAllocation] = {}
         self.lengths = OutputLengths()
+        self._admitted = 0
         self._forecasts: list[RowForecast] | None = None  # of the requests that hold pages, sorted; None: some has changed
         self.lookup_tokens = self.hit_tokens = 0
         self.min_shared_to_wait = MIN_SHARED_TO_WAIT
@@ -107,6 +118,11 @@ class Admission:
         if self.local is None:
             return 0
         return self.local.num_free if self.copies is None else self.copies.num_free
+
+    def usage(self) -> Usage:
+        """How many pages are used now."""
+        pages, local = self.pool.capacity, self.local.capacity if self.local else 0
+        return Usage(pages - self.free_pages, pages, local - self.free_local_pages, local)
 
     @property
     def due_copies(self) -> list[CopyPages]:
@@ -170,15 +186,15 @@ class Admission:
             return True
         if self._forecasts is None:
             self._forecasts = sorted(
-                self._forecast(other, len(held.table) - held.borrowed) for other, held in self.allocations.items()
+                self._forecast(other, len(held.table) - held.borrowed, held.number) for other, held in self.allocations.items()
             )
         own = self.pool.pages_for(self.tokens_to_enter(request)) - len(found.path)
-        growth = most_growth([*self._forecasts, self._forecast(request, own)], self.pool.page_size)
+        growth = most_growth([*self._forecasts, self._forecast(request, own, self._admitted)], self.pool.page_size)
         return own + growth <= self.free_pages - sum(not node.users for node in found.path)
 
-    def _forecast(self, request: Request, pages: int) -> RowForecast:
+    def _forecast(self, request: Request, pages: int, number: int) -> RowForecast:
         written = len(request.output.token_ids)
-        return RowForecast(self.lengths.rest(written, request.sampling.max_tokens - written), pages)
+        return RowForecast(self.lengths.rest(written, request.sampling.max_tokens - written, number), pages)
 
     def should_wait(self, request: Request, found: PrefixHit, others: Sequence[Request]) -> bool:
         """Whether the request had better enter after the texts of `others` have run.
@@ -206,7 +222,8 @@ class Admission:
         local = self._local_ring(request, found)  # before a node is evicted, and its copy with it
         self._make_room(own)
         pages = [node.page for node in found.path] + self.pool.admit(request, needed, have)
-        held = PageAllocation(_around(pages, entries), found.tokens, node, borrowed=have)
+        held = PageAllocation(_around(pages, entries), found.tokens, node, borrowed=have, number=self._admitted)
+        self._admitted += 1
         held.rings = (None if self.pool.ring is None else pages,)
         if local is not None:
             held.local, held.rings = _around(local, entries), (*held.rings, local)
@@ -214,7 +231,7 @@ class Admission:
             held.encoder_page = self._free_encoder_pages.pop()
         self.allocations[request] = held
         if self._forecasts is not None:
-            insort(self._forecasts, self._forecast(request, own))
+            insort(self._forecasts, self._forecast(request, own, held.number))
         if self.cache is not None and not request.has_entered:
             self.lookup_tokens += len(request.prompt_ids)
             self.hit_tokens += found.tokens
@@ -244,6 +261,14 @@ class Admission:
             first = len(found.path) - len(sources)
             self.copies.orders.add(sources, [ring[i % len(ring)] for i in range(first, len(found.path))])
         return ring
+
+    def encoder_input(self, request: Request) -> EncoderInput | None:
+        """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
+        if request.encoder_ids is None:
+            return None
+        page = self.allocations[request].encoder_page
+        assert page is not None
+        return EncoderInput(page, request.encoder_ids)
 
     # ---- pages for more tokens ----
 

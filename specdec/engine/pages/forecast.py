@@ -6,17 +6,16 @@ was too low, rows step back; if it was too high, requests wait although they wou
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import NamedTuple
 
 KEPT = 256  # lengths of the last outputs
 # Before anything was measured, an output is taken to go on for so many tokens, or for as many as it has already.  Later that
 # weighs as much as GUESSES outputs.
 GUESS, GUESSES = 256, 4
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole parts, are spread evenly however many there are
 
 
 class OutputLengths:
@@ -25,7 +24,6 @@ class OutputLengths:
     def __init__(self) -> None:
         self._last: deque[int] = deque()
         self._sorted: list[int] = []
-        self._sums = [0]  # of the first i of _sorted
 
     def add(self, length: int) -> None:
         """An output has ended."""
@@ -33,18 +31,17 @@ class OutputLengths:
             self._sorted.pop(bisect_left(self._sorted, self._last.popleft()))
         self._last.append(length)
         insort(self._sorted, length)
-        self._sums = list(accumulate(self._sorted, initial=0))
 
-    def rest(self, written: int, most: int) -> int:
-        """How many more tokens an output is expected to get that has so many, and may get at most `most`: the mean of what
-        longer outputs got, and of some guesses.
+    def rest(self, written: int, most: int, number: int) -> int:
+        """How many more tokens an output may well get that has so many, and can get at most `most`.
+
+        It is a quantile of what longer outputs got.  number: which one; so outputs of different numbers are expected to end at
+        different times, as outputs do, and not all together at the mean.
         """
-        above, capped = bisect_right(self._sorted, written), bisect_left(self._sorted, written + most)
-        capped = max(above, capped)
-        longer = len(self._sorted) - above
-        tokens = self._sums[capped] - self._sums[above] - written * (capped - above) + most * (len(self._sorted) - capped)
-        guess = min(most, max(GUESS, written))
-        return math.ceil((tokens + GUESSES * guess) / (longer + GUESSES))
+        above = bisect_right(self._sorted, written)
+        place = above + int(number * GOLDEN % 1 * (len(self._sorted) - above + GUESSES))
+        rest = self._sorted[place] - written if place < len(self._sorted) else max(GUESS, written)
+        return min(most, rest)
 
 
 class RowForecast(NamedTuple):

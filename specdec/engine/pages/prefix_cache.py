@@ -74,7 +74,8 @@ class PrefixCache:
 
         held: the node that the owner has used so far.
         pages: the page numbers of the text, in order, from its very beginning.
-        drafted: whether these pages hold the drafter's keys and values.  leaves: whether the owner gives all its pages back now.
+        drafted: whether these pages hold the drafter's keys and values.
+        leaves: whether the owner gives all its pages back now.
 
         A page that is kept already stays, and the owner keeps its own copy; unless it leaves, the pages after this one stay its
         own too, so that it never holds both copies.  A cached page without the drafter's keys and values is replaced by a page

@@ -81,7 +81,7 @@ def test_random_traffic_in_a_tiny_pool(kinds: list[LayerKind], caching: bool, mo
         while more or not engine.is_idle:
             steps += 1
             if optimism:  # everybody expects to end soon, so that many enter and step back
-                scheduler.admission.lengths.rest = lambda written, most: 1  # type: ignore[method-assign]
+                scheduler.admission.lengths.rest = lambda written, most, number: 1  # type: ignore[method-assign]
             if more and rng.random() < 0.3:
                 for request in [next(coming, None) for _ in range(rng.randrange(1, 4))]:
                     more = more and request is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -251,6 +253,35 @@ class Hooks:
         yield
         self.settle()
         self._scheduler.pages.admission = whole
+
+    @contextmanager
+    def stepping_back(self, chance: random.Random, each: float) -> Iterator[Counter[Request]]:
+        """Inside the block, before each step with that probability, some row steps back, the oldest one too.
+
+        Gives the number of times by request.
+        """
+        scheduler, counts = self._scheduler, Counter[Request]()
+        grow = scheduler.grow
+
+        def growing() -> Any:
+            if scheduler.states and chance.random() < each:
+                state = chance.choice(scheduler.states)
+                counts[state.request] += 1
+                scheduler._step_back(state)
+            return grow()
+
+        with patch.object(scheduler, "grow", growing):
+            yield counts
+
+    @property
+    def stepped_back(self) -> tuple[int, int]:
+        """How often rows have stepped back, and how many tokens were computed again for it."""
+        totals = self._scheduler.totals
+        return totals.stepped_back, totals.recomputed_tokens
+
+    def expect_short_outputs(self) -> None:
+        """From now on requests enter as though every output were about to end, so that rows must step back."""
+        self._scheduler.admission.lengths.rest = lambda written, most, number: 1
 
     def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
         """Makes these run what rounds give to CUDA graphs: whole rounds, or their phases."""
