@@ -216,8 +216,11 @@ class Driver(Hooks):
     @contextmanager
     def leave_room_for(self, *tokens: int) -> Iterator[None]:
         """Takes pages away inside the block, so that the rest just fits requests of so many tokens (prompt and output)."""
-        pool = self._scheduler.admission.pool
-        pool.admit("ballast", pool.capacity * pool.page_size - sum(n + self._scheduler.admission.lookahead for n in tokens))
+        admission, pool = self._scheduler.admission, self._scheduler.admission.pool
+        pages = pool.capacity - sum(pool.pages_for(n + admission.lookahead) for n in tokens)
+        if admission.cache is not None:
+            admission.cache.evict(max(0, pages - pool.num_free))
+        pool.lend("ballast", pages)
         yield
         pool.release("ballast")
 

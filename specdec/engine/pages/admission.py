@@ -186,15 +186,24 @@ class Admission:
             return True
         if self._forecasts is None:
             self._forecasts = sorted(
-                self._forecast(other, len(held.table) - held.borrowed, held.number) for other, held in self.allocations.items()
+                self._forecast(other, len(held.table), len(held.table) - held.borrowed, held.number)
+                for other, held in self.allocations.items()
             )
+        growth = most_growth([*self._forecasts, self._forecast_entry(request, found, self._admitted)])
         own = self.pool.pages_for(self.tokens_to_enter(request)) - len(found.path)
-        growth = most_growth([*self._forecasts, self._forecast(request, own, self._admitted)], self.pool.page_size)
         return own + growth <= self.free_pages - sum(not node.users for node in found.path)
 
-    def _forecast(self, request: Request, pages: int, number: int) -> RowForecast:
-        written = len(request.output.token_ids)
-        return RowForecast(self.lengths.rest(written, request.sampling.max_tokens - written, number), pages)
+    def _forecast(self, request: Request, entries: int, freed: int, number: int) -> RowForecast:
+        """entries: of its page table.  freed: see RowForecast.  number: see OutputLengths.rest."""
+        written, needed, entries_for = len(request.output.token_ids), self.tokens_needed(request), self.pool.table_pages
+        now = min(request.num_tokens + self.lookahead, needed)
+        end = min(now + self.lengths.rest(written, request.sampling.max_tokens - written, number), needed)
+        rest = entries_for(end) - entries_for(now)
+        return RowForecast(rest, min(rest, max(0, entries - entries_for(now))), freed)
+
+    def _forecast_entry(self, request: Request, found: PrefixHit, number: int) -> RowForecast:
+        entries = self.pool.table_pages(self.tokens_to_enter(request))
+        return self._forecast(request, entries, entries - len(found.path), number)
 
     def should_wait(self, request: Request, found: PrefixHit, others: Sequence[Request]) -> bool:
         """Whether the request had better enter after the texts of `others` have run.
@@ -231,7 +240,7 @@ class Admission:
             held.encoder_page = self._free_encoder_pages.pop()
         self.allocations[request] = held
         if self._forecasts is not None:
-            insort(self._forecasts, self._forecast(request, own, held.number))
+            insort(self._forecasts, self._forecast_entry(request, found, held.number))
         if self.cache is not None and not request.has_entered:
             self.lookup_tokens += len(request.prompt_ids)
             self.hit_tokens += found.tokens

@@ -45,23 +45,25 @@ class OutputLengths:
 
 
 class RowForecast(NamedTuple):
-    """What is expected of a row.
+    """What is expected of a row, in pages.
 
-    rest: tokens that it will still get.  freed: pages that it gives back at its end.
+    rest: the pages of the tokens that it will still get.  ahead: those of them that it holds already, at most all.
+    freed: what it gives back at its end of the pages that it holds.
     """
 
     rest: int
+    ahead: int
     freed: int
 
 
-def most_growth(rows: Iterable[RowForecast], page_size: int) -> int:
+def most_growth(rows: Iterable[RowForecast]) -> int:
     """By how many pages the rows together will hold more than now, when they hold most.
 
     All rows get tokens at one pace.  When the row with the least rest ends, it gives its pages back; until then all rows grow.
     """
     by_rest = sorted(rows)
-    most = given_back = 0
-    for ended, (rest, freed) in enumerate(by_rest):
-        most = max(most, (len(by_rest) - ended) * -(-rest // page_size) - given_back)
-        given_back += freed
+    most, given_back, ahead = 0, 0, sum(row.ahead for row in by_rest)
+    for ended, row in enumerate(by_rest):
+        most = max(most, (len(by_rest) - ended) * row.rest - ahead - given_back)
+        given_back, ahead = given_back + row.freed, ahead - row.ahead
     return most

@@ -256,16 +256,15 @@ class Hooks:
 
     @contextmanager
     def stepping_back(self, chance: random.Random, each: float) -> Iterator[Counter[Request]]:
-        """Inside the block, before each step with that probability, some row steps back, the oldest one too.
-
-        Gives the number of times by request.
+        """Inside the block, before each step with that probability, one of the rows that did so least often steps back, each at
+        most three times.  Gives the number of times by request.
         """
         scheduler, counts = self._scheduler, Counter[Request]()
         grow = scheduler.grow
 
         def growing() -> Any:
-            if scheduler.states and chance.random() < each:
-                state = chance.choice(scheduler.states)
+            state = min(scheduler.states, key=lambda state: (counts[state.request], chance.random()), default=None)
+            if state is not None and counts[state.request] < 3 and chance.random() < each:
                 counts[state.request] += 1
                 scheduler._step_back(state)
             return grow()
