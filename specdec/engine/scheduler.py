@@ -22,7 +22,7 @@ from specdec.engine.launches.rows import BatchRows
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
-from specdec.engine.pages.text_pages import TextPages, Verdict
+from specdec.engine.pages.text_pages import EntryDecision, TextPages
 from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
@@ -151,9 +151,9 @@ class Scheduler:
             # If it speculates, the pages of those that don't will lack the drafter's keys and values.
             entering = [other for other in self.states if not other.runs and speculates <= self._speculates(other.request)]
             verdict = self.pages.enter(state, speculates, entering)
-            if verdict is Verdict.WAITS:
+            if verdict is EntryDecision.WAITS:
                 continue
-            if verdict is Verdict.NO_ROOM:
+            if verdict is EntryDecision.NO_ROOM:
                 break
             self.waiting.remove(state)
             self.stepped_back.pop(state, None)

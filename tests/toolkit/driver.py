@@ -217,9 +217,7 @@ class Driver(Hooks):
     def leave_room_for(self, *tokens: int) -> Iterator[None]:
         """Takes pages away inside the block, so that the rest just fits requests of so many tokens (prompt and output)."""
         admission, pool = self._scheduler.admission, self._scheduler.admission.pool
-        pages = pool.capacity - sum(pool.pages_for(n + admission.lookahead) for n in tokens)
-        if admission.cache is not None:
-            admission.cache.evict(max(0, pages - pool.num_free))
+        admission.make_room(pages := pool.capacity - sum(pool.pages_for(n + admission.lookahead) for n in tokens))
         pool.lend("ballast", pages)
         yield
         pool.release("ballast")

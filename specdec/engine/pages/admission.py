@@ -229,7 +229,7 @@ class Admission:
                 self.cache.leave(node)
                 return False
         local = self._local_ring(request, found)  # before a node is evicted, and its copy with it
-        self._make_room(own)
+        self.make_room(own)
         pages = [node.page for node in found.path] + self.pool.admit(request, needed, have)
         held = PageAllocation(_around(pages, entries), found.tokens, node, borrowed=have, number=self._admitted)
         self._admitted += 1
@@ -251,7 +251,7 @@ class Admission:
         """For how many tokens the request gets pages of `pool` as it enters.  A ring is never given in parts."""
         return self.tokens_to_enter(request) if self.pool.ring is None else self.tokens_needed(request)
 
-    def _make_room(self, count: int) -> None:
+    def make_room(self, count: int) -> None:
         """Has at least so many pages free in the pool.  Kept ones go that were used least recently."""
         if self.cache is not None:
             self.cache.evict(max(0, count - self.pool.num_free))
@@ -297,7 +297,7 @@ class Admission:
         """Gives the request pages for so many tokens, which are there.  Returns the new entries of each group's table."""
         held, first, count = self.allocations[request], self.entries(request), self.entries_lacking(request, tokens)
         lacking = self.pages_lacking(request, tokens)
-        self._make_room(lacking)
+        self.make_room(lacking)
         lent, self._forecasts = self.pool.lend(request, lacking), None
         more = [lent if ring is None else [ring[i % len(ring)] for i in range(first, first + count)] for ring in held.rings]
         for table, pages in zip(held.tables, more, strict=True):
@@ -332,7 +332,8 @@ class Admission:
         if self.copies is not None:
             assert allocation.local is not None
             first = self.copies.first_needed(allocation.start // self.pool.page_size)
-            self.copies.keep(self.cache.path(allocation.node), allocation.local, first, reach, drafted)
+            path = self.cache.find(tokens, drafted=False)  # also pages of which the request has its own
+            self.copies.keep(path, allocation.local, first, reach, drafted)
 
     def leave(self, request: Request) -> None:
         """Gives back all pages that the request owns or has borrowed.

@@ -20,7 +20,7 @@ from specdec.steps import PromptPart, RowGrowth
 AHEAD, FREE_SHARE = 128, 4
 
 
-class Verdict(Enum):
+class EntryDecision(Enum):
     """Whether a request may enter.  WAITS: it had better wait for another one's prompt; those after it need not."""
 
     ENTERS, WAITS, NO_ROOM = range(3)
@@ -38,7 +38,7 @@ class TextPages:
 
     # ---- requests enter and leave ----
 
-    def enter(self, state: RequestState, speculates: bool, entering: Sequence[RequestState]) -> Verdict:
+    def enter(self, state: RequestState, speculates: bool, entering: Sequence[RequestState]) -> EntryDecision:
         """Gives a request that waits its pages, if it may enter.
 
         speculates: whether it needs the drafter's keys and values.  entering: whose prompts it may have pages of once they have
@@ -47,14 +47,14 @@ class TextPages:
         request, admission = state.request, self.admission
         found = admission.find(request, speculates)
         if found is None:
-            return Verdict.NO_ROOM
+            return EntryDecision.NO_ROOM
         others = [other.request for other in entering]
         if others and admission.should_wait(request, found, others):
-            return Verdict.WAITS
+            return EntryDecision.WAITS
         if not (admission.foresees_room(request, found) and admission.admit(request, found)):
-            return Verdict.NO_ROOM
+            return EntryDecision.NO_ROOM
         state.begin(admission.allocations[request].start)
-        return Verdict.ENTERS
+        return EntryDecision.ENTERS
 
     def ran(self, state: RequestState, part: PromptPart, drafted: bool) -> None:
         """A part of the text is on its way, so other requests can share its pages.  drafted: whether the drafter reads it."""

@@ -269,8 +269,9 @@ class Hooks:
                 scheduler._step_back(state)
             return grow()
 
-        with patch.object(scheduler, "grow", growing):
-            yield counts
+        scheduler.grow = growing
+        yield counts
+        del scheduler.grow
 
     @property
     def stepped_back(self) -> tuple[int, int]:

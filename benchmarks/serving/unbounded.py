@@ -1,7 +1,7 @@
 """Chats that name no max_tokens beside the same chats with exact ones: how many run together, and tokens a second.
 
-    python benchmarks serving.open_chats --out benchmarks/serving/results/open_chats.json
-    python benchmarks serving.open_chats --tiny   (the shipped pair on a CPU: whether this script works, no numbers)
+    python benchmarks serving.unbounded --out benchmarks/serving/results/unbounded.json
+    python benchmarks serving.unbounded --tiny   (the shipped pair on a CPU: whether this script works, no numbers)
 
 The Llama-3.1-8B shape with an EAGLE-3 head of the real shape, random bf16 weights, the chain (5,1,6) with forced acceptance of
 0.75 a level, 131,072 tokens of context, 32 rows.  32 prompts of 300 to 1,500 random ids arrive at once; their outputs end after
