@@ -190,10 +190,12 @@ class Drafter(ABC):
     """Proposes trees for the running batch.
 
     caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
+    head: whose weights it reads, if these may hold experts.
     """
 
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
+    head: DraftModel | None = None
 
     @abstractmethod
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:

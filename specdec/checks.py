@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILE = 256 << 20  # bytes of a file that people write
+UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 
 class PromptTooLong(ValueError):
@@ -63,6 +65,38 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
         hint = f"; nearest setting that works: {works}"
         raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
     return float(value)
+
+
+def bytes_of(text: str) -> int | None:
+    """80GB, 75.5 GiB or 512M as a number of bytes; None if it is no such text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        return None
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def require_memory(name: str, value: Any) -> int | float:
+    """A number of bytes as an int, or a share of what is free as a float below 1; texts such as "2GiB" and "0.5" are read."""
+    expected = f"{name} must be a number of bytes, a size such as '2GiB', or a share of the free memory below 1, got {value!r}"
+    nearest = f"nearest setting that works: {name}="
+    if isinstance(value, str):
+        size = bytes_of(value)
+        if size is None:
+            try:
+                size = float(value)
+            except ValueError:
+                raise ValueError(f"{expected}; {nearest}'auto'") from None
+    elif is_number(type(value), Real):
+        size = value
+    else:
+        raise TypeError(f"{expected} of type {type(value).__name__}; {nearest}'auto'")
+    if not 0 < size < math.inf:
+        raise ValueError(f"{expected}; {nearest}'auto'")
+    if size < 1:
+        return float(size)
+    if size != int(size):
+        raise ValueError(f"{expected}; {nearest}{int(size)}")
+    return int(size)
 
 
 def require_bool(name: str, value: Any, nearest: bool) -> bool:

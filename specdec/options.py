@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from specdec.checks import is_number, nearest_name, require_bool, require_choice, require_int, store
+from specdec.checks import is_number, nearest_name, require_bool, require_choice, require_int, require_memory, store
 from specdec.config import GraphMode
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Setting:
     bounds: tuple[int, float | Callable[[], int]] | None = None  # the upper one is a function where the machine decides
     pattern: tuple[str, str] | None = None  # a regular expression and what it stands for
     word: str | None = None  # a value besides numbers, where the default is a number
+    others: Callable[[str, Any], Any] | None = None  # reads values besides the default, by the option's name and the value
     metavar: str | None = None  # what the command line calls the value, if it is no number
     decided_by: Mapping[str, str] = field(default_factory=dict)  # commands without a flag for it, and what their help says
 
@@ -56,6 +57,8 @@ class Setting:
         """The value, numbers as Python's own.  ValueError or TypeError unless it is allowed."""
         if self.choices:
             return require_choice(name, value, self.choices, default)
+        if self.others is not None:
+            return value if value == default and type(value) is type(default) else self.others(name, value)
         if isinstance(default, bool):
             return require_bool(name, value, default)
         if self.pattern is not None:
@@ -140,6 +143,17 @@ class EngineOptions:
         "DeepSeek's dims instead of 1,152.",
         choices=("auto", "fp8", "int8", "int8_keys", "fp8_ds_mla"),
     )
+    kv_cache_memory: str | int | float = option(
+        "auto",
+        "memory of a process for keys and values: bytes, a size such as 2GiB, or a share of what is free below 1; auto: what "
+        "max_batch_size longest requests need, or most of what is free",
+        details="A pool that holds less than max_batch_size requests of max_seq_len serves them too: requests take pages as "
+        "their texts grow, and wait where there are none.  A request that would not fit alone is refused.  More than is free "
+        "is refused; more than max_batch_size longest requests need is taken only with prefix_caching, which keeps earlier "
+        "texts in it.",
+        others=require_memory,
+        metavar="SIZE",
+    )
     int8_queries: bool = option(
         False,
         "round queries to int8 too where keys are kept in int8 (kv_cache_dtype int8 or int8_keys), one scale a query and head",
@@ -190,6 +204,15 @@ class EngineOptions:
     )
     tensor_parallel_size: int = option(
         1, "processes that hold the models together, each a share of every layer", bounds=(1, 64)
+    )
+    expert_parallel: str = option(
+        "auto",
+        "how processes share a mixture's experts: a part of each expert (tensor), whole experts, some each (experts), or what "
+        "reads fewer bytes (auto)",
+        details="It is for tensor_parallel_size above 1.  Attention, shared experts and dense layers are always shared by "
+        "parts, and every process has the router.  With experts, numbers need not divide evenly: the last processes may have "
+        "fewer experts, or none.",
+        choices=("auto", "tensor", "experts"),
     )
     decode_context_parallel_size: int = option(
         1,

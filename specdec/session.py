@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
@@ -28,6 +28,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
+from specdec.runner.workers import Workers
 from specdec.steps import ForceAcceptance, Pass, PromptPart, RunChunk, RunMixed, RunRound, TimePhases, Try
 
 R = TypeVar("R")
@@ -250,6 +251,20 @@ class Session:
             for request in self._submitted:
                 self.decoder.engine.cancel(request)
         self._submitted.clear()
+
+    @contextmanager
+    def counted_experts(self) -> Iterator[Callable[[], dict[nn.Module, int]]]:
+        """Inside, rounds count the experts that they choose, from zero.  That slows rounds, whose graphs are captured anew.
+
+        Yields what says how many distinct experts of each mixture were chosen since the last call, in each pass for itself; it
+        waits for the device.
+        """
+        self.on_all_ranks(Workers.count_experts, True)
+        self.on_all_ranks(Workers.take_chosen)
+        try:
+            yield lambda: self.on_all_ranks(Workers.take_chosen)
+        finally:
+            self.on_all_ranks(Workers.count_experts, False)
 
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseTimes]:

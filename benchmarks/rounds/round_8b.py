@@ -29,7 +29,7 @@ from torch import nn
 
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Workload, full_rounds, rounds_in
+from specdec.bench.profile import Workload, chosen_experts, full_rounds, rounds_in
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
@@ -219,12 +219,14 @@ def measure(
     settle = 8 if traced else 100  # compiles, captures; "auto" tries other numbers of levels first
     full_rounds(work, session.step, settle)
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
-    limit = byte_limit(model, head if spec else None, spec, case.batch, case.context)
+    chosen = chosen_experts(work, rounds)
+    limit = byte_limit(model, head if spec else None, spec, case.batch, case.context, chosen=chosen)
     row: dict[str, Any] = {
         **case._asdict(), "deterministic": deterministic,
         "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
         "ms": 1e3 * median(wall for wall, _ in found), "host_ms": 1e3 * median(wall - waited for wall, waited in found),
         "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth, "bytes": limit.total,
+        "experts": limit.target_experts and limit.target_experts.chosen,
     }  # fmt: skip
     if not traced:
         row["mean_ms"] = 1e3 * sum(wall for wall, _ in found) / len(found)

@@ -3,29 +3,41 @@
     python benchmarks rounds.round_mixture --layers 8 --rounds 40 --out round_mixture.json
     python benchmarks rounds.round_mixture --model gpt-oss-20b --only plain:1
     python benchmarks rounds.round_mixture --layers 8 --deterministic --no-trace
+    python benchmarks rounds.round_mixture --ranks 2 --no-trace --out benchmarks/rounds/results/round_mixture_2.json
 
-Tokens choose nearly at random with random weights.  The printed limit counts every expert, as if all were chosen; what so many
-tokens read of them under a uniform choice is said beside it.
+Tokens choose nearly at random with random weights.  The printed limit counts the experts that they chose.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rounds.round_8b import Case, measure, random_pair, show, this_gpu
+from rounds.round_8b import Case, measure, random_pair, show
+from specdec.config import SpecConfig
+from specdec.loading.pair import Loaded
+from specdec.loading.ranks import Ranks
+from specdec.loading.resolve import resolve_device, resolve_settings
 from specdec.models.causal_lm import MakeLayer
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
+from specdec.models.mixtures.dividing import ExpertSharing, ExpertSizes, chosen_by, chosen_of_fullest, summed_bytes
 from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.models.sharding import share_of, with_sharing
 from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.routing import RouterRule
+from specdec.options import EngineOptions
+from specdec.parallel.group import Group
+from specdec.parallel.shard import Shard
 
 MODELS: dict[str, tuple[ModelConfig, MakeLayer]] = {
     "Qwen3-30B-A3B": (
@@ -58,14 +70,6 @@ CASES = (
 )
 
 
-def uniform_bytes(config: ModelConfig, tokens: int) -> float:
-    """What so many tokens read of all layers' experts in 16 bits, if each chooses its experts at random."""
-    experts = config.experts
-    assert experts is not None
-    chosen = experts.count * (1 - (1 - experts.router.top_k / experts.count) ** tokens)
-    return config.num_layers * chosen * 3 * experts.intermediate_size * config.hidden_size * 2
-
-
 def fill_buffers(model: nn.Module) -> None:
     """Random numbers for what a checkpoint would bring in float32."""
     for module in model.modules():
@@ -74,34 +78,85 @@ def fill_buffers(model: nn.Module) -> None:
                 setattr(module, name, nn.Buffer(0.02 * torch.randn(buffer.shape, device=buffer.device)))
 
 
+class RandomMixture(NamedTuple):
+    """What every rank makes its share of: so many layers of a model.  sharing: how ranks share its experts."""
+
+    model: str
+    layers: int
+    sharing: str
+    options: EngineOptions
+
+    @property
+    def config(self) -> ModelConfig:
+        whole = replace(MODELS[self.model][0], num_layers=self.layers, layer_kinds=(), kv_source=())
+        return with_sharing(whole, ExpertSharing(self.sharing == "experts", ""))
+
+    def check(self, size: int) -> None:
+        share_of(self.config, Shard(0, size))
+
+    def load(self, group: Group, options: EngineOptions) -> Loaded:
+        torch.manual_seed(0)  # so that what all ranks hold alike is alike
+        device, layer = resolve_device(options.device), MODELS[self.model][1]
+        model, head = random_pair(4096, device, self.config, (0, 1, self.layers - 1), group, layer)
+        torch.manual_seed(1)  # routers again: a rank may have drawn more biases
+        fill_buffers(model)
+        return model, head, resolve_settings(options, SpecConfig(5, 1, 6), model.config), Path("/nonexistent")
+
+
+def expected(config: ModelConfig, tokens: int, ranks: int) -> str:
+    """What dividing.py counts of a layer of the fullest rank, if tokens choose at random."""
+    assert config.experts is not None
+    E, K, width = config.experts.count, config.experts.router.top_k, config.experts.intermediate_size
+    sizes = ExpertSizes(config.hidden_size, 16, steps=False)
+    cut = chosen_by(tokens, E, K) * sizes.expert_bytes(width // ranks)
+    whole = chosen_of_fullest(tokens, E, K, ranks) * sizes.expert_bytes(width)
+    sent = summed_bytes(tokens, config.hidden_size, ranks)
+    return f"tensor reads {cut / 1e6:.1f} MB a layer, experts {whole / 1e6:.1f}; a rank sends {sent / 1e3:.1f} kB"
+
+
+def measure_ways(args: argparse.Namespace, ranks: Ranks, options: EngineOptions) -> Iterator[dict[str, Any]]:
+    """Every case that was asked for, with the experts shared in each way."""
+    for sharing in args.experts if args.ranks > 1 else ["tensor"]:
+        wanted = RandomMixture(args.model, args.layers, sharing, options)
+        model, head, _, _ = ranks.load(wanted)
+        for case in CASES:
+            if args.only and not case.name.startswith(tuple(args.only)):
+                continue
+            row = measure(
+                model, head, case, args.rounds, "round", traced=not args.no_trace, deterministic=args.deterministic, ranks=ranks
+            )
+            row |= {"model": args.model, "layers": args.layers, "ranks": args.ranks, "sharing": sharing}
+            show(row)
+            print(f"         {row['experts']:.1f} experts a layer on the first rank", flush=True)
+            if args.ranks > 1:
+                tokens = case.batch * (1 if case.spec == "plain" else int(case.spec.rpartition(",")[2]))
+                print(f"         {sharing}; expected: {expected(wanted.config, tokens, args.ranks)}", flush=True)
+            yield row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Qwen3-30B-A3B")
     parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers are made")
     parser.add_argument("--only", nargs="+", help="cases whose spec:batch:context starts with one of these")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that hold the models together")
+    parser.add_argument(
+        "--experts", nargs="+", choices=("tensor", "experts"), default=("tensor", "experts"), help="ways of ranks"
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    torch.manual_seed(0)
-    whole, layer = MODELS[args.model]
-    config = replace(whole, num_layers=args.layers, layer_kinds=(), kv_source=())
-    model, head = random_pair(4096, torch.device("cuda", 0), config, (0, 1, args.layers - 1), make_layer=layer)
-    fill_buffers(model)
-    rows = []
-    for case in CASES:
-        if args.only and not case.name.startswith(tuple(args.only)):
-            continue
-        row = measure(model, head, case, args.rounds, "round", traced=not args.no_trace, deterministic=args.deterministic)
-        tokens = case.batch * (1 if case.spec == "plain" else int(case.spec.rpartition(",")[2]))
-        row |= {"model": args.model, "layers": args.layers}
-        row["experts_ms"] = 1e3 * uniform_bytes(config, tokens) / this_gpu().read_bandwidth
-        show(row)
-        print(f"         experts of a uniform choice: {row['experts_ms']:.3f} ms", flush=True)
-        rows.append(row)
-    if args.out:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+    options = EngineOptions(device="cuda", dtype="bfloat16", tensor_parallel_size=args.ranks)
+    ranks, rows = Ranks(options), []
+    try:
+        for row in measure_ways(args, ranks, options):
+            rows.append(row)
+            if args.out:
+                args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+    finally:
+        ranks.close()
 
 
 if __name__ == "__main__":

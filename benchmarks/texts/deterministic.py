@@ -45,8 +45,10 @@ from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.diffllama.modules import DifferentialAttention, diffllama_layer
 from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.target import Target
+from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.shipped import draft_folder, prompts_file, target_folder
@@ -81,6 +83,13 @@ MODELS: dict[str, ModelConfig | None] = {
         FEW, family="qwen3_moe", hidden_size=2048, intermediate_size=6144, vocab_size=102400, num_heads=32, num_kv_heads=4,
         qk_norm=True, has_experts=True,
         experts=ExpertsConfig(128, 768, RouterRule(8, "softmax", normed=True), shared_size=768, shared_gated=True),
+    ),
+    "clamped": replace(  # experts of gpt-oss-20b, under heads without sinks
+        FEW, family="gpt_oss", hidden_size=2880, intermediate_size=2880, vocab_size=102400, num_heads=64, num_kv_heads=8,
+        head_dim=64, has_experts=True,
+        experts=ExpertsConfig(
+            32, 2880, RouterRule(4, "softmax of chosen", biased=True), gate=SwiGLU(1.702, 7.0), biased=True, kept_float32=True,
+        ),
     ),
     "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
         family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
@@ -194,8 +203,9 @@ def models_of(name: str, max_positions: int) -> tuple[Target, EagleHead, Tokeniz
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         for module in model.modules():
-            if isinstance(module, Router) and module.rule.corrected:
-                module.correction_E = torch.nn.Buffer(0.02 * torch.randn(module.count, device=device))
+            if isinstance(module, Router):
+                for part, buffer in module.named_buffers(recurse=False):
+                    setattr(module, part, torch.nn.Buffer(0.02 * torch.randn(buffer.shape, device=device)))
             elif isinstance(module, DifferentialAttention):
                 module.factor = torch.nn.Buffer(torch.tensor(0.3, device=device))
         head = random_pair(max_positions, device, replace(like_target, num_layers=3), AUX_LAYERS)[1]

@@ -51,6 +51,8 @@ class DraftWorker(PausingDrafter[EagleRows]):
     shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
     """
 
+    head: StepHead
+
     def __init__(self, head: StepHead, context: DrafterContext, shares_noise: bool = True) -> None:
         self.head, self.backend = head, context.backend
         self.topk = context.max_topk  # of the first level that rows keep

@@ -39,7 +39,7 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         spec.family,
         "the target's publisher, with the target",
         head,
-        {MTP_COUNT: f"{model.num_layers}, in {', '.join(f'{prefix}.*' for prefix in spec.prefixes)}"},
+        {MTP_COUNT: f"{model.num_layers}, in {', '.join(f'{prefix}*' for prefix in spec.prefixes)}"},
         {name: list(shape) for name, shape in stored_tensors(checkpoint, spec).items()},
         {name: f"repeats {own}" for name, own in held.items()},
     )

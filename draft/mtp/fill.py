@@ -17,12 +17,12 @@ def empty_mtp(spec: MtpSpec) -> MtpHead:
 
 def fill(head: MtpHead, checkpoint: Checkpoint) -> None:
     """All layers, of a rank's share or whole."""
-    spec, names = head.spec, head.spec.names
+    spec = head.spec
     halves = (lambda rows: rows.roll(rows.shape[1] // 2, dims=1)) if spec.rules.hidden_first else None
-    for index, prefix in enumerate(spec.prefixes):
+    for index, names in enumerate(spec.layers):
         layer = head.layer(index)
         norms = {names.embed_norm: layer.embed_norm, names.hidden_norm: layer.hidden_norm, names.norm: layer.norm}
         for name, norm in norms.items():
-            fill_norm(norm, checkpoint, f"{prefix}.{name}")
-        fill_dense(layer.join, checkpoint, f"{prefix}.{names.join}", halves)
-        fill_layer(layer.block, checkpoint, prefix, spec.block.parts)
+            fill_norm(norm, checkpoint, name)
+        fill_dense(layer.join, checkpoint, names.join, halves)
+        fill_layer(layer.block, checkpoint, names.block, spec.block.parts)

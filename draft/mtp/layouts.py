@@ -17,7 +17,10 @@ from specdec.models.deepseek.config import parse_experts, said
 from specdec.models.deepseek.loader import PARTS
 from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.keys.shared import MTP_COUNT
+from specdec.models.mixtures.families.ernie4_5_moe import parse_ernie4_5_moe
 from specdec.models.mixtures.families.glm4_moe import parse_glm4_moe
+from specdec.models.mixtures.families.hy_v3 import parse_hy_v3
+from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.mixtures.loader import mixture_layer
 
 
@@ -35,9 +38,8 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
     path = config_path(folder)
     family, where = FAMILIES.get(target.family), str(path)
     if family is None:
-        lacks = f", of whose layers it lacks {LACKS[target.family]}" if target.family in LACKS else ""
         raise ValueError(
-            f"draft='mtp' runs the MTP layers of {', '.join(FAMILIES)} targets, got a {target.family} target{lacks} ({where}); "
+            f"draft='mtp' runs the MTP layers of {', '.join(FAMILIES)} targets, got a {target.family} target ({where}); "
             "nearest setting that works: draft='ngram', or the folder of a draft head"
         )
     if target.mtp_layers == 0:
@@ -53,8 +55,12 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
     layer = family.read(read_json(path), target, where)
     kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
     model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)
-    prefixes = tuple(prefix.removesuffix(".") for prefix in mtp_prefixes(target))
-    return MtpSpec(target.family, model, prefixes, family.names, family.rules, family.block)
+    if model.experts is not None and target.experts is not None:
+        model = replace(model, experts=replace(model.experts, divided=target.experts.divided))
+    prefixes = [prefix.removesuffix(".") for prefix in mtp_prefixes(target)]
+    each = len(prefixes) // target.mtp_layers
+    by_layer = tuple(tuple(prefixes[first : first + each]) for first in range(0, len(prefixes), each))
+    return MtpSpec(target.family, model, by_layer, family.names, family.rules, family.block)
 
 
 def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
@@ -77,6 +83,22 @@ def _glm4(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     return replace(parse_glm4_moe({**raw, "first_k_dense_replace": 0}, where), quantization=target.quantization)
 
 
+def _hy_v3(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
+    """Ordinary heads, always with experts."""
+    sparse = {"mlp_layer_types": ["sparse"] * target.num_layers, "first_k_dense_replace": 0}
+    return replace(parse_hy_v3({**raw, **sparse}, where), quantization=target.quantization)
+
+
+def _ernie(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
+    """Ordinary heads, never with experts."""
+    if target.mtp_layers > 1:
+        raise ValueError(
+            f"{where}: draft='mtp' runs one MTP layer of an {target.family} target, got {MTP_COUNT} {target.mtp_layers}: what "
+            "more of them read is not known; nearest setting that works: draft='ngram'"
+        )
+    return replace(parse_ernie4_5_moe(raw, where), experts=None, has_experts=False, quantization=target.quantization)
+
+
 def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """A layer as the target's own."""
     if set(target.layer_kinds) != {FULL}:
@@ -88,19 +110,21 @@ def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
 
 
 _PLAIN, _LATENT = MtpBlock(mixture_layer, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
-_EH_COPIES = (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))
-_EH = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", _EH_COPIES)
-_MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-# transformers' MTP path is the reference of DeepSeek and GLM.  It has none for MiMo: there vLLM and SGLang agree, whose code
-# came from the publisher.
-_BY_TRANSFORMERS = MtpRules(hidden_first=False, zeroes_first=False)
-LACKS = {  # targets that load without their layers: what running these takes
-    "ernie4_5_moe": "a head without a final norm, and names of its own",
-    "hy_v3": "experts under names of its own",
-}
+_HY3 = MtpBlock(mixture_layer, MIXTURES["hy_v3"].parts)
+_EH_COPIES = (("{0}.embed_tokens.weight", "model.embed_tokens.weight"), ("{0}.shared_head.head.weight", "lm_head.weight"))
+_EH = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.shared_head.norm", copies=_EH_COPIES)
+_EH_HY3 = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.final_layernorm")
+_MIMO = MtpNames("{0}.token_layernorm", "{0}.hidden_layernorm", "{0}.input_proj", "{0}.final_layernorm")
+_ERNIE = MtpNames("{0}", "{1}", "{2}", "model.norm", "{3}")
+# transformers' MTP path is the reference of DeepSeek and GLM.  It has none for the others.  MiMo: vLLM and SGLang agree, whose
+# code came from the publisher.  Hy3: SGLang's code, which Tencent signed; vLLM's zeroes the first embedding, and is the same
+# otherwise.  ERNIE: Baidu's FastDeploy; vLLM and SGLang zero the first embedding and leave the target's norm out.
+_USUAL = MtpRules(hidden_first=False, zeroes_first=False)
 LATENTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 FAMILIES = {
-    **dict.fromkeys(LATENTS, _Family(_EH, _BY_TRANSFORMERS, _LATENT, _deepseek)),
-    "glm4_moe": _Family(_EH, _BY_TRANSFORMERS, _PLAIN, _glm4),
+    **dict.fromkeys(LATENTS, _Family(_EH, _USUAL, _LATENT, _deepseek)),
+    "glm4_moe": _Family(_EH, _USUAL, _PLAIN, _glm4),
     "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _PLAIN, _dense),
+    "hy_v3": _Family(_EH_HY3, _USUAL, _HY3, _hy_v3),
+    "ernie4_5_moe": _Family(_ERNIE, _USUAL, _PLAIN, _ernie),
 }

@@ -52,7 +52,7 @@ class OpenMtp(OpenDrafter):
         for name, of_target in copies(spec).items():
             if name in checkpoint:
                 _expect_copy(checkpoint, name, of_target, target.config)
-        checkpoint.leave_all_but(tuple(f"{prefix}." for prefix in spec.prefixes))
+        checkpoint.leave_all_but(spec.prefixes)
         checkpoint.ignore_endings("rotary_emb.inv_freq")
         checkpoint.finish()
         head.borrow(target)
@@ -74,7 +74,7 @@ def own_scheme(of_target: Quantization | None, spec: MtpSpec) -> Quantization | 
     """
     if of_target is None or any(isinstance(format, RoundToNearest) for _, format in of_target.formats):
         return None
-    own = tuple(Rule("wildcard", prefix) for prefix in spec.prefixes)
+    own = tuple(Rule("wildcard", prefix.removesuffix(".")) for prefix in spec.prefixes)
     return replace(of_target, optional=(*of_target.optional, *own))
 
 

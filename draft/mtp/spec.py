@@ -31,8 +31,9 @@ class MtpRules:
 
 @dataclass(frozen=True)
 class MtpNames:
-    """How a family calls the parts of an MTP layer, below the layer's own prefix.
+    """How a family calls the parts of an MTP layer; {0}, {1}, ... stand for the prefixes of the layer's tensors.
 
+    norm: the layer's final norm, which may be the target's own.  block: below what the decoder layer's parts stand.
     copies: tensors that repeat one of the target's, by the name of the target's.
     """
 
@@ -40,7 +41,14 @@ class MtpNames:
     hidden_norm: str
     join: str
     norm: str
+    block: str = "{0}"
     copies: tuple[tuple[str, str], ...] = ()
+
+    def of(self, prefixes: tuple[str, ...]) -> MtpNames:
+        """The names of one layer."""
+        names = (self.embed_norm, self.hidden_norm, self.join, self.norm, self.block)
+        embed, hidden, join, norm, block = (name.format(*prefixes) for name in names)
+        return MtpNames(embed, hidden, join, norm, block, tuple((name.format(*prefixes), own) for name, own in self.copies))
 
 
 class MtpBlock(NamedTuple):
@@ -54,15 +62,25 @@ class MtpBlock(NamedTuple):
 class MtpSpec:
     """model: the sizes of the layers alone; num_layers is their number.
 
-    prefixes: how the names of each layer's tensors begin, up to the last dot.
+    by_layer: how the names of each layer's tensors begin, without a dot at the end.
     """
 
     family: str
     model: ModelConfig
-    prefixes: tuple[str, ...]
+    by_layer: tuple[tuple[str, ...], ...]
     names: MtpNames
     rules: MtpRules
     block: MtpBlock
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """How the names of all tensors begin that only the layers have."""
+        return tuple(f"{prefix}." for prefixes in self.by_layer for prefix in prefixes)
+
+    @property
+    def layers(self) -> list[MtpNames]:
+        """The names of each layer's parts."""
+        return [self.names.of(prefixes) for prefixes in self.by_layer]
 
     @property
     def state_size(self) -> int:

@@ -19,7 +19,7 @@ def wanted_tensors(spec: MtpSpec) -> Shapes:
 
 def copies(spec: MtpSpec) -> dict[str, str]:
     """Tensors that may be there too and repeat one of the target's: by name, the target's."""
-    return {f"{prefix}.{name}": own for prefix in spec.prefixes for name, own in spec.names.copies}
+    return {name: own for names in spec.layers for name, own in names.copies}
 
 
 def stored_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> Shapes:
@@ -41,10 +41,9 @@ def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
     Reads headers alone: nothing was allocated yet.  Shapes of quantised values and of scales are checked as they are read.
     """
     wanted, may = stored_tensors(checkpoint, spec), {*copies(spec), *_beside_quantised(checkpoint, spec)}
-    own = tuple(f"{prefix}." for prefix in spec.prefixes)
-    held = [name for name in checkpoint.names() if name.startswith(own)]
+    held = [name for name in checkpoint.names() if name.startswith(spec.prefixes)]
     spare = [name for name in held if name not in wanted and name not in may and not may_be_read(name)]
-    missing = sorted(set(wanted) - set(held))
+    missing = sorted(set(wanted) - set(checkpoint.names()))
     if missing:
         instead = f"; the layers hold {', '.join(spare[:4])}, which no part of them is called" if spare else ""
         raise ValueError(
@@ -74,7 +73,7 @@ def how_stored(checkpoint: Checkpoint, spec: MtpSpec) -> str:
 
 def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> WeightFormat | None:
     """How a matrix is stored in 8 or 4 bits.  The router, which decides between experts, is never quantised."""
-    is_matrix = len(shape) == 2 and not name.endswith("mlp.gate.weight")
+    is_matrix = len(shape) == 2 and not name.endswith(".gate.weight")
     return checkpoint.format_of(name.removesuffix(".weight")) if is_matrix else None
 
 

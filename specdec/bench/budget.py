@@ -17,7 +17,8 @@ GEMM, ATTENTION, NORM, TREE, EXCHANGE, COPY, OTHER = KINDS = (
 
 BUDGET_DEFINITIONS = {
     "byte_limit": "bytes that a step or round must read / read bandwidth: every weight once a pass (of an embedding table only "
-    "the rows that are used), and the keys and values of the committed tokens once a pass. The draft makes one pass a level. "
+    "the rows that are used, of a mixture only the experts that tokens chose, counted in rounds of their own), and the keys "
+    "and values of the committed tokens once a pass. The draft makes one pass a level. "
     "Writes and activations are left out. A model that fits a cache can be faster than this",
     "read_bandwidth": "bytes per second, measured here: the fastest of a few sums over a tensor larger than any cache, median",
     "ms": "median wall milliseconds of the engine's rounds in which every sequence runs, as in normal use, host included",
@@ -30,6 +31,19 @@ BUDGET_DEFINITIONS = {
 
 
 @dataclass(frozen=True)
+class ChosenExperts:
+    """What a model's mixtures are counted for.
+
+    bytes: of the experts that a step or round reads, included in the weights.  chosen: how many of `count` experts the tokens
+    of one pass chose, mean over passes and layers; None: nobody can say, and all are counted.
+    """
+
+    bytes: int
+    count: int
+    chosen: float | None
+
+
+@dataclass(frozen=True)
 class RoundBytes:
     """Bytes that one plain step or one round must read at least, each of them once a pass."""
 
@@ -38,6 +52,8 @@ class RoundBytes:
     draft: int = 0  # weights, likewise, counted once for each pass
     draft_kv: int = 0  # the draft reads its own in every pass
     draft_passes: int = 0  # one for each level, the extend included
+    target_experts: ChosenExperts | None = None  # of models with mixtures
+    draft_experts: ChosenExperts | None = None
 
     @property
     def weights(self) -> int:
@@ -53,7 +69,7 @@ class RoundBytes:
 
     def of_phase(self, phase: str) -> float | None:
         """Bytes of one phase; None where nothing has to be read.  The weights that fuse features, which only the extend reads,
-        are spread over all passes of the draft."""
+        and chosen experts, of which it reads the most, are spread over all passes of the draft."""
         passes = {"draft": self.draft_passes - 1, "extend": 1}.get(phase, 0)
         if passes > 0 and self.draft_passes:
             return passes * (self.draft + self.draft_kv) / self.draft_passes

@@ -9,19 +9,22 @@ Shapes: R rows, C columns.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-from specdec.bench.budget import RoundBytes
+from specdec.bench.budget import ChosenExperts, RoundBytes
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.models.config import ModelConfig
 from specdec.models.kv import kv_read_bytes
 from specdec.models.linear import Linear
+from specdec.models.mixtures.counter import expert_bytes, experts_of, mixtures_of, stored_experts
+from specdec.models.mixtures.router import Router
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 
@@ -32,26 +35,27 @@ READ_COLUMNS = 16384
 
 def byte_limit(
     model: Target, head: DraftModel | None, spec: SpecConfig | None, batch: int, context: float, kv_cache_dtype: str = "auto",
-    sharers: int = 1,
+    sharers: int = 1, chosen: Mapping[nn.Module, float] | None = None,
 ) -> RoundBytes:  # fmt: skip
     """Bytes of a round of `spec`, or of a plain step if it is None.
 
     context: committed tokens of each of `batch` sequences.  sharers: ranks that divide the target's keys and values of each.
+    chosen: by mixture, how many experts the passes of a round read together; of mixtures that are not in it, all count.
     """
-    nodes = batch * (spec.num_draft_tokens if spec else 1)
-    target = _weights(model, nodes) + nodes * _row_bytes(model)
+    nodes, chosen = batch * (spec.num_draft_tokens if spec else 1), chosen or {}
+    experts = _experts(model, chosen, 1)
+    target = _weights(model, nodes) + nodes * _row_bytes(model) + (experts.bytes if experts else 0)
     target_kv = int(batch * _kv_bytes(model, model.config, kv_cache_dtype, context / sharers))
-    if spec is None:
-        return RoundBytes(target, target_kv)
-    assert head is not None
-    passes = head.passes(spec)
-    if not passes:
-        return RoundBytes(target, target_kv)
+    step = RoundBytes(target, target_kv, target_experts=experts)
+    passes = 0 if spec is None or head is None else head.passes(spec)
+    if spec is None or head is None or not passes:
+        return step
     rows = batch * (spec.topk * (passes - 1) + passes + 1)  # of all passes: the tree's branches, then the extend's
-    once = head.once_bytes(batch * spec.topk)
+    once, experts = head.once_bytes(batch * spec.topk), _experts(head, chosen, passes)
     draft = passes * (_weights(head, batch * spec.topk) - once) + once + rows * _row_bytes(head)
+    draft += experts.bytes if experts else 0
     draft_kv = int(passes * batch * sum(_kv_bytes(head, config, kv_cache_dtype, context) for config in head.needs.models))
-    return RoundBytes(target, target_kv, draft, draft_kv, passes)
+    return replace(step, draft=draft, draft_kv=draft_kv, draft_passes=passes, draft_experts=experts)
 
 
 def read_bandwidth(device: torch.device, size: int | None = None, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -94,12 +98,27 @@ def _host_seconds(clock: Callable[[], float], work: Callable[[], Tensor], repeat
     return median(seconds)
 
 
+def _experts(model: nn.Module, chosen: Mapping[nn.Module, float], passes: int) -> ChosenExperts | None:
+    """What `passes` passes read of a model's experts, shared ones aside; None where it has none."""
+    mixtures = mixtures_of(model)
+    if not mixtures:
+        return None
+    read = [chosen.get(mixture, passes * experts_of(mixture)) for mixture in mixtures]
+    mean = sum(read) / passes / len(mixtures) if all(mixture in chosen for mixture in mixtures) else None
+    size = sum(count * expert_bytes(mixture) for count, mixture in zip(read, mixtures))
+    return ChosenExperts(round(size), experts_of(mixtures[0]), mean)
+
+
 def _weights(module: Target | DraftModel, rows: int) -> int:
-    """Bytes of all weights that a pass of `rows` rows reads, shared ones once.
+    """Bytes of all weights but experts that a pass of `rows` rows reads, shared ones once.
 
     An embedding table counts if it is the output layer too.
     """
-    tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
+    tensors: dict[int, Tensor] = {tensor.data_ptr(): tensor for tensor in module.parameters()}
+    tensors |= {part.weight.data_ptr(): part.weight for part in module.modules() if isinstance(part, Router)}  # or a buffer
+    for mixture in mixtures_of(module):
+        for tensor in stored_experts(mixture):
+            tensors.pop(tensor.data_ptr(), None)
     matrices = [part for part in module.modules() if isinstance(part, Linear)]
     for table in _tables(module):
         if not any(matrix.holds(table) for matrix in matrices):

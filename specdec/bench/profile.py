@@ -12,10 +12,13 @@ from dataclasses import replace
 from statistics import mean, median
 from typing import TypeVar
 
+from torch import nn
+
 from specdec.bench.budget import PHASES, Budget, KernelSplit
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.config import SamplingParams, SpecConfig
+from specdec.models.mixtures.counter import mixtures_of
 from specdec.session import PhaseTimes, Session, Submitted
 
 T = TypeVar("T")
@@ -53,7 +56,7 @@ def profile_work(
         (spec.max_steps, spec.topk, spec.num_draft_tokens) if spec else None,
         context,
         bandwidth,
-        byte_limit(session.model, session.head, spec, len(prompts), context, *kept),
+        byte_limit(session.model, session.head, spec, len(prompts), context, *kept, chosen=chosen_experts(workload, rounds)),
         settings.cuda_graphs,
         [1e3 * step.wall for step, _ in found],
         1e3 * median(step.wall - step.waited for step, _ in found) if is_gpu else None,
@@ -128,6 +131,24 @@ def phases_ms(workload: Workload, rounds: int = ROUNDS) -> dict[str, float]:
         full_rounds(workload, session.step, rounds=MIN_ROUNDS)  # where rounds are one graph, phases get graphs of their own now
         found = [seconds for seconds, _ in full_rounds(workload, lambda: _phase_seconds(session, phases), rounds)]
     return {name: 1e3 * median(seconds[name] for seconds in found) for name in found[0]}
+
+
+def chosen_experts(workload: Workload, rounds: int = ROUNDS) -> dict[nn.Module, float]:
+    """By mixture of either model, how many experts all passes of a round read, mean over rounds of their own."""
+    session = workload.session
+    models = [session.model, *([] if session.head is None or not workload.speculate else [session.head])]
+    if not any(map(mixtures_of, models)):
+        return {}
+    with session.counted_experts() as take:
+
+        def counted_round() -> dict[nn.Module, int]:
+            take()
+            session.step()
+            return take()
+
+        full_rounds(workload, counted_round, rounds=MIN_ROUNDS)  # captures
+        found = [chosen for chosen, _ in full_rounds(workload, counted_round, rounds)]
+    return {mixture: mean(chosen[mixture] for chosen in found) for mixture in found[0]}
 
 
 def kernels_of(workload: Workload, spec: SpecConfig | None) -> KernelSplit:

@@ -34,7 +34,7 @@ from specdec.loading.build import free_memory
 from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
-from specdec.loading.resolve import EngineSettings
+from specdec.loading.resolve import EngineSettings, experts_line
 from specdec.loading.threads import using_threads
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.config import ModelConfig
@@ -300,6 +300,7 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
         **settings.by_option(),
         "attention_reason": settings.attention_backend.reason,
         "backend_reason": settings.target_backend_reason,
+        "experts": experts_line(config, settings),
         "mixture_of_experts": config.has_experts,
         "repeats": options.repeats,
         "sampling": {name: getattr(sampling, name) for name in sampling.__dataclass_fields__},

@@ -72,8 +72,11 @@ def run(args: argparse.Namespace) -> int:
         print(screen.last_line(generations, seconds), file=sys.stderr)
     if args.stats:
         from specdec.loading.drafters import drafter_line
+        from specdec.loading.resolve import experts_line
 
         draft = f"\ndraft: {drafter_line(decoder.head, decoder.settings)}" if decoder.head is not None else ""
+        shared = experts_line(decoder.model.config, decoder.settings)
+        draft += f"\nexperts: {shared}" if shared else ""
         about = _about(decoder, generations, seconds)
         draft += "".join(f"\nauto chose for {reason}" for reason in decoder.reasons)
         print(f"{about}{draft}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)

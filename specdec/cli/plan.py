@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from specdec.checks import bytes_of
 from specdec.cli.flags import SPEC_HELP, StoreOnce, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.terminal.output import console
 from specdec.cli.terminal.waiting import over
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
 # Engine options that have the same flags here as in other commands.
-USED = ("dtype", "quantize", "pack_weights", "kv_cache_dtype", "page_size", "draft_format", "draft_pickle", "draft_quantize")
+USED = (
+    "dtype", "quantize", "pack_weights", "kv_cache_dtype", "kv_cache_memory", "page_size", "tensor_parallel_size",
+    "expert_parallel", "draft_format", "draft_pickle", "draft_quantize",
+)  # fmt: skip
 # What is planned for where no GPU is there and none is named: the memory that makers say, which drivers round up.
 USUAL = {
     "24 GB (L4, RTX 4090)": 24 * 10**9, "48 GB (L40S)": 48 * 10**9, "80 GB (A100, H100)": 80 * 10**9,
     "96 GB (RTX PRO 6000)": 96 * 10**9, "141 GB (H200)": 141 * 10**9, "180 GB (B200)": 180 * 10**9,
 }  # fmt: skip
-UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +86,8 @@ def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
     from rich.table import Table
 
     plan, out = next(iter(plans.values())), console()
-    table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens")
+    where = f", on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+    table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens{where}")
     table.add_column("GB", justify="right")
     for name, size in plan.parts.items():
         table.add_row(name, _gigabytes(size))
@@ -94,6 +97,8 @@ def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
         table.add_row("the GPU has", _gigabytes(plan.memory))
     out.print(table)
     out.print(f"the target's weights: {plan.target_weights}")
+    if plan.experts:
+        out.print(f"experts: {plan.experts}")
     names = ("target", "draft head")
     out.print("a token's keys and values: " + ", ".join(f"{n} {b:,} bytes" for n, b in zip(names, plan.kv_token)))
     if not is_one:
@@ -131,7 +136,7 @@ def _what_fits(plan: MemoryPlan) -> str:
         return f"not one request of {plan.context:,} tokens fits; what does: {longest} (--context {plan.longest})"
     if plan.widest:
         return f"what fits: {widest}"
-    return "weights and what CUDA takes leave no room: take a larger GPU, fewer bits, or several GPUs (this plans a single one)"
+    return "weights and what CUDA takes leave no room: take a larger GPU, fewer bits, or more GPUs (--tensor-parallel-size)"
 
 
 def _gpu_memory() -> int | None:
@@ -142,8 +147,8 @@ def _gpu_memory() -> int | None:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        nearest = f"; nearest: {match[1]}GB" if match and not match[2] and float(match[1]) else ""
+    size = bytes_of(text)
+    if not size:
+        nearest = f"; nearest: {text.strip()}GB" if bytes_of(f"{text}GB") else ""
         raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 75GiB, got {text!r}{nearest}")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return size

@@ -94,7 +94,8 @@ def mixing(model: Target, head: DraftModel | None, settings: EngineSettings, bac
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
     """The KV pool for both models: as large as the rank with the least memory has room for.  All ranks must ask."""
-    memory = model.group.all_reduce_min(pool_bytes(settings.device), settings.device)
+    memory = pool_bytes(settings.device, settings.options.kv_cache_memory)
+    memory = model.group.all_reduce_min(memory, settings.device)
     if head is None:
         return pool_plan([model.config], settings, memory)
     needs = head.needs

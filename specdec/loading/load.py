@@ -27,12 +27,14 @@ from specdec.loading.threads import allowed_threads, threads_for, using_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import keep_lossless_copies
+from specdec.models.mixtures.dividing import ExpertSharing
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, load_chosen, refuse_ranks
-from specdec.models.schemes.size import EXPERTS, group_size_of, quantised_matrices
+from specdec.models.schemes.size import EXPERTS, group_size_of, kind_of_experts, quantised_matrices
 from specdec.models.schemes.slow import slow_warning, slowness
-from specdec.models.sharding import share_of
+from specdec.models.sharding import share_of, sharing_of, with_sharing
 from specdec.models.target import Target
 from specdec.ops.products.formats.lossless import ALIGN_K, ALIGN_N, MAX_OUTLIERS
+from specdec.ops.products.formats.quantised import pack_factor_of
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
@@ -70,6 +72,8 @@ def check_pair(
     shape = None if found is None else spec or SpecConfig()
     settings = resolve_settings(options, shape, chosen.config, chosen.backend, chosen.reason)
     checkpoint = check_chosen(chosen, folder)
+    if (way := expert_sharing(settings, chosen, checkpoint)) is not None:
+        chosen, settings = chosen._replace(config=with_sharing(chosen.config, way)), replace(settings, experts=way)
     drafter = open_drafter(found, options, chosen.config, folder)
     pair = CheckedPair(folder, chosen, checkpoint, settings, drafter)
     for index, config in enumerate(pair.configs):
@@ -84,6 +88,26 @@ def check_pair(
     drafter.model.shapes(settings.spec, warns)
     settings = replace(settings, attention_backend=choose_attention(settings, *pair.configs))
     return pair._replace(settings=settings.with_drafter(drafter.model))
+
+
+def expert_sharing(settings: EngineSettings, chosen: TargetChoice, checkpoint: Checkpoint) -> ExpertSharing | None:
+    """How ranks are to share the target's mixtures; None: there are no ranks, or no mixtures of our own.
+
+    ValueError if a way is asked for then.
+    """
+    options, config = settings.options, chosen.config
+    ranks, asked = options.tensor_parallel_size, options.expert_parallel
+    if ranks == 1 or config.experts is None or chosen.native is None:
+        if asked != "auto":
+            got = f"tensor_parallel_size={ranks}" if ranks == 1 else f"a {config.family} target by {chosen.backend} code"
+            raise ValueError(
+                f"expert_parallel={asked!r} says how several processes share experts that specdec's own modules compute, got "
+                f"{got}; nearest setting that works: expert_parallel='auto'"
+            )
+        return None
+    kind, nodes = kind_of_experts(checkpoint), settings.spec.num_draft_tokens if settings.spec else 1
+    bits = 8 * settings.dtype.itemsize if kind is None else 16 // pack_factor_of(kind)
+    return sharing_of(config, asked, ranks, options.max_batch_size * nodes, bits, steps=kind is not None)
 
 
 def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Callable[[], tuple[int, int] | None]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -75,12 +76,20 @@ def pool_plan(
     if options.prefix_caching:
         most = (KEPT_TOKENS if kept_tokens is None else kept_tokens) // settings.page_tokens
         batches = options.max_batch_size * longest  # copies of rings are kept for as many tokens as other pages
-        kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * batches + 1)
+        takes_all = settings.device.type == "cuda" or options.kv_cache_memory != "auto"
+        kept = most if takes_all else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
-    memory -= source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
+    beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
+    memory -= beside
     num_pages = share_memory(memory, wanted, page_bytes, needed)
     plan = PoolPlan(groups, num_pages, page_bytes)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
+        if options.kv_cache_memory != "auto":
+            least = beside + 2 * page_bytes[0] + sum(map(mul, needed[1:], page_bytes[1:]))
+            raise ValueError(
+                f"kv_cache_memory must hold at least a page besides the one for padding, {least} bytes here, got "
+                f"{options.kv_cache_memory!r}; nearest setting that works: kv_cache_memory={least}"
+            )
         also = ", max_batch_size or max_seq_len, by which an encoder's texts take memory" if configs[0].encoder else ""
         if options.page_size == "sequence":
             also += f" or max_seq_len, since a page holds {settings.page_size} tokens; nearest setting that works: page_size=16"
@@ -118,9 +127,25 @@ def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     return settings.scratch_room * sum(map(layout.layer_bytes, set(target.kv_source)))
 
 
-def pool_bytes(device: torch.device) -> float:
-    """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host."""
-    if device.type == "cuda":
+def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:
+    """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host; or what is asked for.
+
+    asked: kv_cache_memory.  ValueError if it is more than there is.
+    """
+    is_gpu = device.type == "cuda"
+    if is_gpu:
         torch.cuda.empty_cache()  # memory that torch keeps of an engine that is gone would count as taken
-        return torch.cuda.mem_get_info(device)[0] * POOL_SHARE
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE
+        free, share = torch.cuda.mem_get_info(device)[0], POOL_SHARE
+    else:
+        free, share = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), HOST_POOL_SHARE
+    if isinstance(asked, str):
+        return free * share
+    if isinstance(asked, float):
+        return free * asked
+    if asked > free:
+        there = "is free" if is_gpu else "the host has"
+        raise ValueError(
+            f"kv_cache_memory must be at most what {there} on {device}, {free} bytes, got {asked}; nearest setting that works: "
+            f"kv_cache_memory={share}"
+        )
+    return asked

@@ -1,8 +1,8 @@
 """What memory a pair takes on a GPU, from configs and headers of files alone: no weight is read, and no GPU is needed.
 
-Weights, keys and values are counted exactly, but for 4 bytes a column of matrices in act order.  What passes and graphs take
-besides is estimated by rules that were measured (benchmarks/caches/README.md).  This file knows models' configs, tensors'
-shapes and engine options.
+Of several ranks that share the models, it counts the fullest one.  Weights, keys and values are counted exactly, but for 4
+bytes a column of matrices in act order.  What passes and graphs take besides is estimated by rules that were measured
+(benchmarks/caches/README.md).  This file knows models' configs, tensors' shapes and engine options.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import torch
 
 from specdec.config import SpecConfig
 from specdec.loading.devices import CHUNK_COST
-from specdec.loading.load import CheckedPair, check_pair, require_lossless, warn_of_slow_weights
+from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
-from specdec.loading.resolve import EngineSettings, check_packing
+from specdec.loading.rank_share import share_of_tensor
+from specdec.loading.resolve import EngineSettings, check_packing, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
-from specdec.models.schemes.size import matrix_size, quantised_and_dense, quantised_matrices
+from specdec.models.schemes.size import Held, all_of_it, matrix_size, quantised_and_dense, quantised_matrices
 from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import WeightFormat
+from specdec.models.sharding import share_of
 from specdec.ops.products.formats.lossless import ALIGN_K, ALIGN_N, lossless_bytes
 from specdec.options import EngineOptions
+from specdec.parallel.shard import Shard
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MAX_BATCH = 4096  # the most that max_batch_size takes
@@ -68,6 +71,8 @@ class MemoryPlan(NamedTuple):
     memory: int  # what there is
     longest: int  # the longest context at this batch size that fits; 0: none does
     widest: int  # the largest batch at this context that fits; 0: none does
+    ranks: int = 1  # that share the models, each on a GPU; bytes are those of the fullest one
+    experts: str = ""  # what a rank holds of a mixture's experts, and why
 
     @property
     def total(self) -> int:
@@ -91,16 +96,20 @@ def plan_memories(
     memories: Sequence[int],
     capability: Callable[[], tuple[int, int]] = capability_here,
 ) -> list[MemoryPlan]:
-    """What this pair takes with these options, and what of it fits on GPUs of so many bytes each.
+    """What this pair takes with these options on the GPU of each rank, and what of it fits on GPUs of so many bytes each.
 
     spec: None is the drafter's default.  options: max_seq_len and max_batch_size are context and batch; dtype "auto" is the
     checkpoint's own.  capability: of the GPUs.  ValueError as when the pair is loaded.
     """
+    if isinstance(options.kv_cache_memory, float):
+        raise ValueError(
+            f"kv_cache_memory must be 'auto' or bytes where no memory is taken, got {options.kv_cache_memory}; nearest setting "
+            f"that works: kv_cache_memory={int(options.kv_cache_memory * memories[0])}"
+        )
     here = replace(options, device="cpu", attention="auto", prefix_caching=False, pack_weights=False)
     pair = check_pair(target, draft, spec, here)
     config, settings = pair.chosen.config, pair.settings
-    if options.dtype == "auto":  # on a GPU
-        settings = replace(settings, dtype=DTYPES.get(config.dtype or "", torch.bfloat16))
+    settings = _on_a_gpu(pair) if options.dtype == "auto" else settings
     warn_of_slow_weights(pair, settings.dtype, capability)
     settings = settings.with_options(pack_weights=options.pack_weights)
     if options.pack_weights:
@@ -122,14 +131,27 @@ def plan_memories(
         memory=0,
         longest=0,
         widest=0,
+        ranks=options.tensor_parallel_size,
+        experts=experts_line(config, settings),
     )
 
+    def holds(length: int) -> bool:
+        """Whether the pool holds a request of that length."""
+        one = replace(settings.with_options(max_batch_size=1), max_seq_len=length)
+        return not isinstance(options.kv_cache_memory, int) or kv_bytes(models, one) <= options.kv_cache_memory
+
     def on(memory: int) -> MemoryPlan:
-        longest = largest(lambda n: sum(at(n, batch).values()) <= memory, config.max_position)
+        longest = largest(lambda n: sum(at(n, batch).values()) <= memory and holds(n), config.max_position)
         widest = largest(lambda n: sum(at(context, n).values()) <= memory, MAX_BATCH)
         return plan._replace(memory=memory, longest=longest, widest=widest)
 
     return [on(memory) for memory in memories]
+
+
+def _on_a_gpu(pair: CheckedPair) -> EngineSettings:
+    """The settings of a pair that runs in the checkpoint's own dtype."""
+    settings = replace(pair.settings, dtype=DTYPES.get(pair.chosen.config.dtype or "", torch.bfloat16))
+    return replace(settings, experts=expert_sharing(settings, pair.chosen, pair.checkpoint))
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -138,12 +160,9 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
-    """Bytes by what takes them, for a full batch of longest sequences."""
+    """Bytes by what takes them, for a full batch of longest sequences, or with keys and values of kv_cache_memory."""
     options, dtype = settings.options, settings.dtype.itemsize
-    groups = layer_groups(models.configs, settings)
-    pages = [options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
-    kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
-    kv += models.page_bytes * pages[0]
+    kv = options.kv_cache_memory if isinstance(options.kv_cache_memory, int) else kv_bytes(models, settings)
     target, spec = models.configs[0], settings.spec
     queries = options.max_batch_size * (spec.num_draft_tokens if spec else 1)
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
@@ -151,12 +170,20 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
         "weights of the target": models.weights[0],
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
         **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
-        "keys and values": kv + source_bytes(target, settings),
+        "keys and values": kv,
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,
         "CUDA itself": CONTEXT_BYTES,
     }
+
+
+def kv_bytes(models: CountedModels, settings: EngineSettings) -> int:
+    """Of the pool for a full batch of longest sequences, and of an encoder's texts."""
+    groups = layer_groups(models.configs, settings)
+    pages = [settings.options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
+    kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
+    return kv + models.page_bytes * pages[0] + source_bytes(models.configs[0], settings)
 
 
 def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:
@@ -169,48 +196,52 @@ def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, items
 
 
 def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
-    own, config, drafter = pair.checkpoint, pair.chosen.config, pair.drafter
-    mtp = mtp_prefixes(config)
+    own, drafter, ranks = pair.checkpoint, pair.drafter, settings.options.tensor_parallel_size
+    configs = tuple(share_of(config, Shard(0, ranks)) for config in pair.configs)
+    config, mtp = configs[0], mtp_prefixes(pair.chosen.config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
-    weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_values(own, without)
+    held = share_of_tensor(config)
+    weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_values(own, without, held)
     packs = settings.options.pack_weights
-    lossless = lossless_bytes_of(own, without, config.tie_embeddings) if packs else 0
+    lossless = lossless_bytes_of(own, without, held, config.tie_embeddings) if packs else 0
     if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
-        return CountedModels(pair.configs, (weights,), scratch=scratch, lossless=lossless)
-    without, (layers, *_) = drafter.unkept(own), drafter.model.needs.models
+        return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
+    without, layers = drafter.unkept(own), configs[1]
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
-    lossless += lossless_bytes_of(drafter.checkpoint, without) if packs else 0
+    lossless += lossless_bytes_of(drafter.checkpoint, without, share_of_tensor(layers)) if packs else 0
     kept = drafter.model.needs.page_values * settings.dtype.itemsize
-    return CountedModels(pair.configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless)
+    return CountedModels(configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:
-    """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep.
+    """The bytes of a rank's share of a checkpoint's tensors in that dtype, but for those that the model does not keep.
 
-    config: of the layers that they are of.  A file has one norm for all query heads, and one for all key heads; the model keeps
-    a copy for each head (HeadsRMSNorm).
+    config: of the layers that they are of, the first rank's share.  A file has one norm for all query heads, and one for all
+    key heads; the model keeps a copy for each head (HeadsRMSNorm).
     """
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
     formats, others = quantised_and_dense(checkpoint, names)
     own = [name for name in others if not _is_spare_bias(name, formats, config)]
-    quantised = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
+    held = share_of_tensor(config)
+    quantised = sum(matrix_size(format, checkpoint, name, held).bytes for name, format in formats.items())
     heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
     numbers = sum(
-        math.prod(checkpoint.shape(name)) * heads.get(name.removesuffix(".weight").rpartition(".")[2], 1) for name in own
+        math.prod(held(name, checkpoint.shape(name))) * heads.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+        for name in own
     )
     return quantised + numbers * dtype.itemsize
 
 
-def lossless_bytes_of(checkpoint: Checkpoint, without: set[str], tied: bool = False) -> int:
+def lossless_bytes_of(checkpoint: Checkpoint, without: set[str], held: Held, tied: bool = False) -> int:
     """The bytes of lossless copies of a checkpoint's matrices in 12 bits, but for their rare outliers, which no header tells.
 
-    tied: whether the embedding table is the output layer's matrix too.
+    held: see `matrix_size`.  tied: whether the embedding table is the output layer's matrix too.
     """
     names = [name for name in checkpoint.names() if name not in without and name.endswith(".weight")]
     formats = quantised_matrices(checkpoint, names)
     total = 0
     for name in names:
-        matrix, shape = name.removesuffix(".weight"), checkpoint.shape(name)
+        matrix, shape = name.removesuffix(".weight"), held(name, checkpoint.shape(name))
         is_table = "embed" in matrix.rpartition(".")[2] and not tied
         is_matrix = len(shape) == 2 and matrix not in formats and not is_table and not NOT_LOSSLESS.search(name)
         if is_matrix and shape[0] % ALIGN_N == 0 and shape[1] % ALIGN_K == 0:
@@ -229,13 +260,13 @@ def _is_spare_bias(name: str, formats: dict[str, WeightFormat], config: ModelCon
     return not (config.mlp_bias if part in ("gate_proj", "up_proj", "down_proj") else config.qkv_bias)
 
 
-def scratch_values(checkpoint: Checkpoint, without: set[str]) -> int:
+def scratch_values(checkpoint: Checkpoint, without: set[str], held: Held = all_of_it) -> int:
     """How many values the largest matrix has that is dequantised for many rows, all its parts together; 0: there is none."""
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, format in quantised_matrices(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
         whole = name
         for part, together in TOGETHER:
             whole = part.sub(together, whole)
-        size = matrix_size(format, checkpoint, name)
+        size = matrix_size(format, checkpoint, name, held)
         sizes[whole] += size.values if size.is_dequantised else 0
     return max(sizes.values(), default=0)

@@ -22,6 +22,7 @@ from specdec.loading.context import check_context
 from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
+from specdec.models.mixtures.dividing import ExpertSharing, held_by_rank
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
@@ -35,6 +36,7 @@ class EngineSettings:
     """How an engine runs: the options as they were given, and the settings that they were resolved to.
 
     first_accepted: the share of the drafter's first drafts that the target accepted when both were looked at; None: not known.
+    experts: how ranks share the target's mixtures, and why; None: there is nothing to share.
     """
 
     options: EngineOptions
@@ -49,6 +51,7 @@ class EngineSettings:
     draft_slots: int = 0  # how many slots after the tokens that are committed before a round the drafter writes in it
     threads: int | None = None  # of a CPU; None on a GPU, and before the target is loaded
     first_accepted: float | None = None
+    experts: ExpertSharing | None = None
 
     @property
     def lookahead(self) -> int:
@@ -113,6 +116,7 @@ class EngineSettings:
             "attention": self.attention_backend.name,
             "backend": self.target_backend,
         }
+        resolved |= {} if self.experts is None else {"expert_parallel": self.experts.name}
         given = {item.name: getattr(self.options, item.name) for item in fields(EngineOptions)}
         return given | resolved | ({} if self.threads is None else {"threads": self.threads})
 
@@ -162,6 +166,13 @@ def resolve_settings(
     return replace(settings, attention_backend=choose_attention(settings, target))
 
 
+def experts_line(target: ModelConfig, settings: EngineSettings) -> str:
+    """What a rank holds of the target's experts, and why; empty where no ranks share any."""
+    if target.experts is None or settings.experts is None:
+        return ""
+    return f"{held_by_rank(target.experts, settings.options.tensor_parallel_size)} ({settings.experts.reason})"
+
+
 def check_threads(options: EngineOptions, device: torch.device) -> None:
     """ValueError if threads are asked for where none compute."""
     if device.type != "cpu" and options.threads != "auto":
@@ -193,10 +204,6 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
             f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
             f"got {target.latent_rank}"
         )
-    if target.experts is not None and target.experts.biased:
-        refuse("computes mixtures whose experts have no biases, which this target's have")
-    if target.experts is not None and target.experts.kept_float32:
-        refuse("computes routers in the target's dtype, and this target's are float32")
     if any(kind.alibi for kind in target.layer_kinds):
         refuse("computes attention without ALiBi, which this target has")
     if settings.dtype not in (torch.bfloat16, torch.float16):

@@ -19,6 +19,7 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
+from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.target import Target, TargetOutput
 from specdec.ops.products.partials import Partials
 from specdec.ops.rope import Rotation
@@ -63,7 +64,8 @@ class PreNormLayer(nn.Module):
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.post_attention_layernorm.add(x, attended)
-        return x, self.mlp(normed, partials=True) if self.norm_follows and isinstance(self.mlp, MLP) else self.mlp(normed)
+        adds_up = self.norm_follows and isinstance(self.mlp, MLP | MixtureOfExperts)
+        return x, self.mlp(normed, partials=True) if adds_up else self.mlp(normed)
 
 
 class DecoderLayer(PreNormLayer):

@@ -271,16 +271,21 @@ class LinearStack(nn.Module):
 
     dense, qweight: who multiplies with them chooses the product by their number and dtype (models/mixtures/products.py).
     shard, role: of all matrices, as `Linear.column` and `Linear.row` cut one.
+    numbers: which of the checkpoint's matrices these are; `count` of them, perhaps none.
     weight_ENK, quantised: the matrices if they are dense, or, one above the other, if they are quantised; the other one is
     None.
     """
 
-    def __init__(self, count: int, in_features: int, parts: Mapping[str, int], shard: Shard, role: Role) -> None:
+    def __init__(
+        self, numbers: range | int, in_features: int, parts: Mapping[str, int], shard: Shard, role: Role
+    ) -> None:  # fmt: skip
         super().__init__()
         self.parts, self._shard, self._role = PartRows(parts), shard, role
-        self.count, self.in_features = count, in_features
-        self._late = _late_device()
-        self.weight_ENK: nn.Parameter | None = new_weight(count, self.parts.total, in_features, late=self._late is not None)
+        self.numbers = range(numbers) if isinstance(numbers, int) else numbers
+        self.count, self.in_features = len(self.numbers), in_features
+        self._late = _late_device() if self.numbers else None
+        size = self.count, self.parts.total, in_features
+        self.weight_ENK: nn.Parameter | None = new_weight(*size, late=self._late is not None)
         self.quantised: StackParameters | None = None
 
     @property

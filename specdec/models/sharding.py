@@ -10,6 +10,8 @@ from torch import nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import RMSNorm
+from specdec.models.mixtures.dividing import ExpertSharing, ExpertSizes, choose_sharing
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
 from specdec.parallel.vocabulary import Vocabulary
@@ -29,6 +31,7 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
 
     whose: which model it is, in an error's words.
     Ranks share the heads evenly.  Where there are fewer key/value heads than ranks, neighbours hold the same one.
+    Experts are cut, or divided as wholes (`ExpertsConfig.divided`).
     ValueError says which sizes do not fit, and the nearest number of ranks that does.
     """
     if shard.size == 1:
@@ -37,14 +40,50 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
         fits = [size for size in range(shard.size, 0, -1) if not misfit(config, size)]
         raise ValueError(
             f"tensor_parallel_size must be a number of processes that can share the {whose}'s {why} evenly, got {shard.size}; "
-            f"nearest setting that works: tensor_parallel_size={fits[0]}{_without_groups(config, shard.size)}"
+            f"nearest setting that works: tensor_parallel_size={fits[0]}{_with_whole_experts(config, shard.size)}"
+            f"{_without_groups(config, shard.size)}"
         )
-    own = {"num_heads": shard.share(config.num_heads), "intermediate_size": shard.share(config.intermediate_size)}
+    own = {"num_heads": shard.share(config.num_heads)}
+    if _shares_intermediate(config):
+        own["intermediate_size"] = shard.share(config.intermediate_size)
     own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
-    if (experts := config.experts) is not None:
-        width, shared = experts.intermediate_size, experts.shared_size
-        experts = replace(experts, intermediate_size=shard.share(width), shared_size=shared and shard.share(shared))
+    experts = config.experts and _share_of_experts(config.experts, shard)
     return replace(config, shard=shard, experts=experts, **own)  # type: ignore[arg-type]
+
+
+def _share_of_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
+    """A part of each expert, or a run of whole ones, of which the last ranks may have fewer, or none."""
+    shared = experts.shared_size and shard.share(experts.shared_size)
+    if not experts.divided:
+        return replace(experts, intermediate_size=shard.share(experts.intermediate_size), shared_size=shared)
+    return replace(experts, own=range(experts.count)[shard.piece(experts.count)], shared_size=shared)
+
+
+def with_sharing(config: ModelConfig, way: ExpertSharing) -> ModelConfig:
+    """The config, whose mixtures ranks are to share in that way."""
+    return config if config.experts is None else replace(config, experts=replace(config.experts, divided=way.divided))
+
+
+def sharing_of(config: ModelConfig, asked: str, ranks: int, tokens: int, bits: int, steps: bool) -> ExpertSharing:
+    """How so many ranks are to share a target's mixtures.
+
+    asked: "tensor" or "experts"; "auto": what the ranks can share, or, of both, what reads fewer bytes in a pass of so many
+    tokens.  bits, steps: see `ExpertSizes`.
+    """
+    if asked != "auto":
+        return ExpertSharing(asked == "experts", "asked for by name")
+    ways = ExpertSharing(False, ""), ExpertSharing(True, "")
+    cut, whole = (misfit(with_sharing(config, way), ranks) for way in ways)
+    if bool(cut) != bool(whole):
+        return ExpertSharing(bool(cut), f"{ranks} ranks can't share the target's {cut or whole} evenly")
+    assert config.experts is not None
+    return choose_sharing(config.experts, ExpertSizes(config.hidden_size, bits, steps), tokens, ranks)
+
+
+def _with_whole_experts(config: ModelConfig, size: int) -> str:
+    """Which other setting lets so many ranks share the model, where parts of experts are in their way."""
+    helps = config.experts is not None and not misfit(with_sharing(config, ExpertSharing(True, "")), size)
+    return ", or expert_parallel='experts'" if helps else ""
 
 
 def _without_groups(config: ModelConfig, size: int) -> str:
@@ -71,34 +110,39 @@ def misfit(config: ModelConfig, size: int) -> str:
         return f"{heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{kv_heads} key/value heads"
-    if config.norms_all_heads and size > 1:
-        return "norms of queries and keys, which see all heads of a token together,"
     if config.differential and kv_heads % (2 * size):
         return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
     if why := _broken_groups(config, size):
         return why
-    widths = {"intermediate_size": config.intermediate_size, **_expert_widths(config)}
-    return next((f"{name} {width}" for name, width in widths.items() if width % size), "")
+    return next((f"{name} {width}" for name, (width, _) in _widths(config).items() if width % size), "")
 
 
-_EXPERTS = (("mlp.experts.0.down_proj",), ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj"))
+def _shares_intermediate(config: ModelConfig) -> bool:
+    """Whether ranks share columns of that number: not where all layers have experts, and these stay whole."""
+    experts = config.experts
+    return experts is None or not experts.divided or not experts.dense_layers.isdisjoint(range(config.num_layers))
 
 
-def _expert_widths(config: ModelConfig) -> dict[str, int]:
-    if (experts := config.experts) is None:
-        return {}
-    return {"moe_intermediate_size": experts.intermediate_size, "width of the shared experts": experts.shared_size}
+def _widths(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """What ranks share of MLPs: what columns are, their number, and the matrices of a layer that may have them."""
+    experts, widths = config.experts, dict[str, tuple[int, tuple[str, ...]]]()
+    apart = experts is not None and experts.divided
+    if _shares_intermediate(config):
+        fused = () if apart else ("mlp.experts.down_proj",)
+        widths["intermediate_size"] = config.intermediate_size, ("mlp.down_proj", *fused)
+    if experts is not None and not apart:
+        widths["moe_intermediate_size"] = experts.intermediate_size, ("mlp.experts.0.down_proj",)
+    if experts is not None:
+        shared = ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj")
+        widths["width of the shared experts"] = experts.shared_size, shared
+    return widths
 
 
 def _broken_groups(config: ModelConfig, size: int) -> str:
     """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
     if config.quantization is None or size == 1:
         return ""
-    shared = {  # what columns are, their number, and the matrices of a layer that may have them
-        "intermediate_size": (config.intermediate_size, ("mlp.down_proj", "mlp.experts.down_proj")),
-        "attention outputs": (config.attention_width, ("self_attn.o_proj",)),
-        **{name: (width, matrices) for (name, width), matrices in zip(_expert_widths(config).items(), _EXPERTS)},
-    }
+    shared = {**_widths(config), "attention outputs": (config.attention_width, ("self_attn.o_proj",))}
     for name, (width, matrices) in shared.items():
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
         if config.quantization.in_act_order(names):

@@ -4,10 +4,12 @@ That is the residual sum, the reading of embeddings, or EAGLE-3's pair of inputs
 normed ones, in one matrix.  On a CPU and under autograd each function runs its definition here; on a GPU it is one launch of
 norm_triton.py.  Both round a sum to its dtype before it is normed.
 
-Shapes: T tokens, H hidden, V vocabulary, C rows below.
+Shapes: T tokens, H hidden, V vocabulary, C rows below, X width of a row, P of its parts that are normed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,37 @@ def pair_rms_norm(
         return launch_pair_rms_norm(ids_T, table_VH, table_weight_H, x_TH, weight_H, eps)
     embedded_TH = F.rms_norm(F.embedding(ids_T, table_VH), table_weight_H.shape, table_weight_H, eps)
     return torch.cat((embedded_TH, F.rms_norm(x_TH, weight_H.shape, weight_H, eps)), dim=-1)
+
+
+def part_squares(x_TX: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[T, P] float32 (or a wider dtype): the sum of squares of each of a row's first parts, of so many numbers each."""
+    if use_kernels(x_TX):
+        from specdec.ops.norm_triton import launch_part_squares
+
+        return launch_part_squares(x_TX, sizes)
+    wide_TX = x_TX.to(torch.promote_types(x_TX.dtype, torch.float32))
+    return torch.stack([part.square().sum(-1) for part in wide_TX[:, : sum(sizes)].split(list(sizes), dim=-1)], dim=-1)
+
+
+def norm_parts(
+    x_TX: Tensor, weights: Sequence[Tensor], eps: float, squares_TP: Tensor | None = None, sharers: int = 1
+) -> Tensor:  # fmt: skip
+    """The rows, with each of their first parts divided by its rms and times its weights.  x may be overwritten.
+
+    squares_TP: the sums of squares over as many such parts as there are `sharers`; None: over the rows' own.
+    """
+    sizes = [len(weight) for weight in weights]
+    if use_kernels(x_TX):
+        from specdec.ops.norm_triton import launch_norm_parts
+
+        return launch_norm_parts(x_TX, weights, eps, squares_TP, sharers)
+    squares_TP = part_squares(x_TX, sizes) if squares_TP is None else squares_TP
+    *parts, rest = x_TX.split([*sizes, x_TX.shape[1] - sum(sizes)], dim=-1)
+    normed = [
+        (part * (squares_T / (size * sharers) + eps).rsqrt()[:, None] * weight).to(x_TX.dtype)
+        for part, size, weight, squares_T in zip(parts, sizes, weights, squares_TP.unbind(-1), strict=True)
+    ]
+    return torch.cat((*normed, rest), dim=-1)
 
 
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,11 +1,12 @@
 """The kernels of norm.py: one program for each row, which is read once and held in registers.
 
-Shapes: T tokens, H hidden, V vocabulary, C rows below.
+Shapes: T tokens, H hidden, V vocabulary, C rows below, X width of a row, P = 2 of its parts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -89,6 +90,76 @@ def pair_rms_norm_kernel(
     value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
     at = normed + (row * 2 + tl.program_id(1)) * SIZE + h
     tl.store(at, value.to(normed.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def norm_parts_kernel(
+    x,  # [T, X]
+    weight, weight_2,  # of the two parts that are normed, which come first in a row
+    squares,  # [T, 2] float32
+    stride_x, eps, SIZE: tl.constexpr, SIZE_2: tl.constexpr, SHARERS: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_2: tl.constexpr, HAS_SQUARES: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _norm_part(x + row * stride_x, weight, squares + row * 2, eps, SIZE, SHARERS, PADDED, HAS_SQUARES, NORMS)
+    else:
+        _norm_part(
+            x + row * stride_x + SIZE, weight_2, squares + row * 2 + 1, eps, SIZE_2, SHARERS, PADDED_2, HAS_SQUARES, NORMS
+        )
+
+
+@triton.jit
+def _norm_part(
+    x, weight, squares, eps, SIZE: tl.constexpr, SHARERS: tl.constexpr, PADDED: tl.constexpr, HAS_SQUARES: tl.constexpr,
+    NORMS: tl.constexpr,
+):  # fmt: skip
+    """Norms a part where it lies, or stores its sum of squares."""
+    h = tl.arange(0, PADDED)
+    ok = h < SIZE
+    value = tl.load(x + h, mask=ok, other=0.0).to(tl.float32)
+    square = tl.load(squares) if HAS_SQUARES else tl.sum(value * value, 0)
+    if NORMS:
+        scale = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)
+        value = value * tl.rsqrt(square / (SIZE * SHARERS) + eps) * scale
+        tl.store(x + h, value.to(x.dtype.element_ty), mask=ok)
+    else:
+        tl.store(squares, square)
+
+
+def launch_part_squares(x_TX: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`norm.part_squares`, of two parts."""
+    squares_TP = torch.empty(len(x_TX), 2, dtype=torch.float32, device=x_TX.device)
+    _launch_parts(x_TX, [x_TX, x_TX], sizes, squares_TP, 0.0, 1, has_squares=False, norms=False)
+    return squares_TP
+
+
+def launch_norm_parts(
+    x_TX: Tensor, weights: Sequence[Tensor], eps: float, squares_TP: Tensor | None = None, sharers: int = 1
+) -> Tensor:  # fmt: skip
+    """`norm.norm_parts`, of two parts, in x's memory."""
+    assert all(weight.is_contiguous() for weight in weights) and (squares_TP is None or squares_TP.dtype == torch.float32)
+    given = x_TX if squares_TP is None else squares_TP.contiguous()
+    sizes = [len(weight) for weight in weights]
+    _launch_parts(x_TX, weights, sizes, given, eps, sharers, has_squares=squares_TP is not None, norms=True)
+    return x_TX
+
+
+def _launch_parts(
+    x_TX: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], squares_TP: Tensor, eps: float, sharers: int, *,
+    has_squares: bool, norms: bool,
+) -> None:  # fmt: skip
+    (T, X), (first, second) = x_TX.shape, sizes
+    assert x_TX.stride(1) == 1 and first + second <= X
+    if T:
+        norm_parts_kernel[(T, 2)](
+            x_TX, *weights, squares_TP, x_TX.stride(0), eps, SIZE=first, SIZE_2=second, SHARERS=sharers,
+            PADDED=triton.next_power_of_2(first), PADDED_2=triton.next_power_of_2(second), HAS_SQUARES=has_squares, NORMS=norms,
+            num_warps=_warps(first), **chained(x_TX.device),
+        )  # fmt: skip
 
 
 def launch_add_rms_norm(

@@ -5,7 +5,11 @@ This module knows both models' workers and the batch as tensors; it knows no req
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
 import torch
+from torch import Tensor
 
 from specdec.batch.emitted import RoundResult
 from specdec.batch.masks import BitMasks
@@ -19,6 +23,7 @@ from specdec.runner.workers import Workers
 from specdec.steps import CatchUp, RunRound
 from specdec.verify.verifier import TreePass
 
+R = TypeVar("R")
 EAGER = GraphSet(False)
 VERIFY = {"plain": "decode", "paused": "paused", "speculative": "verify"}  # what graphs of the target's phase are called
 
@@ -43,7 +48,7 @@ class RoundRunner:
             return self._phases(state, step, self.phase_graphs)
         changed = [*state.written(step.needs), *self.workers.need_drafter().changed(state)]
         key = "round", state.shape, step.spec, step.needs
-        return self.round_graphs.run(key, lambda: self._phases(state, step, EAGER), changed)
+        return self._run(self.round_graphs, key, lambda: self._phases(state, step, EAGER), changed)
 
     def rehearse(self, state: BatchState, step: RunRound) -> None:
         """Runs the round as a rehearsal (ops/compiling/rehearsal.py) does: it captures nothing."""
@@ -64,20 +69,29 @@ class RoundRunner:
 
         A round that is not speculative verifies a tree that is only a root: one step of plain decoding.
         """
+        choosing = self.workers.choosing
         if step.kind != "speculative":
-            with self.clock.phase("decode"):
+            with self.clock.phase("decode"), choosing(state.active_B):
                 return self._verify(state, step, DraftTree.chain(state.bonus_B[:, None]), graphs)
         drafter, spec, needs = self.workers.need_drafter(), step.spec, step.needs
         assert spec is not None
-        with self.clock.phase("draft"):
+        with self.clock.phase("draft"), choosing(state.active_B):
             key = "draft", state.shape, spec, needs.drafts
-            tree = graphs.run(key, lambda: drafter.draft(state, spec, needs), [])
-        with self.clock.phase("verify"):
+            tree = self._run(graphs, key, lambda: drafter.draft(state, spec, needs), [])
+        with self.clock.phase("verify"), choosing(state.active_B):
             result = self._verify(state, step, tree, graphs)
-        with self.clock.phase("extend"):
-            changed = drafter.changed(state)
-            graphs.run(("extend", state.shape, spec, needs), lambda: drafter.extend(state, needs, result.new), changed)
+        with self.clock.phase("extend"), choosing(state.active_B, result.new.last_B):
+            key, changed = ("extend", state.shape, spec, needs), drafter.changed(state)
+            self._run(graphs, key, lambda: drafter.extend(state, needs, result.new), changed)
         return result
+
+    def _run(
+        self, graphs: GraphSet, key: tuple[Hashable, ...], fn: Callable[[], R], changed: list[Tensor],
+        before: Callable[[], object] = lambda: None,
+    ) -> R:  # fmt: skip
+        """As `GraphSet.run`.  While somebody counts experts, graphs are others, which count too."""
+        counts = self.workers.expert_counts
+        return graphs.run((*key, bool(counts)), fn, [*changed, *counts], before=before)
 
     def _verify(self, state: BatchState, step: RunRound, tree: DraftTree, graphs: GraphSet) -> RoundResult:
         """The target reads the trees and chooses its tokens; then paths are accepted and committed.
@@ -97,17 +111,17 @@ class RoundRunner:
             return result
 
         if not needs.grammar:
-            return graphs.run(key, lambda: accept(verifier.read_tree(state, tree, with_features)), changed)
+            return self._run(graphs, key, lambda: accept(verifier.read_tree(state, tree, with_features)), changed)
 
         def read() -> TreePass:
-            return graphs.run(("read", *key), lambda: verifier.read_tree(state, tree, with_features), [])
+            return self._run(graphs, ("read", *key), lambda: verifier.read_tree(state, tree, with_features), [])
 
         trees = self.grammars.complete(tree)
         done = read()
         masks = self.grammars.of_round(state.rows, tree.num_nodes, trees)
         self._end_drafts(state.rows)
         # A warm-up moves the accepted path's keys and values, so the tree is read again after it.
-        result = graphs.run(("accept", *key), lambda: accept(done, masks), changed, before=read)
+        result = self._run(graphs, ("accept", *key), lambda: accept(done, masks), changed, before=read)
         self.grammars.follow_round(result.emitted)
         return result
 

@@ -2,28 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import CachedBySlot, Drafter
+from specdec.models.mixtures.counter import ExpertCounter
+from specdec.models.mixtures.live import live_rows
 from specdec.verify.verifier import TargetVerifier
 
 
 @dataclass
 class Workers:
-    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding."""
+    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding.
+
+    counters: of the experts that either model's rounds choose; none before somebody has asked.  counts_experts: whether they
+    count now.
+    """
 
     verifier: TargetVerifier
     drafter: Drafter | None
     state: BatchState
+    counters: Sequence[ExpertCounter] = ()
+    counts_experts: bool = False
 
     @property
     def caches(self) -> Sequence[CachedBySlot]:
         """What both models keep by slot."""
         return (self.verifier.cache, *(self.drafter.caches if self.drafter else ()))
+
+    def count_experts(self, counts: bool) -> None:
+        """From now on rounds count the experts that they choose, or no longer."""
+        if counts and not self.counters:
+            heads = [] if self.drafter is None or self.drafter.head is None else [self.drafter.head]
+            self.counters = [ExpertCounter(model) for model in (self.verifier.model, *heads)]
+        for counter in self.counters:
+            counter.attach(counts)
+        self.counts_experts = counts
+
+    def take_chosen(self) -> dict[nn.Module, int]:
+        """What the counters have counted since the last call: see `ExpertCounter.take`."""
+        return {mixture: chosen for counter in self.counters for mixture, chosen in counter.take().items()}
+
+    @property
+    def expert_counts(self) -> list[Tensor]:
+        """What rounds change as they count experts."""
+        return [counts_X for counter in self.counters for counts_X in counter.counts] if self.counts_experts else []
+
+    @contextmanager
+    def choosing(self, active_B: Tensor, last_B: Tensor | None = None) -> Iterator[None]:
+        """Inside, passes are over these rows, and none but their tokens choose experts: see `live_rows`.  What they choose is
+        counted, if anything is.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(live_rows(active_B, last_B))
+            for counter in self.counters if self.counts_experts else ():
+                stack.enter_context(counter.counting())
+            yield
 
     def copy_pages(self, sources_N: Tensor, targets_N: Tensor, group: int) -> None:
         """Copies whole pages of what both models keep, as `KVCache.copy_pages`; where ranks shard sequences, each its part."""

@@ -126,9 +126,11 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
     assert list(found) == list(BY_NAME)
     assert found == {
         "device": "cpu", "dtype": "float32", "max_batch_size": 8, "max_seq_len": 128, "page_size": 4, "attention": "torch",
-        "cuda_graphs": False, "kv_cache_dtype": "auto", "int8_queries": False, "backend": "native", "quantize": "none",
+        "cuda_graphs": False, "kv_cache_dtype": "auto", "kv_cache_memory": "auto",
+        "int8_queries": False, "backend": "native", "quantize": "none",
         "pack_weights": False,
-        "prefix_caching": False, "tensor_parallel_size": 1, "decode_context_parallel_size": 1, "context_interleave": None,
+        "prefix_caching": False, "tensor_parallel_size": 1, "expert_parallel": "auto", "decode_context_parallel_size": 1,
+        "context_interleave": None,
         "deterministic": False, "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False,
         "draft_quantize": "none", "beyond_trained": "draft", "smoke": False,
     }  # fmt: skip

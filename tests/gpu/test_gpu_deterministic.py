@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import MixtureZoo
 from toolkit.deepseek import DEEPSEEKS, SPARSES, DeepseekZoo, SparseZoo, save_sparse
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.gpus import in_turn
@@ -49,11 +51,18 @@ def test_the_shipped_pair_writes_one_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora", "v32", "glm-shared"]
+    "family",
+    ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora", "v32", "glm-shared", "gpt-oss", "ernie"],
 )
 def test_families_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
-    """Keeps out: windows, biases, norms of heads, experts, latents and chosen keys that passes compute in other orders."""
+    """Keeps out: windows, sinks, biases, norms of heads, experts, routers in float32, latents and chosen keys that passes
+    compute in other orders."""
     zoo = DeepseekZoo(tmp_path) if family in DEEPSEEKS else SparseZoo(tmp_path) if family in SPARSES else zoo
+    if family == "ernie":
+        zoo = MixtureZoo(tmp_path)
+    if family == "gpt-oss":
+        zoo = Zoo(tmp_path)
+        save_gpt_oss(tmp_path / "made")[1].rename(tmp_path / family)
     if family in SPARSES:
         save_sparse(tmp_path / family, family, q_lora_rank=24)  # rows of matrices must be multiples of 8 numbers
     prompts = ragged_prompts(40, 6, seed=2)
@@ -64,11 +73,15 @@ def test_families_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("family", ["llama", "v2-lite"])
-def test_two_ranks_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "sharing"), [("llama", "auto"), ("v2-lite", "auto"), ("v2-lite", "experts"), ("minimax", "tensor")]
+)
+def test_two_ranks_write_one_text(zoo: Zoo, family: str, sharing: str, tmp_path: Path) -> None:
     """Keeps out: an exchange whose sum or norm depends on how many rows meet.  Other bits than one rank's are right."""
     zoo, prompts = DeepseekZoo(tmp_path) if family in DEEPSEEKS else zoo, ragged_prompts(40, 3, seed=2)
+    zoo = MixtureZoo(tmp_path) if family == "minimax" else zoo
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "tensor_parallel_size": 2}
+    settings["expert_parallel"] = sharing
     with (
         in_turn(),
         zoo.decoder(family, "eagle3", SpecConfig(3, 2, 6), max_batch_size=3, prefill_chunk=7, **settings) as decoder,

@@ -13,9 +13,10 @@ from specdec.attention.kinds import LayerKind
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
 from specdec.models.config import IndexerConfig, ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
+from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, target_folder
 
@@ -90,7 +91,8 @@ def test_targets_that_depend_on_the_batch() -> None:
     latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 24}
     experts = ExpertsConfig(8, 24, RouterRule(2, "softmax"), shared_size=24)
     check_deterministic(settings(), DeepseekConfig(**latents, experts=experts), HOPPER)
-    assert "experts have no biases" in refusal(settings(), DeepseekConfig(**latents, experts=replace(experts, biased=True)))
+    biased = replace(experts, biased=True, kept_float32=True)
+    check_deterministic(settings(), DeepseekConfig(**latents, experts=biased), HOPPER)
     assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
         settings(), DeepseekConfig(**latents | {"latent_rank": 640})
     )

@@ -5,11 +5,14 @@ In float16, on a GPU or under Triton's interpreter.  Bits are compared in tests/
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import save_mixture
 from toolkit.deepseek import save_sparse
 from toolkit.kernels import DEVICE, use_kernels_everywhere
 from toolkit.models import Zoo
@@ -43,10 +46,18 @@ def logits(model: Target, backend: Backend, dtype: torch.dtype, ids_T: Tensor) -
     return torch.cat(out).float()
 
 
-@pytest.mark.parametrize("name", ["v32", "diffllama"])
+MADE: dict[str, Callable[[Path], Path]] = {
+    "v32": lambda folder: save_sparse(folder / "v32", "v32", num_hidden_layers=2),
+    "diffllama": lambda folder: Zoo(folder).target("diffllama"),
+    "gpt-oss": lambda folder: save_gpt_oss(folder, num_hidden_layers=2)[1],
+    "ernie": lambda folder: save_mixture(folder / "ernie", "ernie", num_hidden_layers=2, moe_layer_end_index=1),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
 def test_no_library_multiplies(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a product of heads, experts or a router that is left to torch, and kernels wired to other weights."""
-    folder = Zoo(tmp_path).target(name) if name == "diffllama" else save_sparse(tmp_path / name, name, num_hidden_layers=2)
+    folder = MADE[name](tmp_path)
     choice, ids_T = choose_target(folder, "native"), torch.arange(1, 11, device=DEVICE)
 
     def load(dtype: torch.dtype) -> Target:

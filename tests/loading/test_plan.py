@@ -6,12 +6,15 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import save_mixture
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.heads.block_zoo import HEADS as BLOCK_HEADS
 from toolkit.heads.block_zoo import save_block_head
@@ -23,8 +26,11 @@ from specdec.cli import plan
 from specdec.cli.entry import build_parser
 from specdec.cli.plan import _bytes
 from specdec.loading.build import plan_pool
+from specdec.loading.load import check_pair
 from specdec.loading.plan import largest
+from specdec.models.checkpoints.frame import load_family
 from specdec.options import EngineOptions
+from specdec.parallel.shard import Shard
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 
@@ -67,6 +73,37 @@ def test_weights_of_every_head_of_one_pass_are_those_of_a_decoder(name: str, zoo
         assert plan.parts["weights of the target"] == sum(weight.nbytes for weight in decoder.model.parameters())
         own = sum(weight.nbytes for weight in decoder.head.parameters() if id(weight) not in shared)
         assert plan.parts["weights of the draft head"] == own
+
+
+RANKS: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3-moe", 4, {"expert_parallel": "experts"}),
+    ("qwen2-moe", 2, {"expert_parallel": "tensor"}),
+    ("glm4-moe-biased", 4, {"quantize": "fp8", "expert_parallel": "experts"}),
+    ("mixtral", 2, {"quantize": "fp8", "expert_parallel": "tensor"}),
+    ("minimax", 4, {"expert_parallel": "experts"}),
+    ("mxfp4", 2, {"expert_parallel": "experts"}),
+    ("unquantised", 2, {"expert_parallel": "tensor"}),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "settings"), RANKS, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_rank_s_weights_are_those_of_the_first(tmp_path: Path, name: str, ranks: int, settings: dict[str, Any]) -> None:
+    """Keeps out: a plan that divides what each rank has whole, or whole experts as if they were cut."""
+    if name in ("mxfp4", "unquantised"):
+        folder = save_gpt_oss(tmp_path / "oss", num_hidden_layers=2, num_local_experts=5)[name == "unquantised"]
+    else:
+        folder = save_mixture(tmp_path / "m", name, **({"num_experts": 5} if name.startswith("qwen") else {}))
+    options = EngineOptions(dtype="bfloat16", max_batch_size=2, max_seq_len=64, tensor_parallel_size=ranks, **settings)
+    plan = plan_memory(folder, None, None, options, 10**9)
+    pair = check_pair(folder, None, None, replace(options, device="cpu"))
+    assert pair.chosen.native is not None
+    device, first = torch.device("cpu"), Shard(0, ranks)
+    model = load_family(pair.chosen.native, pair.checkpoint, pair.chosen.config, 64, device, torch.bfloat16, first)
+    kept = [part for part in model.buffers() if part.data_ptr() != model.rotary.table.data_ptr()]
+    held = sum(part.nbytes for part in (*model.parameters(), *kept))
+    in_float32 = sum(part.nbytes - part.numel() * 2 for part in kept)  # which a plan counts in 16 bits
+    assert plan.parts["weights of the target"] == held - in_float32
+    assert plan.experts.startswith("a part of each" if settings["expert_parallel"] == "tensor" else ("2", "3", "1"))
 
 
 def test_the_command_counts_rounded_weights(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,17 +22,13 @@ CASES = [
     ("llama-dim80-biases", "eagle3", (3, 8, 24), 64, 8),
     ("llama-dim80-biases", "eagle1", (4, 2, 10), 1, 1),
     ("llama-linear-8-layers", "eagle3", (5, 4, 16), 64, 1),
-    ("llama-linear-8-layers", "eagle1-two-layers", (3, 1, 4), 64, 3),
     ("mistral", "eagle3-full", (4, 2, 13), 16, 8),
     ("mistral", "eagle1-two-layers", (3, 8, 32), 1, 1),
-    ("mistral", "eagle3", (5, 1, 6), 5, 3),
     ("mistral", "eagle3-window", (6, 3, 20), 16, 3),
     ("qwen2", "eagle3", (5, 4, 53), 1, 8),
-    ("qwen2", "eagle1", (2, 1, 3), 16, 3),
     ("qwen2", "eagle1-window", (7, 2, 14), 5, 8),
     ("qwen3", "eagle3-full", (3, 8, 20), 16, 3),
     ("qwen3", "eagle1-two-layers", (2, 4, 8), 64, 8),
-    ("qwen3", "eagle3", (6, 2, 12), 1, 3),
 ]
 MAX_TOKENS = [20, 7, 24, 1, 13, 2, 24, 18, 24, 5, 11]
 

@@ -13,14 +13,14 @@ from toolkit.models import HEADS, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 
-# Every family with a tree and with a chain; page sizes 1, 5 and 16 with each of them; EAGLE-3 and EAGLE-1/2.
+# Every family with a tree; those whose attention is unlike the others' with a chain too; page sizes 1, 5 and 16 with each.
+CHAINS = ("gemma3", "llama4", "gemma3n", "gemma4")
 CASES = [
-    (name, *case)
-    for index, name in enumerate(FAMILIES)
-    for case in (
-        ("eagle1" if name in NO_FEATURES else "eagle3", (5, 4, 16), (1, 5, 16)[index % 3], 3),
-        ("eagle1", (5, 1, 6), (5, 16, 1)[index % 3], 2),
-    )
+    *(
+        (name, "eagle1" if name in NO_FEATURES else "eagle3", (5, 4, 16), (1, 5, 16)[index % 3], 3)
+        for index, name in enumerate(FAMILIES)
+    ),
+    *((name, "eagle1", (5, 1, 6), (5, 16, 1)[index % 3], 2) for index, name in enumerate(CHAINS)),
 ]
 PROMPTS = ragged_prompts(40, 5, seed=11)
 MAX_TOKENS = [24, 9, 16, 1, 20]

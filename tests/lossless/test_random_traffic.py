@@ -38,8 +38,8 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "ring auto": ("mistral", "eagle1-window", {"spec": SpecConfig("auto", 2, 8)}),
 }
 
-CROWDED = ("plain", "tree", "kept auto", "kept window", "ring", "one pass mixed", "ring auto")  # threads know less of an engine
-INTRICATE = ("kept auto", "kept window", "ring auto")  # where most parts of the engine meet: they get a second seed
+CROWDED = ("tree", "kept auto", "kept window", "ring auto")  # threads know less of an engine
+INTRICATE = ("kept auto", "ring auto")  # where most parts of the engine meet: they get a second seed
 
 
 class Traffic:

@@ -25,7 +25,7 @@ DRAFTERS = {
 }
 CASES = [  # each drafter under two or more filters, each filter with chains and trees
     (drafter, *FILTERS[(index + step) % len(FILTERS)]) for index, drafter in enumerate(DRAFTERS) for step in (0, 2)
-] + [("random-tree", *setting) for setting in FILTERS if setting not in (FILTERS[1], FILTERS[3])]
+]
 
 
 @pytest.mark.slow

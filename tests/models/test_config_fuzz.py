@@ -33,7 +33,7 @@ from specdec.models.target import Target
 CPU = torch.device("cpu")
 SECONDS = 120  # for one load, which takes far less than one second
 VALUES: tuple[Any, ...] = (None, "", "x", -1, 0, 10**9, 1e9, 10**30, 0.5, float("nan"), True, [], [None], {}, {"a": 1})
-FEW: tuple[Any, ...] = (None, "", -1, 10**9, float("nan"), [])  # for transformers' code, which takes longer
+FEW: tuple[Any, ...] = (None, -1, [])  # for transformers' code, which takes longer
 OTHERS = (
     "bias draft_vocab_size dtype eagle_config head_dim layer_types max_sequence_length max_window_layers "
     "partial_rotary_factor pretraining_tp quantization_config rope_parameters rope_scaling rope_theta sliding_window "
@@ -91,7 +91,6 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
         "shipped target": (shipped.target_folder(), Native()),
         "shipped head": (shipped.draft_folder(), HeadLoads(pair)),
         "eagle1": (save_eagle1(root / "eagle1", llama), HeadLoads(target)),
-        "mistral": (save_target(root / "mistral", "mistral"), Native()),
         "qwen2": (save_target(root / "qwen2", "qwen2"), Native()),
         "llama3 rope": (save_target(root / "llama3", "llama3-tied-dim8"), Native()),
         "deepseek v2": (save_deepseek(root / "v2", "v2"), Native()),
@@ -101,14 +100,14 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
         "shared kv": (save_sharing(root / "shared kv", "windows"), Native()),
         "gemma3n": (save_family(root / "gemma3n", "gemma3n_text", 0, **FAMILIES["gemma3n"][1]), by_transformers),
         "diffllama": (save_with_options(root / "diffllama", **OPTIONS["alibi, many"]), Native()),
-        **{name: (save_own_attention(root / name, name, layers=2), by_transformers) for name in ("bloom", "falcon-40b")},
+        "falcon-40b": (save_own_attention(root / "falcon-40b", "falcon-40b", layers=2), by_transformers),
         "gemma2": (save_family(root / "gemma2", "gemma2", 0, sliding_window=8, tie_word_embeddings=True), by_transformers),
     }
 
 
 NAMES = (
-    "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "deepseek v32",
-    "glm", "gemma2", "gemma3n", "shared kv", "diffllama", "bloom", "falcon-40b",
+    "shipped target", "shipped head", "eagle1", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "deepseek v32",
+    "glm", "gemma2", "gemma3n", "shared kv", "diffllama", "falcon-40b",
 )  # fmt: skip
 
 

@@ -146,8 +146,7 @@ def test_tokens_beyond_the_per_layer_table_take_its_first_row(families: Families
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "page_size", "shape"), [
-    ("gemma3n", 1, (4, 4, 16)), ("gemma3n", 16, (3, 8, 24)), ("gemma3n", 64, (5, 1, 6)),
-    ("gemma4", 1, (3, 8, 24)), ("gemma4", 16, (5, 1, 6)), ("gemma4", 64, (4, 4, 16)),
+    ("gemma3n", 1, (4, 4, 16)), ("gemma3n", 64, (5, 1, 6)), ("gemma4", 16, (3, 8, 24)),
 ])  # fmt: skip
 def test_generate_equals_transformers(
     families: Families, tmp_path: Path, name: str, page_size: int, shape: tuple[int, int, int]

@@ -36,9 +36,8 @@ def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 @pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", "auto"), ("mistral", "auto"), ("v3-dense-tied", "auto"), ("llama", "int8"), ("llama-dim80-biases", "auto"),
-     ("qwen3", "int8"), ("diffllama-gqa", "auto"), ("half", "int8"), ("diffllama", "int8"), ("alibi, many", "auto"),
-     ("all options", "auto")],
+    [("llama-dim80-biases", "auto"), ("mistral", "int8"), ("v3-dense-tied", "auto"), ("diffllama-gqa", "auto"),
+     ("half", "int8"), ("all options", "auto")],
 )  # fmt: skip
 def test_one_exported_program_serves_all_shapes(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a size, a table or a length frozen into the graph, and a layer that is stored in another layer's place."""
@@ -51,15 +50,7 @@ def test_one_exported_program_serves_all_shapes(folder: Callable[[str], Path], n
 @pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("llama", "auto"),
-        ("mistral", "auto"),
-        ("v3-dense-tied", "auto"),
-        ("qwen3", "int8"),
-        ("diffllama", "auto"),
-        ("alibi", "auto"),
-        ("half", "auto"),
-    ],
+    [("mistral", "auto"), ("v3-dense-tied", "auto"), ("qwen3", "int8"), ("alibi", "auto")],
 )
 def test_a_node_of_a_tree_gets_the_logits_of_its_path(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a node that sees a sibling, positions by place instead of depth, windows that end in another branch."""
@@ -109,11 +100,7 @@ def test_a_graph_holds_operators_and_says_what_it_changes(zoo: Zoo) -> None:
 @pytest.mark.slow_cases(keep=1)
 @pytest.mark.parametrize(
     ("name", "dtype", "backend"),
-    [
-        ("llama", "auto", "aot_eager"),
-        ("mistral", "int8", "inductor"),
-        ("v3", "auto", "aot_eager"),
-    ],  # inductor runs a C++ compiler
+    [("llama", "auto", "aot_eager"), ("mistral", "int8", "inductor")],  # inductor runs a C++ compiler
 )
 def test_compiled_whole_it_equals_the_direct_pass(tmp_path: Path, name: str, dtype: str, backend: str) -> None:
     """Keeps out: a graph break, a pass that inductor reorders around a store, and layers mixed up when sizes vary."""

@@ -19,6 +19,7 @@ CASES = [
     ("v32-dense-biases", "auto"), ("llama", "fp8"), ("v3-wide-latents", "fp8_ds_mla"), ("glm-shared", "auto"),
     ("v32-wide", "fp8_ds_mla"), ("diffllama", "fp8"),
 ]  # fmt: skip
+FEW = (CASES[1], CASES[3], CASES[4])  # an export takes seconds of a CPU; a GPU has all
 
 OWN = {"v32-wide": dict(kv_lora_rank=128, num_hidden_layers=2), "v32-layer": dict(num_hidden_layers=1)}
 
@@ -38,8 +39,8 @@ def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return found
 
 
-@pytest.mark.slow_cases(keep=3)
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize(("name", "dtype"), FEW)
 def test_a_saved_program_serves_all_shapes(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a scale, or how many keys a query selects, frozen into the graph; a layer that reads another one's choice."""
     decode, file = DecodePass(load(folder(name)), PAGE, dtype), BytesIO()
@@ -51,7 +52,7 @@ def test_a_saved_program_serves_all_shapes(folder: Callable[[str], Path], name: 
 
 
 @pytest.mark.slow_cases(keep=2)
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), FEW)
 def test_a_node_of_a_tree_gets_the_logits_of_its_path(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a node that selects a sibling's key, and a path that the selection misses."""
     decode = DecodePass(load(folder(name)), PAGE, dtype)
@@ -66,9 +67,7 @@ def test_a_node_of_a_tree_gets_the_logits_of_its_path(folder: Callable[[str], Pa
 
 
 @pytest.mark.slow_cases(keep=1)
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("v32-layer", "auto"), ("llama", "fp8"), ("v32-wide", "fp8_ds_mla"), ("v3-wide-latents", "fp8_ds_mla")]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("v32-layer", "auto"), ("llama", "fp8")])
 def test_compiled_whole_it_equals_the_direct_pass(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a graph break between the indexer and attention, or at a cache in 8 bits."""
     torch._dynamo.reset()

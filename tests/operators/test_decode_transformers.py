@@ -14,8 +14,9 @@ from toolkit.trees import random_masks
 from specdec.operators import DecodePass, export_decode
 
 # Windows beside full layers and softcaps; sinks and experts; chunks and counted positions; shared keys; and fp8.
+# An export takes 5 to 30 seconds of a CPU: the first two run there too.
 CASES = [
-    ("gemma2", "auto"), ("qwen3", "fp8"), ("gpt-oss", "auto"), ("llama4", "auto"), ("gemma3n", "int8"), ("gemma4", "auto"),
+    ("gemma2", "auto"), ("gemma3n", "int8"), ("gpt-oss", "auto"), ("llama4", "auto"), ("qwen3", "fp8"), ("gemma4", "auto"),
     ("mixtral", "auto"), ("phi3-longrope", "auto"),
 ]  # fmt: skip
 
@@ -32,7 +33,7 @@ def decode_pass(families: Families, name: str, dtype: str, device: str = "cpu") 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), CASES[:2])
 def test_a_saved_program_serves_all_shapes(families: Families, name: str, dtype: str) -> None:
     """Keeps out: sizes, a window's keys or another layer's keys frozen into the graph; transformers' own attention in it."""
     decode, file = decode_pass(families, name, dtype), BytesIO()
@@ -46,11 +47,10 @@ def test_a_saved_program_serves_all_shapes(families: Families, name: str, dtype:
         check(decode, program, inputs(decode, lens, N), 1e-4)
 
 
-@pytest.mark.slow_cases(keep=1)
-@pytest.mark.parametrize("name", ["gemma2", "llama4", "gemma4"])
-def test_a_program_computes_what_transformers_computes(families: Families, name: str) -> None:
-    """Keeps out: a program that equals our own pass in a mistake; keys of a prompt that a later call does not find."""
-    decode = decode_pass(families, name, "auto")
+def test_a_program_computes_what_transformers_computes(families: Families) -> None:
+    """Chunks beside full layers.  Keeps out: a program that equals our own pass in a mistake; keys of a prompt that a later
+    call does not find."""
+    decode = decode_pass(families, name := "llama4", "auto")
     program, generator = export_decode(decode).module(), torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (1, 21), generator=generator)
     table_BW, cache = torch.randperm(6, dtype=torch.int32)[None], decode.new_cache(6 * PAGE)
@@ -63,22 +63,17 @@ def test_a_program_computes_what_transformers_computes(families: Families, name:
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow_cases(keep=1)
-@pytest.mark.parametrize("name", ["mpt", "bloom", "falcon-rw-odd"])
-def test_slopes_are_those_of_the_direct_pass(tmp_path: Path, name: str) -> None:
+@pytest.mark.slow
+def test_slopes_are_those_of_the_direct_pass(tmp_path: Path) -> None:
     """Keeps out: distances (ALiBi) of other rows or of places in the pass, and heads whose slopes are exchanged."""
-    decode = DecodePass.from_pretrained(save(tmp_path / name, name, layers=1), PAGE, max_positions=128)
-    program = export_decode(decode).module()
-    for lens, N in (([5, 0, 9], 1), ([1, 30], 4)):
-        check(decode, program, inputs(decode, lens, N), 1e-4)
-    check_tree(decode)
+    name = "falcon-rw-odd"  # heads that are no power of two
+    check_tree(DecodePass.from_pretrained(save(tmp_path / name, name, layers=1), PAGE, max_positions=128))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "llama4"])
-def test_a_node_of_a_tree_gets_the_logits_of_its_path(families: Families, name: str) -> None:
+def test_a_node_of_a_tree_gets_the_logits_of_its_path(families: Families) -> None:
     """Keeps out: positions by place instead of depth in transformers' rotations, and a node that sees a sibling."""
-    check_tree(decode_pass(families, name, "auto"))
+    check_tree(decode_pass(families, "gemma2", "auto"))
 
 
 def check_tree(decode: DecodePass) -> None:
@@ -123,10 +118,9 @@ def test_code_that_torch_cannot_export_is_refused(families: Families) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
-def test_an_exported_program_can_be_compiled(families: Families, name: str) -> None:
+def test_an_exported_program_can_be_compiled(families: Families) -> None:
     """Keeps out: the way that the refusal names, if it does not work."""
-    decode = decode_pass(families, name, "auto")
+    decode = decode_pass(families, "qwen3", "auto")
     torch._dynamo.reset()
     program = torch.compile(export_decode(decode).run_decompositions().module(), fullgraph=True, backend="aot_eager")
     for lens, N in (([5, 0, 9], 1), ([1, 30], 4)):
@@ -134,7 +128,7 @@ def test_an_exported_program_can_be_compiled(families: Families, name: str) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "dtype"), [("gemma2", "auto"), ("qwen3", "fp8"), ("gpt-oss", "auto")])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_on_a_gpu_a_program_equals_the_direct_pass(families: Families, name: str, dtype: str) -> None:
     """Keeps out: a host read in transformers' code, or kernels that find another cache than in a direct pass."""
     decode = decode_pass(families, name, dtype, "cuda")

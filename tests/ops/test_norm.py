@@ -8,8 +8,8 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
-from specdec.ops.norm import add_rms_norm, embed_rms_norm, pair_rms_norm, rms_norm
-from specdec.ops.norm_triton import launch_add_rms_norm, launch_pair_rms_norm
+from specdec.ops.norm import add_rms_norm, embed_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
+from specdec.ops.norm_triton import launch_add_rms_norm, launch_norm_parts, launch_pair_rms_norm, launch_part_squares
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -72,6 +72,25 @@ def test_norm_of_embeddings(C: int, dtype: torch.dtype) -> None:
     assert torch.equal(x.double().cpu(), want_x) and torch.equal(want_x, table.double().cpu()[ids.cpu()])
     check(normed, want)
     assert normed.shape == (T + C, H) and (below is None or torch.equal(normed[T:], below))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sharers", [0, 3])
+def test_norms_of_parts_equal_the_definition(sharers: int, dtype: torch.dtype) -> None:
+    """sharers: as many ranks add up their squares; 0: one alone.  Keeps out: a part's end in the next one, the rest changed."""
+    T, sizes = 5, (96, 40)
+    x = rand(T, 2 * 176, seed=5, dtype=dtype)[:, :176]
+    weights = [rand(size, seed=size, dtype=dtype) for size in sizes]
+    exact, exact_weights = x.double().cpu(), [weight.double().cpu() for weight in weights]
+    squares = launch_part_squares(x, sizes)
+    torch.testing.assert_close(squares.double().cpu(), part_squares(exact, sizes), rtol=1e-5, atol=1e-5)
+    given = sharers * 2 * squares if sharers else None
+    want = norm_parts(exact, exact_weights, EPS, None if given is None else given.double().cpu(), sharers or 1)
+    got = launch_norm_parts(x, weights, EPS, given, sharers or 1)
+    check(got, want)
+    assert torch.equal(got[:, 136:].double().cpu(), exact[:, 136:])
+    by_hand = exact[:, 96:136] / ((2 if sharers else 1) * exact[:, 96:136].square().mean(-1, keepdim=True) + EPS).sqrt()
+    torch.testing.assert_close(want[:, 96:136], by_hand * exact_weights[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

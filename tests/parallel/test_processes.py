@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
 import torch
+from toolkit.checkpoints.mixtures import MixtureZoo
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.pairs import FailingPair
@@ -39,9 +41,9 @@ PROMPTS = ragged_prompts(40, 2, seed=5)
 SOON = 45.0  # seconds: much more than a busy machine needs, and less than the 60 after which exchanges give up by themselves
 
 
-def load(zoo: Zoo, size: int) -> SpecDecoder:
-    folders = zoo.target("qwen3"), zoo.head("qwen3", "eagle3")
-    return SpecDecoder.from_pretrained(*folders, SPEC, **SETTINGS, tensor_parallel_size=size)  # type: ignore[arg-type]
+def load(zoo: Zoo, size: int, name: str = "qwen3", **more: Any) -> SpecDecoder:
+    folders, settings = (zoo.target(name), zoo.head(name, "eagle3")), {**SETTINGS, **more}
+    return SpecDecoder.from_pretrained(*folders, SPEC, **settings, tensor_parallel_size=size)
 
 
 @contextmanager
@@ -58,12 +60,15 @@ def ended_soon() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo) -> None:
-    """Keeps out: steps that do not reach the other rank, or in another order; a process that Ctrl-C ends; a request that waits
-    for ever for a rank that is gone; a process that stays after `close`."""
-    with load(zoo, 1) as decoder:
+def test_two_processes_write_what_one_writes_until_one_dies(tmp_path: Path) -> None:
+    """Each has half of the experts of a mixture.
+
+    Keeps out: steps that do not reach the other rank, or in another order; a process that Ctrl-C ends; a request that waits
+    for ever for a rank that is gone; a process that stays after `close`; settings that reach one rank alone."""
+    zoo = MixtureZoo(tmp_path)
+    with load(zoo, 1, "qwen3-moe") as decoder:
         want = [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)]
-    with load(zoo, 2) as decoder:
+    with load(zoo, 2, "qwen3-moe", expert_parallel="experts") as decoder:
         assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)] == want
         (child,) = multiprocessing.active_children()
         assert child.pid is not None

@@ -44,9 +44,7 @@ def generated(target: Path, draft: Path, spec: SpecConfig, size: int, **settings
 
 
 @pytest.mark.parametrize(("zoo", "name", "kind", "spec", "size"), [
-    (Zoo, "qwen3", "eagle3", TREE, 4), (Zoo, "qwen3", "eagle3", CHAIN, 2), (Zoo, "llama3-tied-dim8", "eagle1", TREE, 2),
-    (Zoo, "llama3-tied-dim8", "eagle1", CHAIN, 4), (DeepseekZoo, "v3", "eagle3", TREE, 2),
-    (DeepseekZoo, "v3", "eagle3", CHAIN, 4),
+    (Zoo, "qwen3", "eagle3", TREE, 4), (Zoo, "llama3-tied-dim8", "eagle1", CHAIN, 2), (DeepseekZoo, "v3", "eagle3", TREE, 2),
 ])  # fmt: skip
 def test_ranks_write_what_one_writes(
     zoo: type[Zoo], name: str, kind: str, spec: SpecConfig, size: int, zoos: dict[type[Zoo], Zoo]

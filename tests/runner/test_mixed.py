@@ -30,15 +30,14 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize(
-    ("target", "head", "spec"),
+    ("target", "head", "spec", "pads"),
     [
-        ("llama", "eagle3", CHAIN),
-        ("llama", "eagle3", TREE),
-        ("mistral", "eagle1", CHAIN),
-        ("qwen2", "eagle1-window", CHAIN),
+        ("llama", "eagle3", CHAIN, False),
+        ("llama", "eagle3", TREE, True),
+        ("mistral", "eagle1", CHAIN, True),
+        ("qwen2", "eagle1-window", CHAIN, True),
     ],
 )
-@pytest.mark.parametrize("pads", [False, True])
 def test_one_pass_leaves_what_two_leave(zoo: Zoo, target: str, head: str, spec: SpecConfig, pads: bool) -> None:
     """Keeps out: a node that reads a prompt's keys, a layer that takes a prompt's position for a node's, a prompt whose first
     token is chosen by a running row's options, a drafter that has not read the prompt or the round."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from toolkit.driver import Driver, new_request
 from toolkit.heads.block_zoo import HEADS  # which the zoo then has
+from toolkit.inside.warm_ups import Trees, WarmUps
 from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
@@ -32,9 +33,6 @@ LEVELS = [2, 0, 0, 2, 2, 0]
 assert "dspark-rnn" in HEADS
 
 
-Trees = list[list[list[int]]]
-
-
 class Watched:
     """A drafter whose trees' tokens a list gets."""
 
@@ -48,32 +46,6 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-class WarmUps(GraphSet):
-    """Runs functions as captures do.  trees: forgets those that were drafted for nothing.  calls: how many were for nothing."""
-
-    def __init__(self, trees: Trees) -> None:
-        super().__init__(False)
-        self.trees, self.calls = trees, 0
-
-    def run(
-        self,
-        key: Hashable,
-        fn: Callable[[], Any],
-        mutable: list[Tensor],
-        warm_ups: int = 2,
-        before: Callable[[], object] = lambda: None,
-    ) -> Any:
-        self.calls += warm_ups
-        saved, before_all = [tensor.clone() for tensor in mutable], len(self.trees)
-        for _ in range(warm_ups):
-            fn()
-            for tensor, value in zip(mutable, saved, strict=True):
-                tensor.copy_(value)
-            before()
-        del self.trees[before_all:]
-        return fn()
 
 
 class Replays(GraphSet):

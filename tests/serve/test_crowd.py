@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import openai
-import pytest
 from toolkit.driver import Driver
 from toolkit.serving.server import Served, wait_until
 
@@ -71,9 +70,7 @@ def handles() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.slow_cases(keep=1)
-@pytest.mark.parametrize("faults", [True, False])
-def test_a_crowd_leaves_everything_as_it_was(chatty: SpecDecoder, faults: bool) -> None:
+def test_a_crowd_leaves_everything_as_it_was(chatty: SpecDecoder) -> None:
     """Keeps out: an answer mixed up with another's, a caller without an answer, and leaks of pages, threads and handles."""
     texts, before = expected_texts(chatty), (threading.active_count(), handles())
     decoder = SpecDecoder(chatty.model, chatty.head, chatty.settings, chatty.tokenizer)  # an engine of its own
@@ -85,14 +82,14 @@ def test_a_crowd_leaves_everything_as_it_was(chatty: SpecDecoder, faults: bool) 
 
     with Served(decoder) as served:
         with ExitStack() as planted:
-            for phase, calls in PLANTED.items() if faults else ():
+            for phase, calls in PLANTED.items():
                 for number in calls:
                     planted.enter_context(driver.fail_in(phase, MemoryError("planted"), number))
             fates = asyncio.run(crowd())
         wait_until(lambda: served.state.queue.is_empty, "no request is left")
         lines = served.requests_logged(fates["whole"] + fates["failed"])  # who left at once may not have come in
         assert served.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200, "the server works as before"
-    assert fates["wrong"] == 0 and (fates["failed"] > 0) == faults and fates["whole"] > 20 and fates["left"] > 0, fates
+    assert fates["wrong"] == 0 and fates["failed"] > 0 and fates["whole"] > 20 and fates["left"] > 0, fates
     assert {line["status"] for line in lines} <= {200, 499, 500} and not any("crash" in line for line in lines)
     driver.assert_nothing_leaked()
     asyncio.run(served.state.decoder.close())

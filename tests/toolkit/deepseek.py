@@ -23,7 +23,7 @@ from transformers import (
 
 from specdec.attention.latent.limits import Limits
 from specdec.models.deepseek.modules import LatentAttention
-from toolkit.models import Zoo, randomise, scaled
+from toolkit.models import Zoo, save_random, scaled
 
 YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1,
@@ -77,13 +77,7 @@ def save_deepseek(folder: Path, name: str, **changes: Any) -> Path:
     """A random model of that name, as transformers saves it."""
     (config_class, model_class), own = DEEPSEEKS[name]
     model = model_class(config_class(**{**COMMON, **own, **changes}))
-    seed = 50 + list(DEEPSEEKS).index(name)
-    randomise(model, seed)
-    generator = torch.Generator().manual_seed(seed)
-    for buffer in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
-        buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-    model.save_pretrained(folder)
-    return folder
+    return save_random(model, folder, 50 + list(DEEPSEEKS).index(name))
 
 
 def use_limits(model: nn.Module, limits: Limits) -> None:

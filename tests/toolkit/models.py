@@ -103,6 +103,16 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             weight.copy_(scaled(name, noise))
 
 
+def save_random(model: PreTrainedModel, folder: Path, seed: int) -> Path:
+    """The model with random weights, and random corrections of its routers, as transformers saves it."""
+    randomise(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
+        buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
 def scaled(name: str, noise: Tensor) -> Tensor:
     """Noise made into a weight of that name."""
     if "norm" in name:

@@ -27,6 +27,8 @@ from specdec.steps import Needs
 class BlockWorker(PausingDrafter[BlockRows]):
     """Runs a head of one pass over the running batch."""
 
+    head: BlockHead
+
     def __init__(self, head: BlockHead, context: DrafterContext) -> None:
         self.head = head
         (self.cache,) = self.caches = context.caches

@@ -74,6 +74,10 @@ def _add_round(rows: _Rows, budget: Budget) -> None:
     ):
         if size:
             rows.add(f"  {name}, {_size(size)}", limit=budget.ms_of(size))
+    for whose, experts in (("target", count.target_experts), ("draft", count.draft_experts)):
+        if experts is not None:
+            chosen = "all" if experts.chosen is None else f"{experts.chosen:.1f} of"
+            rows.add(f"  of that {whose} experts, {chosen} {experts.count}", limit=budget.ms_of(experts.bytes))
 
 
 def _add_phases(rows: _Rows, budget: Budget) -> None:

@@ -87,6 +87,7 @@ def _facts(m: Measurement) -> Table:
         ("draft", s["draft"] or "none: plain decoding alone is measured"),
         ("runs in", f"{s['dtype']}{kept}, CUDA graphs {graphs}, page size {s['page_size']}, max_seq_len {s['max_seq_len']}"),
         ("attention", f"{s['attention']} ({s['attention_reason']})"),
+        *([("experts", s["experts"])] if s.get("experts") else []),
         ("prompts", f"{prompts['count']} of {tokens['min']} to {tokens['max']} tokens from {prompts['source']}"),
         ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
         ("output", f"at most {sampling['max_tokens']} tokens, {how}" + (", EOS ignored" if sampling["ignore_eos"] else "")),

@@ -198,7 +198,8 @@ def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str, called: 
     called: the checkpoint's names of parts, where they are others.
     """
     parts = {part: called.get(part, part) for part in stack.parts.sizes}
-    names = {(index, part): f"{prefix}.{index}.{name}" for index in range(stack.count) for part, name in parts.items()}
+    numbered = enumerate(stack.numbers)
+    names = {(index, part): f"{prefix}.{number}.{name}" for index, number in numbered for part, name in parts.items()}
     formats = {name: checkpoint.format_of(name) for name in names.values()}
     _expect_alike(checkpoint, "all experts of a layer", formats)
     if any(format is not None and format.in_act_order for format in formats.values()):

@@ -13,10 +13,11 @@ from specdec.models.config import ModelConfig
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, first_dense_layers, parse_indexer
 from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.shared import MTP_COUNT, refuse_unknown, require, shared_values
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import quantization_of
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
+from specdec.ops.products.routing import RouterRule
 
 LITE = "glm4_moe_lite"  # GLM-4.7-Flash
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.kinds import LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, number, whole
 from specdec.models.config import ModelConfig
 from specdec.models.keys.names import by_own_names, expect_repeated
@@ -18,13 +18,15 @@ from specdec.models.keys.shared import (
     require,
     shared_values,
     sliding_window,
+    windowed_kinds,
 )
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import KEYS, scheme_of
 from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
 from specdec.models.schemes.rules import Quantization, Rule, only, refuse_keys
 from specdec.models.yarn import parse_rope_with_yarn
 from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.routing import RouterRule
 
 METHOD = "mxfp4"  # the quant_method of its own checkpoints
 
@@ -104,9 +106,7 @@ def _layer_kinds(raw: dict[str, Any], layers: int, where: str) -> tuple[LayerKin
         types = [WINDOWED if layer % 2 == 0 else "full_attention" for layer in range(layers)]
     check_types(types, layers, where)
     window = sliding_window({"sliding_window": 128, **raw}, where)
-    if WINDOWED in types and window is None:
-        raise ValueError(f"{where}: layer_types has {WINDOWED}, but sliding_window is null")
-    return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
+    return windowed_kinds(types, window, raw, where)
 
 
 _SIZES = (

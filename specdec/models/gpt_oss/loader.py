@@ -10,11 +10,12 @@ from torch import Tensor
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
-from specdec.models.checkpoints.loader import Parts, copy_, expect_attention, fill_attention, fill_float32, fill_stack
+from specdec.models.checkpoints.loader import Parts, copy_run, expect_attention, fill_attention, fill_float32, fill_stack
 from specdec.models.config import ModelConfig
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
-from specdec.models.linear import LinearStack
+from specdec.models.linear import LinearStack, Stored
+from specdec.models.mixtures.fill import leave_others
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.schemes.formats import ExpertBlocks
 
@@ -39,7 +40,7 @@ def _fill_attention(attention: SinkAttention, checkpoint: Checkpoint, prefix: st
 
 def _fill_experts(experts: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
     """Gate rows, which alternate with up rows in the checkpoint, above these."""
-    router, shard = experts.router, experts.shard
+    router, held = experts.router, experts.experts.held
     assert router.bias_E is not None and experts.gate_up_bias_EG is not None
     router.weight = fill_float32(router.weight, checkpoint, f"{prefix}.router.weight")
     router.bias_E = fill_float32(router.bias_E, checkpoint, f"{prefix}.router.bias")
@@ -48,17 +49,20 @@ def _fill_experts(experts: MixtureOfExperts, checkpoint: Checkpoint, prefix: str
             _fill_stack(stack, checkpoint, f"{prefix}.experts.{name}")
         else:
             fill_stack(stack, checkpoint, f"{prefix}.experts")
-    name, bias_EG = f"{prefix}.experts.gate_up_proj_bias", experts.gate_up_bias_EG
+    leave_others(experts, checkpoint, f"{prefix}.experts")
+    name, bias_EG, cut = f"{prefix}.experts.gate_up_proj_bias", experts.gate_up_bias_EG, experts.within
     width = bias_EG.shape[1] // 2
-    whole_EG = checkpoint.take(name, (bias_EG.shape[0], 2 * width * shard.size))
+    whole_EG = checkpoint.take(name, (router.count, 2 * width * cut.size))[held.start : held.stop]
     with torch.no_grad():
         for part in range(2):
-            bias_EG[:, part * width : (part + 1) * width] = whole_EG[:, part::2].narrow(1, shard.rank * width, width)
+            bias_EG[:, part * width : (part + 1) * width] = whole_EG[:, part::2].narrow(1, cut.rank * width, width)
     checkpoint.landed(name, bias_EG)
-    if experts.down_bias_EH is None:
-        checkpoint.ignore(f"{prefix}.experts.down_proj_bias")
+    name, bias_EH = f"{prefix}.experts.down_proj_bias", experts.down_bias_EH
+    if bias_EH is None:
+        checkpoint.ignore(name)
     else:
-        copy_(experts.down_bias_EH, checkpoint, f"{prefix}.experts.down_proj_bias")
+        shape = (router.count, bias_EH.shape[1])
+        copy_run(Stored(bias_EH, shape, start=held.start), checkpoint, name)
 
 
 def _fill_stack(stack: LinearStack, checkpoint: Checkpoint, name: str) -> None:
@@ -67,7 +71,7 @@ def _fill_stack(stack: LinearStack, checkpoint: Checkpoint, name: str) -> None:
     assert isinstance(format, ExpertBlocks)
     rows, columns = stack.shape(parts[0])
     shape = (len(parts) * rows, columns)
-    for index, matrix in enumerate(format.matrices(checkpoint, name, shape, stack.device)):
+    for index, matrix in enumerate(format.matrices(checkpoint, name, shape, stack.device, stack.numbers)):
         for place, part in enumerate(parts):
 
             def every(tensor: Tensor, first: int = place) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import (
     MAX_POSITIONS,
     NotComputedHere,
@@ -67,6 +68,22 @@ def check_types(types: Any, count: int, where: str) -> None:
         raise ValueError(message)
     if set(types) - {"full_attention", WINDOWED}:
         raise NotComputedHere(message)
+
+
+def windowed_from(first: int, count: int, window: int | None) -> list[str]:
+    """layer_types of so many layers, of which those from `first` on have the window, if there is one."""
+    return [WINDOWED if window is not None and layer >= first else "full_attention" for layer in range(count)]
+
+
+def windowed_kinds(types: list[str], window: int | None, raw: dict[str, Any], where: str) -> tuple[LayerKind, ...]:
+    """The kinds of layers whose types `check_types` has checked.  ValueError if some have a window, and there is none."""
+    if WINDOWED in types and window is None:
+        said = [f"{key} {raw[key]}" for key in ("use_sliding_window", "sliding_window") if key in raw]
+        raise ValueError(
+            f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on, got {' and '.join(said) or 'none'}; "
+            "nearest thing that works: a sliding_window, and use_sliding_window true where the family has it; or no layer_types"
+        )
+    return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
 
 
 def sliding_window(raw: dict[str, Any], where: str) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.kinds import LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, MAX_POSITIONS, NotComputedHere, flag, whole
 from specdec.models.config import ModelConfig
 from specdec.models.keys.rope import parse_rope
@@ -21,6 +21,8 @@ from specdec.models.keys.shared import (
     require,
     shared_values,
     sliding_window,
+    windowed_from,
+    windowed_kinds,
 )
 from specdec.models.kv_source import KEY, parse_kv_source
 from specdec.models.schemes.config import quantization_of
@@ -101,7 +103,7 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
     if not (family == "mistral" or is_qwen and is_on):  # Qwen ships the number with a switch that turns it off
         window = None
     if is_qwen:
-        expected = _alternating(count, first, window)
+        expected = windowed_from(first, count, window)
     else:
         expected = [WINDOWED if window else "full_attention"] * count
     if types is None:
@@ -113,13 +115,7 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
             f"{where}: a {family} model's layers are all alike ({expected[0]}, by sliding_window {raw.get('sliding_window')}), "
             f"got layer_types {types}; nearest thing that works: no layer_types"
         )
-    if WINDOWED in types and window is None:
-        raise ValueError(
-            f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on, got use_sliding_window "
-            f"{raw.get('use_sliding_window')} and sliding_window {raw.get('sliding_window')}; nearest thing that works: "
-            "use_sliding_window true with a sliding_window, or no layer_types"
-        )
-    return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
+    return windowed_kinds(types, window, raw, where)
 
 
 def _refuse_window(raw: dict[str, Any], where: str) -> None:
@@ -134,8 +130,3 @@ def _refuse_window(raw: dict[str, Any], where: str) -> None:
             "keys there, while its cache drops those before the window; nearest things that work: no sliding_window (all "
             "keys), or model_type 'mistral' (the window)"
         )
-
-
-def _alternating(count: int, first: int, window: int | None) -> list[str]:
-    """Qwen's layers, of which those from `first` on are windowed."""
-    return [WINDOWED if window is not None and layer >= first else "full_attention" for layer in range(count)]

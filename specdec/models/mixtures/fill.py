@@ -72,9 +72,16 @@ def fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str, *ta
     _fill_router(moe.router, checkpoint, layer, names)
     for stack in (moe.gate_up_proj, moe.down_proj):
         fill_stack(stack, checkpoint, f"{layer}.{names.experts}", names.parts)
+    leave_others(moe, checkpoint, f"{layer}.{names.experts}")
     if moe.shared is not None:
         fill_parts(moe.shared.gate_up_proj, checkpoint, f"{layer}.{names.shared}")
         fill_linear(moe.shared.down_proj, checkpoint, f"{layer}.{names.shared}.down_proj")
+
+
+def leave_others(moe: MixtureOfExperts, checkpoint: Checkpoint, experts: str) -> None:
+    """Leaves what other ranks read, where each has experts of its own.  experts: what their names begin with."""
+    if moe.experts.own is not None:
+        checkpoint.leave((f"{experts}.",))
 
 
 def _table(checkpoint: Checkpoint, layer: str, tables: tuple[MixtureNames, ...]) -> MixtureNames:

@@ -2,11 +2,12 @@
 
 The module knows no attention and no checkpoint (fill.py fills it).
 
-Shapes: T tokens, H hidden size, E experts, F intermediate size of an expert, G = 2F.
+Shapes: T tokens, H hidden size, E experts that a rank holds, F intermediate size of an expert, G = 2F.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -15,44 +16,52 @@ from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack
 from specdec.models.making import new_weight
+from specdec.models.mixtures.live import live_now
 from specdec.models.mixtures.products import mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
-from specdec.ops.products.experts import PLAIN, Form
+from specdec.ops.operator import is_traced
+from specdec.ops.products.experts import Form, SharedOutput
+from specdec.ops.products.own_pairs import Kept
+from specdec.ops.products.partials import Partials
+from specdec.parallel.shard import WHOLE
 
 
 class MixtureOfExperts(nn.Module):
     """A layer's mixture: the weighted sum of the outputs of each token's top-k experts, plus the output of the shared experts.
 
-    Ranks that share the layer hold a part of each expert, and their outputs are summed: the first alone has down_bias_EH.
-    The router's policy chooses the experts' products too.
+    Ranks that share the layer hold a part of each expert, or whole experts, some each, and their outputs are summed.  Of parts,
+    the first rank alone has down_bias_EH.  within: a rank's share of each expert that it holds.
+    The router, which all ranks have, brings the policy that chooses the experts' products too.
+    watch: is told whom each token chose [T, K], of the experts that are here, where somebody counts it (counter.py).
     """
+
+    watch: Callable[[Tensor], object] | None = None
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
-        E, H, F, shard = experts.count, config.hidden_size, experts.intermediate_size, config.shard
-        self.experts, self.shard = experts, shard
+        held, H, F = experts.held, config.hidden_size, experts.intermediate_size
+        self.experts, self.within = experts, WHOLE if experts.divided else config.shard
+        self.is_alone = config.shard.size == 1
         self.router = Router(H, experts)
-        self.gate_up_proj = LinearStack(E, H, {"gate_proj": F, "up_proj": F}, shard, "column")
-        self.down_proj = LinearStack(E, F, {"down_proj": H}, shard, "row")
-        self.gate_up_bias_EG = new_weight(E, 2 * F) if experts.biased else None
-        self.down_bias_EH = new_weight(E, H) if experts.biased and shard.rank == 0 else None
+        self.gate_up_proj = LinearStack(held, H, {"gate_proj": F, "up_proj": F}, self.within, "column")
+        self.down_proj = LinearStack(held, F, {"down_proj": H}, self.within, "row")
+        self.gate_up_bias_EG = new_weight(len(held), 2 * F) if experts.biased else None
+        self.down_bias_EH = new_weight(len(held), H) if experts.biased and self.within.rank == 0 else None
         self.shared = MLP(replace(config, intermediate_size=experts.shared_size)) if experts.shared_size else None
 
-    @property
-    def form(self) -> Form:
-        """What the experts compute besides their products."""
-        form = Form(self.experts.gate, self.gate_up_bias_EG, self.down_bias_EH)
-        return form if self.experts.biased or form.gate != PLAIN.gate else PLAIN
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH)
+    def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
+        """partials: as of MLP.  Ranks that share the layer get sums."""
+        live, experts = None if is_traced(x_TH) else live_now(), self.experts
+        skips = experts.own is not None or live is not None
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH, Kept(experts.held, live) if skips else None)
+        if self.watch is not None:
+            self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
-        shared_TH = None if self.shared is None else self.shared(x_TH)
-        out_TH = mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form=self.form, numerics=numerics)
-        if shared_TH is None:
-            return out_TH
-        return out_TH + (shared_TH if shared_T1 is None else (shared_TH * shared_T1).to(out_TH.dtype))
+        form = Form(experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips)
+        shared = None if self.shared is None else SharedOutput(self.shared(x_TH), shared_T1)
+        partials = partials and self.is_alone
+        return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
 
 
 def mlp_of(config: ModelConfig, index: int) -> nn.Module:

@@ -14,9 +14,20 @@ from torch import Tensor
 
 from specdec.models.linear import LinearStack
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, by_expert, has_experts_kernel, quantised_experts
+from specdec.ops.products.experts import (
+    PLAIN,
+    DenseExperts,
+    Experts,
+    Form,
+    QuantisedExperts,
+    SharedOutput,
+    by_expert,
+    mixture_tiles,
+    run_mixture,
+)
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.stacked import experts_linear, weighted_sum
 from specdec.ops.products.tiles.experts import StackedTiles
 
@@ -25,21 +36,35 @@ MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy
 
 def mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
-    numerics: Numerics = FAST,
-) -> Tensor:  # fmt: skip
-    """[T, H]: the weighted sum of each token's top-k experts, by the kernel for quantised experts or by dense products."""
+    numerics: Numerics = FAST, shared: SharedOutput | None = None, partials: bool = False,
+) -> Tensor | Partials:  # fmt: skip
+    """[T, H]: the weighted sum of each token's top-k experts, and the shared experts' output, if there is one.
+
+    It is computed by the kernels for experts, or by torch's products.
+    topk_ids: numbers of matrices of the stacks.  partials: whether the caller can add up split-K partials.
+    """
+    experts: Experts
     if gate_up.qweight is not None and down.qweight is not None:
         experts = QuantisedExperts(gate_up.qweight, down.qweight, form)
-        if has_experts_kernel(x_TH, experts):
-            return quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, numerics)
-        if 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
-            gate_up_TKGH, down_TKHF = (stack.dense_of(topk_ids_TK, x_TH.dtype) for stack in experts[:2])
-            return paired_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_TKGH, down_TKHF, form)
-    gate_up_EGH, down_EHF = (stack.dense(x_TH.dtype) for stack in (gate_up, down))
-    if numerics.is_invariant:
-        assert form is PLAIN
-        return ordered_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF)
-    return run_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH, down_EHF, form)
+    else:
+        experts = DenseExperts(gate_up.dense(x_TH.dtype), down.dense(x_TH.dtype), form)
+    chosen = topk_weights_TK, topk_ids_TK
+    if not gate_up.count:  # other ranks hold all experts
+        out_TH = torch.zeros_like(x_TH)
+    elif (tiles := mixture_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
+        return run_mixture(x_TH, *chosen, experts, tiles, shared, partials)
+    elif numerics.is_invariant:
+        assert isinstance(experts, DenseExperts), "refused where the decoder is built"
+        out_TH = ordered_experts(x_TH, *chosen, *experts)
+    elif isinstance(experts, DenseExperts):
+        out_TH = run_experts(x_TH, *chosen, *experts)
+    elif 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
+        ids_TK = _existing(topk_ids_TK, gate_up.count, form)
+        gate_up_TKGH, down_TKHF = (stack.dense_of(ids_TK, x_TH.dtype) for stack in experts[:2])
+        out_TH = paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_TKGH, down_TKHF, form)
+    else:
+        out_TH = run_experts(x_TH, *chosen, *(stack.dense(x_TH.dtype) for stack in experts[:2]), form)
+    return out_TH if shared is None else shared.added_to(out_TH)
 
 
 def run_experts(
@@ -77,14 +102,16 @@ def grouped_experts(
     Where the blocks begin and end stays on the device: the host never reads it.
     """
     T, K = topk_ids_TK.shape
-    order_P, counts_E = by_expert(topk_ids_TK, gate_up_EGH.shape[0])
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    order_P, counts_E = by_expert(topk_ids_TK, len(gate_up_EGH))
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)  # rows after the last end, of skipped pairs, are not computed
     rows_PH = x_TH.index_select(0, order_P // K)
-    of_P = None if form.gate_up_bias is None else topk_ids_TK.flatten().index_select(0, order_P)
+    of_P = None
+    if form.gate_up_bias is not None:
+        of_P = _existing(topk_ids_TK, len(gate_up_EGH), form).flatten().index_select(0, order_P)
     mid_PF = form.gate(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
     out_PH = _biased(F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E), form.down_bias, of_P)
     in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
-    return _weighted(in_order_PH.view(T, K, -1), topk_weights_TK, x_TH.dtype)
+    return _weighted(in_order_PH.view(T, K, -1), topk_weights_TK, x_TH.dtype, form)
 
 
 def ordered_experts(
@@ -93,6 +120,7 @@ def ordered_experts(
     topk_ids_TK: Tensor,
     gate_up_EGH: Tensor,
     down_EHF: Tensor,
+    form: Form = PLAIN,
     tiles: StackedTiles | None = None,
 ) -> Tensor:
     """The sum by kernels that add up in one order, whatever tokens are computed beside each other.  On a GPU alone.
@@ -101,8 +129,9 @@ def ordered_experts(
     """
     (T, K), E = topk_ids_TK.shape, gate_up_EGH.shape[0]
     order_P, counts_E = by_expert(topk_ids_TK, E)
-    mid_PF = experts_linear(x_TH, gate_up_EGH, order_P, counts_E, K, gated=True, tiles=tiles)
-    out_PH = experts_linear(mid_PF, down_EHF, order_P, counts_E, K, gated=False, tiles=tiles)
+    of_pairs = order_P, counts_E, K
+    mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=form.gate, tiles=tiles)
+    out_PH = experts_linear(mid_PF, down_EHF, form.down_bias, *of_pairs, gate=None, tiles=tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK)
 
 
@@ -110,7 +139,8 @@ def gathered_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
 ) -> Tensor:
     """The sum by batched products, in which each pair has its own copy of its expert's weights."""
-    return paired_experts(x_TH, topk_weights_TK, topk_ids_TK, gate_up_EGH[topk_ids_TK], down_EHF[topk_ids_TK], form)
+    ids_TK = _existing(topk_ids_TK, len(gate_up_EGH), form)
+    return paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_EGH[ids_TK], down_EHF[ids_TK], form)
 
 
 def paired_experts(
@@ -119,7 +149,7 @@ def paired_experts(
     """The sum by batched products, given each pair's own matrices."""
     mid_TKF = form.gate(_biased((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0], form.gate_up_bias, topk_ids_TK))
     out_TKH = _biased((down_TKHF @ mid_TKF[..., None])[..., 0], form.down_bias, topk_ids_TK)
-    return _weighted(out_TKH, topk_weights_TK, x_TH.dtype)
+    return _weighted(out_TKH, topk_weights_TK, x_TH.dtype, form)
 
 
 def masked_experts(
@@ -130,7 +160,8 @@ def masked_experts(
     An expert may yield inf or NaN for a token that did not choose it, so such outputs are replaced by 0, not multiplied by 0.
     """
     dtype = torch.promote_types(x_TH.dtype, topk_weights_TK.dtype)
-    weight_TE = topk_weights_TK.new_zeros(x_TH.shape[0], gate_up_EGH.shape[0]).scatter_(1, topk_ids_TK, topk_weights_TK)
+    columns = len(gate_up_EGH) + form.skips  # the last one is of skipped pairs
+    weight_TE = topk_weights_TK.new_zeros(x_TH.shape[0], columns).scatter_(1, topk_ids_TK, topk_weights_TK)
     total_TH = torch.zeros_like(x_TH, dtype=dtype)
     gate_up_biases, down_biases = (
         [None] * len(down_EHF) if bias is None else bias for bias in (form.gate_up_bias, form.down_bias)
@@ -148,5 +179,12 @@ def _biased(out: Tensor, bias_EO: Tensor | None, experts: Tensor | None) -> Tens
     return out if bias_EO is None else out + bias_EO[experts]
 
 
-def _weighted(out_TKH: Tensor, topk_weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+def _existing(topk_ids_TK: Tensor, experts: int, form: Form) -> Tensor:
+    """The ids, with an expert's in place of those of skipped pairs."""
+    return topk_ids_TK.clamp(max=experts - 1) if form.skips else topk_ids_TK
+
+
+def _weighted(out_TKH: Tensor, topk_weights_TK: Tensor, dtype: torch.dtype, form: Form) -> Tensor:
+    if form.skips:  # outputs of skipped pairs may be anything
+        out_TKH = torch.where(topk_weights_TK[..., None] == 0, 0, out_TKH)
     return (out_TKH * topk_weights_TK[..., None]).sum(1).to(dtype)

@@ -6,38 +6,9 @@ Every family's mixture is a value of `ExpertsConfig`.  This file knows no tensor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from specdec.ops.products.experts import SwiGLU
-
-Scores = Literal["softmax", "sigmoid", "softmax of chosen"]
-
-
-@dataclass(frozen=True)
-class RouterRule:
-    """How a router's logits become each token's experts and their weights.  `choose` (router.py) computes it.
-
-    top_k: how many experts a token has.
-    scores: what the logits become first: a softmax over all experts, a sigmoid of each, or, as in gpt-oss, nothing: experts of
-        the greatest logits are chosen, and the softmax over these is the weights.
-    corrected: whether a learnt number for each expert is added to the scores for choosing, but not to the weights.
-    biased: whether the logits have a bias.
-    groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
-        Both are None where the router may choose any experts.  group_best: how many of a group's best experts rank it.
-    normed: whether the weights are divided by their sum.  least_sum: what that sum is at least taken for.
-    scaling: factor on the weights after that.
-    """
-
-    top_k: int
-    scores: Scores
-    corrected: bool = False
-    biased: bool = False
-    groups: int | None = None
-    top_groups: int | None = None
-    group_best: int = 1
-    normed: bool = False
-    least_sum: float = 0.0
-    scaling: float = 1.0
+from specdec.ops.products.routing import RouterRule
 
 
 @dataclass(frozen=True)
@@ -50,6 +21,8 @@ class ExpertsConfig:
     shared_size: width of the MLP that every token passes besides its top-k experts, of all shared experts together; 0: none.
     shared_gated: whether each token weighs that MLP's output by the sigmoid of one more logit.
     dense_layers: numbers of the layers whose MLP is no mixture.
+    divided: whether ranks that share the model hold whole experts, some each; otherwise each holds a part of every expert.
+    own: numbers of the experts that this rank holds, where they are divided; None: all.
     """
 
     count: int
@@ -61,3 +34,10 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gated: bool = False
     dense_layers: frozenset[int] = frozenset()
+    divided: bool = False
+    own: range | None = None
+
+    @property
+    def held(self) -> range:
+        """Numbers of the experts whose matrices this rank has, or of which it has a part."""
+        return range(self.count) if self.own is None else self.own

@@ -196,14 +196,15 @@ class ExpertBlocks:
         return parts[0]._replace(qvalues_PK=torch.cat([part.qvalues_PK for part in parts]), scales_PG=scales_NG)
 
     def matrices(
-        self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device
+        self, source: TensorSource, name: str, shape: tuple[int, int], device: torch.device, numbers: range | None = None
     ) -> Iterator[QuantisedRows]:  # fmt: skip
-        """Each expert's matrix, of that shape; none if the source has no data."""
+        """The matrices, of that shape, of each expert or of those of these numbers; none if the source has no data."""
         (N, K), E = shape, self.experts
+        own = slice(None) if numbers is None else slice(numbers.start, numbers.stop)
         blocks = take_bytes(source, f"{name}_blocks", (E, N, K // MX_BLOCK, MX_BLOCK // 2))
         exponents = take_bytes(source, f"{name}_scales", (E, N, K // MX_BLOCK))
-        for packed, own in zip(blocks, exponents) if source.has_data else ():
-            packed, scales_NG = packed.to(device).flatten(1), power_of_two(own.to(device))
+        for packed, powers in zip(blocks[own], exponents[own]) if source.has_data else ():
+            packed, scales_NG = packed.to(device).flatten(1), power_of_two(powers.to(device))
             source.landed(f"{name}_scales", scales_NG)
             yield QuantisedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_NG, None, MX_BLOCK)
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.schemes.source import WeightFormat
 from specdec.ops.products.formats.experts import POWERS, scales_form, step_bytes, steps_of
-from specdec.ops.products.formats.quantised import row_bytes
+from specdec.ops.products.formats.quantised import Kind, row_bytes
 
 EXPERTS = ".experts."  # in the names of experts' matrices
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is dequantised as it is loaded.
 MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|\.w[123]|\bfc|lm_head)\.\w+$")
+
+
+Held = Callable[[str, tuple[int, ...]], tuple[int, ...]]  # from a tensor's name and shape to what is held of it
+
+
+def all_of_it(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape
 
 
 class MatrixSize(NamedTuple):
@@ -28,14 +35,23 @@ class MatrixSize(NamedTuple):
     is_dequantised: bool
 
 
-def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str) -> MatrixSize:
+def matrix_size(format: WeightFormat, checkpoint: Checkpoint, name: str, held: Held = all_of_it) -> MatrixSize:
     kind, rows, columns, group_size, scale_bytes, has_zero_points = format.outline(checkpoint, name)
+    rows, columns = held(name, (rows, columns))
     groups, values = -(-columns // (group_size or columns)), rows * columns
     scaled = groups * (scale_bytes + int(has_zero_points))
     if EXPERTS not in name:
         return MatrixSize(rows * (row_bytes(kind, columns) + scaled), values, True)
     form, steps = scales_form(kind, group_size), steps_of(columns)
     return MatrixSize(rows * (steps * step_bytes(kind) + (steps * POWERS if form == "powers" else scaled)), values, not form)
+
+
+def kind_of_experts(checkpoint: Checkpoint) -> Kind | None:
+    """The quantised values of the first expert's first matrix; None: they are dense, or there are none."""
+    named = (name for name in checkpoint.names() if EXPERTS in name and (MATRICES.search(name) or name.endswith("_blocks")))
+    for name, format in quantised_matrices(checkpoint, [next(named, "")]).items():
+        return format.outline(checkpoint, name).kind
+    return None
 
 
 def group_size_of(checkpoint: Checkpoint, name: str, format: WeightFormat) -> int:

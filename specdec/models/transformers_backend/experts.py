@@ -33,6 +33,8 @@ def experts_forward(
     whether a grouped product may be taken.  Without one the tokens are split so that a product copies at most `copied_bytes`;
     in a trace for any number of tokens they are not, because a graph has a fixed number of parts.
     """
+    if (watch := experts.__dict__.get("watch")) is not None:  # somebody counts (mixtures/counter.py)
+        watch(topk_ids_TK)
     matrices = [weight for weight in experts.parameters() if weight.dim() == 3]
     if grouped and has_grouped_product(matrices):
         return grouped_mm_experts_forward(experts, hidden_TH, topk_ids_TK, topk_weights_TK)

@@ -48,6 +48,7 @@ GROUPS = (
         "best_nodes first_level expand accept path_tables",
         {
             "add_rms_norm": "weight",
+            "router": "weight",
             "take_columns": "order",
             "subtract": "factor norm",
             "rope_store": "positions slots table",
@@ -67,10 +68,11 @@ GROUPS = (
         "late",
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
-        "product of quantised experts reads topk_ids, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear",
+        "product of experts reads topk_ids, which the first one has waited for.",
+        "tiled_linear experts_linear weighted_sum each_linear own_pairs norm_parts few_gate_up",
         {
             "quantised_experts": "topk_ids qweight",
+            "few_down": "topk_ids qweight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",

@@ -1,8 +1,9 @@
-"""A mixture of experts over weights in 8 or 4 bits: the weighted sum of the MLPs of each token's top-k experts.
+"""A mixture of experts by our own kernels: the weighted sum of the MLPs of each token's top-k experts.
 
-On a CPU, in float32, under autograd and in a trace the weights are dequantised, and multiplied; the functions of
-models/mixtures/products.py do that.  On a GPU the kernel in kernels/experts/mixture_triton.py converts quantised values on
-their way to the tensor cores, for any number of tokens.  This module knows no model.
+On a CPU, in float32, under autograd and in a trace the functions of models/mixtures/products.py compute it by torch's products.
+On a GPU the kernel in kernels/experts/mixture_triton.py converts quantised values on their way to the tensor cores, for any
+number of tokens; few_tokens_triton.py does so for few tokens, in two launches, and takes dense experts too.  The policy chooses
+(`mixture_tiles`).  This module knows no model.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), P = T * K pairs, F intermediate size of an expert.
 """
@@ -17,9 +18,10 @@ from torch import Tensor
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.dense import silu_mul
 from specdec.ops.products.formats.experts import QuantisedStack, scales_form
-from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.numerics import Numerics
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.stacked import weighted_sum
-from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles
+from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles, MixtureTiles, expert_tiles
 
 
 class SwiGLU(NamedTuple):
@@ -42,11 +44,16 @@ class SwiGLU(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What experts compute besides their products.  Biases: [E, rows of the projection]."""
+    """What experts compute besides their products.  Biases: [E, rows of the projection].
+
+    skips: whether some pairs are skipped.  Their topk_ids are E, which is no expert, and their weights 0; what would be their
+    outputs is never written.
+    """
 
     gate: SwiGLU = SwiGLU()
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    skips: bool = False
 
 
 PLAIN = Form()
@@ -60,21 +67,85 @@ class QuantisedExperts(NamedTuple):
     form: Form = PLAIN
 
 
-def has_experts_kernel(x_TH: Tensor, experts: QuantisedExperts) -> bool:
-    """Whether `quantised_experts` can compute the mixture."""
-    if not use_kernels(x_TH) or x_TH.dtype == torch.float32 or not has_pdl(x_TH.device):
-        return False
-    stacks = experts.gate_up, experts.down
-    return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group_size) for stack in stacks)
+class DenseExperts(NamedTuple):
+    """As above, of matrices [E, 2F, H] and [E, H, F] in x's dtype."""
+
+    gate_up: Tensor
+    down: Tensor
+    form: Form = PLAIN
+
+
+Stack = QuantisedStack | Tensor
+Experts = QuantisedExperts | DenseExperts
+
+
+class SharedOutput(NamedTuple):
+    """out_TH: the output of the experts that every token passes.  gate_T1: what weighs it, float32; None: nothing."""
+
+    out_TH: Tensor
+    gate_T1: Tensor | None
+
+    def added_to(self, x_TH: Tensor) -> Tensor:
+        return x_TH + (self.out_TH if self.gate_T1 is None else (self.out_TH * self.gate_T1).to(x_TH.dtype))
+
+
+def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics) -> MixtureTiles | None:
+    """The policy's choice for a mixture; None where no kernel of experts can or shall compute it."""
+    if not use_kernels(x_TH) or not len(x_TH):
+        return None
+    if isinstance(experts, DenseExperts):
+        if not all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2]):
+            return None
+        count, kind = len(experts.gate_up), "dense"  # type: int, ExpertsKind
+    else:
+        gate_up, down = experts[:2]
+        if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):
+            return None
+        count, kind = gate_up.experts, gate_up.kind
+    return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device))
+
+
+def run_mixture(
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
+    shared: SharedOutput | None = None, partials: bool = False,
+) -> Tensor | Partials:  # fmt: skip
+    """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
+
+    shared: a term of the sum.  partials: whether the caller can add up split-K partials.
+    """
+    if tiles.kernel == "few_tokens_triton":
+        return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials)
+    assert isinstance(experts, QuantisedExperts)
+    out_TH = quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles.gate_up)
+    return out_TH if shared is None else shared.added_to(out_TH)
+
+
+def few_tokens_experts(
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
+    shared: SharedOutput | None = None, partials: bool = False,
+) -> Tensor | Partials:  # fmt: skip
+    """`run_mixture` in two launches, of at most 32 tokens.  An id that is no expert's counts for nothing.
+
+    Activations are rounded when the token's weight is multiplied in, and sums at their end alone: the result is closer to exact
+    sums than the definition's, which rounds each expert's output.
+    """
+    from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
+
+    chosen = topk_weights_TK.float().contiguous(), topk_ids_TK.contiguous()
+    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+    gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
+    splits = partials and tiles.down.splits > 1
+    sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
+    return Partials(sums, x_TH.dtype) if splits else sums
 
 
 def quantised_experts(
-    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: QuantisedExperts, numerics: Numerics = FAST,
-    tiles: ExpertTiles | None = None, max_read: int = MAX_READ,
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: QuantisedExperts, tiles: ExpertTiles | None = None,
+    max_read: int = MAX_READ,
 ) -> Tensor:  # fmt: skip
-    """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
+    """`run_mixture` in three launches, of any number of tokens.
 
-    tiles: other ones than the policy's.  max_read: up to so many pairs, each program finds its own; more are sorted first.
+    tiles: other ones than `expert_tiles`.  max_read: up to so many pairs, each program finds its own; more are sorted first.
     """
     from specdec.ops.products.kernels.experts.mixture_triton import launch_quantised_experts
 
@@ -83,14 +154,17 @@ def quantised_experts(
     if T * K > max_read:
         pairs, counts_E = by_expert(topk_ids_TK, E)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    form, tiles = experts.form, tiles or numerics.expert_tiles(T * K, E)
+    form, tiles = experts.form, tiles or expert_tiles(T * K, E)
     mid_PF = launch_quantised_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, tiles)
     out_PH = launch_quantised_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK.contiguous())
 
 
 def by_expert(topk_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(the indices of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
-    counts_E = torch.zeros(experts, dtype=torch.int32, device=topk_ids_TK.device)
-    counts_E.index_add_(0, topk_ids_TK.flatten(), counts_E.new_ones(topk_ids_TK.numel()))
-    return topk_ids_TK.flatten().argsort(stable=True), counts_E
+    """(the indices of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E]).
+
+    Pairs that are skipped come last.
+    """
+    counts = torch.zeros(experts + 1, dtype=torch.int32, device=topk_ids_TK.device)
+    counts.index_add_(0, topk_ids_TK.flatten(), counts.new_ones(topk_ids_TK.numel()))
+    return topk_ids_TK.flatten().argsort(stable=True), counts[:experts]

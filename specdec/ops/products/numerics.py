@@ -20,7 +20,15 @@ import torch
 from specdec.ops.products.formats.quantised import Kind
 from specdec.ops.products.gpus import H100, GpuKind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
-from specdec.ops.products.tiles.experts import ExpertTiles, StackedTiles, expert_tiles, stacked_tiles
+from specdec.ops.products.tiles.experts import (
+    ExpertsKind,
+    MixtureTiles,
+    RouterTiles,
+    StackedTiles,
+    mixture_tiles,
+    router_tiles,
+    stacked_tiles,
+)
 from specdec.ops.products.tiles.lossless import lossless_tiles
 from specdec.ops.products.tiles.quantised import QuantisedTiles, hopper_tiles, stream_tiles
 from specdec.ops.products.tuned.table import Product, TunedTable
@@ -69,9 +77,20 @@ class Numerics:
         """Those of a weight that is kept in 12 bits too; None: the product reads the dense weight."""
         return lossless_tiles(M, N, K, gated, kind)
 
-    def expert_tiles(self, pairs: int, experts: int) -> ExpertTiles:
-        """Those of a mixture of quantised experts."""
-        return expert_tiles(pairs, experts)
+    def mixture_tiles(
+        self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, dtype: torch.dtype, chained: bool
+    ) -> MixtureTiles | None:  # fmt: skip
+        """Those of a mixture of experts of that kind, and x of that dtype; None: torch's products compute it.
+
+        chained: whether launches can be.
+        """
+        if dtype == torch.float32 or not chained:
+            return None
+        return mixture_tiles(tokens, top_k, experts, kind)
+
+    def router_tiles(self, tokens: int) -> RouterTiles | None:
+        """Those of a router; None: a library computes its logits, and torch's operations choose."""
+        return router_tiles(tokens)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         """How many of a token's heads one program norms, rotates and stores before attention: a power of two."""
@@ -96,12 +115,18 @@ class Invariant(Numerics):
     def lossless_tiles(self, *shape: object, **more: object) -> None:
         return None  # its kernels add up in the order of their own tiles
 
-    def expert_tiles(self, *shape: object, **more: object) -> Never:
-        raise AssertionError("refused where the decoder is built")
+    def mixture_tiles(
+        self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, *others: object
+    ) -> None:  # fmt: skip
+        assert kind == "dense", "refused where the decoder is built"
+        return None  # `stacked_tiles` has those: few_tokens_triton.py adds experts up in another order for one token
 
-    def stacked_tiles(self, rows: int) -> StackedTiles:
+    def router_tiles(self, tokens: int) -> None:
+        return None  # `stacked_tiles` has those of logits, whatever the number of tokens
+
+    def stacked_tiles(self, rows: int, dtype: torch.dtype) -> StackedTiles:
         """Those of a stack of matrices with about `rows` rows of x each; under `FAST` torch multiplies with a stack."""
-        return stacked_tiles(rows)
+        return stacked_tiles(rows, dtype.itemsize)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         return super().heads_a_program(1, heads)

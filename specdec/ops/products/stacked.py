@@ -8,11 +8,16 @@ Shapes: M tokens, A experts of a token (top_k), P = M * A pairs, E experts, B ma
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.tiles.experts import StackedTiles
+
+if TYPE_CHECKING:
+    from specdec.ops.products.experts import SwiGLU
 
 
 def each_linear(x_MBK: Tensor, weight_BNK: Tensor, dtype: torch.dtype, tiles: StackedTiles | None = None) -> Tensor:
@@ -30,23 +35,23 @@ def each_linear_into(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles: 
     from specdec.ops.products.kernels.experts.stacked_triton import launch_each_linear
 
     if x_MBK.shape[0]:
-        launch_each_linear(x_MBK, weight_BNK, out_MBN, tiles or INVARIANT.stacked_tiles(x_MBK.shape[0]))
+        launch_each_linear(x_MBK, weight_BNK, out_MBN, tiles or INVARIANT.stacked_tiles(x_MBK.shape[0], x_MBK.dtype))
 
 
 def experts_linear(
-    x: Tensor, weight_ENK: Tensor, order_P: Tensor, counts_E: Tensor, top_k: int, *, gated: bool,
-    tiles: StackedTiles | None = None,
+    x: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, order_P: Tensor, counts_E: Tensor, top_k: int, *,
+    gate: SwiGLU | None, tiles: StackedTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each pair's product with its expert's matrix.  The product of an MLP's first layer is gated, and that of its second not.
+    """Each pair's product with its expert's matrix, plus its bias.
 
     order_P: the indices of pairs sorted by expert, int64.  counts_E: how many pairs each expert has, int32.
-    Gated: from x [M, K] to silu(gate) * up, [P, N], in the order of order_P.  Else from that, [P, K], to [P, N] in the order of
-    the pairs.
+    gate: of an MLP's first product, from x [M, K] to the gated [P, N], in the order of order_P; None: of its second product,
+    from that, [P, K], to [P, N] in the order of the pairs.
     """
     from specdec.ops.products.kernels.experts.stacked_triton import launch_experts_linear
 
-    tiles = tiles or INVARIANT.stacked_tiles(-(-order_P.shape[0] // weight_ENK.shape[0]))
-    return launch_experts_linear(x, weight_ENK, order_P, counts_E, top_k, gated, tiles)
+    tiles = tiles or INVARIANT.stacked_tiles(-(-order_P.shape[0] // weight_ENK.shape[0]), x.dtype)
+    return launch_experts_linear(x, weight_ENK, bias_EN, order_P, counts_E, top_k, gate, tiles)
 
 
 def weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor) -> Tensor:

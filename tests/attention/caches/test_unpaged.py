@@ -71,15 +71,16 @@ def check(backend: Backend, kind: str, latents: bool, dtype: torch.dtype, tolera
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("latents", [False, True], ids=["heads", "latents"])
-@pytest.mark.parametrize("kind", ["chain", "tree", "window"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "kind", "latents"),
+    [("torch", "tree", False), ("triton", "chain", False), ("triton", "window", False), ("triton", "tree", True)],
+)
 def test_backends_meet_the_definition(backend: str, kind: str, latents: bool) -> None:
     check(BACKENDS[backend](), kind, latents, torch.float32, 2e-5)
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize(("kind", "latents"), [("chain", False), ("window", False), ("chain", True)])
+@pytest.mark.parametrize(("kind", "latents"), [("window", False), ("chain", True)])
 def test_one_order_of_sums_meets_the_definition(kind: str, latents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:
         dot_exactly(monkeypatch)

@@ -25,7 +25,7 @@ from specdec.models.registry import choose_target, load_chosen
 from specdec.options import EngineOptions
 
 
-@pytest.mark.parametrize("name", ["v3-two", "v32", "glm4", "mimo"])
+@pytest.mark.parametrize("name", ["v3-two", "v32", "glm4", "mimo", "hy3-biased-two", "ernie"])
 def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a table that leaves out a tensor or a rule."""
     folder = mtp_zoo.target(name)
@@ -33,7 +33,8 @@ def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str])
     assert main(["inspect", "mtp", "--target", str(folder), "--json"]) == 0
     facts, raw = json.loads(capsys.readouterr().out), json.loads((folder / "config.json").read_text())
     own = [key for key in load_file(folder / "model.safetensors") if is_mtp(key, raw)]
-    assert set(facts["tensors"]) | set(facts["beside"]) == set(own)
+    shared = ["model.norm.weight"] if name == "ernie" else []
+    assert set(facts["tensors"]) | set(facts["beside"]) == {*own, *shared}
     assert facts["head"]["layers"] == raw[COUNT] and facts["format"] == raw["model_type"]
     assert main(["inspect", "mtp", "--target", str(folder)]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -41,7 +42,7 @@ def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str])
 
 
 def is_mtp(name: str, raw: dict[str, Any]) -> bool:
-    if "mtp_layers" in name:
+    if "mtp_" in name:
         return True
     number = name.removeprefix("model.layers.").partition(".")[0]
     return number.isdecimal() and int(number) >= raw["num_hidden_layers"]
@@ -66,7 +67,7 @@ def test_doctor_names_the_kind() -> None:
     assert "deepseek_v3" in dict(drafter_rows())["mtp"] and "glm4_moe" in dict(drafter_rows())["mtp"]
 
 
-LOADED_ALONE: dict[str, dict[str, Any]] = {  # targets whose layers nobody here runs
+NAMED_OTHERWISE: dict[str, dict[str, Any]] = {  # targets whose layers have names of their own
     "hy_v3": dict(head_dim=8, num_experts=8, num_experts_per_tok=3, num_shared_experts=1, moe_intermediate_size=24),
     "ernie4_5_moe": dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=24, moe_num_shared_experts=1),
 }  # fmt: skip
@@ -98,6 +99,11 @@ def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
         ),
         (changed(v3, tmp_path / "two", **{COUNT: 2}), {}, r"layers\.4\..*is missing .* counts 2 MTP layers"),
         (changed(v32, tmp_path / "sparse", **{COUNT: 2}), {}, "one MTP layer with an indexer, got num_nextn_predict_layers 2"),
+        (
+            changed(mtp_zoo.target("ernie"), tmp_path / "deep", **{COUNT: 2}),
+            {},
+            "runs one MTP layer of an ernie4_5_moe target, got num_nextn_predict_layers 2",
+        ),
         (save_family(tmp_path / "next", "qwen3_next", 0, **next_like), {}, "layers of type linear_attention"),
         (v3, {"draft_format": "specforge"}, "draft_format='specforge' would do nothing with draft='mtp'"),
         (v3, {"beyond_trained": "stop"}, "beyond_trained='stop' would do nothing with draft='mtp'"),
@@ -176,11 +182,11 @@ def test_a_target_through_transformers_leaves_its_layers_out(mtp_zoo: MtpZoo, ca
         SpecDecoder.from_pretrained(folder, "mtp", SpecConfig(2, 1, 3), backend="transformers", **options)
 
 
-@pytest.mark.parametrize("family", LOADED_ALONE)
+@pytest.mark.parametrize("family", NAMED_OTHERWISE)
 def test_targets_whose_layers_are_left_out_load(tmp_path: Path, family: str) -> None:
     """Keeps out: published Hy3 and ERNIE 4.5 refused for the key that counts their MTP layers, or for their
-    tensors; another text than without both; a draft that stays silent about what it can't run."""
-    folder = save_family(tmp_path / "plain", family, 5, num_hidden_layers=3, **LOADED_ALONE[family])
+    tensors; another text than without both; layers that lack tensors."""
+    folder = save_family(tmp_path / "plain", family, 5, num_hidden_layers=3, **NAMED_OTHERWISE[family])
     own = load_file(folder / "model.safetensors")
     count, H = changed(folder, tmp_path / "counted", **{COUNT: 1}), own["model.norm.weight"].shape[0]
     if family == "ernie4_5_moe":
@@ -197,7 +203,7 @@ def test_targets_whose_layers_are_left_out_load(tmp_path: Path, family: str) -> 
         with SpecDecoder.from_pretrained(place, **options) as decoder:
             texts.append(decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].token_ids)
     assert texts[0] == texts[1]
-    with pytest.raises(ValueError, match=f"got a {family} target, of whose layers it lacks .*; nearest .* draft='ngram'"):
+    with pytest.raises(ValueError, match="is missing for draft='mtp'"):
         SpecDecoder.from_pretrained(count, "mtp", SpecConfig(2, 1, 3), **options)
     with pytest.raises(ValueError, match="is the target itself, .* nearest thing that works: draft='ngram'"):
         SpecDecoder.from_pretrained(count, count, SpecConfig(2, 1, 3), **options)

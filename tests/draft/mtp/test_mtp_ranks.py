@@ -21,8 +21,10 @@ SAMPLING = [SamplingParams(max_tokens=n, temperature=t, seed=3) for n, t in ((16
 @pytest.mark.parametrize(
     ("target", "shape", "settings"),
     [
-        ("v3", (3, 3, 8), {}),
+        ("v3", (3, 3, 8), {"expert_parallel": "experts"}),
         ("mimo", (3, 1, 4), {}),
+        ("hy3", (3, 1, 4), {"expert_parallel": "experts"}),
+        ("v3", (3, 3, 8), {}),
         ("v32", (3, 1, 4), {}),
         ("v3", (3, 3, 8), {"decode_context_parallel_size": 2, "page_size": 4}),
     ],
@@ -31,7 +33,8 @@ SAMPLING = [SamplingParams(max_tokens=n, temperature=t, seed=3) for n, t in ((16
 def test_ranks_draft_what_one_drafts(
     mtp_zoo: MtpZoo, target: str, shape: tuple[int, int, int], settings: dict[str, Any]
 ) -> None:
-    """Keeps out: a term that no rank adds up, a join that is cut, latents of another rank's heads."""
+    """Keeps out: a term that no rank adds up, a join that is cut, latents of another rank's heads, experts that are divided
+    otherwise than the target's."""
 
     def use(decoder: SpecDecoder) -> tuple[list[list[int]], list[list[int]]]:
         outputs = decoder.generate(PROMPTS, SAMPLING)

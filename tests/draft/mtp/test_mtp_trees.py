@@ -22,6 +22,8 @@ TREES = [  # target, shape, page size, batch, settings
     ("mimo", (4, 3, 12), 1, 2, {}),
     ("glm4", (3, 3, 10), 16, 2, {"prefill_chunk": 7}),
     ("v3-two", (4, 2, 8), 16, 2, {}),
+    ("hy3", (3, 3, 10), 16, 2, {}),
+    ("ernie", (3, 3, 10), 5, 2, {"prefill_chunk": 7}),
     ("mimo-two", (3, 3, 10), 4, 2, KEPT),
     ("mimo-two", (4, 1, 5), 1, 2, {"prefill_chunk": 5}),
     ("glm4-three-normed", (5, 3, 14), 5, 2, {}),
@@ -30,6 +32,8 @@ TREES = [  # target, shape, page size, batch, settings
     ("v3-plain-queries", (5, 1, 6), 1, 2, {}),
     ("glm4", (5, 1, 6), 16, 1, {}),
     ("v3-dense-tied", (3, 5, 20), 1, 1, {}),
+    ("hy3-biased-two", (4, 2, 8), 4, 2, {}),
+    ("ernie-tied", (4, 1, 5), 16, 1, {}),
 ]
 
 
@@ -38,7 +42,7 @@ def alone_of(zoo: MtpZoo, target: str, request: Request) -> Any:
     return MtpPaths(DenseMtp(zoo.target(target), hf), hf, request.prompt_ids + request.output.token_ids)
 
 
-@pytest.mark.slow_cases(keep=6)
+@pytest.mark.slow_cases(keep=8)
 @pytest.mark.parametrize(("target", "shape", "page_size", "batch", "settings"), TREES, ids=lambda v: str(v).replace(" ", ""))
 def test_every_node_equals_its_own_path(
     mtp_zoo: MtpZoo,
@@ -65,6 +69,8 @@ TEXTS = [  # target, shape, settings
     ("mimo", (4, 4, 16), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),
     ("mimo", ("auto", 1, 5), {"prefix_caching": True, "page_size": 4}),
     ("v3", ("auto", 2, 6), {"page_size": 4}),
+    ("hy3", (3, 1, 4), {"prefix_caching": True, "page_size": 4}),
+    ("ernie", (4, 1, 5), {"prefill_chunk": 5, "page_size": 4}),
     ("glm-dsa", (3, 1, 4), {"page_size": 16}),
     ("glm4-lite", (3, 2, 7), {"page_size": 5}),
     ("mimo-two", (4, 3, 12), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),

@@ -143,10 +143,7 @@ def decoder(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[SpecDecoder]:
         driver.assert_nothing_leaked()
 
 
-SHAPES = [
-    ("eagle3", TREE, 4), ("eagle3", CHAIN, 16), ("eagle1", TREE, 1), ("eagle1-two-layers", CHAIN, 4), ("eagle3", TREE, 16),
-    ("eagle3", CHAIN, 1), (None, None, 4),
-]  # fmt: skip
+SHAPES = [("eagle3", TREE, 4), ("eagle3", CHAIN, 16), ("eagle1", TREE, 1), ("eagle1-two-layers", CHAIN, 4), (None, None, 4)]
 
 
 @pytest.mark.slow_cases

@@ -64,7 +64,7 @@ def comparable(stats: Stats) -> dict[str, Any]:
 
 
 CASES = [
-    ("llama", "eagle3", CHAIN, 0, {}), ("llama", "eagle1", TREE, 1, {}), ("llama", "eagle1-two-layers", TREE, 0, {}),
+    ("llama", "eagle3", CHAIN, 0, {}), ("llama", "eagle1-two-layers", TREE, 0, {}),
     ("llama", "eagle3", TREE, 1, {"prefix_caching": True}), ("qwen2", "eagle1", CHAIN, 0, {"prefix_caching": True}),
     ("mistral", "eagle3-window", TREE, 1, {}), ("llama", None, None, 1, {"prefix_caching": True}),
 ]  # fmt: skip

@@ -181,7 +181,7 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"intermediate_size": 100}, "intermediate_size must be a multiple of 32"),
     ({"num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_local_experts 4, got 5"),
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
-    ({"sliding_window": None}, "sliding_window is null"),
+    ({"sliding_window": None}, "no sliding_window is switched on"),
     ({"num_experts": 6}, "num_experts is another name of num_local_experts, .* got 6 and 4"),
     ({"layer_types": ["full_attention"]}, "layer_types must be 4 of"),
     ({"swiglu_limit": 0}, "swiglu_limit must be a finite number above 0"),

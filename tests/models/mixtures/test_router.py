@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdec.models.mixtures.router import Router, choose
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.router import Router
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule, choose
 
 E, K, G, TOP, T, H = 12, 3, 4, 2, 40, 16
 GROUPED = [{}, *({"groups": G, "top_groups": TOP, "group_best": best} for best in (1, 2))]

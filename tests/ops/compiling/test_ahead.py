@@ -14,18 +14,19 @@ OF_HOPPER_ALONE = {"NVIDIA H100", "NVIDIA H200"}
 
 
 LITTLE = "RTX 5090"  # a GPU of little shared memory, which any of these tests needs
-ELSEWHERE = ("A100", "A10", "L40S", "H100", "H200", "B200")
+TURNS = ("A100", "A10", "L40S", "B200")  # of which each kernel gets one: toolkit/ahead/compile.py compiles all for all
 
 
 @pytest.fixture(scope="module")
 def lines(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What one process prints that compiles for all tests of this file that run: each GPU's launches are recorded once.
 
-    Where slow tests run, each kernel is compiled for all types on one GPU, and for one set of types on the others.
+    Where slow tests run, each kernel is compiled for all types on one GPU, and for one set of types on two others.
     """
     is_whole = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
-    others, once, names = (ELSEWHERE, ELSEWHERE, ()) if is_whole else (("H200",), (LITTLE,), ("--names", "H200"))
-    printed = compiler_s_output("ahead/compile.py", "--largest", "1", "--gpus", LITTLE, *others, "--once", *once, *names)
+    others, once = (("H200", *TURNS), ("H200", *TURNS)) if is_whole else (("H200",), (LITTLE,))
+    rest = ("--turns", *TURNS) if is_whole else ("--names", "H200")
+    printed = compiler_s_output("ahead/compile.py", "--largest", "1", "--gpus", LITTLE, *others, "--once", *once, *rest)
     return [json.loads(line) for line in printed.splitlines()]
 
 
@@ -49,25 +50,26 @@ def test_every_kernel_is_launched_for_the_gpus_that_it_is_for(lines: list[dict[s
     assert {name for name in files if files[name].endswith("_hopper") and not gpus[name] <= OF_HOPPER_ALONE} == set()
 
 
-def check(lines: list[dict[str, Any]], *gpus: str) -> None:
-    compiled = [line for line in lines if line["gpu"].removeprefix("NVIDIA ") in gpus]
-    assert len(compiled) > 50 * len(gpus)
+def check(lines: list[dict[str, Any]], gpu: str, least: int) -> None:
+    compiled = [line for line in lines if line["gpu"].removeprefix("NVIDIA ") == gpu]
+    assert len(compiled) > least
     assert [line for line in compiled if line["problem"]] == []
 
 
 def test_every_kernel_compiles_for_a_gpu_of_little_shared_memory(lines: list[dict[str, Any]]) -> None:
     """Keeps out: what only the interpreter or one GPU's compiler takes, and tiles that other GPUs have no room for."""
-    check(lines, LITTLE)
+    check(lines, LITTLE, 50)
 
 
 @pytest.mark.slow
 def test_kernels_compile_and_fit_for_all_types_that_they_read(lines: list[dict[str, Any]]) -> None:
     """Keeps out: the same, where caches and weights have other types."""
-    assert len([line for line in lines if LITTLE in line["gpu"]]) > 100
-    check(lines, LITTLE)
+    check(lines, LITTLE, 100)
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_and_fits_elsewhere(lines: list[dict[str, Any]]) -> None:
     """Keeps out: the same, where another generation compiles otherwise, or other tiles are chosen."""
-    check(lines, *ELSEWHERE)
+    check(lines, "H200", 70)
+    for gpu in TURNS:
+        check(lines, gpu, 12)

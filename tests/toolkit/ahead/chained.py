@@ -31,6 +31,7 @@ COPIES = {"_copy", "async_copy_global_to_shared"}  # from their second argument'
 CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "quantised_warp_kernel": {"BLOCK_M": (1, 8), "KIND": ("int4", "lossless")},
     "quantised_warpgroup_kernel": {"KIND": ("int4", "lossless")},
+    "few_down_kernel": {"ONE_TOKEN": (False, True)},
     "quantised_experts_kernel": {"GATED": (False, True), "SORTED": (False, True)},
 }
 

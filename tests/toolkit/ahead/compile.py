@@ -7,6 +7,7 @@ Run it in a process of its own, with the folder of tests on the path and without
 
 Prints a line of JSON for each compiled kernel: gpu, kernel, shared bytes, the GPU's limit, and a problem if there is one.
 `--once H100` compiles each kernel of that GPU for one set of types alone; without a GPU's name, those of all GPUs.
+`--turns A100 B200` compiles each kernel on one of these GPUs, by turns.
 `--hashes` prints each kernel's name and the digest of its PTX instead, sorted, without lines that only say where in a source
 file an instruction comes from: two commits whose output is equal compile to the same kernels.
 `--names H200` prints which kernels that GPU launches, and compiles none of them; without a GPU's name, those of all GPUs.
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", help="only these")
     parser.add_argument("--largest", type=int, default=1000, help="of each kernel and types only so many, the largest ones")
     parser.add_argument("--once", nargs="*", default=(), choices=list(GPUS), help="each kernel for one set of types alone")
+    parser.add_argument("--turns", nargs="*", default=(), choices=list(GPUS), help="each kernel on one of these GPUs")
     parser.add_argument("--hashes", action="store_true")
     parser.add_argument("--names", nargs="*", default=(), choices=list(GPUS))
     asked = parser.parse_args()
@@ -69,8 +71,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     knobs.compilation.disable_line_info = True
     hashes, seen = set(), set()
+    turns = dict[str, int]()  # by kernel
     for gpu in map(GPUS.__getitem__, asked.gpus):
         for (name, _), launches in launches_on(gpu).items():
+            turn = turns.setdefault(name, len(turns))
+            if (own := gpu.name.removeprefix("NVIDIA ")) in asked.turns and asked.turns[turn % len(asked.turns)] != own:
+                continue
             if gpu.name.removeprefix("NVIDIA ") in names:
                 print(json.dumps({"gpu": gpu.name, "kernel": name, "module": launches[0].kernel.__module__}))
             elif (asked.kernels is None or name in asked.kernels) and (gpu, name) not in seen:

@@ -15,6 +15,7 @@ PASSES: tuple[Callable[[], None], ...] = (
     products.quantised_products,
     products.lossless_products,
     products.coded_mixtures,
+    products.dense_mixtures,
     products.norms_and_rows,
     attention.heads_attention,
     attention.latent_attention,

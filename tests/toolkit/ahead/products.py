@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import torch
 
-from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
+from specdec.ops.norm import add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
-from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, has_experts_kernel, quantised_experts
+from specdec.ops.products.experts import (
+    DenseExperts,
+    Form,
+    QuantisedExperts,
+    SharedOutput,
+    SwiGLU,
+    few_tokens_experts,
+    mixture_tiles,
+    quantised_experts,
+)
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
 from specdec.ops.products.formats.lossless import LosslessMatrix
 from specdec.ops.products.formats.quantised import QuantisedMatrix, row_bytes
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
+from specdec.ops.products.own_pairs import LiveRows, own_pairs
 from specdec.ops.products.quantised import QuantisedWeight
+from specdec.ops.products.routing import RouterRule, RouterWeights, routed
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
+from specdec.ops.products.tiles.experts import ROUTER, few_tokens_tiles
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
 from toolkit.ahead.made import DTYPES, HIDDEN, VOCABULARY, counts, floats, halves, ids, may_be_deterministic
 
@@ -40,9 +52,13 @@ def products() -> None:
         order, each = ids(T * A), counts(E)
         if may_be_deterministic():
             each_linear(halves(T, 128, 128), halves(128, 512, 128), torch.bfloat16)
-            experts_linear(halves(T, H), halves(E, 2 * F, H), order, each, A, gated=True)
-            experts_linear(halves(T * A, F), halves(E, H, F), order, each, A, gated=False)
+            each_linear(floats(T, 1, 4096), floats(1, 192, 4096), torch.float32)  # a router kept in float32
+            for gate, biases in ((SwiGLU(), (None, None)), (SwiGLU(1.702, 7.0), (halves(E, 2 * F), halves(E, H)))):
+                experts_linear(halves(T, H), halves(E, 2 * F, H), biases[0], order, each, A, gate=gate)
+                experts_linear(halves(T * A, F), halves(E, H, F), biases[1], order, each, A, gate=None)
         weighted_sum(halves(T, A, H), floats(T, A))
+        own_pairs(floats(T, A), ids(T, A), range(64))
+        own_pairs(floats(6 * T, A), ids(6 * T, A), range(E), LiveRows(counts(T), ids(T)))
 
 
 def quantised_products() -> None:
@@ -99,8 +115,25 @@ def coded_mixtures() -> None:
         form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
         experts = QuantisedExperts(stack(2 * F, H), stack(H, F), form)
         for T in (1, 6, 60, 2048):
-            if has_experts_kernel(halves(T, H), experts):
+            if mixture_tiles(halves(T, H), experts, A, FAST) is not None:
                 quantised_experts(halves(T, H), floats(T, A), ids(T, A), experts)
+        for T in (1, 8, 32):
+            few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_tokens_tiles(T, kind))
+
+
+def dense_mixtures() -> None:
+    """Routers, and experts of 16 bits, of few tokens: Qwen3-30B-A3B's sizes, gpt-oss's router, and DeepSeek-V3's groups."""
+    deepseek = RouterRule(8, "sigmoid", True, groups=8, top_groups=4, group_best=2, normed=True, scaling=2.5)
+    for T in (1, 8, 32):
+        for shared in (None, SharedOutput(halves(T, 2048), floats(T, 1))):
+            experts, tiles = DenseExperts(halves(128, 1536, 2048), halves(128, 2048, 768)), few_tokens_tiles(T, "dense")
+            few_tokens_experts(halves(T, 2048), floats(T, 8), ids(T, 8), experts, tiles, shared, partials=shared is None)
+        for E, H, rule in ((128, 2048, RouterRule(8, "softmax", normed=True)), (256, 7168, deepseek)):
+            correction = floats(E) if rule.corrected else None
+            routed(halves(T, H), RouterWeights(halves(E, H), None, correction), rule, E, ROUTER)
+            routed(halves(T, H), RouterWeights(halves(E + 1, H), None, correction), rule, E, ROUTER)
+        gpt_oss = RouterRule(4, "softmax of chosen", biased=True)
+        routed(halves(T, 2880), RouterWeights(floats(32, 2880), floats(32), None), gpt_oss, 32, ROUTER)
 
 
 def norms_and_rows() -> None:
@@ -108,6 +141,9 @@ def norms_and_rows() -> None:
         for T in (1, 60, 2048):
             x, delta, weight = halves(T, H), halves(T, H), halves(H)
             rms_norm(x, weight, 1e-5)
+            qkv, parts = halves(T, H + H // 2), (halves(H), halves(H // 4))
+            norm_parts(qkv, parts, 1e-5)
+            norm_parts(qkv, parts, 1e-5, part_squares(qkv, (H, H // 4)), 2)
             add_rms_norm(x, delta, weight, 1e-5)
             pair_rms_norm(ids(T), halves(VOCABULARY, H), weight, x, weight, 1e-5)
     take_rows(halves(8, 60, HIDDEN), ids(8, 6))

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.families import COMMON, eager
-from toolkit.models import Zoo, randomise
+from toolkit.models import Zoo, save_random
 
 SMALL = dict(num_hidden_layers=3, moe_intermediate_size=24, num_experts_per_tok=3)
 QWEN = dict(SMALL, num_experts=8)
@@ -68,13 +68,7 @@ def save_mixture(folder: Path, name: str, **changes: Any) -> Path:
     """A random model of that name, as transformers saves it: each expert's matrices are tensors of their own."""
     model_type, own = MIXTURES[name]
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**COMMON, **own, **changes}), dtype=torch.float32)
-    seed = 110 + list(MIXTURES).index(name)
-    randomise(model, seed)
-    generator = torch.Generator().manual_seed(seed)
-    for buffer in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
-        buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-    model.save_pretrained(folder)
-    return folder
+    return save_random(model, folder, 110 + list(MIXTURES).index(name))
 
 
 def fuse(folder: Path, to: Path) -> Path:

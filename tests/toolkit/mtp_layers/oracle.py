@@ -15,6 +15,24 @@ from specdec.attention.kinds import Scoring
 from toolkit.oracles.attention import causal_mask, dense_attention
 from toolkit.oracles.heads import linear, rms_norm, rotate
 
+# The prefix of a layer's decoder layer; then norms of embedding and state, the join and the final norm.  {0}: the number of the
+# layer among MTP layers, {1}: among all.
+PREFIX, FINAL = "model.layers.{1}", "model.layers.{1}.final_layernorm"
+USUAL = tuple(f"{PREFIX}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+_MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+NAMES = {
+    "mimo": ("model.mtp_layers.{0}", *(f"model.mtp_layers.{{0}}.{name}" for name in _MIMO)),
+    "hy_v3": (PREFIX, *USUAL[:3], FINAL),
+    "ernie4_5_moe": (
+        "model.mtp_block.{0}", "model.mtp_emb_norm.{0}", "model.mtp_hidden_norm.{0}", "model.mtp_linear_proj.{0}", "model.norm",
+    ),
+}  # fmt: skip
+
+
+def names_of(model_type: str, layer: int, number: int) -> list[str]:
+    """A layer's prefix, and the names of its parts."""
+    return [name.format(layer, number) for name in NAMES.get(model_type, (PREFIX, *USUAL))]
+
 
 class DenseMtp:
     """A target's folder, and the target in transformers in float64, which lends its rope, its scale and its two tables."""
@@ -22,7 +40,8 @@ class DenseMtp:
     def __init__(self, folder: Path, target: PreTrainedModel) -> None:
         self.config = json.loads((folder / "config.json").read_text())
         self.tensors = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
-        self.is_mimo = self.config["model_type"] == "mimo"
+        self.family = self.config["model_type"]
+        self.is_mimo = self.family == "mimo"
         self.eps = self.config["rms_norm_eps"]
         self.embed, self.lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
         self.target = target
@@ -41,21 +60,19 @@ class DenseMtp:
 
     def hidden(self, ids: Tensor, fused: Tensor, layer: int = 0) -> Tensor:
         """[T, H] over pairs: pair i is (embedding of ids[i], feature i), and stands after all pairs before it."""
-        names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        if not self.is_mimo:
-            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        number = self.config["num_hidden_layers"] + layer
-        w = _Below(self.tensors, f"model.mtp_layers.{layer}" if self.is_mimo else f"model.layers.{number}")
+        prefix, *parts = names_of(self.family, layer, self.config["num_hidden_layers"] + layer)
+        embed_norm, hidden_norm, join, norm = (self.tensors[f"{part}.weight"] for part in parts)
+        w = _Below(self.tensors, prefix)
         embedded = self.embed[ids].detach().clone()
         if self.is_mimo:
             embedded[0] = 0.0  # of the text's first pair
-        embedded, state = rms_norm(embedded, w[names[0]], self.eps), rms_norm(fused, w[names[1]], self.eps)
-        x = linear(torch.cat((state, embedded) if self.is_mimo else (embedded, state), -1), w[names[2]])
+        embedded, state = rms_norm(embedded, embed_norm, self.eps), rms_norm(fused, hidden_norm, self.eps)
+        x = linear(torch.cat((state, embedded) if self.is_mimo else (embedded, state), -1), join)
         attention = self._latent if "kv_lora_rank" in self.config else self._heads
         x = x + attention(w, rms_norm(x, w["input_layernorm"], self.eps))
         normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
-        x = x + (_mlp(w, "mlp", normed) if self.is_mimo else self._experts(w, normed))
-        return rms_norm(x, w[names[3]], self.eps)
+        x = x + (_mlp(w, "mlp", normed) if self.family in ("mimo", "ernie4_5_moe") else self._experts(w, normed))
+        return rms_norm(x, norm, self.eps)
 
     def log_probs(self, hidden: Tensor) -> dict[int, float]:
         return dict(enumerate(linear(hidden, self.lm_head.detach()).log_softmax(-1).tolist()))
@@ -63,12 +80,16 @@ class DenseMtp:
     def _heads(self, w: "_Below", x: Tensor) -> Tensor:
         T, D = x.shape[0], self.config["head_dim"]
         q, k, v = (linear(x, w[f"self_attn.{n}_proj"], w.get(f"self_attn.{n}_proj.bias")).view(T, -1, D) for n in "qkv")
-        if self.config.get("use_qk_norm"):
+        if self.config.get("use_qk_norm") or self.family == "hy_v3":
             q, k = rms_norm(q, w["self_attn.q_norm"], self.eps), rms_norm(k, w["self_attn.k_norm"], self.eps)
         inv_freq = self.target.model.rotary_emb.inv_freq.float()
         R = 2 * len(inv_freq)
+        if self.family == "ernie4_5_moe":
+            q, k = _paired(q), _paired(k)
         q, k = (torch.cat((rotate(heads[..., :R], inv_freq), heads[..., R:]), -1) for heads in (q, k))
-        return linear(dense_attention(q, k, v, causal_mask(T, T))[0].reshape(T, -1), w["self_attn.o_proj"])
+        return linear(
+            dense_attention(q, k, v, causal_mask(T, T))[0].reshape(T, -1), w["self_attn.o_proj"], w.get("self_attn.o_proj.bias")
+        )
 
     def _latent(self, w: "_Below", x: Tensor) -> Tensor:
         """Keys and values expanded for each head, as the paper writes it.  Every key is read: no indexer chooses."""
@@ -95,11 +116,17 @@ class DenseMtp:
     def _experts(self, w: "_Below", x: Tensor) -> Tensor:
         """Every expert computes every token; each token chooses by itself."""
         c, rows = self.config, []
+        router, correction, shared = "mlp.gate", "mlp.gate.e_score_correction_bias", "mlp.shared_experts"
+        if self.family == "hy_v3":
+            router, correction, shared = "mlp.router.gate", "mlp.expert_bias", "mlp.shared_mlp"
+            c = c | dict(
+                n_routed_experts=c["num_experts"], n_group=1, topk_group=1, routed_scaling_factor=c["router_scaling_factor"]
+            )
         E, G = c["n_routed_experts"], c["n_group"]
         outputs_ETH = [_mlp(w, f"mlp.experts.{expert}", x) for expert in range(E)]
-        for t, logits_E in enumerate(linear(x, w["mlp.gate"])):
+        for t, logits_E in enumerate(linear(x, w[router])):
             scores_E = logits_E.sigmoid()
-            ranks_GX = (scores_E + w["mlp.gate.e_score_correction_bias"]).view(G, -1)
+            ranks_GX = (scores_E + w[correction]).view(G, -1)
             best = ranks_GX.topk(2).values.sum(-1).topk(c["topk_group"]).indices.tolist()
             allowed = [e for e in range(E) if e // (E // G) in best]
             chosen = sorted(allowed, key=lambda e: -float(ranks_GX.flatten()[e]))[: c["num_experts_per_tok"]]
@@ -107,7 +134,7 @@ class DenseMtp:
             if c.get("norm_topk_prob", True):
                 weights = weights / weights.sum()
             rows.append(sum(weight * outputs_ETH[expert][t] for weight, expert in zip(weights, chosen, strict=True)))
-        return _mlp(w, "mlp.shared_experts", x) + c["routed_scaling_factor"] * torch.stack(rows)
+        return _mlp(w, shared, x) + c["routed_scaling_factor"] * torch.stack(rows)
 
 
 class MtpPaths:
@@ -163,8 +190,11 @@ class _Below:
 
 
 def _mlp(w: _Below, at: str, x: Tensor) -> Tensor:
-    gate = linear(x, w[f"{at}.gate_proj"])
-    return linear(gate * gate.sigmoid() * linear(x, w[f"{at}.up_proj"]), w[f"{at}.down_proj"])
+    def product(x: Tensor, part: str) -> Tensor:
+        return linear(x, w[f"{at}.{part}_proj"], w.get(f"{at}.{part}_proj.bias"))
+
+    gate = product(x, "gate")
+    return product(gate * gate.sigmoid() * product(x, "up"), "down")
 
 
 def _paired(x: Tensor) -> Tensor:

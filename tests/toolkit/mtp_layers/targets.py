@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from specdec import SpecConfig, SpecDecoder
+from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import need_transformers, save_deepseek, save_sparse
 from toolkit.families import eager, save_family
 from toolkit.models import Zoo, random_tensors, randomise
+from toolkit.mtp_layers.oracle import names_of
 
 COUNT = "num_nextn_predict_layers"
 GLM4 = dict(
@@ -30,6 +32,10 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4_moe", dict(attention_bias=True)),
     "glm4-three-normed": ("glm4_moe", dict(use_qk_norm=True, **{COUNT: 3})),
     "mimo": ("mimo", {}),
+    "hy3": ("hy3", {}),
+    "hy3-biased-two": ("hy3-biased", {COUNT: 2}),
+    "ernie": ("ernie", {}),
+    "ernie-tied": ("ernie-tied", {}),
     "mimo-two": ("mimo", {COUNT: 2}),
 }
 
@@ -42,6 +48,8 @@ def save_mtp_target(folder: Path, name: str, **changes: Any) -> Path:
         _save_mimo(folder, own)
     elif family == "glm4_moe":
         save_family(folder, family, 31, **{**GLM4, **own})
+    elif family in MIXTURES:
+        save_mixture(folder, family, **own)
     elif family in ("v32", "glm"):
         save_sparse(folder, family, **own)
     else:
@@ -77,27 +85,20 @@ def _save_mimo(folder: Path, own: dict[str, Any]) -> None:
 
 def mtp_tensors(raw: dict[str, Any], index: int, target: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of one MTP layer.  target: the model's own, of which DeepSeek and GLM repeat two."""
-    H, is_mimo = raw["hidden_size"], raw["model_type"] == "mimo"
-    prefix = f"model.mtp_layers.{index}" if is_mimo else f"model.layers.{raw['num_hidden_layers'] + index}"
-    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    embed_norm, hidden_norm, join, norm = names if is_mimo else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    norms = (embed_norm, hidden_norm, norm, "input_layernorm", "post_attention_layernorm")
+    H, family = raw["hidden_size"], raw["model_type"]
+    prefix, *parts = names_of(family, index, raw["num_hidden_layers"] + index)
+    *norms, join = (name for name in (*parts[:2], parts[3], parts[2]) if name != "model.norm")
+    norms += [f"{prefix}.{name}_layernorm" for name in ("input", "post_attention")]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (H,) for name in norms} | {f"{join}.weight": (H, 2 * H)}
     attention = _latent(raw) if "kv_lora_rank" in raw else _heads(raw)
-    shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
-    if is_mimo:
-        shapes |= _mlp("mlp", H, raw["intermediate_size"])
-    else:
-        E, size = raw["n_routed_experts"], raw["moe_intermediate_size"]
-        shapes |= {"mlp.gate.weight": (E, H), "mlp.gate.e_score_correction_bias": (E,)}
-        for expert in range(E):
-            shapes |= _mlp(f"mlp.experts.{expert}", H, size)
-        shapes |= _mlp("mlp.shared_experts", H, size * raw["n_shared_experts"])
-    tensors = {f"{prefix}.{name}": x for name, x in random_tensors(shapes, 90 + index).items()}
+    shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
+    mlp = _mlp("mlp", H, raw["intermediate_size"]) if family in ("mimo", "ernie4_5_moe") else _experts(raw)
+    shapes |= {f"{prefix}.{name}": shape for name, shape in mlp.items()}
+    tensors = random_tensors(shapes, 90 + index)
     for name, x in tensors.items():
         if "norm.weight" in name and x.mean() > 0.5:  # every norm far from the others, so that an exchange shows
             x.add_(0.5 * torch.linspace(-1, 1, len(x)).roll(hash_of(name)))
-    if not is_mimo:
+    if family not in ("mimo", "hy_v3", "ernie4_5_moe"):
         table = target["model.embed_tokens.weight"]
         tensors[f"{prefix}.embed_tokens.weight"] = table.clone()
         tensors[f"{prefix}.shared_head.head.weight"] = target.get("lm_head.weight", table).clone()
@@ -108,13 +109,29 @@ def hash_of(name: str) -> int:
     return sum(name.encode())
 
 
+def _experts(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    H, size = raw["hidden_size"], raw["moe_intermediate_size"]
+    router, correction, shared, count = "gate.weight", "gate.e_score_correction_bias", "shared_experts", "n_shared_experts"
+    if raw["model_type"] == "hy_v3":
+        router, correction, shared, count = "router.gate.weight", "expert_bias", "shared_mlp", "num_shared_experts"
+    E = raw["num_experts" if "num_experts" in raw else "n_routed_experts"]
+    shapes: dict[str, tuple[int, ...]] = {f"mlp.{router}": (E, H), f"mlp.{correction}": (E,)}
+    for expert in range(E):
+        shapes |= _mlp(f"mlp.experts.{expert}", H, size)
+    both = _mlp(f"mlp.{shared}", H, size * raw[count])
+    if raw.get("mlp_bias"):
+        both |= {name.replace("weight", "bias"): shape[:1] for name, shape in both.items()}
+    return shapes | both
+
+
 def _heads(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     H, D = raw["hidden_size"], raw["head_dim"]
     outs = {"q": raw["num_attention_heads"] * D, "k": raw["num_key_value_heads"] * D, "v": raw["num_key_value_heads"] * D}
     shapes: dict[str, tuple[int, ...]] = {f"{letter}_proj.weight": (out, H) for letter, out in outs.items()}
     if raw.get("attention_bias"):
         shapes |= {f"{letter}_proj.bias": (out,) for letter, out in outs.items()}
-    if raw.get("use_qk_norm"):
+        shapes |= {"o_proj.bias": (H,)} if raw["model_type"] == "hy_v3" else {}
+    if raw.get("use_qk_norm") or raw["model_type"] == "hy_v3":
         shapes |= {"q_norm.weight": (D,), "k_norm.weight": (D,)}
     return shapes | {"o_proj.weight": (H, outs["q"])}
 

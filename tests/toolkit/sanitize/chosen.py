@@ -11,6 +11,7 @@ from toolkit.sanitize.explained import ROOMS
 CHOSEN: dict[str, list[str]] = {
     # ops
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
+    "norm_parts_kernel": ["tests/ops/test_norm.py::test_norms_of_parts_equal_the_definition[3-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/products/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
     "hopper_linear_kernel": [
@@ -41,12 +42,21 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/products/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
     ],
     "quantised_experts_kernel": [
-        "tests/ops/products/test_quantised_mixture.py::test_a_mixture_equals_its_definition[mxfp4-read]",
-        "tests/ops/products/test_quantised_mixture.py::test_a_mixture_equals_its_definition[int4 zero points-sorted]",
+        "tests/ops/products/experts/test_quantised_mixture.py::test_a_mixture_equals_its_definition[mxfp4-read]",
+        "tests/ops/products/experts/test_quantised_mixture.py::test_a_mixture_equals_its_definition[int4 zero points-sorted]",
     ],
-    "experts_linear_kernel": ["tests/ops/products/test_stacked.py::test_experts_equal_the_definition[7-2]"],
+    "few_gate_up_kernel": [
+        "tests/ops/products/experts/test_few_tokens.py::test_a_mixture_equals_its_definition[mxfp4-5-2]",
+        "tests/ops/products/experts/test_few_tokens.py::test_a_mixture_equals_its_definition[dense-1-4]",
+    ],
+    "few_down_kernel": [],
+    "router_kernel": [
+        "tests/ops/products/experts/test_routed.py::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-5-True]"
+    ],
+    "experts_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
-    "each_linear_kernel": ["tests/ops/products/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
+    "own_pairs_kernel": ["tests/ops/products/experts/test_quantised_mixture.py::test_pairs_are_skipped[mxfp4-5-False]"],
+    "each_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
     "silu_mul_kernel": ["tests/ops/products/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "take_columns_kernel": ["tests/ops/test_rows.py::test_columns_in_another_order[torch.bfloat16-shape1-2100]"],

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.kinds import LayerKind
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import parse_experts
 from specdec.models.keys.names import by_own_names
-from specdec.models.keys.shared import WINDOWED, check_types, sliding_window
+from specdec.models.keys.shared import check_types, sliding_window, windowed_from, windowed_kinds
 from specdec.models.mixtures.fill import USUAL as NAMES
 from specdec.models.mixtures.keys import only, read_decoder, with_experts
 
@@ -38,8 +38,6 @@ def _layer_kinds(raw: dict[str, Any], layers: int, where: str) -> tuple[LayerKin
     window, first = sliding_window(raw, where), whole(raw, "max_window_layers", where, 62, least=0)
     types = raw.get("layer_types")
     if types is None:
-        types = [WINDOWED if window is not None and layer >= first else "full_attention" for layer in range(layers)]
+        types = windowed_from(first, layers, window)
     check_types(types, layers, where)
-    if WINDOWED in types and window is None:
-        raise ValueError(f"{where}: layer_types has {WINDOWED}, but sliding_window is null")
-    return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
+    return windowed_kinds(types, window, raw, where)

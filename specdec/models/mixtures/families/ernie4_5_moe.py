@@ -11,7 +11,8 @@ from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import MTP_COUNT, require
 from specdec.models.mixtures.fill import MixtureNames
 from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 
 NAMES = MixtureNames(
     correction="mlp.moe_statics.e_score_correction_bias", correction_shape="1, E", count_keys="moe_num_experts and hidden_size",

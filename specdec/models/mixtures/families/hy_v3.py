@@ -11,7 +11,8 @@ from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import MTP_COUNT, require
 from specdec.models.mixtures.fill import MixtureNames
 from specdec.models.mixtures.keys import TOP_K, dense_by_types, only, read_decoder, with_experts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 
 COUNT, SHARED = "num_experts and hidden_size", "num_shared_experts and moe_intermediate_size"
 NAMES = MixtureNames("mlp.router.gate.weight", "mlp.expert_bias", shared="mlp.shared_mlp", count_keys=COUNT, shared_keys=SHARED)

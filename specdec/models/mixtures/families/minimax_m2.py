@@ -11,7 +11,8 @@ from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import require
 from specdec.models.mixtures.families.mixtral import FUSED, NAMES
 from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 
 _ONLY = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid", "qk_norm_type": "per_layer"} | {
     "shared_intermediate_size": 0,

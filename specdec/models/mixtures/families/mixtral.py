@@ -12,7 +12,8 @@ from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import require, sliding_window
 from specdec.models.mixtures.fill import MixtureNames
 from specdec.models.mixtures.keys import TOP_K, read_decoder, with_experts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 
 COUNT, SIZES = "num_local_experts and hidden_size", "intermediate_size"
 PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

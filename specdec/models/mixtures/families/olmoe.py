@@ -11,7 +11,8 @@ from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import require
 from specdec.models.mixtures.fill import MixtureNames
 from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 
 NAMES = MixtureNames(count_keys="num_experts and hidden_size", width_keys="intermediate_size")
 

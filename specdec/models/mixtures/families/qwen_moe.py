@@ -9,10 +9,11 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
 from specdec.models.keys.names import by_own_names
-from specdec.models.keys.shared import WINDOWED, check_types, require, sliding_window
+from specdec.models.keys.shared import WINDOWED, check_types, require, sliding_window, windowed_kinds
 from specdec.models.mixtures.fill import MixtureNames
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
-from specdec.models.mixtures.rules import ExpertsConfig, RouterRule
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.routing import RouterRule
 
 NAMES = MixtureNames(
     shared="mlp.shared_expert", count_keys="num_experts and hidden_size", shared_keys="shared_expert_intermediate_size"
@@ -75,10 +76,4 @@ def _alternating(raw: dict[str, Any], layers: int, where: str) -> tuple[LayerKin
     if types is None:
         types = [WINDOWED if is_on and layer % 2 == 0 and layer < end else "full_attention" for layer in range(layers)]
     check_types(types, layers, where)
-    if WINDOWED in types and window is None:
-        raise ValueError(
-            f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on, got use_sliding_window "
-            f"{raw.get('use_sliding_window')} and sliding_window {raw.get('sliding_window')}; nearest thing that works: "
-            "use_sliding_window true with a sliding_window, or no layer_types"
-        )
-    return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
+    return windowed_kinds(types, window, raw, where)

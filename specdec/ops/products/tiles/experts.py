@@ -8,17 +8,37 @@ Shapes: P pairs of a token and an expert, E experts.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from specdec.ops.products.formats.quantised import Kind
+
+ExpertsKind = Kind | Literal["dense"]
+ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
+# Up to so many tokens, 32 at most, router_triton.py chooses experts and few_tokens_triton.py multiplies with them.  0: never.
+# The kernels have not been timed yet; `python benchmarks products.few_tokens` says from what a number should be chosen here.
+MOST_TOKENS = 0
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
+
+
+class RouterTiles(NamedTuple):
+    """What one program of router_triton.py works on: tokens, rows and columns of the weight.  warps: Triton's."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+
+
+ROUTER = RouterTiles(8, 16, 256, 4)
 
 
 class ExpertTiles(NamedTuple):
     """What one program works on.
 
-    block_m: pairs (padded).  block_n: rows of a matrix.  warps, stages: Triton's.  unroll: steps of 128 columns between two
-        looks at the pipeline.
+    block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's.
+    unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share the experts of a tile of rows
+        of the second product in few_tokens_triton.py.
     """
 
     block_m: int
@@ -26,6 +46,35 @@ class ExpertTiles(NamedTuple):
     warps: int
     stages: int
     unroll: int = 1
+    splits: int = 1
+
+
+class MixtureTiles(NamedTuple):
+    """Which kernel computes a mixture, and what its programs work on in the two products of an MLP."""
+
+    kernel: ExpertsKernel
+    gate_up: ExpertTiles
+    down: ExpertTiles
+
+
+def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> MixtureTiles | None:
+    """None: a library multiplies."""
+    if tokens <= MOST_TOKENS:
+        return few_tokens_tiles(tokens, kind)
+    return None if kind == "dense" else MixtureTiles("mixture_triton", *[expert_tiles(tokens * top_k, experts)] * 2)
+
+
+def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
+    """From the compiler's report, not from a clock yet: no spills, and with dense weights 46 to 70 KB in flight an SM."""
+    block_m = max(8, 1 << (tokens - 1).bit_length())
+    unroll, stages = (1, 4) if kind == "dense" else (2, 4)
+    gate_up = ExpertTiles(block_m, 32, 2, stages, unroll)
+    return MixtureTiles("few_tokens_triton", gate_up, ExpertTiles(block_m, 16, 1, stages, unroll, 4))
+
+
+def router_tiles(tokens: int) -> RouterTiles | None:
+    """None: torch computes logits."""
+    return ROUTER if tokens <= MOST_TOKENS else None
 
 
 @cache
@@ -50,8 +99,14 @@ class StackedTiles(NamedTuple):
     stages: int
 
 
-def stacked_tiles(rows: int) -> StackedTiles:
-    """Tiles for a stack of matrices with about `rows` rows of x each.  The order of sums is that of `invariant_tiles`."""
+def stacked_tiles(rows: int, itemsize: int) -> StackedTiles:
+    """Tiles for a stack of matrices with about `rows` rows of x each.
+
+    In 16 bits the order of sums is that of `invariant_tiles`.  Numbers of 4 bytes, of float32 routers, are multiplied without
+    tensor cores: a thread adds up an element's columns from the first to the last, whatever the tile.
+    """
+    if itemsize == 4:
+        return StackedTiles(16, 32, 128, 4, 3)
     if rows <= 32:
         return StackedTiles(16 if rows <= 16 else 32, 64, 128, 4, 4)
     return StackedTiles(64, 128, 64, 4, 4) if rows <= 64 else StackedTiles(128, 128, 64, 8, 4)

@@ -30,8 +30,9 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import prefetch
-from specdec.ops.products.kernels.experts.convert_triton import LARGE, convert_4, convert_8, enlarged
-from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert
+from specdec.ops.products.kernels.experts.convert_triton import LARGE
+from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert, swiglu
+from specdec.ops.products.kernels.experts.step_triton import product
 from specdec.ops.products.tiles.experts import MAX_READ
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def quantised_experts_kernel(
     scales,  # as qweight, [.., G]; words of POWERS exponents, [.., S], if SCALES is "powers"
     zero_points,  # as scales
     bias,  # as qweight, without columns
-    topk_ids,  # [P] int64: each pair's expert; if SORTED the indices of pairs, sorted by expert
+    topk_ids,  # [P] int64: each pair's expert, or EXPERTS: it is skipped; if SORTED the indices of pairs, sorted by expert
     counts,  # [E] int32, if SORTED
     y,  # [P, N]
     pairs, stride_x,
@@ -82,11 +83,11 @@ def quantised_experts_kernel(
         pair_M = tl.load(topk_ids + p_M, mask=ok_M, other=0).to(tl.int32)
     elif ONE_TOKEN:
         expert = tl.load(topk_ids + tl.program_id(1), cache_modifier=".cg").to(tl.int32)
-        works = expert >= 0
+        works = expert < EXPERTS  # EXPERTS stands for a pair that is skipped
         ok_M = tl.arange(0, BLOCK_M) == 0
         pair_M = tl.where(ok_M, tl.program_id(1), 0)
     else:
-        expert, works, pair_M, ok_M = _pairs_of_program(topk_ids, pairs, PADDED_PAIRS, BLOCK_M)
+        expert, works, pair_M, ok_M = _pairs_of_program(topk_ids, pairs, EXPERTS, PADDED_PAIRS, BLOCK_M)
     row_N = tl.where(works, expert, 0).to(tl.int64) * ROWS + row_N
     qweight_N = qweight + row_N * J
     if READS_EARLY:
@@ -96,7 +97,7 @@ def quantised_experts_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if works:
         x_M = x + (pair_M // TOP_K if GATED else pair_M).to(tl.int64) * stride_x
-        acc_NM = _product(
+        acc_NM = product(
             x_M, ok_M, qweight_N, scales + row_N * G, zero_points + row_N * G, K,
             KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, STAGES,
         )  # fmt: skip
@@ -104,11 +105,7 @@ def quantised_experts_kernel(
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]
         y_M = y + pair_M.to(tl.int64) * N
         if GATED:
-            gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, BLOCK_M]), [1, 2, 0]))
-            if LIMIT > 0:
-                gate_FM = tl.minimum(gate_FM, LIMIT)
-                up_FM = tl.minimum(tl.maximum(up_FM, -LIMIT), LIMIT) + 1
-            out_FM = gate_FM / (1 + tl.exp(-ALPHA * gate_FM)) * up_FM
+            out_FM = swiglu(acc_NM, HALF, ALPHA, LIMIT)
             if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, of values of the same kind, need not
                 out_FM *= LARGE
             out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
@@ -118,7 +115,7 @@ def quantised_experts_kernel(
 
 
 @triton.jit
-def _pairs_of_program(topk_ids, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _pairs_of_program(topk_ids, pairs, EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
     """(the expert, whether the program works, indices of its pairs, which of these exist), of a program for each pair."""
     pair = tl.program_id(1)
     p = tl.arange(0, PADDED_PAIRS)
@@ -130,128 +127,8 @@ def _pairs_of_program(topk_ids, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_M: tl.c
     place_P = tl.where(same_P == 1, tl.cumsum(same_P, 0) - 1 - before, -1)  # among the pairs of this expert from this one on
     is_MP = place_P[None, :] == m[:, None]
     pair_M = tl.sum(tl.where(is_MP, p[None, :], 0), 1)
-    return expert, before % BLOCK_M == 0, pair_M, tl.sum(is_MP.to(tl.int32), 1) > 0
-
-
-@triton.jit
-def _product(
-    x_M, ok_M, qweight_N, scales_N, zero_points_N, K: tl.constexpr,
-    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """[N, M] float32: rows of a matrix times rows of x.
-
-    ENLARGES: whether x is still to be multiplied by LARGE, where it must be; else it was.
-    SCALES: as `scales_form` names them.  They are read a step ahead, because the loop's pipeline holds only what is multiplied.
-    """
-    FOUR: tl.constexpr = KIND == "int4" or KIND == "e2m1"
-    SMALL: tl.constexpr = ASM and (KIND == "e2m1" or KIND == "e4m3")
-    WORDS: tl.constexpr = 32 if FOUR else 64
-    STEPS: tl.constexpr = (K + 127) // 128
-    EVEN_K: tl.constexpr = K % 128 == 0 and STEPS % UNROLL == 0
-    j = tl.arange(0, WORDS)
-    k = j if FOUR else j // 32 * 64 + j % 32
-    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    next_N = _scale(scales_N, 0, K, GROUP_SIZE, SCALES)
-    for first in tl.range(0, STEPS, UNROLL, num_stages=STAGES):
-        for n in tl.static_range(UNROLL):
-            step = first + n
-            now_N = next_N
-            next_N = _scale(scales_N, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP_SIZE, SCALES)
-            at_J = step * WORDS + j
-            if STEPS % UNROLL == 0:
-                words_NJ = tl.load(qweight_N[:, None] + at_J[None, :])
-            else:
-                words_NJ = tl.load(qweight_N[:, None] + at_J[None, :], mask=(at_J < STEPS * WORDS)[None, :], other=0)
-            acc_NM = _add_step(
-                acc_NM, words_NJ, x_M, step * 128, k, ok_M, now_N, scales_N, zero_points_N, K,
-                KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, SMALL and ENLARGES, FOUR, EVEN_K,
-            )  # fmt: skip
-    if SCALES == "row":
-        acc_NM *= next_N.to(tl.float32)[:, None]
-    if SMALL:  # what LARGE, and the places of the bits, have multiplied it by
-        acc_NM *= 4.611686018427388e18 if KIND == "e2m1" else 7.205759403792794e16  # 2^(126 - 64), 2^(120 - 64)
-    return acc_NM
-
-
-@triton.jit
-def _add_step(
-    acc_NM, words_NJ, x_M, at, k, ok_M, now_N, scales_N, zero_points_N, K: tl.constexpr,
-    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, FOUR: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """acc_NM plus the products of a step's columns.  words_NJ: theirs.  now_N: their scale, or scales."""
-    DTYPE: tl.constexpr = x_M.dtype.element_ty
-    a_MJ = _columns(x_M, at + k, ok_M, K, EVEN_K, ENLARGES)
-    b_MJ = _columns(x_M, at + k + 32, ok_M, K, EVEN_K, ENLARGES)
-    if FOUR:
-        c_MJ = _columns(x_M, at + k + 64, ok_M, K, EVEN_K, ENLARGES)
-        d_MJ = _columns(x_M, at + k + 96, ok_M, K, EVEN_K, ENLARGES)
-        a_NJ, b_NJ, c_NJ, d_NJ = convert_4(words_NJ, KIND, ASM, DTYPE)
-    else:
-        a_NJ, b_NJ = convert_8(words_NJ, KIND, ASM, DTYPE)
-    if HAS_ZERO_POINTS:
-        a_NJ -= _zero(zero_points_N, at, K, GROUP_SIZE).to(DTYPE)[:, None]
-        b_NJ -= _zero(zero_points_N, at + 32, K, GROUP_SIZE).to(DTYPE)[:, None]
-        if FOUR:
-            c_NJ -= _zero(zero_points_N, at + 64, K, GROUP_SIZE).to(DTYPE)[:, None]
-            d_NJ -= _zero(zero_points_N, at + 96, K, GROUP_SIZE).to(DTYPE)[:, None]
-    if SCALES == "row":
-        acc_NM = tl.dot(a_NJ, tl.trans(a_MJ), acc_NM, input_precision="ieee")
-        acc_NM = tl.dot(b_NJ, tl.trans(b_MJ), acc_NM, input_precision="ieee")
-        if FOUR:
-            acc_NM = tl.dot(c_NJ, tl.trans(c_MJ), acc_NM, input_precision="ieee")
-            acc_NM = tl.dot(d_NJ, tl.trans(d_MJ), acc_NM, input_precision="ieee")
-    elif SCALES == "step":
-        part_NM = tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee")
-        part_NM = tl.dot(b_NJ, tl.trans(b_MJ), part_NM, input_precision="ieee")
-        if FOUR:
-            part_NM = tl.dot(c_NJ, tl.trans(c_MJ), part_NM, input_precision="ieee")
-            part_NM = tl.dot(d_NJ, tl.trans(d_MJ), part_NM, input_precision="ieee")
-        acc_NM += part_NM * now_N.to(tl.float32)[:, None]
-    elif SCALES == "powers":
-        acc_NM += tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee") * _power(now_N)[:, None]
-        acc_NM += tl.dot(b_NJ, tl.trans(b_MJ), input_precision="ieee") * _power(now_N >> 8)[:, None]
-        acc_NM += tl.dot(c_NJ, tl.trans(c_MJ), input_precision="ieee") * _power(now_N >> 16)[:, None]
-        acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * _power(now_N >> 24)[:, None]
-    else:
-        acc_NM += tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee") * now_N.to(tl.float32)[:, None]
-        b_N = _scale(scales_N, at + 32, K, GROUP_SIZE, SCALES).to(tl.float32)
-        acc_NM += tl.dot(b_NJ, tl.trans(b_MJ), input_precision="ieee") * b_N[:, None]
-        c_N = _scale(scales_N, at + 64, K, GROUP_SIZE, SCALES).to(tl.float32)
-        acc_NM += tl.dot(c_NJ, tl.trans(c_MJ), input_precision="ieee") * c_N[:, None]
-        d_N = _scale(scales_N, at + 96, K, GROUP_SIZE, SCALES).to(tl.float32)
-        acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * d_N[:, None]
-    return acc_NM
-
-
-@triton.jit
-def _columns(x_M, at_J, ok_M, K: tl.constexpr, EVEN_K: tl.constexpr, ENLARGES: tl.constexpr):
-    """These columns of x, [M, J]; 0 beyond the last one."""
-    ok_MJ = ok_M[:, None] if EVEN_K else ok_M[:, None] & (at_J < K)[None, :]
-    x_MJ = tl.load(x_M[:, None] + at_J[None, :], mask=ok_MJ, other=0.0)
-    return enlarged(x_MJ) if ENLARGES else x_MJ
-
-
-@triton.jit
-def _scale(scales_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr):
-    """The scale of a column's group, or a step's word of exponents; of a column that is not there, any."""
-    if SCALES == "powers":
-        return tl.load(scales_N + column // 128)
-    if SCALES == "row":
-        return tl.load(scales_N)
-    return tl.load(scales_N + tl.minimum(column, K - 1) // GROUP_SIZE)
-
-
-@triton.jit
-def _zero(zero_points_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    return tl.load(zero_points_N + (tl.minimum(column, K - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0)).to(tl.float32)
-
-
-@triton.jit
-def _power(word_N):
-    """2^(e - 127) of the exponent in the lowest 8 bits; 0 in place of 2^-127, which float32 has no normal number for."""
-    return ((word_N & 0xFF) << 23).to(tl.float32, bitcast=True)
+    works = (before % BLOCK_M == 0) & (expert < EXPERTS)
+    return expert, works, pair_M, tl.sum(is_MP.to(tl.int32), 1) > 0
 
 
 def launch_quantised_experts(

@@ -14,6 +14,8 @@ Shapes: M tokens, E experts, A experts of a token (top_k), P = M * A pairs, K in
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +23,9 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.products.kernels.dense.stream_triton import rows_of_tile
 from specdec.ops.products.tiles.experts import StackedTiles
+
+if TYPE_CHECKING:
+    from specdec.ops.products.experts import SwiGLU
 
 
 @triton.jit
@@ -59,10 +64,21 @@ def rows_of_expert(counts, tile, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.const
     return expert, first, begin + tl.sum(tl.where(e == expert, count_E, 0), 0)
 
 
+@triton.jit
+def swiglu(acc_NM, HALF: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """[HALF, M]: the gate rows of a tile, its first half, times the up rows that belong to them: see SwiGLU (experts.py)."""
+    gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, acc_NM.shape[1]]), [1, 2, 0]))
+    if LIMIT > 0:
+        gate_FM = tl.minimum(gate_FM, LIMIT)
+        up_FM = tl.minimum(tl.maximum(up_FM, -LIMIT), LIMIT) + 1
+    return gate_FM / (1 + tl.exp(-ALPHA * gate_FM)) * up_FM
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def experts_linear_kernel(
     x,  # [M, K] if GATED, else [P, K]
     weight,  # [E, N, K], or [E, 2 * N, K] if GATED
+    bias,  # as weight, without columns, if HAS_BIAS
     order,  # [P] int64: indices of pairs, sorted by expert
     counts,  # [E] int32
     y,  # [P, N], in the order of `order` if GATED, else in the order of the pairs
@@ -70,7 +86,7 @@ def experts_linear_kernel(
     stride_x,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -84,12 +100,13 @@ def experts_linear_kernel(
         out_N, row_N = rows_of_tile(tl.program_id(0) // tiles, N, BLOCK_N, GATED)
         x_M = x + (pair_M // TOP_K if GATED else p.to(tl.int64)) * stride_x
         ok_N = out_N < N
-        weight_N = weight + expert.to(tl.int64) * ((2 * N if GATED else N) * K) + row_N.to(tl.int64) * K
-        acc_NM = add_columns(x_M, weight_N, ok_M, ok_N, K, 1, BLOCK_K, STAGES, K % BLOCK_K == 0, True)
+        row_N = expert.to(tl.int64) * (2 * N if GATED else N) + row_N
+        acc_NM = add_columns(x_M, weight + row_N * K, ok_M, ok_N, K, 1, BLOCK_K, STAGES, K % BLOCK_K == 0, True)
+        if HAS_BIAS:
+            acc_NM += tl.load(bias + row_N, mask=ok_N, other=0.0).to(tl.float32)[:, None]
         if GATED:
             HALF: tl.constexpr = BLOCK_N // 2
-            gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, BLOCK_M]), [1, 2, 0]))
-            out_FM = gate_FM / (1 + tl.exp(-gate_FM)) * up_FM
+            out_FM = swiglu(acc_NM, HALF, ALPHA, LIMIT)
             out_F = tl.program_id(0) // tiles * HALF + tl.arange(0, HALF)
             at_FM = y + p.to(tl.int64)[None, :] * N + out_F[:, None]
             tl.store(at_FM, out_FM.to(y.dtype.element_ty), mask=(out_F < N)[:, None] & ok_M[None, :])
@@ -112,8 +129,10 @@ def weighted_sum_kernel(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total_N = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(TOP_K):
+        weight = tl.load(topk_weights + token * TOP_K + a)
         x_N = tl.load(x + (token * TOP_K + a) * N + n, mask=n < N, other=0.0).to(tl.float32)
-        total_N = tl.fma(x_N, tl.zeros_like(x_N) + tl.load(topk_weights + token * TOP_K + a), total_N)
+        x_N = tl.where(weight == 0, 0.0, x_N)  # of a skipped pair nobody has written x
+        total_N = tl.fma(x_N, tl.zeros_like(x_N) + weight, total_N)
     tl.store(y + token * N + n, total_N.to(y.dtype.element_ty), mask=n < N)
 
 
@@ -142,19 +161,23 @@ def each_linear_kernel(
 
 
 def launch_experts_linear(
-    x: Tensor, weight_ENK: Tensor, order_P: Tensor, counts_E: Tensor, top_k: int, gated: bool, tiles: StackedTiles
-) -> Tensor:
+    x: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, order_P: Tensor, counts_E: Tensor, top_k: int, gate: SwiGLU | None,
+    tiles: StackedTiles,
+) -> Tensor:  # fmt: skip
     """[P, N]: each pair's product with its expert's matrix, as stacked.py's function describes it."""
-    (E, rows, K), P = weight_ENK.shape, order_P.shape[0]
+    (E, rows, K), P, gated = weight_ENK.shape, order_P.shape[0], gate is not None
     N = rows // 2 if gated else rows
     assert x.stride(1) == 1 and x.shape[1] == K and weight_ENK.is_contiguous() and x.dtype == weight_ENK.dtype
+    assert bias_EN is None or (bias_EN.shape == (E, rows) and bias_EN.is_contiguous())
     y_PN = x.new_empty(P, N)
     outs = tiles.block_n // 2 if gated else tiles.block_n
     of_rows = min(P, E) + P // tiles.block_m  # the most tiles of rows that P pairs can have
     experts_linear_kernel[(of_rows * triton.cdiv(N, outs),)](
-        x, weight_ENK, order_P, counts_E, y_PN, of_rows, x.stride(0), N=N, K=K, TOP_K=top_k, EXPERTS=E,
-        PADDED_EXPERTS=triton.next_power_of_2(E), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        STAGES=tiles.stages, GATED=gated, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
+        x, weight_ENK, x if bias_EN is None else bias_EN, order_P, counts_E, y_PN, of_rows, x.stride(0), N=N, K=K, TOP_K=top_k,
+        EXPERTS=E, PADDED_EXPERTS=triton.next_power_of_2(E), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k, STAGES=tiles.stages, GATED=gated, HAS_BIAS=bias_EN is not None,
+        ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, num_warps=tiles.warps, num_stages=tiles.stages,
+        **chained(x.device),
     )  # fmt: skip
     return y_PN
 

@@ -5,107 +5,30 @@ On a GPU in bfloat16, else in float16 under Triton's interpreter.
 Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), F intermediate size of an expert.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
-from torch import Tensor
-
-from specdec.ops.products.experts import PLAIN, Form, QuantisedExperts, SwiGLU, has_experts_kernel, quantised_experts
-from specdec.ops.products.formats.experts import (
-    QuantisedStack,
-    dequantise_stack,
-    pack_steps,
-    scales_form,
-    stack_of,
-    steps_of,
-    unpack_steps,
+from toolkit.quantised_weights import (
+    DTYPE,
+    FORMS,
+    StoredExperts,
+    choice,
+    error,
+    exact_mixture,
+    experts_of,
+    rand,
+    random_stack,
 )
-from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack, pack_factor_of
+
+from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, mixture_tiles, quantised_experts
+from specdec.ops.products.formats.experts import dequantise_stack, pack_steps, scales_form, stack_of, unpack_steps
+from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack
+from specdec.ops.products.kernels.experts.own_pairs_triton import launch_own_pairs
+from specdec.ops.products.numerics import FAST
+from specdec.ops.products.own_pairs import own_pairs
+from specdec.ops.products.stacked import weighted_sum
 from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
-
-DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
-
-
-class StoredExperts(NamedTuple):
-    kind: Kind
-    group: int
-    zero_points: bool = False
-    powers: bool = False
-
-
-FORMS = {
-    "fp8 rows": StoredExperts("e4m3", 0),
-    "fp8 blocks": StoredExperts("e4m3", 128),
-    "int8 zero points": StoredExperts("int8", 0, zero_points=True),
-    "int4": StoredExperts("int4", 128),
-    "int4 zero points": StoredExperts("int4", 32, zero_points=True),
-    "mxfp4": StoredExperts("e2m1", 32, powers=True),
-}
-
-
-def stack(form: StoredExperts, count: int, rows: int, columns: int) -> QuantisedStack:
-    """Every code occurs, but for NaN; the numbers are about 0.3."""
-    R, generator = count * rows, torch.Generator(DEVICE).manual_seed(rows + columns)
-    most, groups = 16 if pack_factor_of(form.kind) == 4 else 256, -(-columns // (form.group or columns))
-
-    def integers(low: int, high: int, width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.randint(low, high, (R, width), dtype=dtype, device=DEVICE, generator=generator)
-
-    qvalues = integers(0, most, columns)
-    if form.kind == "e4m3":
-        qvalues[(qvalues & 127) == 127] = 126
-    if form.powers:
-        scales = integers(122, 126, 4 * steps_of(columns))
-    else:
-        scales = (0.5 + torch.rand(R, groups, device=DEVICE, generator=generator)) / (300 if most == 256 else 15)
-    zero_points = integers(-8, 8, groups, torch.int8) if form.zero_points else None
-    return QuantisedStack(form.kind, count, pack_steps(form.kind, qvalues), scales, zero_points, columns, form.group)
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
-
-
-def experts_of(stored: StoredExperts, E: int, H: int, F: int, gate: SwiGLU | None = None) -> QuantisedExperts:
-    """gate: of experts with biases."""
-    form = PLAIN if gate is None else Form(gate, rand(E, 2 * F, seed=5), rand(E, H, seed=6))
-    return QuantisedExperts(stack(stored, E, 2 * F, H), stack(stored, E, H, F), form)
-
-
-def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of experts.  No token chooses expert 1, and all choose expert 0, at no fixed place."""
-    scores_TE = torch.rand(T, E, generator=torch.Generator().manual_seed(T))
-    scores_TE[:, 1], scores_TE[:, 0] = -1, 2
-    topk_ids_TK = scores_TE.topk(K).indices
-    topk_ids_TK[::2] = topk_ids_TK[::2].flip(1)
-    return torch.rand(T, K, generator=torch.Generator().manual_seed(K)).to(DEVICE), topk_ids_TK.to(DEVICE)
-
-
-def exact(x: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: QuantisedExperts) -> Tensor:
-    """The sum in float64, token by token, by the formula of each gate."""
-    ids, places_TK = topk_ids_TK.unique(return_inverse=True)
-    gate_up, down = (dequantise_stack(stack_of(each, ids), torch.float64) for each in (experts.gate_up, experts.down))
-    rows = []
-    for token, (weights_K, places_K) in enumerate(zip(topk_weights_TK.double(), places_TK.tolist())):
-        total = torch.zeros(down.shape[1], dtype=torch.float64, device=x.device)
-        for weight, at in zip(weights_K, places_K):
-            both = gate_up[at] @ x[token].double()
-            both += 0 if experts.form.gate_up_bias is None else experts.form.gate_up_bias[ids[at]].double()
-            g, u = both.chunk(2)
-            if experts.form.gate.limit:
-                g, u = g.clamp(max=experts.form.gate.limit), u.clamp(-experts.form.gate.limit, experts.form.gate.limit) + 1
-            out = down[at] @ (g * torch.sigmoid(experts.form.gate.alpha * g) * u)
-            total += weight * (out + (0 if experts.form.down_bias is None else experts.form.down_bias[ids[at]].double()))
-        rows.append(total)
-    return torch.stack(rows)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
 
 SMALL = None if HAS_GPU else ExpertTiles(4, 64, 4, 2, unroll=2)  # the interpreter takes long for large tiles
 
@@ -122,7 +45,7 @@ def test_packing_is_undone(kind: Kind, columns: int) -> None:
 def test_numbers_are_those_of_single_matrices() -> None:
     """Keeps out: a scale or a zero of another group, and rows of another expert among those that were asked for."""
     for form in (StoredExperts("int4", 32, zero_points=True), StoredExperts("e4m3", 128)):
-        whole = stack(form, 3, 8, 128)
+        whole = random_stack(form, 3, 8, 128)
         qvalues = pack(form.kind, unpack_steps(form.kind, whole.qweight_RJ, 128))
         want = dequantise(
             QuantisedMatrix(form.kind, qvalues, whole.scales_RG, whole.zero_points_RG, 128, form.group), torch.float32
@@ -131,7 +54,7 @@ def test_numbers_are_those_of_single_matrices() -> None:
         ids = torch.tensor([[2, 0], [2, 1]], device=DEVICE)
         few = dequantise_stack(stack_of(whole, ids), torch.float32)
         assert torch.equal(few, want.view(3, 8, 128)[ids.flatten()])
-    powers = stack(FORMS["mxfp4"], 2, 4, 96)
+    powers = random_stack(FORMS["mxfp4"], 2, 4, 96)
     scales = 2.0 ** (powers.scales_RG[:, :3].double() - 127)
     plain = QuantisedMatrix("e2m1", pack("e2m1", unpack_steps("e2m1", powers.qweight_RJ, 96)), scales, None, 96, 32)
     assert torch.equal(dequantise_stack(powers, torch.float64).flatten(0, 1), dequantise(plain, torch.float64))
@@ -148,7 +71,9 @@ def test_a_mixture_equals_its_definition(name: str, sorts: bool) -> None:
     x, (topk_weights_TK, topk_ids_TK) = rand(5, H, seed=2) / 8, choice(5, 3, 2)
     with torch.inference_mode():
         got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL, max_read=0 if sorts else 64)
-    assert got.dtype == DTYPE and error(got, exact(x, topk_weights_TK, topk_ids_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
+    assert got.dtype == DTYPE and error(got, exact_mixture(x, topk_weights_TK, topk_ids_TK, experts)) < (
+        6e-3 if HAS_GPU else 1e-3
+    )
 
 
 def test_one_token_equals_its_definition() -> None:
@@ -160,7 +85,29 @@ def test_one_token_equals_its_definition() -> None:
     )
     with torch.inference_mode():
         got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL)
-    assert error(got, exact(x, topk_weights_TK, topk_ids_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
+    assert error(got, exact_mixture(x, topk_weights_TK, topk_ids_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
+
+
+@pytest.mark.parametrize(("name", "T", "sorts"), [("mxfp4", 5, False), ("mxfp4", 5, True), ("fp8 rows", 1, False)])
+def test_pairs_are_skipped(name: str, T: int, sorts: bool) -> None:
+    """Of 6 experts, this rank has 3.  Keeps out: weights that are read at a place where no expert lies, and an output that
+    nobody wrote in a token's sum."""
+    experts = experts_of(FORMS[name], 4, 128, 32, SwiGLU(1.7, 7.0) if name == "mxfp4" else None)
+    x, (weights_TK, ids_TK) = rand(T, 128, seed=2) / 8, choice(T, 6, 4)
+    mine = launch_own_pairs(weights_TK, ids_TK, range(2, 5))
+    weights, ids = own_pairs(weights_TK.double(), ids_TK, range(2, 5))  # by the definition, also on a GPU
+    assert torch.equal(mine[0].double(), weights) and torch.equal(mine[1], ids)
+    assert 0 < int((mine[1] == 3).sum()) == int((mine[0] == 0).sum())
+    own = [stack_of(each, torch.arange(3, device=DEVICE)) for each in experts[:2]]
+    biases = [None if each is None else each[:3].contiguous() for each in experts.form[1:3]]
+    of_rank = QuantisedExperts(*own, Form(experts.form.gate, *biases, skips=True))
+    with torch.inference_mode():
+        got = quantised_experts(x, *mine, of_rank, tiles=SMALL, max_read=0 if sorts else 64)
+        nan_TKH = torch.full((T, 4, 128), torch.nan, dtype=DTYPE, device=DEVICE).masked_fill((mine[1] < 3)[..., None], 1.0)
+        ones = weighted_sum(nan_TKH, mine[0])
+    want = exact_mixture(x, *mine, experts)  # at the weight 0, of the fourth expert
+    assert error(got, want) < (6e-3 if HAS_GPU else 1e-3)
+    torch.testing.assert_close(ones[:, 0].float(), mine[0].sum(1), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.gpu
@@ -192,7 +139,7 @@ def test_what_the_kernel_can_not_read() -> None:
     """Keeps out: scales of other groups than the kernel reads, such as nvfp4's of 16 columns, and launches on a CPU."""
     assert not any(scales_form(kind, group) for kind, group in (("e2m1", 16), ("e4m3", 64), ("int8", 32), ("int4", 16)))
     x = torch.ones(1, 128)
-    assert not has_experts_kernel(x, experts_of(FORMS["int4"], 2, 128, 128))
+    assert mixture_tiles(x, experts_of(FORMS["int4"], 2, 128, 128), 2, FAST) is None
     assert expert_tiles(8, 128).block_m == 8 and expert_tiles(4096, 32).block_m == 64
 
 
@@ -216,7 +163,7 @@ def test_published_sizes(name: str) -> None:
     for T in (1, 6, 200):
         x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=T) / 16, choice(T, E, K)
         with torch.inference_mode():
-            assert has_experts_kernel(x, experts)
+            assert mixture_tiles(x, experts, K, FAST) is not None
             got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts)
         few = slice(T - min(T, 6), T)
-        assert error(got[few], exact(x[few], topk_weights_TK[few], topk_ids_TK[few], experts)) < 6e-3, T
+        assert error(got[few], exact_mixture(x[few], topk_weights_TK[few], topk_ids_TK[few], experts)) < 6e-3, T

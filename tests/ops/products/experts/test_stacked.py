@@ -1,0 +1,133 @@
+"""Products of heads and experts in one order of sums.
+
+On a GPU in bfloat16, else in float16 under Triton's interpreter.
+
+Shapes: T tokens, E experts, K experts of a token, B matrices.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE, HAS_GPU
+from torch import Tensor
+
+from specdec.models.mixtures.products import masked_experts, ordered_experts
+from specdec.models.mixtures.router import Router
+from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.products.experts import PLAIN, Form, SwiGLU
+from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.routing import RouterRule
+from specdec.ops.products.stacked import each_linear
+from specdec.ops.products.tiles.experts import StackedTiles
+
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+SMALL = None if HAS_GPU else StackedTiles(4, 16, 16, 4, 2)  # the interpreter takes long for large tiles
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(0.3).to(DEVICE, DTYPE)
+
+
+def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of experts.  No token chooses expert 1, and all choose expert 0."""
+    scores_TE = torch.rand(T, E, generator=torch.Generator().manual_seed(T))
+    scores_TE[:, 1], scores_TE[:, 0] = -1, 2
+    return torch.rand(T, K).to(DEVICE), scores_TE.topk(K).indices.to(DEVICE)
+
+
+def clamped(E: int, F: int, H: int) -> Form:
+    """gpt-oss's form, with a limit that many gates and ups exceed."""
+    return Form(SwiGLU(1.702, 0.5), rand(E, 2 * F, seed=3), rand(E, H, seed=4))
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "form"), [(7, 2, PLAIN), (1, 3, PLAIN), (7, 2, clamped(5, 24, 40))], ids=["7-2", "1-3", "clamped"]
+)
+def test_experts_equal_the_definition(T: int, K: int, form: Form) -> None:
+    """Keeps out: rows of another expert in a tile, an expert without rows, gates taken for ups, weights of other pairs, biases
+    of another expert or after the gate."""
+    gate_up, down, x = rand(5, 2 * 24, 40), rand(5, 40, 24, seed=1), rand(T, 40, seed=2)
+    topk_weights_TK, topk_ids_TK = choice(T, 5, K)
+    biases = [None if bias is None else bias.double() for bias in (form.gate_up_bias, form.down_bias)]
+    wide = x.double(), topk_weights_TK.double(), topk_ids_TK, gate_up.double(), down.double()
+    want = masked_experts(*wide, Form(form.gate, *biases))
+    with torch.inference_mode():
+        got = ordered_experts(x, topk_weights_TK, topk_ids_TK, gate_up, down, form, SMALL)
+    assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
+
+
+@pytest.mark.parametrize("along", [True, False], ids=["rows", "columns"])
+def test_each_matrix_equals_the_definition(along: bool) -> None:
+    """Keeps out: matrices that lie transposed read as they are, strided rows, columns beyond the last one."""
+    weight = rand(3, 20, 24) if along else rand(3, 24, 20).transpose(1, 2)
+    x = rand(5, 3, 30, seed=1)[..., 6:]
+    got, want = each_linear(x, weight, torch.float32, SMALL), torch.einsum("tbk,bnk->tbn", x.double(), weight.double())
+    assert got.dtype == torch.float32 and (got.double() - want).norm() < 1e-3 * want.norm()
+
+
+GROUPED = RouterRule(3, "sigmoid", True, groups=4, top_groups=2, group_best=2, normed=True, scaling=2.5)
+ROUTERS = [
+    ExpertsConfig(8, 8, GROUPED, shared_size=8, shared_gated=True),
+    ExpertsConfig(8, 8, RouterRule(3, "softmax", True, normed=True, least_sum=0.6), kept_float32=True),  # ERNIE's
+    ExpertsConfig(8, 8, RouterRule(3, "softmax of chosen", biased=True), kept_float32=True),  # gpt-oss's
+]
+
+
+@pytest.mark.parametrize("config", ROUTERS, ids=["grouped", "float32", "biased"])
+def test_a_router_chooses_as_its_definition(config: ExpertsConfig) -> None:
+    """Keeps out: logits or weights rounded to 16 bits on the way, by which near experts change places; a bias left out."""
+    router = Router(40, config).to(DEVICE).requires_grad_(False)
+    router.weight.copy_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)))
+    router.weight = router.weight if config.kept_float32 else torch.nn.Parameter(router.weight.to(DTYPE), requires_grad=False)
+    router.correction_E = rand(8, seed=1).float() if config.router.corrected else None
+    router.bias_E = rand(8, seed=3).float() if config.router.biased else None
+    x = rand(9, 40, seed=2)
+    want = [None if part is None else part.double() for part in router.double()(x.double())]
+    router.float() if config.kept_float32 else router.to(DTYPE)
+    if router.correction_E is not None:
+        router.correction_E = router.correction_E.float()
+    router.numerics = INVARIANT
+    for got, right in zip(router(x), want, strict=True):
+        assert right is None or torch.allclose(got.double(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "F", "E", "K"), [(2048, 1408, 64, 6), (7168, 2048, 16, 8), (64, 48, 8, 2), (2880, 2880, 8, 4)])
+def test_experts_do_not_depend_on_the_other_rows(H: int, F: int, E: int, K: int) -> None:
+    """Keeps out: tiles of rows, or sums over experts, that add up in another order for another number of tokens."""
+    form = clamped(E, F, H) if H == 2880 else PLAIN
+    gate_up, down, x = rand(E, 2 * F, H), rand(E, H, F, seed=1), rand(1500, H, seed=2)
+    topk_weights_TK, topk_ids_TK = choice(1500, E, K)
+    with torch.inference_mode():
+        whole = ordered_experts(x, topk_weights_TK, topk_ids_TK, gate_up, down, form)
+        for T in (1, 2, 6, 8, 17, 32, 60, 100, 256, 700):
+            part = slice(1500 - T, 1500)
+            assert torch.equal(
+                ordered_experts(x[part], topk_weights_TK[part], topk_ids_TK[part], gate_up, down, form), whole[part]
+            ), T
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("B", "O", "I", "along"), [(128, 512, 128, False), (128, 128, 512, True), (1, 256, 7168, True)])
+def test_heads_do_not_depend_on_the_other_rows(B: int, O: int, I: int, along: bool) -> None:
+    """Keeps out: a head's product, or a router's, whose order of sums changes with the number of tokens."""
+    weight = rand(B, O, I) if along else rand(B, I, O).transpose(1, 2)
+    x = rand(700, B, I, seed=1)
+    whole = each_linear(x, weight, DTYPE)
+    want = torch.einsum("tbk,bnk->tbn", x[:50].float(), weight.float())
+    assert (whole[:50].float() - want).norm() < 6e-3 * want.norm()
+    for T in (1, 2, 6, 8, 17, 32, 60, 100, 256):
+        assert torch.equal(each_linear(x[700 - T :], weight, DTYPE), whole[700 - T :]), T
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("E", "H"), [(32, 2880), (64, 2560), (192, 4096)])
+def test_a_float32_router_does_not_depend_on_the_other_rows(E: int, H: int) -> None:
+    """Keeps out: threads that share an element's columns, or a product in TF32."""
+    weight, x = rand(1, E, H).float(), rand(700, 1, H, seed=1).float()
+    whole = each_linear(x, weight, torch.float32)
+    want = torch.einsum("tbk,bnk->tbn", x.double(), weight.double())
+    assert (whole.double() - want).norm() < 1e-5 * want.norm()
+    for T in (1, 2, 6, 8, 17, 32, 60, 100, 256):
+        assert torch.equal(each_linear(x[700 - T :], weight, torch.float32), whole[700 - T :]), T
