@@ -107,8 +107,8 @@ def held_by_rank(experts: ExpertsConfig, ranks: int) -> str:
     """What a rank holds of a layer's experts, in words.  experts: the whole model's, or a rank's share."""
     if not experts.divided:
         return f"a part of each of {experts.count} experts a rank"
-    counts = sorted({len(own) for own in numbers_of(experts.count, ranks)}, reverse=True)
-    return f"{' or '.join(map(str, counts))} of {experts.count} experts a rank"
+    *more, last = sorted({len(own) for own in numbers_of(experts.count, ranks)}, reverse=True)
+    return f"{', '.join(map(str, more))}{' or ' if more else ''}{last} of {experts.count} experts a rank"
 
 
 def choose_sharing(experts: ExpertsConfig, sizes: ExpertSizes, tokens: int, ranks: int) -> ExpertSharing:

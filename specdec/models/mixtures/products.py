@@ -63,8 +63,7 @@ def mixture(
         gate_up_TKGH, down_TKHF = (stack.dense_of(ids_TK, x_TH.dtype) for stack in (experts.gate_up, experts.down))
         out_TH = paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_TKGH, down_TKHF, form)
     else:
-        gate_up_EGH, down_EHF = experts.gate_up.dense(x_TH.dtype), experts.down.dense(x_TH.dtype)
-        out_TH = run_experts(x_TH, *chosen, gate_up_EGH, down_EHF, form)
+        out_TH = run_experts(x_TH, *chosen, experts.gate_up.dense(x_TH.dtype), experts.down.dense(x_TH.dtype), form)
     return out_TH if shared is None else shared.added_to(out_TH)
 
 

@@ -94,15 +94,15 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
     if not use_kernels(x_TH) or not len(x_TH):
         return None
     kind: ExpertsKind = "dense"
-    if isinstance(experts, QuantisedExperts):
-        (gate_up, down, _), kind = experts, experts.gate_up.kind
-        if down.kind != kind or not all(scales_form(kind, stack.group_size) for stack in (gate_up, down)):
+    if isinstance(experts, DenseExperts):
+        if not all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2]):
             return None
-        count = gate_up.experts
-    elif all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in (experts.gate_up, experts.down)):
         count = len(experts.gate_up)
     else:
-        return None
+        gate_up, down = experts[:2]
+        if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):
+            return None
+        count, kind = gate_up.experts, gate_up.kind
     return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device))
 
 

@@ -181,7 +181,7 @@ def test_the_way_that_reads_less_is_chosen() -> None:
     assert "a rank reads 80.1 MB of a layer's experts for 48 tokens" in ways[4, 48, 4].reason
     assert "with whole experts the fullest one 75" in ways[4, 48, 4].reason
     assert held_by_rank(replace(qwen, divided=True), 2) == "64 of 128 experts a rank"
-    assert held_by_rank(replace(qwen, count=5, divided=True), 4) == "2 or 1 or 0 of 5 experts a rank"
+    assert held_by_rank(replace(qwen, count=5, divided=True), 4) == "2, 1 or 0 of 5 experts a rank"
 
 
 def test_auto_takes_what_ranks_can_share(tmp_path: Path) -> None:
