@@ -8,7 +8,6 @@ Shapes: T tokens, H hidden size.
 from __future__ import annotations
 
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from torch import nn
 from specdec import SamplingParams, SpecConfig
 from specdec.models.config import ModelConfig
 from specdec.models.linear import use_numerics
+from specdec.models.making import making
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.norm import add_rms_norm
@@ -113,12 +113,13 @@ def test_a_layer_of_16_bits_on_a_gpu(name: str) -> None:
     what its capture read.
     """
     config, generator = ModelConfig("llama", 256, 512, 1, 2, 1, 16, 40, 1e-5), torch.Generator().manual_seed(1)
-    exact = MixtureOfExperts(config, replace(MIXTURES[name], intermediate_size=192))
-    for tensor in (*exact.parameters(), *exact.buffers()):
-        tensor.copy_((0.1 * torch.randn(tensor.shape, generator=generator)).bfloat16())
-    layer, exact = deepcopy(exact).cuda().bfloat16(), exact.double()
-    for buffer_name, buffer in list(layer.router.named_buffers()):
-        setattr(layer.router, buffer_name, nn.Buffer(buffer.float()))
+    of_layer = replace(MIXTURES[name], intermediate_size=192)
+    exact = MixtureOfExperts(config, of_layer).double()
+    with making(torch.device("cuda"), torch.bfloat16):
+        layer = MixtureOfExperts(config, of_layer)
+    for one, other in zip((*exact.parameters(), *exact.buffers()), (*layer.parameters(), *layer.buffers()), strict=True):
+        other.copy_((0.1 * torch.randn(one.shape, generator=generator)).bfloat16())
+        one.copy_(other)
     use_numerics(layer, OfGpus())
     norm = torch.ones(256, dtype=torch.bfloat16)
     for T in (1, 7, 32):
