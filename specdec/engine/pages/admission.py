@@ -38,6 +38,7 @@ class PageAllocation:
     local: list[int] | None = None  # by position, for layers with a span, where there are two groups of layers
     encoder_page: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
     rings: tuple[list[int] | None, ...] = (None,)
+    most: int = 0  # entries that the tables can ever have
     borrowed: int = 0  # leading pages that the prefix cache has lent it
     number: int = 0  # how many requests got pages before
 
@@ -232,6 +233,7 @@ class Admission:
         self.make_room(own)
         pages = [node.page for node in found.path] + self.pool.admit(request, needed, have)
         held = PageAllocation(_around(pages, entries), found.tokens, node, borrowed=have, number=self._admitted)
+        held.most = self.pool.table_pages(self.tokens_needed(request))
         self._admitted += 1
         held.rings = (None if self.pool.ring is None else pages,)
         if local is not None:
@@ -281,13 +283,10 @@ class Admission:
 
     # ---- pages for more tokens ----
 
-    def entries(self, request: Request) -> int:
-        """How long the request's page tables are."""
-        return len(self.allocations[request].table)
-
     def entries_lacking(self, request: Request, tokens: int) -> int:
-        """How many entries its page tables lack for so many tokens.  It never needs more than `tokens_needed`."""
-        return max(0, self.pool.table_pages(min(tokens, self.tokens_needed(request))) - self.entries(request))
+        """How many entries the request's page tables lack for so many tokens.  It never needs more than `tokens_needed`."""
+        held = self.allocations[request]
+        return max(0, min(-(-tokens // self.pool.page_size), held.most) - len(held.table))
 
     def pages_lacking(self, request: Request, tokens: int) -> int:
         """How many pages these are of `pool`; a ring has all its pages."""
@@ -295,8 +294,12 @@ class Admission:
 
     def grow(self, request: Request, tokens: int) -> Sequence[Sequence[int]]:
         """Gives the request pages for so many tokens, which are there.  Returns the new entries of each group's table."""
-        held, first, count = self.allocations[request], self.entries(request), self.entries_lacking(request, tokens)
-        lacking = self.pages_lacking(request, tokens)
+        held, count, lacking = (
+            self.allocations[request],
+            self.entries_lacking(request, tokens),
+            self.pages_lacking(request, tokens),
+        )
+        first = len(held.table)
         self.make_room(lacking)
         lent, self._forecasts = self.pool.lend(request, lacking), None
         more = [lent if ring is None else [ring[i % len(ring)] for i in range(first, first + count)] for ring in held.rings]

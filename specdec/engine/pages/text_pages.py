@@ -17,7 +17,7 @@ from specdec.steps import PromptPart, RowGrowth
 
 # A row gets pages for so many more tokens than the next round can reach, where that is a small part of the free ones.  So only
 # few rounds come after a change of page tables.
-AHEAD, FREE_SHARE = 128, 4
+AHEAD, FREE_SHARE = 256, 4
 
 
 class EntryDecision(Enum):
@@ -105,15 +105,16 @@ class TextPages:
 
     def grow(self, running: Sequence[tuple[int, RequestState]]) -> list[RowGrowth]:
         """Gives running rows, which are not short, what they lack, and some more where there is much."""
-        admission = self.admission
-        wanted = sum(admission.pages_lacking(state.request, self.reach(state) + AHEAD) for _, state in running)
+        admission, allocations, size = self.admission, self.admission.allocations, self.admission.pool.page_size
+        reached = [self.reach(state) for _, state in running]
+        wanted = sum(admission.pages_lacking(state.request, n + AHEAD) for (_, state), n in zip(running, reached, strict=True))
         ahead = AHEAD if wanted * FREE_SHARE <= admission.free_pages else 0
         growths, self._sure = [], inf
-        for row, state in running:
-            request, reach, first = state.request, self.reach(state), admission.entries(state.request)
-            if admission.entries_lacking(request, reach + ahead):
-                growths.append(RowGrowth(row, first, admission.grow(request, reach + ahead)))
-            room = admission.entries(request) * admission.pool.page_size
-            if room < admission.tokens_needed(request):
-                self._sure = min(self._sure, (room - reach) // self.most + 1)
+        for (row, state), reach in zip(running, reached, strict=True):
+            held = allocations[state.request]
+            first = len(held.table)
+            if admission.entries_lacking(state.request, reach + ahead):
+                growths.append(RowGrowth(row, first, admission.grow(state.request, reach + ahead)))
+            if len(held.table) < held.most:
+                self._sure = min(self._sure, (len(held.table) * size - reach) // self.most + 1)
         return growths
