@@ -62,6 +62,11 @@ def read_rope(raw: dict[str, Any], where: str, head_dim: int, theta: float, shar
     """The rotary settings of heads of which a part may be turned.  theta, share: where the config says neither."""
     inside = rope_keys(raw, where)
     said = [part["partial_rotary_factor"] for part in (inside, raw) if part.get("partial_rotary_factor") is not None]
+    if len(said) > 1 and said[0] != said[1]:
+        raise ValueError(
+            f"{where}: partial_rotary_factor must be the same beside rope_parameters (rope_scaling) and in them, got "
+            f"{said[1]!r} and {said[0]!r}; nearest thing that works: the one in them alone"
+        )
     asked = number({"partial_rotary_factor": (said or [1.0 if share is None else share])[0]}, "partial_rotary_factor", where)
     if share is None and asked != 1:
         raise NotComputedHere(f"{where}: partial_rotary_factor must be 1 or absent in this family, got {asked:g}")
@@ -96,10 +101,14 @@ def with_experts(
 
 
 def layer_numbers(raw: dict[str, Any], key: str, layers: int, where: str) -> frozenset[int]:
-    """A list of layers' numbers; none where it is absent."""
+    """A list of layers' numbers, which count from 0; none where it is absent."""
     value = [] if raw.get(key) is None else raw[key]
-    if not isinstance(value, list) or any(type(each) is not int or not 0 <= each for each in value):
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
         raise ValueError(f"{where}: {key} must be null or a list of layers' numbers, got {value!r}"[:500])
+    own = [each for each in value if 0 <= each < layers]
+    if own != value:
+        expected = f"{key} must hold numbers of layers from 0 to {layers - 1}, by num_hidden_layers {layers}"
+        raise ValueError(f"{where}: {expected}, got {value!r}"[:500] + f"; nearest thing that works: {own!r}"[:500])
     return frozenset(value)
 
 
