@@ -121,9 +121,14 @@ def _table(checkpoint: Checkpoint, layer: str, tables: tuple[MixtureNames, ...])
 
 
 def _fill_router(router: Router, checkpoint: Checkpoint, layer: str, names: MixtureNames) -> None:
-    """The rows of experts, and after them that of the shared experts' gate.  The correction stays float32 in any dtype."""
+    """The rows of experts, and after them that of the shared experts' gate.  The correction stays float32 in any dtype,
+    and so does the weight where the family's does."""
     weight_LH, E = router.weight.detach(), router.count
-    copy_(weight_LH[:E], checkpoint, f"{layer}.{names.router}")
+    if router.kept_float32:
+        assert len(weight_LH) == E, "no family has both"
+        router.weight = fill_float32(weight_LH, checkpoint, f"{layer}.{names.router}")
+    else:
+        copy_(weight_LH[:E], checkpoint, f"{layer}.{names.router}")
     if len(weight_LH) > E:
         copy_(weight_LH[E:], checkpoint, f"{layer}.{names.shared_gate}")
     if router.correction_E is not None:
