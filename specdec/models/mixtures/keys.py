@@ -62,11 +62,6 @@ def read_rope(raw: dict[str, Any], where: str, head_dim: int, theta: float, shar
     """The rotary settings of heads of which a part may be turned.  theta, share: where the config says neither."""
     inside = rope_keys(raw, where)
     said = [part["partial_rotary_factor"] for part in (inside, raw) if part.get("partial_rotary_factor") is not None]
-    if len(said) > 1 and said[0] != said[1]:
-        raise ValueError(
-            f"{where}: partial_rotary_factor must be the same beside rope_parameters (rope_scaling) and in them, got "
-            f"{said[1]!r} and {said[0]!r}; nearest thing that works: the one in them alone"
-        )
     asked = number({"partial_rotary_factor": (said or [1.0 if share is None else share])[0]}, "partial_rotary_factor", where)
     if share is None and asked != 1:
         raise NotComputedHere(f"{where}: partial_rotary_factor must be 1 or absent in this family, got {asked:g}")

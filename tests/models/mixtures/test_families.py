@@ -125,8 +125,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-moe", {"mlp_only_layers": []}, r"layer 1 is a mixture by mlp_only_layers .* layers 0, 2, got layers 0 to 2$"),
     ("glm4-moe", {"first_k_dense_replace": 9}, "layer 1 is dense by first_k_dense_replace, .* layers 1 to 2, got no layer$"),
     ("glm4-moe", {"num_experts": 9}, "num_experts is another name of n_routed_experts, so both must be equal"),
-    ("glm4-moe", {"partial_rotary_factor": 0.25}, "partial_rotary_factor must be the same .* got 0.25 and 0.5"),
-    ("minimax", {"rotary_dim": 16}, "rotary_dim must be partial_rotary_factor of head_dim, 8, or absent, got 16"),
     ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number of at least 1, got 0"),
     ("qwen3-moe", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ("qwen3-moe", {"moe_router": "sinkhorn"}, "unknown config keys moe_router"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, number, whole
 from specdec.models.config import ModelConfig
-from specdec.models.keys.names import by_own_names, expect_repeated
+from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import require
 from specdec.models.mixtures.families.mixtral import FUSED, NAMES
 from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
@@ -34,7 +34,6 @@ def parse_minimax_m2(raw: dict[str, Any], where: str) -> ModelConfig:
     width = whole(raw, "head_dim", where, 128)
     share = whole(raw, "rotary_dim", where, width) / width  # counts where no partial_rotary_factor is there
     config = read_decoder(raw, where, _KEYS, positions=196608, theta=5e6, head_dim=128, rotated=share)
-    expect_repeated(raw, "rotary_dim", config.rope.rotated or width, "partial_rotary_factor of head_dim", where)
     only(raw, where, **_ONLY, **dict.fromkeys(_BETAS, 1.0), attn_type_list=[1] * config.num_layers)  # 1: softmax
     for key in _UNUSED:
         whole(raw, key, where, 1)
