@@ -227,7 +227,7 @@ GROUPS = {
         [
             (("qwen2_moe",), {"mlp_only_layers": [], "decoder_sparse_step": 2}, SAME),  # both say that the first layer is dense
             (ERNIE, {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 7}, SAME),
-            (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "layer 1 is dense by moe_layer_st"),
+            (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "layer 1 is dense by moe"),
             (("qwen3_moe",), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "layer 0 is dense by mlp_only_layers and"),
             (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
             (HY3, {"first_k_dense_replace": 2}, "first_k_dense_replace must say what mlp_layer_types says"),
