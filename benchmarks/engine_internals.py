@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,11 @@ import torch
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.emitted import FirstTokens
 from specdec.batch.tree import DraftTree
-from specdec.config import SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
+from specdec.engine.request import Request
+from specdec.engine.totals import Totals
 from specdec.runner import grammars as looking
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers
@@ -238,3 +240,45 @@ def time_captures(decoder: SpecDecoder) -> list[tuple[str, float]]:
 
         graphs.run = timed
     return found
+
+
+# ---- outputs of given lengths ----
+
+
+def open_request(prompt: list[int], most: int, length: int) -> Request:
+    """A request that may write `most` tokens and ends after `length`, as though the model had ended it there."""
+    request = Request.new(prompt, SamplingParams(max_tokens=most), 0, frozenset((0,)), lambda ids: "", False)
+    take = request.output.take
+
+    def ended(tokens: Sequence[int]) -> int:
+        left = length - len(request.output.token_ids)
+        return take([token or 1 for token in tokens] if len(tokens) < left else [*(t or 1 for t in tokens[: left - 1]), 0])
+
+    request.output.take = ended  # type: ignore[method-assign]
+    return request
+
+
+def run_requests(decoder: SpecDecoder, requests: Sequence[Request]) -> tuple[float, int]:
+    """Runs them to their ends, all submitted at once: the seconds, and the most rows at once."""
+    engine, most, start = decoder.engine, 0, time.perf_counter()
+    engine.submit(requests)
+    while not engine.is_idle:
+        engine.step()
+        most = max(most, len(engine.scheduler.states))
+    return time.perf_counter() - start, most
+
+
+def totals(decoder: SpecDecoder) -> Totals:
+    """What its engine has done since it was made."""
+    return decoder.engine.totals()
+
+
+@contextmanager
+def taken_pages(decoder: SpecDecoder, tokens: int | None) -> Iterator[None]:
+    """Inside the block, the pool holds no more than so many tokens; None: what it holds.  The decoder is idle."""
+    pool, size = decoder.engine.scheduler.admission.pool, decoder.settings.page_tokens
+    pool.lend("taken", 0 if tokens is None else pool.num_free - min(pool.num_free, -(-tokens // size)))
+    try:
+        yield
+    finally:
+        pool.release("taken")

@@ -79,17 +79,12 @@ def require_memory(name: str, value: Any) -> int | float:
     """A number of bytes as an int, or a share of what is free as a float below 1; texts such as "2GiB" and "0.5" are read."""
     expected = f"{name} must be a number of bytes, a size such as '2GiB', or a share of the free memory below 1, got {value!r}"
     nearest = f"nearest setting that works: {name}="
-    if isinstance(value, str):
-        size = bytes_of(value)
-        if size is None:
-            try:
-                size = float(value)
-            except ValueError:
-                raise ValueError(f"{expected}; {nearest}'auto'") from None
-    elif is_number(type(value), Real):
-        size = value
-    else:
+    if not isinstance(value, str) and not is_number(type(value), Real):
         raise TypeError(f"{expected} of type {type(value).__name__}; {nearest}'auto'")
+    try:
+        size: int | float = (bytes_of(value) if isinstance(value, str) else value) or float(value)
+    except ValueError:
+        raise ValueError(f"{expected}; {nearest}'auto'") from None
     if not 0 < size < math.inf:
         raise ValueError(f"{expected}; {nearest}'auto'")
     if size < 1:

@@ -169,8 +169,8 @@ class Session:
         if needs.grammar:
             return []
         chunks = []
-        for first in range(0, len(prompts), scheduler.rows):
-            batch = prompts[first : first + scheduler.rows]
+        for first in range(0, len(prompts), scheduler.batch.count):
+            batch = prompts[first : first + scheduler.batch.count]
             shares = scheduler.budget.share([PromptRest(0, len(prompt)) for prompt in batch], 0)
             parts = tuple(
                 PromptPart(row, tuple(prompt[:tokens]), 0, prompt[tokens] if tokens < len(prompt) else -1)

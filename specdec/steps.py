@@ -132,6 +132,7 @@ class RowEntry:
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
     speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.
     encoder_input: None for a target without an encoder.
+    written: of a request that held a row before, its output but the last token.
     """
 
     row: int
@@ -141,6 +142,7 @@ class RowEntry:
     rules: TokenRules | None = None
     encoder_input: EncoderInput | None = None
     grammar: Grammar | None = None
+    written: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,29 @@ class EnterRows:
     entries: tuple[RowEntry, ...]
 
 
+class RowGrowth(NamedTuple):
+    """More pages of a running row, see RowEntry.  first: the position of the first of them in the row's page table."""
+
+    row: int
+    first: int
+    pages: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class GrowRows:
+    """Running rows get more pages, before the next round."""
+
+    growths: tuple[RowGrowth, ...]
+
+
 @dataclass(frozen=True)
 class PromptPart:
     """Consecutive tokens of one prompt.
 
     start: the position of the first token; the keys and values of all tokens before it are in the cache.  next_token: the
-    prompt's token after the last one here, or -1 if the prompt ends here.
+    token after the last one here, or -1 if nobody knows it yet, because the prompt ends here.
     encoder_input: a text that the target's encoder has to read before this part, the first of its prompt.
+    resumes: whether the row runs after this part, with `next_token` as its last emitted token: the request had a row before.
     """
 
     row: int
@@ -164,10 +182,16 @@ class PromptPart:
     start: int
     next_token: int
     encoder_input: EncoderInput | None = None
+    resumes: bool = False
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt ends with this part."""
+        """Whether the row runs after this part."""
+        return self.next_token < 0 or self.resumes
+
+    @property
+    def emits(self) -> bool:
+        """Whether the first token of an output comes after this part."""
         return self.next_token < 0
 
     @property
@@ -321,7 +345,7 @@ class ForceAcceptance:
 
 
 Pass = RunChunk | RunRound | RunMixed
-RowStep = EnterRows | ShareRows | LeaveRows | StopDrafting | CopyPages
+RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
 Step = Pass | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
 
 

@@ -107,12 +107,14 @@ class TargetVerifier:
         return self.first_tokens(self.model.logits(hidden_BH), prompts, sampling, needs), self._features(out)
 
     def first_tokens(self, logits_BV: Tensor, prompts: RaggedPrompts, sampling: RowSampling, needs: Needs) -> FirstTokens:
-        """Chooses the token after each part.  logits_BV: of the parts' last tokens.  sampling: see `prefill`."""
+        """Chooses the token after each part, where it is not known.  logits_BV: of the parts' last tokens.  sampling: see
+        `prefill`.
+        """
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
         chosen = choose_tokens(logits_BV, sampling, last_positions_B, needs, self.model.vocabulary)
         weighed_BW = chosen.weighed_RW
         logprobs_BY = None if weighed_BW is None else self._logprobs(weighed_BW, chosen.tokens_R, needs)
-        return FirstTokens(chosen.tokens_R, logprobs_BY)
+        return FirstTokens(prompts.known_or(chosen.tokens_R), logprobs_BY)
 
     def read_tree(self, state: BatchState, tree: DraftTree, with_features: bool = True) -> TreePass:
         """The target's pass over every tree.  It changes nothing but the slots after each row's length.

@@ -50,7 +50,13 @@ DOWN = {
     False: ((16, 1, 4, 2), (16, 1, 6, 2), (16, 1, 4, 3), (32, 1, 4, 2), (32, 2, 6, 3), (64, 2, 4, 2)),
 }
 SPLITS = {1: (1, 2, 4, 8), 8: (2, 4, 8), 32: (2, 4)}
-ROUTERS = (ROUTER, RouterTiles(8, 8, 512, 4), RouterTiles(8, 32, 256, 8), RouterTiles(4, 16, 512, 8))
+ROUTERS = (
+    ROUTER,
+    RouterTiles(8, 16, 512, 4),
+    RouterTiles(8, 16, 128, 2),
+    RouterTiles(8, 32, 256, 4),
+    RouterTiles(16, 16, 256, 4),
+)
 
 
 class Trial(NamedTuple):
@@ -150,6 +156,8 @@ def compile_all(todo: list[Trial]) -> None:
                 if trial.name == name:
                     with suppress(OutOfResources):
                         experts_call(world, trial.T, trial.tiles)(0)
+                    for router in ROUTERS if trial.tiles is None else ():
+                        world.route(world.inputs(trial.T)[0], 0, router)
     torch.cuda.synchronize()
 
 

@@ -86,8 +86,8 @@ class RoundResult(NamedTuple):
 class FirstTokens(NamedTuple):
     """The first output tokens of a chunk's prompts.
 
-    tokens_B: int64, and more rows with padding; -1 if the target's logits are not finite.  Values of parts whose prompt does
-        not end in the chunk, and of padding, mean nothing.
+    tokens_B: int64, and more rows with padding; -1 if the target's logits are not finite.  Of a part whose next token is known
+        it is that token.  Values of padding mean nothing.
     logprobs_BY: of these tokens, see `token_logprobs`; None if they were not asked for.
     """
 
@@ -95,9 +95,9 @@ class FirstTokens(NamedTuple):
     logprobs_BY: Tensor | None = None
 
     @staticmethod
-    def read(tokens_B: Tensor, is_last: Sequence[bool]) -> list[Emitted]:
-        """What each part emitted: nothing unless its prompt ends there.  tokens_B: on the host."""
-        return [Emitted([token] if last else []) for token, last in zip(tokens_B.tolist(), is_last, strict=True)]
+    def read(tokens_B: Tensor, wanted: Sequence[bool]) -> list[Emitted]:
+        """The tokens of those parts that are wanted.  tokens_B: on the host."""
+        return [Emitted([token] if is_wanted else []) for token, is_wanted in zip(tokens_B.tolist(), wanted, strict=True)]
 
 
 def token_logprobs(logits_RW: Tensor, tokens_R: Tensor, top: int, vocabulary: Vocabulary) -> Tensor:

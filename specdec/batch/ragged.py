@@ -141,6 +141,11 @@ class RaggedPrompts:
         """The tables of these groups of layers."""
         return [self.tables[group] for group in groups]
 
+    def known_or(self, first_B: Tensor) -> Tensor:
+        """[B] int64: the id of the token after each part where it is known, else that of first_B."""
+        next_B = self.next_T.index_select(0, self.last_B)
+        return torch.where(next_B < 0, first_B, next_B)
+
     def next_ids(self, first_B: Tensor) -> Tensor:
         """[T] int64: the id of the token after each token.
 

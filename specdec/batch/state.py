@@ -41,7 +41,7 @@ class BatchState:
     bonus_B: int64, the last emitted token, whose keys and values are not written yet.
     active_B: int32, 1 for a running row, else 0; the lengths of inactive rows don't grow.
     page_table_BGW: int32, the pages that rounds read and write: a running row's own, else the dummy page.
-    prompt_table_BGW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
+    prompt_table_BGW: int32, the pages that the row owns or borrows; chunks of prompts use these.
     speculates_B: int32, 1 where draft tokens may be accepted, else 0.  The drafter computes the other rows too, where it may
         read keys and values that nobody wrote; so their drafts are any token ids, with any scores.
     option_floats_BF, option_ints_BI: how the row samples; see RowSampling.
@@ -163,6 +163,15 @@ class BatchState:
         self.speculates_B.index_copy_(0, rows_R, speculates_R.int())
         if self.tables is not None:
             self.tables.clear_rows(rows_R)
+
+    def grow_rows(self, entries_NX: Tensor) -> None:
+        """Writes more entries into running rows' tables.
+
+        entries_NX: int64, X = 2 + G: a row, a place in its table, and for each group the page there.
+        """
+        (rows_N, places_N), pages_NG = entries_NX[:, :2].unbind(1), entries_NX[:, 2:].int()
+        for table_BGW in (self.page_table_BGW, self.prompt_table_BGW):
+            table_BGW[rows_N, :, places_N] = pages_NG
 
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int, rows_B: Tensor | None = None) -> None:
         """Adds the first counts_B tokens of each row to what the tables know of its text.

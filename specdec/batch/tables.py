@@ -9,6 +9,8 @@ E new tokens, T = M + E.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -80,8 +82,8 @@ class TokenTables:
         for tensor, value in zip(self.tensors(), (0, False, 0, False, ANY, NO_TOKEN, NO_TOKEN), strict=True):
             tensor.index_fill_(0, rows_R, value)
 
-    def enter(self, row: int, rules: TokenRules, first: int) -> None:
-        """Writes a neutral row's rules.  first: the lowest id of this rank's run."""
+    def enter(self, row: int, rules: TokenRules, first: int, written: Sequence[int] = ()) -> None:
+        """Writes a neutral row's rules.  first: the lowest id of this rank's run.  written: what its output holds already."""
         device, width = self.tail_BM.device, self.bias_BW.shape[1] - 1
         if own := [(token - first, added) for token, added in rules.bias if 0 <= token - first < width]:
             columns, added = zip(*own, strict=True)
@@ -93,7 +95,10 @@ class TokenTables:
             before = [[ANY] * (MAX_BEFORE + 1 - len(word)) + list(word[:-1]) for word in rules.bad_words]
             self.words_BKM[row, : len(before)] = to_device(before, device)
             self.word_ends_BK[row, : len(before)] = to_device([word[-1] for word in rules.bad_words], device)
-        if tail := list(rules.prompt_ids[-MAX_BEFORE:]):
+        if own := sorted(Counter(token - first for token in written if 0 <= token - first < width).items()):
+            columns, counts = zip(*own, strict=True)
+            self.count_BW[row].index_copy_(0, to_device(columns, device), to_device(counts, device, torch.int32))
+        if tail := [*rules.prompt_ids[-MAX_BEFORE:], *written[-MAX_BEFORE:]][-MAX_BEFORE:]:
             self.tail_BM[row, -len(tail) :] = to_device(tail, device)
 
     def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int) -> None:

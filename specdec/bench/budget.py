@@ -35,7 +35,8 @@ class ChosenExperts:
     """What a model's mixtures are counted for.
 
     bytes: of the experts that a step or round reads, included in the weights.  chosen: how many of `count` experts the tokens
-    of one pass chose, mean over passes and layers; None: nobody can say, and all are counted.
+    of one pass chose, mean over passes and layers; None: nobody can say, and all are counted.  Where ranks divide the experts,
+    all are those of one rank, and chosen those of the rank that reads the most.
     """
 
     bytes: int

@@ -15,6 +15,10 @@ FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chun
 # A pass that leaves tokens for later is cut to a multiple of the largest of these sizes that it reaches.  Matrix products
 # compute tiles of 128 or 256 rows, and a tile that is partly filled takes as long as a whole one.
 GRANULES = (256, 128)
+# Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
+# rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
+# chunk that uses the whole budget.
+CAPTURE_SHARE = 4
 
 
 class PromptRest(NamedTuple):
@@ -43,6 +47,10 @@ class ChunkBudget:
     def cost(self, start: int, count: int) -> float:
         """The cost of `count` tokens from position `start` on."""
         return count * (1 + (start + count / 2) / self.doubling)
+
+    def may_capture(self, cost: float, running: int) -> bool:
+        """Whether there is time to capture a graph for a chunk of that cost.  running: how many rows wait for it."""
+        return not running or cost <= self.beside_rounds / CAPTURE_SHARE
 
     def affordable(self, left: PromptRest, budget: float) -> int:
         """How many of a prompt's next tokens a chunk can hold at a cost of at most `budget`."""

@@ -225,7 +225,7 @@ class EngineThread:
             action()
             self._unclean = 0
         except BaseException as error:  # of any kind: a tokenizer may raise SystemExit
-            has_told = self.engine.scheduler.departures() is None  # the runner, of all rows that have ended
+            has_told = self.engine.scheduler.batch.departures() is None  # the runner, of all rows that have ended
             self._unclean = 0 if has_told and self._ended else self._unclean + 1
             if self._unclean >= MAX_UNCLEAN_STEPS:
                 self.failure = error
@@ -253,7 +253,8 @@ class EngineThread:
     def _deliver(self) -> None:
         """Puts all news into the output queues, and forgets the requests that have ended."""
         ended = [self._output_queues.pop(self._ended.popleft()) for _ in range(len(self._ended))]
-        running = [self._output_queues[request] for request in self.engine.running if request in self._output_queues]
+        under_way = (*self.engine.running, *self.engine.stepped_back)
+        running = [self._output_queues[request] for request in under_way if request in self._output_queues]
         for queue in ended:
             without_frames(queue.request.error)
         now, totals = time.monotonic(), self.engine.scheduler.totals

@@ -48,6 +48,11 @@ class Engine(Generic[R]):
         """The requests whose prompts have run, in the order of their rows."""
         return [state.request for state in self.scheduler.states if state.runs]
 
+    @property
+    def stepped_back(self) -> list[Request]:
+        """The requests that have had a row and wait for another one."""
+        return [state.request for state in self.scheduler.stepped_back]
+
     def totals(self) -> Totals:
         """What the engine has done since its start and what it holds now.  Any thread may ask."""
         return self.scheduler.totals_now()
@@ -76,12 +81,15 @@ class Engine(Generic[R]):
         with a chunk, all requests that hold rows get its error, and it is raised.
         """
         with self._all_or_none():
-            self._settle()  # what an interrupt may have kept an earlier call from
+            growing = self.scheduler.grow()
+            self._settle()  # of rows that have stepped back, and what an interrupt may have kept an earlier call from
+            if growing:
+                self.runner.run(growing)
             if entering := self.scheduler.admit():
                 self.runner.run(entering)
             launch = self.scheduler.next()
             is_unread = launch is not None and self._launch(launch)
-            while self.scheduler.states and len(self._unread) > (self.depth if is_unread else 0):
+            while self.scheduler.awaits_tokens and len(self._unread) > (self.depth if is_unread else 0):
                 self._collect()
             self._settle()
 
@@ -169,12 +177,12 @@ class Engine(Generic[R]):
         self.scheduler.take(launch, emitted, pending.ended, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
-        """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
-        if not self.scheduler.states:
+        """Tells the runner which rows have ended.  Once nobody awaits tokens, unread launches are dropped."""
+        if not self.scheduler.awaits_tokens:
             for pending in (*(pending for pending, *_ in self._unread), *self._silent):
                 pending.drop()
             self._unread.clear()
             self._silent.clear()
-        if departures := self.scheduler.departures():
+        if departures := self.scheduler.batch.departures():
             self.runner.run(departures)
-            self.scheduler.departed()
+            self.scheduler.batch.departed()

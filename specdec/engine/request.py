@@ -12,7 +12,7 @@ from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Generation, Stats, TokenLogprob
-from specdec.steps import Emitted, Grammar, Logprobs
+from specdec.steps import Emitted, EncoderInput, Grammar, Logprobs, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 
@@ -35,6 +35,7 @@ class Request:
     stats: Stats = field(default_factory=Stats)
     error: BaseException | None = None  # what made this request fail; others go on
     cancelled: bool = False
+    has_entered: bool = False  # whether it has had a row
     is_submitted: bool = False  # whether an engine's thread has taken it; that can happen once only
     encoder_ids: list[int] | None = None  # what the target's encoder reads; None for a target without one
     drafted_until: int | None = None  # how many tokens the drafter knows, since it stopped there; None: it goes on
@@ -74,6 +75,16 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the output so far."""
         return len(self.prompt_ids) + len(self.output.token_ids)
+
+    @property
+    def text_length(self) -> int:
+        """The length of `text`."""
+        return len(self.prompt_ids) + max(0, len(self.output.token_ids) - 1)
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens whose keys and values its rounds read: its prompt, and all of its output but the last token."""
+        return [*self.prompt_ids, *self.output.token_ids[:-1]] if self.output.token_ids else self.prompt_ids
 
     @property
     def is_done(self) -> bool:
@@ -128,18 +139,44 @@ class Request:
 
 @dataclass(eq=False)
 class RequestState:
-    """A request that holds a row of the batch; its index in `Scheduler.states` is the row."""
+    """A request that waits or holds a row of the batch; then its index in `BatchRows.states` is the row."""
 
     request: Request
-    done: int  # how many prompt tokens are in the cache or in chunks that have been planned
-    arrival: int  # how many requests entered before this one
-    runs: bool = False  # whether chunks have been planned for the whole prompt, so that the row takes part in rounds
+    arrival: int  # how many requests arrived before this one
+    text: list[int] = field(default_factory=list)  # what chunks read: see Request.text
+    next_token: int = -1  # the last token of the output, where the request has had a row before; -1: there is none
+    done: int = 0  # how many tokens of the text are in the cache or in chunks that have been planned
+    runs: bool = False  # whether chunks have been planned for the whole text, so that the row takes part in rounds
     unread: int = 0  # launches that emit tokens for the request and have not been read yet
+    recomputed: int = 0  # tokens that chunks read again, because their keys and values were lost when the row stepped back
+
+    def begin(self, start: int) -> None:
+        """The request gets a row, where the keys and values of its first `start` tokens are there."""
+        assert not self.unread, "nobody knows the text while tokens of it are on their way"
+        text, output = self.request.text, self.request.output.token_ids
+        self.recomputed = max(0, (len(text) if self.runs else self.done) - start)
+        self.text, self.next_token = text, output[-1] if output else -1
+        self.done, self.runs = start, False
+
+    def next_part(self, row: int, tokens: int, encoder_input: EncoderInput | None) -> PromptPart:
+        """Plans a chunk's part of so many tokens.  If the text ends with it, the row runs from now on."""
+        start, self.done = self.done, self.done + tokens
+        ends = self.done == len(self.text)
+        next_token = self.next_token if ends else self.text[self.done]
+        part = PromptPart(row, self.text[start : self.done], start, next_token, encoder_input, ends and self.resumes)
+        if part.is_last:
+            self.runs, self.unread = True, int(part.emits)
+        return part
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the first token of the output is known."""
+        return self.next_token >= 0
 
     @property
     def left(self) -> PromptRest:
-        """The part of the prompt that no chunk has been planned for."""
-        return PromptRest(self.done, len(self.request.prompt_ids) - self.done)
+        """The part of the text that no chunk has been planned for."""
+        return PromptRest(self.done, len(self.text) - self.done)
 
     @property
     def tokens_left(self) -> int:

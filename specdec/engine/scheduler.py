@@ -1,13 +1,14 @@
 """Decides what runs next: turns requests into plain steps for a runner, and hands what comes back to the requests.
 
 Batching is continuous: requests enter free rows in the order of arrival, and their prompts run in chunks between the rounds of
-the rows that run already.  When a request ends, its row and its pages go to the next one.  The scheduler knows requests, rows,
+the rows that run already.  Rows get more pages as their texts grow; if there are too few, the youngest row steps back and waits
+until it may enter again.  When a request ends, its row and its pages go to the next one.  The scheduler knows requests, rows,
 pages and counts: no tensor, no device, no clock.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -17,17 +18,14 @@ from specdec.engine.chunks import ChunkBudget
 from specdec.engine.failures import no_token
 from specdec.engine.launches.launch import Launch, Planned
 from specdec.engine.launches.mixing import Mixing
+from specdec.engine.launches.rows import BatchRows
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
+from specdec.engine.pages.text_pages import EntryDecision, TextPages
 from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
-
-# Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
-# rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
-# chunk that uses the whole budget.
-CAPTURE_SHARE = 4
 
 
 class Scheduler:
@@ -49,54 +47,51 @@ class Scheduler:
         sharing: RowSharing | None = None,
         mixing: Mixing | None = None,
     ) -> None:
-        self.admission, self.budget, self.speculation, self.sharing = admission, budget, speculation, sharing
-        self.rows, self.pads_rows, self.mixing = rows, pads_rows, mixing
-        self.waiting: deque[Request] = deque()
-        self.states: list[RequestState] = []
+        self.pages = TextPages(admission, speculation.most_emitted)
+        self.budget, self.speculation, self.sharing = budget, speculation, sharing
+        self.batch, self.pads_rows, self.mixing = BatchRows(rows), pads_rows, mixing
+        self.waiting: list[RequestState] = []  # in the order of arrival
+        self.stepped_back: dict[RequestState, None] = {}  # those of them that have had a row
         self.totals = Totals()
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
-        # What the runner has not been told yet about rows that ended.  _moved: target row -> the row where the runner still has
-        # what now belongs in the target.  _cleared: rows that have become free.
-        self._moved: dict[int, int] = {}
-        self._cleared: set[int] = set()
         self._chunk_is_next = True
         self._arrivals = count()
         self._batch_needs = BatchNeeds()
 
     @property
+    def states(self) -> list[RequestState]:
+        """The requests that hold rows; an index is a row."""
+        return self.batch.states
+
+    @property
+    def admission(self) -> Admission:
+        return self.pages.admission
+
+    @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.states)
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether any launch can still bring tokens for a request."""
+        return bool(self.states) or any(state.unread for state in self.stepped_back)
+
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        admission = self.admission
-        pages, local = admission.pool.capacity, admission.local.capacity if admission.local else 0
-        return replace(
-            self.totals,
-            running=len(self.states),
-            waiting=len(self.waiting),
-            pages_used=pages - admission.free_pages,
-            pages_total=pages,
-            local_pages_used=local - admission.free_local_pages,
-            local_pages_total=local,
-        )
+        return replace(self.totals, running=len(self.states), waiting=len(self.waiting), **self.admission.usage()._asdict())
 
     # ---- requests come and go ----
 
     def add(self, request: Request) -> None:
         """Queues a request that passed `admission.check`."""
-        self.waiting.append(request)
+        self.waiting.append(RequestState(request, next(self._arrivals)))
 
     def cancel(self, request: Request) -> None:
         """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
         if request.is_done:
             return
         request.cancelled = True
-        if state := next((state for state in self.states if state.request is request), None):
-            self._leave(state)
-        else:
-            self.waiting.remove(request)
-            self._ended(request)
+        self._leave(next(state for state in (*self.states, *self.waiting) if state.request is request))
 
     def fail(self, states: list[RequestState | None], error: BaseException) -> None:
         """Ends the requests of these rows with that error, except those that have ended already."""
@@ -109,32 +104,36 @@ class Scheduler:
         """Ends all requests that hold rows with that error, and turns all rows into padding.
 
         It does not matter which of the earlier changes of rows the runner has been told.  An interrupt may have come just after
-        a request's last token, while its text was made: that request fails too.
+        a request's last token, while its text was made: that request fails too.  So do those that have stepped back and whose
+        tokens are on their way.
         """
-        for state in list(self.states):
+        for state in [*self.states, *(state for state in self.stepped_back if state.unread)]:
             if not state.request.cancelled and state.request.error is None:
                 state.request.error = error
             self._leave(state)
-        self._moved, self._cleared = {}, set(range(self.rows))
+        self.waiting = [state for state in self.waiting if not state.request.is_done]  # an interrupt leaves one in both lists
+        self.batch.clear_all()
 
     def fail_waiting(self, error: BaseException) -> None:
         """Ends all requests that wait with that error."""
         while self.waiting:
-            request = self.waiting.popleft()
-            request.error = error
-            self._ended(request)
-
-    def departures(self) -> steps.LeaveRows | None:
-        """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
-        if not self._cleared:
-            return None
-        return steps.LeaveRows(tuple((source, target) for target, source in self._moved.items()), tuple(sorted(self._cleared)))
-
-    def departed(self) -> None:
-        """The runner has been told of all departures."""
-        self._moved, self._cleared = {}, set()
+            self.waiting[0].request.error = error
+            self._leave(self.waiting[0])
 
     # ---- what runs next ----
+
+    def grow(self) -> steps.GrowRows | None:
+        """Gives running rows the pages to which the next round may write.  None: they have them.
+
+        If there are too few, the youngest rows step back; their departures must run before the step.  The oldest one never
+        needs to, because what can't fit alone was refused at the door.  So it ends, and every row is the oldest at some time.
+        """
+        if self.pages.are_sure:
+            return None
+        while self.pages.are_short([state for state in self.states if state.runs]):
+            self._step_back(max(self.states, key=lambda state: state.arrival))
+        growths = self.pages.grow([(row, state) for row, state in enumerate(self.states) if state.runs])
+        return steps.GrowRows(tuple(growths)) if growths else None
 
     def admit(self) -> steps.EnterRows | None:
         """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter.
@@ -142,31 +141,39 @@ class Scheduler:
         A request that had better wait for another one's prompt is passed over.
         """
         entries: list[steps.RowEntry] = []
-        for request in list(self.waiting):
-            if self._is_too_long(len(request.prompt_ids)):
+        for state in list(self.waiting):
+            if self.batch.is_full or state.unread:
+                break
+            request = state.request
+            if self._is_too_long(request.num_tokens) or request.drafted_until is not None:
                 request.drafted_until = 0
             speculates = self._speculates(request)
-            found = self.admission.find(request, speculates) if len(self.states) < self.rows else None
-            if found is None:
+            # If it speculates, the pages of those that don't will lack the drafter's keys and values.
+            entering = [other for other in self.states if not other.runs and speculates <= self._speculates(other.request)]
+            verdict = self.pages.enter(state, speculates, entering)
+            if verdict is EntryDecision.WAITS:
+                continue
+            if verdict is EntryDecision.NO_ROOM:
                 break
-            entering = [state.request for state in self.states if not state.runs]
-            if speculates:  # the pages of the others will lack the drafter's keys and values
-                entering = [other for other in entering if self._speculates(other)]
-            if entering and self.admission.should_wait(request, found, entering):
-                continue  # later requests need not wait with it
-            if not self.admission.admit(request, found):
-                break
-            self.waiting.remove(request)
-            self.totals.entered(request)
-            allocation = self.admission.allocations[request]
-            options, rules, _, grammar = request.choice
-            encoder_input = self._encoder_input(request)
-            entries.append(
-                steps.RowEntry(len(self.states), allocation.tables, options, speculates, rules, encoder_input, grammar)
-            )
-            self.states.append(RequestState(request, allocation.start, next(self._arrivals)))
+            self.waiting.remove(state)
+            self.stepped_back.pop(state, None)
+            self.totals.recomputed_tokens += state.recomputed
+            if not request.has_entered:
+                self.totals.entered(request)
+                request.has_entered = True
+            entries.append(self._entry(state, speculates))
+            self.batch.add(state)
             self._rows_changed()
         return steps.EnterRows(tuple(entries)) if entries else None
+
+    def _entry(self, state: RequestState, speculates: bool) -> steps.RowEntry:
+        """How a request takes the next free row."""
+        request = state.request
+        options, rules, _, grammar = request.choice
+        tables = tuple(map(tuple, self.admission.allocations[request].tables))  # a copy, because tables grow
+        encoder_input = self.admission.encoder_input(request)
+        written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
+        return steps.RowEntry(len(self.states), tables, options, speculates, rules, encoder_input, grammar, written)
 
     def next(self) -> Launch | None:
         """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
@@ -195,8 +202,7 @@ class Scheduler:
             if isinstance(planned.step, steps.RunChunk):
                 for part, state in zip(planned.step.parts, planned.states, strict=True):
                     if state is not None:
-                        request = state.request
-                        self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
+                        self.pages.ran(state, part, self._speculates(state.request))
 
     def make_ready(self, sizes: Sequence[int]) -> list[steps.Step]:
         """The steps that capture what rounds of so many rows may need; none given: of any number.  To be run while idle."""
@@ -205,7 +211,7 @@ class Scheduler:
 
     def sizes(self) -> list[int]:
         """All numbers of rows that rounds may compute."""
-        return sorted({self._padded(rows + 1) for rows in range(self.rows)})
+        return sorted({self._padded(rows + 1) for rows in range(self.batch.count)})
 
     def take(self, launch: Launch, emitted: list[steps.Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
@@ -254,23 +260,18 @@ class Scheduler:
         parts: list[steps.PromptPart] = []
         states: list[RequestState | None] = []
         for (row, state), tokens in zip(entering, shares, strict=True):
-            if not tokens:
-                continue
-            prompt, end = state.request.prompt_ids, state.done + tokens
-            next_token = prompt[end] if end < len(prompt) else -1
-            encoder_input = None if state.done else self._encoder_input(state.request)
-            parts.append(steps.PromptPart(row, prompt[state.done : end], state.done, next_token, encoder_input))
-            states.append(state)
-            state.done = end
-            if next_token < 0:
-                state.runs, state.unread = True, 1
-                self._rows_changed()
+            if tokens:
+                parts.append(state.next_part(row, tokens, None if state.done else self.admission.encoder_input(state.request)))
+                states.append(state)
+                if state.runs:
+                    self._rows_changed()
         ending = [state.request for state in states if state is not None and state.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
-        may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         drafted = any(self._speculates(state.request) for state in states if state is not None)
-        return Planned(steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), states)
+        return Planned(
+            steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, self.budget.may_capture(cost, running)), states
+        )
 
     def _next_round(self) -> Launch:
         states = [state if state.runs else None for state in self.states]
@@ -299,11 +300,12 @@ class Scheduler:
         for state in states:
             if state is not None:
                 state.unread += 1
+        self.pages.launched_round()
         return Launch(before, (Planned(step, states, speculates),))
 
     def _padded(self, rows: int) -> int:
         """How many rows a round computes for so many running ones."""
-        return min(self.rows, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
+        return min(self.batch.count, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
     def _stop_drafting(self, states: list[RequestState | None]) -> list[steps.Step]:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
@@ -328,14 +330,6 @@ class Scheduler:
     def _needs(self, requests: list[Request]) -> steps.Needs:
         """What a batch of these requests needs to choose its tokens."""
         return self._batch_needs.of(request.choice.needs for request in requests)
-
-    def _encoder_input(self, request: Request) -> steps.EncoderInput | None:
-        """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
-        if request.encoder_ids is None:
-            return None
-        page = self.admission.allocations[request].encoder_page
-        assert page is not None
-        return steps.EncoderInput(page, request.encoder_ids)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""
@@ -366,33 +360,40 @@ class Scheduler:
             self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
-        """Frees the request's pages and its row.  The last row moves into the gap, so that no free row lies between others."""
-        row, last, request = self.states.index(state), len(self.states) - 1, state.request
-        self.states[row] = self.states[last]
-        self.states.pop()
-        source = self._moved.pop(last, last)
-        if row != last:
-            self._moved[row] = source
-        self._cleared.add(last)
-        if request.error is None:  # after an error nobody knows which keys and values were written
-            written = request.prompt_ids + request.output.token_ids if state.runs else request.prompt_ids[: state.done + 1]
-            speculates = self._speculates(request)
-            unseen = self.speculation.pause if speculates else 0  # tokens at the end that the drafter may not have seen
-            reach = len(written) + self.admission.lookahead * max(1, state.unread)  # what launches in flight may write
-            if request.drafted_until:  # later pages lack the drafter's keys and values
-                written, speculates = written[: request.drafted_until], True
-            self.admission.keep(request, written[: max(0, len(written) - unseen)], speculates, reach)
-        self.admission.leave(request)
-        self._ended(request)
+        """Ends a request, wherever it is."""
+        if state in self.states:
+            self._vacate(state)
+        else:
+            self.waiting.remove(state)
+            self.stepped_back.pop(state, None)
+        self._ended(state.request)
+
+    def _step_back(self, state: RequestState) -> None:
+        """Takes a request's row and pages for older ones.  It waits with all that it has written, and keeps its place in the
+        order of arrival.  Tokens of launches in flight are handed to it as they come.
+        """
+        self.totals.stepped_back += 1
+        insort(self.waiting, state, key=lambda state: state.arrival)
+        self.stepped_back[state] = None
+        self._vacate(state)
+
+    def _vacate(self, state: RequestState) -> None:
+        """Frees the request's pages and its row."""
+        speculates = self._speculates(state.request)
+        self.batch.remove(state)
+        self.pages.leave(state, speculates, self.speculation.pause if speculates else 0)
         self._rows_changed()
         self._end_pause()
         if not self.states:
             self._chunk_is_next = True
 
     def _ended(self, request: Request) -> None:
+        if request.has_entered and request.error is None:
+            self.admission.lengths.add(len(request.output.token_ids))
         self.totals.ended(request)
         self.on_end(request)
 
     def _rows_changed(self) -> None:
+        self.pages.look_again()
         if self.sharing is not None:
             self.sharing.forget()

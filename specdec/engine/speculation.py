@@ -53,6 +53,11 @@ class Speculation:
         self._tokens = 0  # of the rows with which a step is tried
         self._ready: dict[RoundKey, tuple[Shape, ...]] = {}  # what has been captured, where anything is
 
+    @property
+    def most_emitted(self) -> int:
+        """The most tokens that a round emits in a row."""
+        return 1 + max((shape.max_steps for shape in self.shapes), default=0)
+
     def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.
 

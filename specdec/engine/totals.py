@@ -54,6 +54,8 @@ class Totals:
     requests: Counter[str] = field(default_factory=Counter)  # ended, by how: "eos", "stop", "length", "error" or "cancelled"
     rounds: int = 0  # passes over the batch whose tokens have been read
     chunks: int = 0  # passes over prompts, likewise
+    stepped_back: int = 0  # rows that gave their pages to older ones, and entered again or will
+    recomputed_tokens: int = 0  # that were read once more for it
     prompt_tokens: int = 0  # of requests that have entered
     cached_tokens: int = 0  # those of them that the prefix cache held
     output_tokens: int = 0  # that requests have kept
@@ -63,7 +65,7 @@ class Totals:
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_BOUNDS))
 
     def entered(self, request: Request) -> None:
-        """A request has got a row and pages."""
+        """A request has got its first row and pages."""
         self.prompt_tokens += len(request.given_ids)
         self.cached_tokens += request.stats.cached_tokens
 

@@ -76,7 +76,10 @@ class GrammarRows:
     def enter(self, entry: RowEntry) -> None:
         """A request takes a row, which `leave` has cleared."""
         if entry.grammar is not None:
-            self._rows[entry.row] = GrammarRow(self._matcher(entry.grammar), entry.speculates)
+            matcher = self._matcher(entry.grammar)
+            if matcher is not None:
+                matcher.take(entry.written)
+            self._rows[entry.row] = GrammarRow(matcher, entry.speculates)
 
     def _matcher(self, grammar: Grammar) -> Matcher | None:
         if self._group.rank != 0:
@@ -109,7 +112,7 @@ class GrammarRows:
         for _, row in texts:
             row.runs = True
         if texts and self._group.rank == 0:
-            read = partial(FirstTokens.read, is_last=[part.is_last for part in parts])
+            read = partial(FirstTokens.read, wanted=[part.is_last for part in parts])
             self._unread.append(UnreadTokens(self._readback.start(first.tokens_B[: len(parts)]), texts, read))
 
     def follow_round(self, emitted: EmittedRows) -> None:

@@ -87,6 +87,7 @@ class DeviceRunner:
             steps.RunMixed: self._mixed,
             steps.CatchUp: self._catch_up,
             steps.Try: self._try,
+            steps.GrowRows: self._grow,
             steps.ShareRows: self._share,
             steps.LeaveRows: self._leave,
             steps.StopDrafting: self._stop_drafting,
@@ -180,7 +181,7 @@ class DeviceRunner:
 
     def _first_tokens(self, step: steps.RunChunk, first: FirstTokens) -> EmittedPending:
         """What the chunk emits."""
-        read, parts = partial(FirstTokens.read, is_last=[part.is_last for part in step.parts]), len(step.parts)
+        read, parts = partial(FirstTokens.read, wanted=[part.emits for part in step.parts]), len(step.parts)
         logprobs = None if first.logprobs_BY is None else first.logprobs_BY[:parts]
         return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs)
 
@@ -254,8 +255,15 @@ class DeviceRunner:
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None
-                state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first)
+                state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first, entry.written)
             self.grammars.enter(entry)
+
+    def _grow(self, step: steps.GrowRows) -> None:
+        """Writes more pages into the page tables."""
+        entries = [
+            (row, first + i, *pages) for row, first, groups in step.growths for i, pages in enumerate(zip(*groups, strict=True))
+        ]
+        self.workers.state.grow_rows(to_device(entries, self.device))
 
     def _need_tables(self) -> None:
         """Makes the tables of rules for tokens, if there are none yet: most decoders never need them."""

@@ -1,4 +1,7 @@
-"""Both models' workers and the batch that they share: all that a runner needs to execute steps.  It knows no step."""
+"""Both models' workers and the batch that they share: all that a runner needs to execute steps.  It knows no step.
+
+Shapes: B rows of the batch, X numbers of a mixture's counter, M mixtures.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from specdec.batch.state import BatchState
@@ -44,8 +48,13 @@ class Workers:
         self.counts_experts = counts
 
     def take_chosen(self) -> dict[nn.Module, int]:
-        """What the counters have counted since the last call: see `ExpertCounter.take`."""
-        return {mixture: chosen for counter in self.counters for mixture, chosen in counter.take().items()}
+        """What the counters have counted since the last call: see `ExpertCounter.take`.  Where ranks divide experts, it is that
+        of the rank of whose experts most were chosen, since the others wait for it.  All ranks ask alike.
+        """
+        taken = {mixture: chosen for counter in self.counters for mixture, chosen in counter.take().items()}
+        own_M = torch.tensor([*taken.values()], dtype=torch.float64, device=self.state.lens_B.device)
+        most_M = self.verifier.model.group.all_gather(own_M).amax(0) if taken else own_M
+        return {mixture: int(chosen) for mixture, chosen in zip(taken, most_M.tolist())}
 
     @property
     def expert_counts(self) -> list[Tensor]:

@@ -27,6 +27,8 @@ COUNTERS: dict[str, str] = {  # likewise; the names end in _total
     "output_tokens": "Tokens that requests have generated",
     "rounds": "Rounds, passes that verify or decode the whole batch",
     "chunks": "Passes over parts of prompts",
+    "stepped_back": "Requests that gave row and pages to older ones, to go on later",
+    "recomputed_tokens": "Tokens that were read once more for it",
     "drafted": "Draft tokens proposed",
     "accepted": "Draft tokens accepted",
 }

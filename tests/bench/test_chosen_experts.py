@@ -134,6 +134,17 @@ def hold_by_hand(decoder: SpecDecoder, rounds: int, speculate: bool) -> None:
     assert all(mixture.watch is None for mixture in chosen)
 
 
+def test_of_divided_experts_the_fullest_rank_counts(mtp: MtpZoo) -> None:
+    """Two ranks, of which one reads at least half of what is chosen.  Keeps out: the first rank's experts taken for all, or for
+    those of the rank for which the others wait."""
+    found = []
+    for more in ({}, {"tensor_parallel_size": 2, "expert_parallel": "experts"}):
+        with mtp.decoder("glm4", "mtp", SpecConfig(3, 2, 6), max_batch_size=3, **more) as decoder:
+            found.append([*chosen_experts(Workload(Session(decoder), PROMPTS, LONG, speculate=True), rounds=4).values()])
+    whole, fullest = found
+    assert all(most <= each <= 2 * most for each, most in zip(whole, fullest, strict=True)) and sum(fullest) < sum(whole)
+
+
 def test_transformers_mixtures_are_counted_as_ours(mixtures: MixtureZoo) -> None:
     """Keeps out: a limit that counts all experts where the target runs through transformers' code."""
     found = []

@@ -41,10 +41,10 @@ class Keeping(Admission):
         super().__init__(*given, **named)
         self.kept = list[tuple[int, bool, int, int]]()
 
-    def keep(self, request: Request, tokens: Sequence[int], drafted: bool, reach: int) -> None:
+    def keep(self, request: Request, tokens: Sequence[int], drafted: bool, reach: int, leaves: bool = False) -> None:
         if request.is_done:
             self.kept.append((len(tokens), drafted, reach, len(request.prompt_ids) + len(request.output.token_ids)))
-        super().keep(request, tokens, drafted, reach)
+        super().keep(request, tokens, drafted, reach, leaves)
 
 
 def engine_of(

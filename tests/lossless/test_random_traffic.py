@@ -99,11 +99,20 @@ def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drive(traffic: Traffic, events: int) -> None:
-    """So many random events in one thread, then whatever is left runs to its end."""
+    """So many random events in one thread, then whatever is left runs to its end.  Rows step back in between."""
     chance, driver = traffic.random, traffic.driver
-    asked: list[tuple[Request, bool]] = []
     speculating = chance.choice([0.2, 0.7, 0.7, 1.0])
     driver.set_depth(chance.choice([0, 1, 1, 2]))
+    with driver.stepping_back(random.Random(events), 0.1):
+        asked = disturb(traffic, events, speculating)
+    driver.assert_nothing_leaked()
+    assert traffic.check(asked) > 0
+
+
+def disturb(traffic: Traffic, events: int, speculating: float) -> list[tuple[Request, bool]]:
+    """What was asked for.  speculating: the share of requests that speculate."""
+    chance, driver = traffic.random, traffic.driver
+    asked: list[tuple[Request, bool]] = []
     for _ in range(events):
         event = chance.random()
         if event < 0.25:
@@ -130,8 +139,7 @@ def drive(traffic: Traffic, events: int) -> None:
             driver.step()
         driver.assert_books_balance()
     driver.run_until_idle()
-    driver.assert_nothing_leaked()
-    assert traffic.check(asked) > 0
+    return asked
 
 
 def break_output(request: Request) -> None:

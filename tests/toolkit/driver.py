@@ -111,7 +111,7 @@ class Driver(Hooks):
 
     @property
     def waiting(self) -> list[Request]:
-        return list(self._scheduler.waiting)
+        return [state.request for state in self._scheduler.waiting]
 
     @property
     def is_idle(self) -> bool:
@@ -216,8 +216,9 @@ class Driver(Hooks):
     @contextmanager
     def leave_room_for(self, *tokens: int) -> Iterator[None]:
         """Takes pages away inside the block, so that the rest just fits requests of so many tokens (prompt and output)."""
-        pool = self._scheduler.admission.pool
-        pool.admit("ballast", pool.capacity * pool.page_size - sum(n + self._scheduler.admission.lookahead for n in tokens))
+        admission, pool = self._scheduler.admission, self._scheduler.admission.pool
+        admission.make_room(pages := pool.capacity - sum(pool.pages_for(n + admission.lookahead) for n in tokens))
+        pool.lend("ballast", pages)
         yield
         pool.release("ballast")
 

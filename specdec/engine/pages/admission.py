@@ -6,6 +6,7 @@ This module knows requests, pages and token ids; it knows no rows and no tensors
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,11 +14,12 @@ from typing import NamedTuple
 
 from specdec.checks import PromptTooLong
 from specdec.engine.pages.copies import RingCopies
+from specdec.engine.pages.forecast import OutputLengths, RowForecast, most_growth
 from specdec.engine.pages.groups import RING_PREFILL
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages
 from specdec.engine.request import Request
-from specdec.steps import CopyPages
+from specdec.steps import CopyPages, EncoderInput
 
 # A threshold in tokens: a prompt waits for another prompt's prefill if that saves the computation of at least so many tokens.
 MIN_SHARED_TO_WAIT = 256
@@ -25,13 +27,20 @@ MIN_SHARED_TO_WAIT = 256
 
 @dataclass
 class PageAllocation:
-    """The pages of one request."""
+    """The pages of one request, as far as its page tables go by now.
+
+    rings: for each group of layers, all pages of its ring, which the tables repeat; None: a table has a page for each entry.
+    """
 
     table: list[int]  # by position; where there are two groups of layers, those of the layers that read all keys
     start: int = 0  # how many leading tokens of the prompt have their keys and values in the pages already
     node: Node | None = None  # the last page that it shares through the prefix cache; None without a prefix cache
     local: list[int] | None = None  # by position, for layers with a span, where there are two groups of layers
     encoder_page: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
+    rings: tuple[list[int] | None, ...] = (None,)
+    most: int = 0  # entries that the tables can ever have
+    borrowed: int = 0  # leading pages that the prefix cache has lent it
+    number: int = 0  # how many requests got pages before
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -46,11 +55,21 @@ class PrefixHit(NamedTuple):
     tokens: int
 
 
+class Usage(NamedTuple):
+    """Pages that requests own or read, and all there are; see Totals."""
+
+    pages_used: int
+    pages_total: int
+    local_pages_used: int
+    local_pages_total: int
+
+
 class Admission:
     """Gives pages to requests.
 
     pool: the pages of all layers; where there are two groups of layers, those of the layers that read all keys.
     lookahead: slots after the committed tokens that rounds in flight may write.
+    lengths: how long outputs turned out to be.
     prefix_caching: whether pages are kept for later prompts; not possible if `pool` has a ring, nor with an encoder, because
         the decoder's keys and values depend on the encoder's text.
     local: the pages of the layers with a span, which have a ring; None where there is one group of layers.
@@ -78,6 +97,9 @@ class Admission:
         on_change = [] if self.copies is None else [self.copies.drop]
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
         self.allocations: dict[Request, PageAllocation] = {}
+        self.lengths = OutputLengths()
+        self._admitted = 0
+        self._forecasts: list[RowForecast] | None = None  # of the requests that hold pages, sorted; None: some has changed
         self.lookup_tokens = self.hit_tokens = 0
         self.min_shared_to_wait = MIN_SHARED_TO_WAIT
 
@@ -97,6 +119,11 @@ class Admission:
         if self.local is None:
             return 0
         return self.local.num_free if self.copies is None else self.copies.num_free
+
+    def usage(self) -> Usage:
+        """How many pages are used now."""
+        pages, local = self.pool.capacity, self.local.capacity if self.local else 0
+        return Usage(pages - self.free_pages, pages, local - self.free_local_pages, local)
 
     @property
     def due_copies(self) -> list[CopyPages]:
@@ -119,6 +146,10 @@ class Admission:
         """The most slots that the request can ever occupy, look-ahead included."""
         return len(request.prompt_ids) + request.sampling.max_tokens + self.lookahead
 
+    def tokens_to_enter(self, request: Request) -> int:
+        """The slots that the request occupies until its first round has run."""
+        return min(request.text_length + self.lookahead, self.tokens_needed(request))
+
     def check(self, request: Request) -> None:
         """PromptTooLong if the pool could never hold the request."""
         pages = self.pool.pages_for(self.tokens_needed(request))
@@ -131,60 +162,103 @@ class Admission:
             )
 
     def find(self, request: Request, drafted: bool) -> PrefixHit | None:
-        """What the prefix cache holds of the prompt; None if there are certainly not enough pages for the request.
+        """What the prefix cache holds of the request's text; None if there are certainly not enough pages for it.
 
         drafted: whether the request needs the drafter's keys and values too.
         """
-        needed, size = self.tokens_needed(request), self.pool.page_size
-        if self.local is not None and self.local.pages_for(needed) > self.free_local_pages:
+        needed, size = self._tokens_to_take(request), self.pool.page_size
+        if self.local is not None and self.local.pages_for(self.tokens_needed(request)) > self.free_local_pages:
             return None
         if self.cache is None:
             return PrefixHit([], 0) if self.pool.can_admit(needed) else None
-        if self.pool.pages_for(needed) - len(request.prompt_ids) // size > self.free_pages:
+        if self.pool.pages_for(needed) - request.text_length // size > self.free_pages:
             return None
-        path = self.cache.find(request.prompt_ids, drafted)
+        path = self.cache.find(request.text, drafted)
         if self.copies is not None:
             path = path[: self.copies.usable(path)]
         return PrefixHit(path, len(path) * size)
 
-    def should_wait(self, request: Request, found: PrefixHit, others: Sequence[Request]) -> bool:
-        """Whether the request had better enter after the prompts of `others` have run.
+    def foresees_room(self, request: Request, found: PrefixHit) -> bool:
+        """Whether the pool will probably hold the request and all that hold pages now, until each has ended.
 
-        That is so if the prefix cache would then hold at least min_shared_to_wait more tokens of its prompt.
+        found: what the cache holds of its text.  A request alone always has room (`check`).
+        """
+        if not self.allocations or self.pool.ring is not None:
+            return True
+        if self._forecasts is None:
+            self._forecasts = sorted(
+                self._forecast(other, len(held.table), len(held.table) - held.borrowed, held.number)
+                for other, held in self.allocations.items()
+            )
+        growth = most_growth([*self._forecasts, self._forecast_entry(request, found, self._admitted)])
+        own = self.pool.pages_for(self.tokens_to_enter(request)) - len(found.path)
+        return own + growth <= self.free_pages - sum(not node.users for node in found.path)
+
+    def _forecast(self, request: Request, entries: int, freed: int, number: int) -> RowForecast:
+        """entries: of its page table.  freed: see RowForecast.  number: see OutputLengths.rest."""
+        written, needed, entries_for = len(request.output.token_ids), self.tokens_needed(request), self.pool.table_pages
+        now = min(request.num_tokens + self.lookahead, needed)
+        end = min(now + self.lengths.rest(written, request.sampling.max_tokens - written, number), needed)
+        rest = entries_for(end) - entries_for(now)
+        return RowForecast(rest, min(rest, max(0, entries - entries_for(now))), freed)
+
+    def _forecast_entry(self, request: Request, found: PrefixHit, number: int) -> RowForecast:
+        entries = self.pool.table_pages(self.tokens_to_enter(request))
+        return self._forecast(request, entries, entries - len(found.path), number)
+
+    def should_wait(self, request: Request, found: PrefixHit, others: Sequence[Request]) -> bool:
+        """Whether the request had better enter after the texts of `others` have run.
+
+        That is so if the prefix cache would then hold at least min_shared_to_wait more tokens of its text.
         found: what the cache holds now.
         """
         if self.cache is None:
             return False
-        size = self.pool.page_size
-        shared = max(common_pages(request.prompt_ids, other.prompt_ids, size) for other in others) * size
+        text, size = request.text, self.pool.page_size
+        shared = max(common_pages(text, other.text, size) for other in others) * size
         return shared - found.tokens >= self.min_shared_to_wait
 
     def admit(self, request: Request, found: PrefixHit) -> bool:
-        """Gives the request its pages.  Returns whether there were enough; if not, nothing has changed."""
-        needed = self.tokens_needed(request)
-        if self.cache is None:
-            table = _around(self.pool.admit(request, needed), self.pool.table_pages(needed))
-            encoder_page = None if request.encoder_ids is None else self._free_encoder_pages.pop()
-            self.allocations[request] = PageAllocation(
-                table, local=self._local_table(request, found), encoder_page=encoder_page
-            )
-            return True
-        node = found.path[-1] if found.path else self.cache.root
-        self.cache.use(node)
-        own = self.pool.pages_for(needed) - len(found.path)
-        if own > self.free_pages:
-            self.cache.leave(node)
-            return False
-        local = self._local_table(request, found)  # before a node is evicted, and its copy with it
-        self.cache.evict(max(0, own - self.pool.num_free))
-        table = [node.page for node in found.path] + self.pool.admit(request, needed, have=len(found.path))
-        self.allocations[request] = PageAllocation(table, found.tokens, node, local)
-        self.lookup_tokens += len(request.prompt_ids)
-        self.hit_tokens += found.tokens
-        request.stats.cached_tokens = found.tokens
+        """Gives the request the pages with which it enters.  Returns whether there were enough; if not, nothing has changed."""
+        needed, entries = self._tokens_to_take(request), self.pool.table_pages(self.tokens_to_enter(request))
+        have, node = len(found.path), None
+        own = self.pool.pages_for(needed) - have
+        if self.cache is not None:
+            node = found.path[-1] if found.path else self.cache.root
+            self.cache.use(node)
+            if own > self.free_pages:
+                self.cache.leave(node)
+                return False
+        local = self._local_ring(request, found)  # before a node is evicted, and its copy with it
+        self.make_room(own)
+        pages = [node.page for node in found.path] + self.pool.admit(request, needed, have)
+        held = PageAllocation(_around(pages, entries), found.tokens, node, borrowed=have, number=self._admitted)
+        held.most = self.pool.table_pages(self.tokens_needed(request))
+        self._admitted += 1
+        held.rings = (None if self.pool.ring is None else pages,)
+        if local is not None:
+            held.local, held.rings = _around(local, entries), (*held.rings, local)
+        if request.encoder_ids is not None:
+            held.encoder_page = self._free_encoder_pages.pop()
+        self.allocations[request] = held
+        if self._forecasts is not None:
+            insort(self._forecasts, self._forecast_entry(request, found, held.number))
+        if self.cache is not None and not request.has_entered:
+            self.lookup_tokens += len(request.prompt_ids)
+            self.hit_tokens += found.tokens
+            request.stats.cached_tokens = found.tokens
         return True
 
-    def _local_table(self, request: Request, found: PrefixHit) -> list[int] | None:
+    def _tokens_to_take(self, request: Request) -> int:
+        """For how many tokens the request gets pages of `pool` as it enters.  A ring is never given in parts."""
+        return self.tokens_to_enter(request) if self.pool.ring is None else self.tokens_needed(request)
+
+    def make_room(self, count: int) -> None:
+        """Has at least so many pages free in the pool.  Kept ones go that were used least recently."""
+        if self.cache is not None:
+            self.cache.evict(max(0, count - self.pool.num_free))
+
+    def _local_ring(self, request: Request, found: PrefixHit) -> list[int] | None:
         """Gives the request its ring, and orders the copies of what it has found; None where there is one group of layers."""
         if self.local is None:
             return None
@@ -193,10 +267,45 @@ class Admission:
             # What is dropped here may be what is found: it is read before anybody writes to it.
             sources = self.copies.of(found.path)
             self.copies.make_room(self.local.pages_for(needed))
-        table = _around(self.local.admit(request, needed), self.local.table_pages(needed))
+        ring = self.local.admit(request, needed)
         if self.copies is not None:
-            self.copies.orders.add(sources, table[len(found.path) - len(sources) : len(found.path)])
-        return table
+            first = len(found.path) - len(sources)
+            self.copies.orders.add(sources, [ring[i % len(ring)] for i in range(first, len(found.path))])
+        return ring
+
+    def encoder_input(self, request: Request) -> EncoderInput | None:
+        """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
+        if request.encoder_ids is None:
+            return None
+        page = self.allocations[request].encoder_page
+        assert page is not None
+        return EncoderInput(page, request.encoder_ids)
+
+    # ---- pages for more tokens ----
+
+    def entries_lacking(self, request: Request, tokens: int) -> int:
+        """How many entries the request's page tables lack for so many tokens.  It never needs more than `tokens_needed`."""
+        held = self.allocations[request]
+        return max(0, min(-(-tokens // self.pool.page_size), held.most) - len(held.table))
+
+    def pages_lacking(self, request: Request, tokens: int) -> int:
+        """How many pages these are of `pool`; a ring has all its pages."""
+        return self.entries_lacking(request, tokens) if self.pool.ring is None else 0
+
+    def grow(self, request: Request, tokens: int) -> Sequence[Sequence[int]]:
+        """Gives the request pages for so many tokens, which are there.  Returns the new entries of each group's table."""
+        held, count, lacking = (
+            self.allocations[request],
+            self.entries_lacking(request, tokens),
+            self.pages_lacking(request, tokens),
+        )
+        first = len(held.table)
+        self.make_room(lacking)
+        lent, self._forecasts = self.pool.lend(request, lacking), None
+        more = [lent if ring is None else [ring[i % len(ring)] for i in range(first, first + count)] for ring in held.rings]
+        for table, pages in zip(held.tables, more, strict=True):
+            table.extend(pages)
+        return more
 
     def fixed_pages(self, request: Request, drafted: bool) -> list[int]:
         """The request's leading pages, those of its prompt, to which nobody writes any more.
@@ -211,21 +320,23 @@ class Admission:
         kept = (node.drafted and node.page == page for node, page in zip(path, pages, strict=False))
         return pages[: sum(takewhile(bool, kept))]
 
-    def keep(self, request: Request, tokens: Sequence[int], drafted: bool, reach: int) -> None:
+    def keep(self, request: Request, tokens: Sequence[int], drafted: bool, reach: int, leaves: bool = False) -> None:
         """Keeps the pages of these tokens for other requests.
 
         tokens: the leading tokens of the request; the keys and values of all but the last are written and final.
         drafted: whether the drafter's keys and values are written too.
         reach: no launch so far has written to this position of the request or to one after it.
+        leaves: whether the request gives all its pages back now.
         """
         allocation = self.allocations[request]
         if self.cache is None or allocation.node is None:
             return
-        allocation.node = self.cache.insert(request, allocation.node, tokens, allocation.table, drafted)
+        allocation.node = self.cache.insert(request, allocation.node, tokens, allocation.table, drafted, leaves)
         if self.copies is not None:
             assert allocation.local is not None
             first = self.copies.first_needed(allocation.start // self.pool.page_size)
-            self.copies.keep(self.cache.path(allocation.node), allocation.local, first, reach, drafted)
+            path = self.cache.find(tokens, drafted=False)  # also pages of which the request has its own
+            self.copies.keep(path, allocation.local, first, reach, drafted)
 
     def leave(self, request: Request) -> None:
         """Gives back all pages that the request owns or has borrowed.
@@ -233,7 +344,7 @@ class Admission:
         A round in flight may still write to the pages that the request owned.  That does no harm: whatever the next owner
         writes or reads there is launched after that round.
         """
-        allocation = self.allocations.pop(request)
+        allocation, self._forecasts = self.allocations.pop(request), None
         if allocation.encoder_page is not None:
             self._free_encoder_pages.append(allocation.encoder_page)
         if self.cache is not None and allocation.node is not None:

@@ -1,7 +1,6 @@
 """Records who owns which page of the KV pool.  This module knows numbers only: no tensors of keys or values, no requests.
 
-A sequence gets all the pages that it can ever need when it is admitted.  So a running sequence never finds the pool empty, and
-no round has to wait until the host appends pages.  Nobody touches a page that its sequence never reaches.
+A sequence gets pages when it is admitted, and more as it grows.  Nobody touches a page that its sequence never reaches.
 
 For layers that read no further back than a span of keys, a sequence reuses a ring of pages: when nobody can read a page's
 tokens any more, the sequence writes its next tokens into that page.
@@ -28,7 +27,7 @@ def ring_pages(span: int, ahead: int, page_size: int) -> int:
     that catches up after a pause, if L is taken to be where the pause began.
 
     Rounds in flight need no more room.  The device runs them one after the other, and each begins from the L that it finds in
-    memory.  The host learns L a round late, but it takes no part in this, because tables are written once, at admission.
+    memory.  The host learns L a round late, but it takes no part in this, because a sequence gets its ring whole, at admission.
     """
     assert span >= 1 and ahead >= 1, (span, ahead)
     return -(-(span + ahead - 1) // page_size)

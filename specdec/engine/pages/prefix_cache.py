@@ -67,16 +67,20 @@ class PrefixCache:
             node = child
         return path
 
-    def insert(self, owner: Hashable, held: Node, tokens: Sequence[int], pages: Sequence[int], drafted: bool) -> Node:
+    def insert(
+        self, owner: Hashable, held: Node, tokens: Sequence[int], pages: Sequence[int], drafted: bool, leaves: bool = False
+    ) -> Node:
         """Takes over the owner's full pages of this text.  Returns the last page's node, which the owner now uses, not `held`.
 
         held: the node that the owner has used so far.
         pages: the page numbers of the text, in order, from its very beginning.
         drafted: whether these pages hold the drafter's keys and values.
+        leaves: whether the owner gives all its pages back now.
 
-        A page that is kept already stays, and the owner keeps its own copy.  But a cached page without the drafter's keys and
-        values is replaced by a page that has them, unless some sequence reads it: then this page and all pages after it stay
-        the owner's, who can offer them again when it leaves.
+        A cached page without the drafter's keys and values is replaced by a page that has them, unless some sequence reads it:
+        then this page and all pages after it stay the owner's.  A page that is kept as it should be stays where the owner
+        leaves.  Otherwise the owner would hold two copies of it: the kept one is replaced if no sequence reads it, and if one
+        does, this page and all pages after it stay the owner's.  An owner can offer these again when it leaves.
         """
         node = self.root
         for key, page in zip(page_keys(tokens, self.pool.page_size), pages, strict=False):
@@ -89,13 +93,22 @@ class PrefixCache:
                 if child.users:
                     break
                 self._on_change(child)
-                self.pool.give_back(self, [child.page])
-                self.pool.pass_on(page, owner, self)
-                child.page, child.drafted = page, True
+                self._swap(child, page, owner)
+                child.drafted = True
+            elif child.page != page and not leaves:
+                if child.users or child.drafted != drafted:
+                    break
+                self._swap(child, page, owner)
             node = child
         self.use(node)
         self.leave(held)
         return node
+
+    def _swap(self, node: Node, page: int, owner: Hashable) -> None:
+        """Takes over an owner's page in place of the one that is kept."""
+        self.pool.give_back(self, [node.page])
+        self.pool.pass_on(page, owner, self)
+        node.page = page
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from the first page to this one, in order."""

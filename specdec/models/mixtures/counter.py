@@ -46,9 +46,11 @@ def expert_bytes(mixture: nn.Module) -> float:
 
 def _stacks(module: nn.Module) -> list[Tensor]:
     """The matrices of all experts, and their biases, in a module of transformers; none where it is no mixture."""
-    own = list(module.parameters(recurse=False)) if hasattr(module, "is_concatenated") else []  # which its mixtures are told
-    matrices = [part for part in own if part.dim() == 3]
-    return matrices and matrices + [part for part in own if part.dim() == 2 and len(part) == len(matrices[0])]
+    if not hasattr(module, "is_concatenated"):  # which its mixtures are told
+        return []
+    own: list[Tensor] = list(module.parameters(recurse=False))
+    counts = {len(part) for part in own if part.dim() == 3}  # one number, of experts
+    return [part for part in own if counts and (part.dim() == 3 or (part.dim() == 2 and len(part) in counts))]
 
 
 class ExpertCounter:

@@ -55,15 +55,15 @@ def mixture(
         return run_mixture(x_TH, *chosen, experts, tiles, shared, partials)
     elif numerics.is_invariant:
         assert isinstance(experts, DenseExperts), "refused where the decoder is built"
-        out_TH = ordered_experts(x_TH, *chosen, *experts)
+        out_TH = ordered_experts(x_TH, *chosen, experts.gate_up, experts.down, form)
     elif isinstance(experts, DenseExperts):
-        out_TH = run_experts(x_TH, *chosen, *experts)
+        out_TH = run_experts(x_TH, *chosen, experts.gate_up, experts.down, form)
     elif 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
         ids_TK = _existing(topk_ids_TK, gate_up.count, form)
-        gate_up_TKGH, down_TKHF = (stack.dense_of(ids_TK, x_TH.dtype) for stack in experts[:2])
+        gate_up_TKGH, down_TKHF = (stack.dense_of(ids_TK, x_TH.dtype) for stack in (experts.gate_up, experts.down))
         out_TH = paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_TKGH, down_TKHF, form)
     else:
-        out_TH = run_experts(x_TH, *chosen, *(stack.dense(x_TH.dtype) for stack in experts[:2]), form)
+        out_TH = run_experts(x_TH, *chosen, experts.gate_up.dense(x_TH.dtype), experts.down.dense(x_TH.dtype), form)
     return out_TH if shared is None else shared.added_to(out_TH)
 
 

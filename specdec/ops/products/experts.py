@@ -21,7 +21,7 @@ from specdec.ops.products.formats.experts import QuantisedStack, scales_form
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.stacked import weighted_sum
-from specdec.ops.products.tiles.experts import MAX_READ, ExpertTiles, MixtureTiles, expert_tiles
+from specdec.ops.products.tiles.experts import MAX_READ, ExpertsKind, ExpertTiles, MixtureTiles, expert_tiles
 
 
 class SwiGLU(NamedTuple):
@@ -86,6 +86,7 @@ class SharedOutput(NamedTuple):
     gate_T1: Tensor | None
 
     def added_to(self, x_TH: Tensor) -> Tensor:
+        """[T, H]: x plus this, in x's dtype."""
         return x_TH + (self.out_TH if self.gate_T1 is None else (self.out_TH * self.gate_T1).to(x_TH.dtype))
 
 
@@ -93,10 +94,11 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
     """The policy's choice for a mixture; None where no kernel of experts can or shall compute it."""
     if not use_kernels(x_TH) or not len(x_TH):
         return None
+    kind: ExpertsKind = "dense"
     if isinstance(experts, DenseExperts):
         if not all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2]):
             return None
-        count, kind = len(experts.gate_up), "dense"  # type: int, ExpertsKind
+        count = len(experts.gate_up)
     else:
         gate_up, down = experts[:2]
         if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):

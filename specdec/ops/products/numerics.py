@@ -88,9 +88,9 @@ class Numerics:
             return None
         return mixture_tiles(tokens, top_k, experts, kind)
 
-    def router_tiles(self, tokens: int) -> RouterTiles | None:
-        """Those of a router; None: a library computes its logits, and torch's operations choose."""
-        return router_tiles(tokens)
+    def router_tiles(self, tokens: int, dtype: torch.dtype) -> RouterTiles | None:
+        """Those of a router of x of that dtype; None: a library computes its logits, and torch's operations choose."""
+        return None if dtype == torch.float32 else router_tiles(tokens)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         """How many of a token's heads one program norms, rotates and stores before attention: a power of two."""
@@ -121,7 +121,7 @@ class Invariant(Numerics):
         assert kind == "dense", "refused where the decoder is built"
         return None  # `stacked_tiles` has those: few_tokens_triton.py adds experts up in another order for one token
 
-    def router_tiles(self, tokens: int) -> None:
+    def router_tiles(self, tokens: int, dtype: torch.dtype) -> None:
         return None  # `stacked_tiles` has those of logits, whatever the number of tokens
 
     def stacked_tiles(self, rows: int, dtype: torch.dtype) -> StackedTiles:

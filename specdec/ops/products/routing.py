@@ -80,7 +80,7 @@ def router_tiles(x_TH: Tensor, router: RouterWeights, numerics: Numerics) -> Rou
     weight_LH = router.weight_LH
     if not use_kernels(x_TH) or x_TH.dim() != 2 or weight_LH.dtype == torch.float64 or not weight_LH.is_contiguous():
         return None
-    return numerics.router_tiles(x_TH.shape[0]) if x_TH.shape[0] and x_TH.stride(1) == 1 else None
+    return numerics.router_tiles(x_TH.shape[0], x_TH.dtype) if x_TH.shape[0] and x_TH.stride(1) == 1 else None
 
 
 def choose(

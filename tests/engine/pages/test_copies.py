@@ -39,7 +39,8 @@ def run(admission: Admission, tokens: list[int], reach: int, drafted: bool = Tru
     request = new_request(tokens[:prompt], 1 + len(tokens[slice(prompt, None)]))
     found = admission.find(request, drafted)
     assert found is not None and admission.admit(request, found)
-    admission.keep(request, tokens, drafted, reach)
+    admission.grow(request, len(tokens))
+    admission.keep(request, tokens, drafted, reach, leaves=True)
     admission.leave(request)
     return found.tokens
 

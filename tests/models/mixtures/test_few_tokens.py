@@ -1,4 +1,4 @@
-"""Mixtures through the kernels of few tokens, which are off until they are timed: layers and a text, in Triton's interpreter.
+"""Mixtures through the kernels of few tokens, which are off until they are timed: layers, and a text in Triton's interpreter.
 
 tests/ops/products/experts/ holds each kernel against its definition.
 
@@ -8,11 +8,13 @@ Shapes: T tokens, H hidden size.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from toolkit.checkpoints.mixtures import MixtureZoo
+from toolkit.inside.captures import capturing
 from toolkit.kernels import HAS_GPU, modules_that_say, use_kernels_everywhere
 from toolkit.models import ragged_prompts
 from torch import nn
@@ -20,15 +22,17 @@ from torch import nn
 from specdec import SamplingParams, SpecConfig
 from specdec.models.config import ModelConfig
 from specdec.models.linear import use_numerics
+from specdec.models.making import making
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.norm import add_rms_norm
 from specdec.ops.products import experts, routing
 from specdec.ops.products.experts import SwiGLU
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.routing import RouterRule
-from specdec.ops.products.tiles.experts import ROUTER, ExpertTiles, MixtureTiles, RouterTiles
+from specdec.ops.products.tiles.experts import ROUTER, ExpertsKind, ExpertTiles, MixtureTiles, RouterTiles, few_tokens_tiles
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn; a GPU has benchmarks/products/few_tokens.py")
+interpreted = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn")
 
 LAUNCHES = "launch_router", "launch_few_gate_up", "launch_few_down"
 GROUPED = RouterRule(3, "sigmoid", True, groups=4, top_groups=2, group_best=2, normed=True, scaling=1.5)
@@ -50,8 +54,18 @@ class FewTokens(Numerics):
     def mixture_tiles(self, tokens: int, *others: object) -> MixtureTiles | None:
         return MixtureTiles("few_tokens_triton", LARGE, LARGE) if tokens <= 4 else None
 
-    def router_tiles(self, tokens: int) -> RouterTiles | None:
+    def router_tiles(self, tokens: int, dtype: torch.dtype) -> RouterTiles | None:
         return ROUTER if tokens <= 4 else None
+
+
+class OfGpus(Numerics):
+    """As the policy will be when the kernels are on."""
+
+    def mixture_tiles(self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, *others: object) -> MixtureTiles:
+        return few_tokens_tiles(tokens, kind)
+
+    def router_tiles(self, tokens: int, dtype: torch.dtype) -> RouterTiles:
+        return ROUTER
 
 
 def use_few_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -61,6 +75,7 @@ def use_few_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Counter
     return use_kernels_everywhere(monkeypatch, *others)
 
 
+@interpreted
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
 def test_a_layer_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +94,7 @@ def test_a_layer_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert [launches[name] for name in LAUNCHES] == [2, 2, 2], "of more tokens others are asked"
 
 
+@interpreted
 def test_a_text_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: kernels that nobody reaches from a round, or that are reached with rows and strides which only rounds have."""
     zoo, spec, prompts = MixtureZoo(tmp_path), SpecConfig(2, 1, 3), ragged_prompts(40, 5, seed=3)[:1]
@@ -87,3 +103,34 @@ def test_a_text_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=4))
     assert outputs[0].token_ids == zoo.greedy("qwen2-moe", prompts[0], 4)
     assert min(launches[name] for name in LAUNCHES) >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.inference_mode()
+def test_a_layer_of_16_bits_on_a_gpu(name: str) -> None:
+    """Keeps out: a launch that starts before what it reads is written, a norm that adds up other splits, and a graph that reads
+    what its capture read.
+    """
+    config, generator = ModelConfig("llama", 256, 512, 1, 2, 1, 16, 40, 1e-5), torch.Generator().manual_seed(1)
+    of_layer = replace(MIXTURES[name], intermediate_size=192)
+    exact = MixtureOfExperts(config, of_layer).double()
+    with making(torch.device("cuda"), torch.bfloat16):
+        layer = MixtureOfExperts(config, of_layer)
+    for one, other in zip((*exact.parameters(), *exact.buffers()), (*layer.parameters(), *layer.buffers()), strict=True):
+        other.copy_((0.1 * torch.randn(one.shape, generator=generator)).bfloat16())
+        one.copy_(other)
+    use_numerics(layer, OfGpus())
+    norm = torch.ones(256, dtype=torch.bfloat16)
+    for T in (1, 7, 32):
+        x, norm_H = torch.empty(T, 256, device="cuda", dtype=torch.bfloat16), norm.cuda()
+        add_rms_norm(x, layer(x.zero_(), partials=True), norm_H, 1e-5)
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            _, got = add_rms_norm(x, layer(x, partials=True), norm_H, 1e-5)
+        for seed in range(3):
+            x.copy_(torch.randn(T, 256, generator=generator.manual_seed(seed)))
+            graph.replay()
+            wide = x.cpu().double()
+            _, want = add_rms_norm(wide, exact(wide), norm.double(), 1e-5)
+            assert (got.cpu().double() - want).norm() < 1e-2 * want.norm(), (T, seed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -246,11 +248,40 @@ class Hooks:
         whole = self._scheduler.admission
         assert self.is_idle and whole.local is None
         pool = PagePool(pages + 1, whole.pool.page_size, whole.pool.ring)
-        small = self._scheduler.admission = Admission(pool, whole.lookahead, whole.cache is not None)
+        small = self._scheduler.pages.admission = Admission(pool, whole.lookahead, whole.cache is not None)
         small.min_shared_to_wait = whole.min_shared_to_wait
         yield
         self.settle()
-        self._scheduler.admission = whole
+        self._scheduler.pages.admission = whole
+
+    @contextmanager
+    def stepping_back(self, chance: random.Random, each: float) -> Iterator[Counter[Request]]:
+        """Inside the block, before each step with that probability, one of the rows that did so least often steps back, each at
+        most three times.  Gives the number of times by request.
+        """
+        scheduler, counts = self._scheduler, Counter[Request]()
+        grow = scheduler.grow
+
+        def growing() -> Any:
+            state = min(scheduler.states, key=lambda state: (counts[state.request], chance.random()), default=None)
+            if state is not None and counts[state.request] < 3 and chance.random() < each:
+                counts[state.request] += 1
+                scheduler._step_back(state)
+            return grow()
+
+        scheduler.grow = growing
+        yield counts
+        del scheduler.grow
+
+    @property
+    def stepped_back(self) -> tuple[int, int]:
+        """How often rows have stepped back, and how many tokens were computed again for it."""
+        totals = self._scheduler.totals
+        return totals.stepped_back, totals.recomputed_tokens
+
+    def expect_short_outputs(self) -> None:
+        """From now on requests enter as though every output were about to end, so that rows must step back."""
+        self._scheduler.admission.lengths.rest = lambda written, most, number: 1
 
     def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
         """Makes these run what rounds give to CUDA graphs: whole rounds, or their phases."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 
 from specdec.steps import (
     Emitted,
     EnterRows,
+    GrowRows,
     LeaveRows,
     RowEntry,
     RunChunk,
@@ -60,14 +62,25 @@ class RowsOnly:
         self.steps.append(step)
         return getattr(self, type(step).__name__)(step)
 
-    def EnterRows(self, step: EnterRows) -> None:
+    def EnterRows(self, step: EnterRows, fresh: bool = True) -> None:
         for entry in step.entries:
             assert entry.row in self.clean, "the row is somebody's, or was not cleared"
             self.clean.remove(entry.row)
             for group, pages in enumerate(entry.pages):
                 owned = [page for other in self.entries.values() for page in other.pages[group]]
                 assert (self.shares_pages or not set(pages) & set(owned)) and 0 not in pages
-            self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, -1, []
+            self.entries[entry.row] = entry
+            if fresh:
+                self.done[entry.row], self.prompts[entry.row] = -1, []
+
+    def GrowRows(self, step: GrowRows) -> None:
+        for row, first, pages in step.growths:
+            entry = self.entries[row]
+            assert row in self.running and pages[0] and {len(table) for table in entry.pages} == {first}
+            grown = tuple((*table, *more) for table, more in zip(entry.pages, pages, strict=True))
+            del self.entries[row]
+            self.clean.add(row)
+            self.EnterRows(EnterRows((replace(entry, row=row, pages=grown),)), fresh=False)
 
     def RunChunk(self, step: RunChunk) -> Written:
         for part in step.parts:
@@ -78,7 +91,7 @@ class RowsOnly:
             self.prompts[part.row] += part.token_ids
             if part.is_last:
                 self.running.add(part.row)
-        return Written([[7] if part.is_last else [] for part in step.parts])
+        return Written([[7] if part.emits else [] for part in step.parts])
 
     def RunRound(self, step: RunRound) -> Written:
         assert self.running and max(self.running) < step.rows <= self.rows

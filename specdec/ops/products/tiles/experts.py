@@ -22,7 +22,10 @@ MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorti
 
 
 class RouterTiles(NamedTuple):
-    """What one program of router_triton.py works on: tokens, rows and columns of the weight.  warps: Triton's."""
+    """What one program of router_triton.py works on: tokens, rows and columns of the weight.  warps: Triton's.
+
+    block_k: columns of 16 bits; half as many of 32.
+    """
 
     block_m: int
     block_n: int

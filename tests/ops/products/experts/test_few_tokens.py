@@ -97,7 +97,10 @@ def test_a_token_does_not_depend_on_nan_beside_it() -> None:
 
 def test_an_invariant_policy_takes_neither_kernel() -> None:
     """Keeps out: sums over experts whose order is another one where a token is alone, in texts that must not depend on that."""
-    assert INVARIANT.mixture_tiles(1, 8, 128, "dense", torch.bfloat16, True) is None and INVARIANT.router_tiles(1) is None
+    assert (
+        INVARIANT.mixture_tiles(1, 8, 128, "dense", torch.bfloat16, True) is None
+        and INVARIANT.router_tiles(1, torch.bfloat16) is None
+    )
 
 
 QWEN, GPT_OSS = (2048, 768, 128, 8), (2880, 2880, 32, 4)

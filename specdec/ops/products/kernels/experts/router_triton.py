@@ -1,8 +1,7 @@
 """The kernel of a router of few tokens: logits, and each token's experts and their weights, in one launch (../../routing.py).
 
-Programs share the logits: each multiplies some rows of the weight, and some columns of them, with a block of tokens, one token
-after the other, in float32 and without tensor cores.  So a token's logits don't depend on the tokens beside it.  The program of
-a block that arrives last adds up the partial logits of all, in a fixed order, and chooses.
+Programs share the logits: each multiplies some rows of the weight, and some columns of them, with a block of tokens, and sums
+in float32.  The program of a block that arrives last adds up the partial logits of all, in a fixed order, and chooses.
 
 Keys order experts by rank, and then by lower number (specdec/ops/topk_triton.py), so that they never tie; NaN counts as larger
 than all, and every id is an expert's, whatever the logits are.  Pairs that are computed elsewhere, or not at all, are skipped
@@ -51,8 +50,8 @@ def router_kernel(
     HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr, PADDED_J: tl.constexpr,
     PADDED_A: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -62,21 +61,24 @@ def router_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(2) * BLOCK_M
-    for i in tl.static_range(BLOCK_M):
-        is_token = first + i < T
-        x_K = tl.load(x + (first + i) * stride_x + k, mask=ok_K & is_token, other=0.0).to(tl.float32)
-        logit_N = tl.sum(w_NK.to(tl.float32) * x_K[None, :], 1)
-        tl.store(partials + (tl.program_id(1) * T + first + i) * L + n, logit_N, mask=ok_N & is_token)
+    t = first + tl.arange(0, BLOCK_M)
+    x_MK = tl.load(x + t[:, None] * stride_x + k[None, :], mask=(t < T)[:, None] & ok_K[None, :], other=0.0)
+    if w_NK.dtype == x_MK.dtype and w_NK.dtype != tl.float32:
+        logit_NM = tl.dot(w_NK, tl.trans(x_MK))
+    else:  # three products of the tensor cores, with nearly all bits of float32
+        logit_NM = tl.dot(w_NK.to(tl.float32), tl.trans(x_MK.to(tl.float32)), input_precision="tf32x3")
+    at_NM = (tl.program_id(1) * T + t)[None, :] * L + n[:, None]
+    tl.store(partials + at_NM, logit_NM, mask=ok_N[:, None] & (t < T)[None, :])
     tl.debug_barrier()  # all of this program's stores before its arrival
     programs = tl.num_programs(0) * SPLITS
     if tl.atomic_add(arrivals + tl.program_id(2), 1, sem="acq_rel") == programs - 1:
         tl.store(arrivals + tl.program_id(2), 0)
-        m = first + tl.arange(0, BLOCK_M)
+        m = first + tl.arange(0, TOKENS)
         e_GJ = tl.arange(0, PADDED_G)[:, None] * J + tl.arange(0, PADDED_J)[None, :]
         ok_GJ = (tl.arange(0, PADDED_G) < G)[:, None] & (tl.arange(0, PADDED_J) < J)[None, :]
         ok_MGJ = (m < T)[:, None, None] & ok_GJ[None, :, :]
         at_MGJ = m[:, None, None] * L + e_GJ[None, :, :]
-        logit_MGJ = tl.zeros([BLOCK_M, PADDED_G, PADDED_J], tl.float32)
+        logit_MGJ = tl.zeros([TOKENS, PADDED_G, PADDED_J], tl.float32)
         for s in tl.static_range(SPLITS):  # from L2 (.cg), since this SM's L1 may hold old data
             logit_MGJ += tl.load(partials + s * T * L + at_MGJ, mask=ok_MGJ, other=0.0, cache_modifier=".cg")
         if HAS_BIAS:
@@ -102,7 +104,7 @@ def router_kernel(
         tl.store(topk_weights + m[:, None] * A + a[None, :], weight_MA, mask=ok_MA)
         tl.store(topk_ids + m[:, None] * A + a[None, :], id_MA.to(tl.int64), mask=ok_MA)
         if L > G * J:
-            logit_M = tl.zeros([BLOCK_M], tl.float32)
+            logit_M = tl.zeros([TOKENS], tl.float32)
             for s in tl.static_range(SPLITS):
                 logit_M += tl.load(partials + (s * T + m) * L + G * J, mask=m < T, other=0.0, cache_modifier=".cg")
             tl.store(shared + m, 1 / (1 + tl.exp(-logit_M)), mask=m < T)
@@ -180,9 +182,10 @@ def launch_router(
     (T, H), L, device = x_TH.shape, router.weight_LH.shape[0], x_TH.device
     assert T and x_TH.stride(1) == 1 and router.weight_LH.shape[1] == H and L - experts in (0, 1)
     assert rule.biased == (router.bias_E is not None) and rule.corrected == (router.correction_E is not None)
-    groups, power, block_m = rule.groups or 1, triton.next_power_of_2, min(tiles.block_m, triton.next_power_of_2(T))
+    groups, power, block_m = rule.groups or 1, triton.next_power_of_2, tiles.block_m
     assert experts % groups == 0 and rule.top_k <= experts
-    splits, blocks = triton.cdiv(H, tiles.block_k), triton.cdiv(T, block_m)
+    block_k = 2 * tiles.block_k // router.weight_LH.itemsize
+    splits, blocks = triton.cdiv(H, block_k), triton.cdiv(T, block_m)
     assert blocks <= ARRIVALS
     own, live = kept or (range(experts), None)
     assert live is None or T % len(live.active_B) == 0
@@ -201,7 +204,7 @@ def launch_router(
         TOP_GROUPS=rule.top_groups or 1, GROUP_BEST=rule.group_best, NORMED=rule.normed, LEAST_SUM=rule.least_sum,
         SCALING=rule.scaling, PADDED_G=power(groups), PADDED_J=power(experts // groups), PADDED_A=power(rule.top_k),
         FIRST=own.start, COUNT=len(own), COLUMNS=columns, HAS_ROWS=live is not None, HAS_LAST=last_B is not None,
-        SPLITS=splits, BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, num_warps=tiles.warps,
-        **chained(device),
+        SPLITS=splits, BLOCK_M=block_m, TOKENS=min(block_m, power(T)), BLOCK_N=tiles.block_n, BLOCK_K=block_k,
+        num_warps=tiles.warps, **chained(device),
     )  # fmt: skip
     return topk_weights_TK, topk_ids_TK, shared_T1
