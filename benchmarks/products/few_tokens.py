@@ -156,6 +156,8 @@ def compile_all(todo: list[Trial]) -> None:
                 if trial.name == name:
                     with suppress(OutOfResources):
                         experts_call(world, trial.T, trial.tiles)(0)
+                    for router in ROUTERS if trial.tiles is None else ():
+                        world.route(world.inputs(trial.T)[0], 0, router)
     torch.cuda.synchronize()
 
 

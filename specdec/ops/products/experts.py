@@ -86,6 +86,7 @@ class SharedOutput(NamedTuple):
     gate_T1: Tensor | None
 
     def added_to(self, x_TH: Tensor) -> Tensor:
+        """[T, H]: x plus this, in x's dtype."""
         return x_TH + (self.out_TH if self.gate_T1 is None else (self.out_TH * self.gate_T1).to(x_TH.dtype))
 
 
