@@ -13,8 +13,8 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
     model, experts, rules = spec.model, spec.model.experts, spec.rules
     mlp = "dense"
     if experts is not None:
-        shared = experts.shared_size // experts.intermediate_size
-        mlp = f"{experts.count} experts, {experts.router.top_k} a token, {shared} shared"
+        shared = f", and shared ones of width {experts.shared_size}" if experts.shared_size else ""
+        mlp = f"{experts.count} experts of width {experts.intermediate_size}, {experts.router.top_k} a token{shared}"
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
     head = {
         "kind": "mtp",

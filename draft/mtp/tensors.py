@@ -48,7 +48,8 @@ def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
         instead = f"; the layers hold {', '.join(spare[:4])}, which no part of them is called" if spare else ""
         raise ValueError(
             f"{checkpoint.folder}: tensor {missing[0]!r} is missing for draft='mtp': config.json counts "
-            f"{spec.model.num_layers} MTP layers ({len(missing)} of {len(wanted)} tensors are missing){instead}"
+            f"{spec.model.num_layers} MTP layers ({len(missing)} of {len(wanted)} tensors are missing){instead}; "
+            "nearest setting that works: draft='ngram'"
         )
     if spare:
         raise ValueError(

@@ -40,6 +40,11 @@ CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kern
 MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
 NOT_LOSSLESS = re.compile(r"\.experts\.|(\b(mlp|block_sparse_moe)\.gate|router(\.gate)?|expert_gate|\bkv_b_proj)\.weight$")
+# What is kept in float32 in a model of any dtype; of some families the router, too.
+FLOAT32, ROUTER = (
+    re.compile(r"\.(sinks|e_score_correction_bias|expert_bias)$"),
+    re.compile(r"\.mlp\.(gate|router)\.(weight|bias)$"),
+)
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
@@ -225,11 +230,15 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     held = share_of_tensor(config)
     quantised = sum(matrix_size(format, checkpoint, name, held).bytes for name, format in formats.items())
     heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
-    numbers = sum(
-        math.prod(held(name, checkpoint.shape(name))) * heads.get(name.removesuffix(".weight").rpartition(".")[2], 1)
-        for name in own
-    )
-    return quantised + numbers * dtype.itemsize
+    float32 = config.experts is not None and config.experts.kept_float32
+
+    def size(name: str) -> int:
+        is_float32 = FLOAT32.search(name) or (float32 and ROUTER.search(name))
+        numbers = math.prod(held(name, checkpoint.shape(name)))
+        copies = heads.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+        return numbers * copies * (4 if is_float32 else dtype.itemsize)
+
+    return quantised + sum(map(size, own))
 
 
 def lossless_bytes_of(checkpoint: Checkpoint, without: set[str], held: Held, tied: bool = False) -> int:

@@ -22,6 +22,7 @@ from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig, RopeConfig, read_json
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
+from specdec.models.mixtures.fill import in_runs
 from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
 from specdec.models.schemes.size import matrix_size, quantised_and_dense
 from specdec.prompts.tokenizer import Tokenizer
@@ -71,8 +72,7 @@ def stored_as(config: ModelConfig) -> str:
 def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
     kinds = Counter(map(str, config.layer_kinds))
     stored = len(set(config.kv_source))
-    experts = {name: raw[key] for name, keys in EXPERTS.items() for key in keys if isinstance(raw.get(key), int)}
-    has_experts = "experts" in experts and experts["experts"] > 0
+    experts = _experts(raw, config)
     return {
         "layers": config.num_layers,
         "layers read": "all keys" if set(kinds) == {"full"} else ", ".join(f"{n} x {kind}" for kind, n in kinds.items()),
@@ -83,7 +83,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         "heads, kv heads, head_dim": [config.num_heads, config.num_kv_heads, config.head_dim],
         **({"softcap": config.softcap} if config.softcap else {}),
         **({"sinks": True} if config.has_sinks else {}),
-        **({"experts": experts} if has_experts else {}),
+        **({"experts": experts} if experts.get("experts") else {}),
         **({"encoder": f"reads up to {config.encoder.max_tokens} tokens"} if config.encoder else {}),
         "vocab_size": config.vocab_size,
         "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
@@ -91,6 +91,16 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         "context": f"{config.max_position} ({config.max_position_why})",
         "bytes of a token's keys and values": _token_bytes(config),
     }
+
+
+def _experts(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The mixtures as our own modules compute them, or what the keys say of those that transformers' code does."""
+    own = config.experts
+    if own is None:
+        return {name: raw[key] for name, keys in EXPERTS.items() for key in keys if isinstance(raw.get(key), int)}
+    said = {"experts": own.count, "of a token": own.router.top_k, "size of one": own.intermediate_size}
+    shared = {"size of shared ones": own.shared_size} if own.shared_size else {}
+    return {**said, **shared, **({"dense": in_runs(own.dense_layers)} if own.dense_layers else {})}
 
 
 def _attention(config: ModelConfig) -> str:

@@ -265,9 +265,17 @@ class Checkpoint:
 
     def _find(self, name: str) -> StoredTensor:
         if name not in self._stored:
-            have = ", ".join(self.names()[:8])
+            have = ", ".join(self._beside(name))
             raise ValueError(f"{self.folder}: tensor {name!r} is missing; the checkpoint holds {have}, ...")
         return self._stored[name]
+
+    def _beside(self, name: str) -> list[str]:
+        """Up to eight names that are there: those that begin most like that name."""
+        parts, names = name.split("."), self.names()
+        for count in range(len(parts) - 1, 0, -1):
+            if alike := [each for each in names if each.startswith(".".join(parts[:count]) + ".")]:
+                return alike[:8]
+        return names[:8]
 
     def _take(self, name: str, shape: tuple[int, ...] | None, kind: str) -> Tensor:
         self.expect_kind(name, kind)

@@ -28,20 +28,43 @@ def split_fused(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         if found is None or len(tensor.shape()) != 3:
             split[name] = tensor
         else:
-            transposed = f"{found['experts']}.gate_up_proj_bias" in stored
+            transposed, parts = f"{found['experts']}.gate_up_proj_bias" in stored, _PARTS[found["projection"]]
             if found["ending"]:
-                _expect_whole_blocks(name, tensor, stored[name.removesuffix(found["ending"])], len(_PARTS[found["projection"]]))
-            split |= _each(tensor, found["experts"], _PARTS[found["projection"]], found["ending"], transposed)
+                _expect_whole_blocks(name, tensor, stored.get(name.removesuffix(found["ending"])), len(parts))
+            else:
+                _expect_halves(name, tensor, len(parts), 2 if transposed else 1)
+            each = dict(_each(tensor, found["experts"], parts, found["ending"], transposed))
+            if twice := sorted(each.keys() & stored.keys()):
+                raise ValueError(
+                    f"{tensor.file}: tensor {name!r} holds the matrices of all experts, but {twice[0]!r} is there too "
+                    f"({len(twice)} are there twice); nearest thing that works: either of the two alone"
+                )
+            split |= each
     return split
 
 
-def _expect_whole_blocks(name: str, scales: StoredTensor, weight: StoredTensor, parts: int) -> None:
-    """ValueError if a scale is for rows of two projections."""
-    rows, count = weight.shape()[1], scales.shape()[1]
-    if rows % count or rows // parts % (rows // count):
+def _expect_halves(name: str, tensor: StoredTensor, parts: int, dim: int) -> None:
+    """ValueError if the rows, which lie along that dimension, are not as many for each part."""
+    if tensor.shape()[dim] % parts:
         raise ValueError(
-            f"{name} has {count} blocks for {rows} rows, so one is for gates and ups together; nearest thing that works: each "
-            "expert's matrices apart, as `experts.0.gate_proj.weight`"
+            f"{tensor.file}: tensor {name!r} must hold as many rows of gates as of ups, got {tensor.shape()[dim]} rows, by its "
+            f"shape {tensor.shape()}"
+        )
+
+
+def _expect_whole_blocks(name: str, scales: StoredTensor, weight: StoredTensor | None, parts: int) -> None:
+    """ValueError if a scale is for rows of two projections, or if what it scales is not there."""
+    if weight is None or len(weight.shape()) != 3:
+        found = "none" if weight is None else f"one of shape {weight.shape()}"
+        raise ValueError(
+            f"{scales.file}: tensor {name!r} needs {name.removesuffix('_scale_inv')!r} beside it, of three dimensions, "
+            f"got {found}"
+        )
+    rows, count = weight.shape()[1], scales.shape()[1]
+    if not count or not rows or rows % count or rows // parts % (rows // count):
+        raise ValueError(
+            f"{scales.file}: tensor {name!r} has {count} blocks for {rows} rows, so one is for gates and ups together; nearest "
+            "thing that works: each expert's matrices apart, as `experts.0.gate_proj.weight`"
         )
 
 

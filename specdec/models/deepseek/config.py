@@ -52,7 +52,7 @@ class DeepseekConfig(ModelConfig):
 
 def said(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The config by the names that are read here, with what a family means by not saying it."""
-    return _UNSAID.get(raw["model_type"], {}) | by_own_names(raw, _OTHER_NAMES, where)
+    return _UNSAID.get(raw["model_type"], {}) | by_own_names(raw, OTHER_NAMES, where)
 
 
 def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
@@ -122,7 +122,7 @@ def _quantization(raw: dict[str, Any], where: str) -> Quantization | None:
 def _required(raw: dict[str, Any]) -> tuple[str, ...]:
     """The keys without which a config of that model_type is refused."""
     family = raw["model_type"]
-    is_known = family == LITE or (raw.get("mlp_layer_types") is not None and family in _BY_TYPES)  # LITE: one layer unsaid
+    is_known = family == LITE or (raw.get("mlp_layer_types") is not None and family in BY_TYPES)  # LITE: one layer unsaid
     first = () if is_known else ("first_k_dense_replace",)
     return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if family in SPARSE else ()))
 
@@ -170,8 +170,8 @@ _SIZES = (
     "hidden_size intermediate_size num_attention_heads vocab_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 ).split()
 _UNREAD_SIZES = ("ep_size", "head_dim", "moe_layer_freq", "pretraining_tp")
-_OTHER_NAMES = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_COUNT}
-_BY_TYPES = (*SPARSE, LITE)  # whose mlp_layer_types are read
+OTHER_NAMES = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_COUNT}
+BY_TYPES = (*SPARSE, LITE)  # whose mlp_layer_types are read
 # transformers' defaults
 _POSITIONS = {"deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 163840, "glm_moe_dsa": 202752, LITE: 202752}
 _UNSAID = {LITE: {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8}}

@@ -10,10 +10,10 @@ from torch import Tensor
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_dense, fill_linear, fill_mlp, fill_norm
-from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
+from specdec.models.deepseek.config import BY_TYPES, DeepseekConfig, parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLayer, LatentAttention
 from specdec.models.layers import MLP
-from specdec.models.mixtures.fill import expect_mixture, fill_mixture
+from specdec.models.mixtures.fill import USUAL, expect_mixture, fill_mixture
 from specdec.models.mixtures.layer import MixtureOfExperts
 
 
@@ -34,7 +34,8 @@ def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
         matrix(f"{attention}.indexer.wq_b", (index.heads * index.head_dim, config.q_rank or 0), sizes)
         matrix(f"{attention}.indexer.wk", (index.head_dim, hidden), "index_head_dim and hidden_size")
         matrix(f"{attention}.indexer.weights_proj", (index.heads, hidden), "index_n_heads and hidden_size")
-    expect_mixture(checkpoint, config)
+    by_types = config.family in BY_TYPES
+    expect_mixture(checkpoint, config, USUAL._replace(layer_keys="mlp_layer_types") if by_types else USUAL)
 
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str) -> None:

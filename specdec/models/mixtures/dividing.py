@@ -20,7 +20,6 @@ Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), N rank
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -58,11 +57,6 @@ class ExpertSizes(NamedTuple):
 def numbers_of(count: int, ranks: int) -> list[range]:
     """The experts of each rank: neighbours, of which the last ranks may have fewer, or none."""
     return [range(count)[Shard(rank, ranks).piece(count)] for rank in range(ranks)]
-
-
-def chosen_of(chosen: Collection[int], count: int, ranks: int) -> list[int]:
-    """How many experts each rank reads, of those with these numbers, which tokens chose."""
-    return [sum(number in own for number in set(chosen)) for own in numbers_of(count, ranks)]
 
 
 def chosen_by(tokens: int, count: int, top_k: int) -> float:

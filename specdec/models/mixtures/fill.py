@@ -8,10 +8,10 @@ Shapes: E experts, L rows of a router.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.checkpoint import Checkpoint, config_path
 from specdec.models.checkpoints.loader import copy_, fill_float32, fill_linear, fill_parts, fill_stack
 from specdec.models.config import ModelConfig
 from specdec.models.mixtures.layer import MixtureOfExperts
@@ -24,6 +24,7 @@ class MixtureNames(NamedTuple):
     correction, shared, shared_gate: read where the config has such numbers, shared experts, or a gate of them.
     parts: of an expert's projections that have other names than gate_proj, up_proj and down_proj.
     count_keys, width_keys, shared_keys: the keys of config.json that say these sizes, for errors.
+    layer_keys: those that say which layers are mixtures; empty: all are.
     """
 
     router: str = "mlp.gate.weight"
@@ -36,18 +37,21 @@ class MixtureNames(NamedTuple):
     count_keys: str = "n_routed_experts, after first_k_dense_replace layers"
     width_keys: str = "moe_intermediate_size"
     shared_keys: str = "n_shared_experts and moe_intermediate_size"
+    layer_keys: str = "first_k_dense_replace"
 
 
 USUAL = MixtureNames()
 
 
 def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, *tables: MixtureNames) -> None:
-    """ValueError if the sizes of MLPs are not those of the first layer of each kind, by the headers.
+    """ValueError if layers are of another kind, or if the sizes of MLPs are not those of the first layer of each kind, by the
+    headers.
 
     tables: as of `fill_mixture`.
     """
     experts, H = config.experts, config.hidden_size
-    dense = set(range(config.num_layers)) if experts is None else experts.dense_layers
+    dense = frozenset(range(config.num_layers)) if experts is None else experts.dense_layers
+    _expect_kinds(checkpoint, config.num_layers, dense, tables or (USUAL,))
     if dense:
         size = (config.intermediate_size, H)
         checkpoint.expect_matrix(f"model.layers.{min(dense)}.mlp.gate_proj", size, "intermediate_size and hidden_size")
@@ -60,6 +64,34 @@ def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, *tables: Mixture
     checkpoint.expect_matrix(f"{layer}.{names.experts}.0.{gate}", (experts.intermediate_size, H), names.width_keys)
     if experts.shared_size:
         checkpoint.expect_matrix(f"{layer}.{names.shared}.gate_proj", (experts.shared_size, H), names.shared_keys)
+
+
+def _expect_kinds(checkpoint: Checkpoint, count: int, dense: frozenset[int], tables: tuple[MixtureNames, ...]) -> None:
+    """ValueError if a layer that is dense by config.json has a router, or one that is a mixture has an ordinary MLP instead."""
+    layers, keys = [f"model.layers.{index}" for index in range(count)], tables[0].layer_keys
+    held = {index for index, layer in enumerate(layers) if any(f"{layer}.{names.router}" in checkpoint for names in tables)}
+    sparse = set(range(count)) - dense
+    if held == sparse or not keys:
+        return
+    names = checkpoint.names()
+    plain = {index for index in sparse - held if any(name.startswith(f"{layers[index]}.mlp.gate_proj.") for name in names)}
+    if wrong := plain | (held & dense):
+        raise ValueError(
+            f"{config_path(checkpoint.folder)}: layer {min(wrong)} {'is a mixture' if plain & {min(wrong)} else 'is dense'} by "
+            f"{keys}, but not by its tensors; expected keys by which mixtures are {in_runs(held)}, got {in_runs(sparse)}"
+        )
+
+
+def in_runs(numbers: Collection[int]) -> str:
+    """Layers in words: "layers 0, 2 to 47"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return f"layer{'s' * (len(numbers) > 1)} {shown}" if runs else "no layer"
 
 
 def fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str, *tables: MixtureNames) -> None:
@@ -89,9 +121,14 @@ def _table(checkpoint: Checkpoint, layer: str, tables: tuple[MixtureNames, ...])
 
 
 def _fill_router(router: Router, checkpoint: Checkpoint, layer: str, names: MixtureNames) -> None:
-    """The rows of experts, and after them that of the shared experts' gate.  The correction stays float32 in any dtype."""
+    """The rows of experts, and after them that of the shared experts' gate.  The correction stays float32 in any dtype,
+    and so does the weight where the family's does."""
     weight_LH, E = router.weight.detach(), router.count
-    copy_(weight_LH[:E], checkpoint, f"{layer}.{names.router}")
+    if router.kept_float32:
+        assert len(weight_LH) == E, "no family has both"
+        router.weight = fill_float32(weight_LH, checkpoint, f"{layer}.{names.router}")
+    else:
+        copy_(weight_LH[:E], checkpoint, f"{layer}.{names.router}")
     if len(weight_LH) > E:
         copy_(weight_LH[E:], checkpoint, f"{layer}.{names.shared_gate}")
     if router.correction_E is not None:

@@ -96,10 +96,14 @@ def with_experts(
 
 
 def layer_numbers(raw: dict[str, Any], key: str, layers: int, where: str) -> frozenset[int]:
-    """A list of layers' numbers; none where it is absent."""
+    """A list of layers' numbers, which count from 0; none where it is absent."""
     value = [] if raw.get(key) is None else raw[key]
-    if not isinstance(value, list) or any(type(each) is not int or not 0 <= each for each in value):
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
         raise ValueError(f"{where}: {key} must be null or a list of layers' numbers, got {value!r}"[:500])
+    own = [each for each in value if 0 <= each < layers]
+    if own != value:
+        expected = f"{key} must hold numbers of layers from 0 to {layers - 1}, by num_hidden_layers {layers}"
+        raise ValueError(f"{where}: {expected}, got {value!r}"[:500] + f"; nearest thing that works: {own!r}"[:500])
     return frozenset(value)
 
 

@@ -23,11 +23,12 @@ class Router(Multiplying):
 
     weight: [L, H]; where shared experts are weighed, its last row yields their logit.
     bias_E, correction_E: float32 in any dtype, if the rule has them.
+    kept_float32: whether the weight is, too.  Whoever fills it says so anew: a model's modules are made, and then cast.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
-        self.rule, self.count = config.router, config.count
+        self.rule, self.count, self.kept_float32 = config.router, config.count, config.kept_float32
         rows = config.count + config.shared_gated
         self.weight = _float32(rows, hidden_size) if config.kept_float32 else new_weight(rows, hidden_size)
         self.bias_E = _float32(config.count) if config.router.biased else None

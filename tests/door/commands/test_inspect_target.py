@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gguf_files import write_gguf
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.checkpoints.mixtures import save_mixture
 from toolkit.checkpoints.native import ABSENT, NativeZoo
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.checkpoints.tokenizers import byte_tokenizer
@@ -57,6 +58,12 @@ def test_every_family_is_described_as_transformers_has_it(
         shown["bytes of a token's keys and values"] == plan.kv_token[0] and facts["weights"]["stored as"] == plan.target_weights
     )
     assert facts["backend"] == ("native" if facts["why"].startswith("a native module") else "transformers")
+
+
+def test_a_mixture_says_its_shared_experts_and_dense_layers(tmp_path: Path) -> None:
+    """Keeps out: shared experts that no key counts, left out; layers without experts that nobody tells."""
+    shown = target_facts(save_mixture(tmp_path / "moe", "qwen2-moe-normed"))["target"]["experts"]
+    assert shown == {"experts": 8, "of a token": 3, "size of one": 24, "size of shared ones": 28, "dense": "layer 0"}
 
 
 def test_a_copy_of_tied_embeddings_is_no_parameter(tmp_path: Path) -> None:

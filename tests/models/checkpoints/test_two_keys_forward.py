@@ -201,7 +201,7 @@ GROUPS = {
         "n_routed_experts num_local_experts num_experts moe_num_experts",
         [
             (DEEPSEEKS, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
-            (DEEPSEEKS, {"num_experts": 4}, "num_experts is another name of n_routed_experts, .* got 4 and 8"),
+            ((*DEEPSEEKS, *GLM4, *DOTS), {"num_experts": 4}, "num_experts is another name of n_routed_experts, .* got 4 and 8"),
             (DEEPSEEKS, {"num_experts": 8, "num_local_experts": 8}, SAME),
             (("qwen3_moe", *HY3, *OLMOE), {"num_experts": 8, "num_local_experts": 6}, "another name of num_experts.* 6 and 8"),
             (("qwen3_moe", *HY3, *OLMOE), {"num_experts": ABSENT, "num_local_experts": 8}, SAME),
@@ -227,8 +227,8 @@ GROUPS = {
         [
             (("qwen2_moe",), {"mlp_only_layers": [], "decoder_sparse_step": 2}, SAME),  # both say that the first layer is dense
             (ERNIE, {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 7}, SAME),
-            (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "gate_proj.* is missing"),
-            (("qwen3_moe",), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "model.layers.0.mlp.gate_proj.* is missing"),
+            (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "layer 1 is dense by moe"),
+            (("qwen3_moe",), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "layer 0 is dense by mlp_only_layers and"),
             (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
             (HY3, {"first_k_dense_replace": 2}, "first_k_dense_replace must say what mlp_layer_types says"),
             (BY_TYPES, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),

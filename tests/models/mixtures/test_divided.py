@@ -25,10 +25,10 @@ from specdec.models.mixtures.dividing import (
     ExpertSizes,
     choose_sharing,
     chosen_by,
-    chosen_of,
     chosen_of_fullest,
     exchanged_bytes,
     held_by_rank,
+    numbers_of,
     summed_bytes,
 )
 from specdec.models.mixtures.layer import MixtureOfExperts
@@ -153,7 +153,7 @@ def test_expected_reads_are_counted_ones(E: int, K: int, N: int, T: int) -> None
     """Against choices at random, counted.  Keeps out: a mean in place of the rank that all wait for."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.rand(200, T, E, generator=generator).topk(K, -1).indices.flatten(1).tolist()
-    counted = torch.tensor([chosen_of(choice, E, N) for choice in choices], dtype=torch.float32)
+    counted = torch.tensor([[len({*own} & {*choice}) for own in numbers_of(E, N)] for choice in choices], dtype=torch.float32)
     assert abs(float(counted.sum(1).mean()) / chosen_by(T, E, K) - 1) < 0.02
     assert abs(float(counted.max(1).values.mean()) / chosen_of_fullest(T, E, K, N) - 1) < 0.09
 

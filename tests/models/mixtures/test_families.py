@@ -120,6 +120,11 @@ def test_ranks_hold_shares_of_each_expert(zoo: MixtureZoo, name: str) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts 8, got 9"),
     ("qwen3-moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers must be null or a list of layers' numbers"),
+    ("qwen3-moe", {"mlp_only_layers": [1, 3]}, r"must hold numbers of layers from 0 to 2, .* got \[1, 3\]; nearest .* \[1\]"),
+    ("qwen3-moe", {"mlp_only_layers": [0, 1]}, r"layer 0 is dense by mlp_only_layers .* layers 0, 2, got layer 2$"),
+    ("qwen3-moe", {"mlp_only_layers": []}, r"layer 1 is a mixture by mlp_only_layers .* layers 0, 2, got layers 0 to 2$"),
+    ("glm4-moe", {"first_k_dense_replace": 9}, "layer 1 is dense by first_k_dense_replace, .* layers 1 to 2, got no layer$"),
+    ("glm4-moe", {"num_experts": 9}, "num_experts is another name of n_routed_experts, so both must be equal"),
     ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number of at least 1, got 0"),
     ("qwen3-moe", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ("qwen3-moe", {"moe_router": "sinkhorn"}, "unknown config keys moe_router"),

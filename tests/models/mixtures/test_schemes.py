@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.checkpoints.mixtures import fuse, save_mixture
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, as_quantised
@@ -25,9 +26,9 @@ CASES = [
 ]
 
 
-def load(folder: Path, quantize: str = "none") -> CausalLM:
+def load(folder: Path, quantize: str = "none", dtype: torch.dtype = torch.float32) -> CausalLM:
     chosen = choose_target(folder, "native", quantize)
-    model = load_chosen(chosen, folder, 64, torch.device("cpu"), torch.float32, False)
+    model = load_chosen(chosen, folder, 64, torch.device("cpu"), dtype, False)
     assert isinstance(model, CausalLM)
     return model
 
@@ -58,6 +59,20 @@ def test_a_scheme_s_numbers_and_bytes(tmp_path: Path, name: str, scheme: str, si
     assert mixtures(few) and all(each.gate_up_proj.quantised and each.down_proj.quantised for each in mixtures(few))
     plan = plan_memory(quantised, None, None, EngineOptions(dtype="float32"), 10**10)
     assert plan.parts["weights of the target"] == held(few)
+
+
+@pytest.mark.parametrize("name", ["ernie", "hy3", "gpt-oss"])
+def test_what_stays_in_float32_is_not_rounded(tmp_path: Path, name: str) -> None:
+    """Keeps out: a router or a correction that a model in bfloat16 rounds, and transformers does not; and a plan that counts
+    two bytes for them."""
+    folder = save_gpt_oss(tmp_path)[1] if name == "gpt-oss" else save_mixture(tmp_path / name, name)
+    model, wide = (load(folder, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    for own, kept in zip(mixtures(model), mixtures(wide), strict=True):
+        kept_float32 = [own.router.bias_E, own.router.correction_E, own.router.weight if name != "hy3" else None]
+        as_read = [kept.router.bias_E, kept.router.correction_E, kept.router.weight if name != "hy3" else None]
+        assert all(a is b or torch.equal(a, b) for a, b in zip(kept_float32, as_read, strict=True))
+    plan = plan_memory(folder, None, None, EngineOptions(dtype="bfloat16"), 10**10)
+    assert plan.parts["weights of the target"] == held(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])

@@ -24,7 +24,7 @@ __all__ = ["NAMES", "parse_dots1"]
 
 
 def parse_dots1(raw: dict[str, Any], where: str) -> ModelConfig:
-    raw = {**_UNSAID, **by_own_names(raw, {"num_local_experts": "n_routed_experts"}, where)}
+    raw = {**_UNSAID, **by_own_names(raw, dict.fromkeys(("num_experts", "num_local_experts"), "n_routed_experts"), where)}
     config = read_decoder(raw, where, _KEYS, positions=2048)
     only(raw, where, scoring_func="noaux_tc", use_sliding_window=False)
     biased, kinds = flag(raw, "attention_bias", where), _layer_kinds(raw, config.num_layers, where)

@@ -17,6 +17,7 @@ from specdec.ops.products.routing import RouterRule
 NAMES = MixtureNames(
     correction="mlp.moe_statics.e_score_correction_bias", correction_shape="1, E", count_keys="moe_num_experts and hidden_size",
     shared_keys="moe_num_shared_experts and moe_intermediate_size",
+    layer_keys="moe_layer_start_index, moe_layer_end_index and moe_layer_interval",
 )  # fmt: skip
 _ONLY = {"moe_gate": "topk", "moe_gate_act": "softmax", "moe_use_aux_free": True, "use_rmsnorm": True}
 _KEYS = (  # moe_capacity counts in training alone

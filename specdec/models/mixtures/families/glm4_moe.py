@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, whole
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import parse_experts
+from specdec.models.deepseek.config import OTHER_NAMES, parse_experts
 from specdec.models.keys.names import by_own_names
 from specdec.models.keys.shared import MTP_COUNT
 from specdec.models.mixtures.fill import USUAL as NAMES
@@ -17,7 +17,6 @@ KEYS = (
     "attention_bias first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob "
     f"routed_scaling_factor topk_group use_qk_norm {MTP_COUNT}"
 )
-OTHER_NAMES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_COUNT}
 _UNSAID = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 
 __all__ = ["NAMES", "parse_glm4_moe"]

@@ -15,7 +15,10 @@ from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.routing import RouterRule
 
 COUNT, SHARED = "num_experts and hidden_size", "num_shared_experts and moe_intermediate_size"
-NAMES = MixtureNames("mlp.router.gate.weight", "mlp.expert_bias", shared="mlp.shared_mlp", count_keys=COUNT, shared_keys=SHARED)
+NAMES = MixtureNames(
+    "mlp.router.gate.weight", "mlp.expert_bias", shared="mlp.shared_mlp", count_keys=COUNT, shared_keys=SHARED,
+    layer_keys="mlp_layer_types",
+)  # fmt: skip
 FUSED = MixtureNames(correction="mlp.e_score_correction_bias", count_keys=COUNT, shared_keys=SHARED)  # transformers 5's own
 _ONLY = dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_use_sigmoid", "qk_norm", "route_norm"), True)
 _ROUNDING = "enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine"  # transformers has but the last

@@ -19,9 +19,9 @@ COUNT, SIZES = "num_local_experts and hidden_size", "intermediate_size"
 PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NAMES = MixtureNames(
     "block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias", experts="block_sparse_moe.experts", parts=PARTS,
-    count_keys=COUNT, width_keys=SIZES,
+    count_keys=COUNT, width_keys=SIZES, layer_keys="",
 )  # fmt: skip
-FUSED = MixtureNames(correction="mlp.e_score_correction_bias", count_keys=COUNT, width_keys=SIZES)  # transformers 5's own
+FUSED = MixtureNames(correction="mlp.e_score_correction_bias", count_keys=COUNT, width_keys=SIZES, layer_keys="")
 
 
 def parse_mixtral(raw: dict[str, Any], where: str) -> ModelConfig:

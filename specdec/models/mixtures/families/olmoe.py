@@ -14,7 +14,7 @@ from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.routing import RouterRule
 
-NAMES = MixtureNames(count_keys="num_experts and hidden_size", width_keys="intermediate_size")
+NAMES = MixtureNames(count_keys="num_experts and hidden_size", width_keys="intermediate_size", layer_keys="")
 
 
 def parse_olmoe(raw: dict[str, Any], where: str) -> ModelConfig:

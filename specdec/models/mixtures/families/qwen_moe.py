@@ -16,8 +16,9 @@ from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.routing import RouterRule
 
 NAMES = MixtureNames(
-    shared="mlp.shared_expert", count_keys="num_experts and hidden_size", shared_keys="shared_expert_intermediate_size"
-)
+    shared="mlp.shared_expert", count_keys="num_experts and hidden_size", shared_keys="shared_expert_intermediate_size",
+    layer_keys="mlp_only_layers and decoder_sparse_step",
+)  # fmt: skip
 _BOTH = (
     "decoder_sparse_step max_window_layers mlp_only_layers moe_intermediate_size norm_topk_prob num_experts sliding_window "
     "use_sliding_window"
