@@ -107,11 +107,12 @@ class Scheduler:
         a request's last token, while its text was made: that request fails too.  So do those that have stepped back and whose
         tokens are on their way.
         """
-        for state in [*self.states, *(state for state in self.stepped_back if state.unread)]:
+        for state in dict.fromkeys([*self.states, *(state for state in self.stepped_back if state.unread)]):
             if not state.request.cancelled and state.request.error is None:
                 state.request.error = error
             self._leave(state)
-        self.waiting = [state for state in self.waiting if not state.request.is_done]  # an interrupt leaves one in both lists
+        self.waiting = [state for state in self.waiting if not state.request.is_done]  # an interrupt leaves one in all lists
+        self.stepped_back = {state: None for state in self.waiting if state in self.stepped_back}
         self.batch.clear_all()
 
     def fail_waiting(self, error: BaseException) -> None:

@@ -6,7 +6,9 @@ and copies that nobody gives back.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
+from unittest.mock import patch
 
 import pytest
 from toolkit.driver import new_request
@@ -109,6 +111,38 @@ def test_random_traffic_in_a_tiny_pool(kinds: list[LayerKind], caching: bool, mo
                 request.stats.check_identity(len(request.output.token_ids))
     assert ended == 5 * 25 and (stepped_back > 20 or kinds == [WINDOW] and not caching)
     assert resumed > 4 or not caching
+
+
+def test_an_interrupt_while_a_row_steps_back() -> None:
+    """Keeps out: a request that ends twice, and one that is awaited for ever, since it still counts as stepped back."""
+    engine = engine_of(random.Random(0), [LayerKind()], caching=False, tokens=80)
+    scheduler, ended, engine.depth = engine.scheduler, list[Request](), 1
+    scheduler.admission.lengths.rest = lambda written, most, number: 1  # type: ignore[method-assign]
+    scheduler.on_end = ended.append
+    requests = [new_request([1] * 9, scheduler.admission.longest_text(140) - 9) for _ in range(3)]
+    engine.submit(requests)
+    with patch.object(scheduler.batch, "remove", interrupted_once(scheduler)):
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                engine.step()
+    assert scheduler.totals.stepped_back == 1 and len(ended) == len(set(ended)) >= 2
+    assert not scheduler.awaits_tokens and not engine.stepped_back
+    while not engine.is_idle:
+        engine.step()
+    balanced(engine)
+    assert sorted(map(id, ended)) == sorted(map(id, requests)) and not scheduler.admission.allocations
+
+
+def interrupted_once(scheduler: Scheduler) -> Callable[[RequestState], None]:
+    """What takes a row away, and is interrupted the first time."""
+    remove, calls = scheduler.batch.remove, count()
+
+    def removing(state: RequestState) -> None:
+        if not next(calls):
+            raise KeyboardInterrupt
+        remove(state)
+
+    return removing
 
 
 # ---- what is foreseen ----
