@@ -178,7 +178,7 @@ class ClockRunner:
 
     def _firsts(self, chunk: RunChunk) -> list[Emitted]:
         self.lens |= {part.row: part.end for part in chunk.parts if part.is_last}
-        return [Emitted([7] if part.is_last else []) for part in chunk.parts]
+        return [Emitted([7] if part.emits else []) for part in chunk.parts]
 
 
 class Policy(NamedTuple):

@@ -187,10 +187,11 @@ def crowd(traffic: Traffic, threads: int, calls: int) -> None:
 
     traffic.driver.set_chunk(traffic.random.choice([1, 7, 64]))
     workers = [threading.Thread(target=work, args=(job, traffic.decoder), daemon=True) for job in jobs]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=600)
+    with traffic.driver.stepping_back(random.Random(calls), 0.1):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(timeout=600)
     assert not any(worker.is_alive() for worker in workers) and not wrong, wrong
     traffic.driver.assert_nothing_leaked()
 

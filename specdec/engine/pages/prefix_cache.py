@@ -144,13 +144,15 @@ class PrefixCache:
             self.pool.give_back(self, [node.page])
 
 
-def page_keys(tokens: Sequence[int], page_size: int) -> list[Key]:
+def page_keys(tokens: Sequence[int], page_size: int) -> Iterator[Key]:
     """The keys of a text's full pages whose successor is known: each is a page's tokens and the token after them.
+
+    They are made one by one, because a long text that waits is looked up before each launch, and few of its pages may be kept.
 
     The text's last token is in a key only as a successor.  So a text whose pages are all found still has a token to compute,
     and with it the logits of the next one.
     """
-    return [tuple(tokens[start : start + page_size + 1]) for start in range(0, len(tokens) - page_size, page_size)]
+    return (tuple(tokens[start : start + page_size + 1]) for start in range(0, len(tokens) - page_size, page_size))
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
