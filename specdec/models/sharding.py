@@ -16,6 +16,10 @@ from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
 from specdec.parallel.vocabulary import Vocabulary
 
+# What checkpoints call the matrices of experts whose columns ranks share; gpt-oss's are of all experts.
+_DOWN = ("mlp.down_proj", "mlp.experts.down_proj", "mlp.experts.0.down_proj", "block_sparse_moe.experts.0.w2")
+_SHARED_DOWN = tuple(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp"))
+
 
 class Shared(Protocol):
     """A target or a draft head of which each rank may hold a share."""
@@ -118,23 +122,21 @@ def misfit(config: ModelConfig, size: int) -> str:
 
 
 def _shares_intermediate(config: ModelConfig) -> bool:
-    """Whether ranks share columns of that number: not where all layers have experts, and these stay whole."""
+    """Whether some layer has an ordinary MLP, whose columns ranks share."""
     experts = config.experts
-    return experts is None or not experts.divided or not experts.dense_layers.isdisjoint(range(config.num_layers))
+    return experts is None or not experts.dense_layers.isdisjoint(range(config.num_layers))
 
 
 def _widths(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
     """What ranks share of MLPs: what columns are, their number, and the matrices of a layer that may have them."""
     experts, widths = config.experts, dict[str, tuple[int, tuple[str, ...]]]()
-    apart = experts is not None and experts.divided
     if _shares_intermediate(config):
-        fused = () if apart else ("mlp.experts.down_proj",)
-        widths["intermediate_size"] = config.intermediate_size, ("mlp.down_proj", *fused)
-    if experts is not None and not apart:
-        widths["moe_intermediate_size"] = experts.intermediate_size, ("mlp.experts.0.down_proj",)
+        widths["intermediate_size"] = config.intermediate_size, ("mlp.down_proj",)
+    if experts is not None and not experts.divided:
+        has_one = experts.intermediate_size == config.intermediate_size  # of some families the only key
+        widths["intermediate_size" if has_one else "moe_intermediate_size"] = experts.intermediate_size, _DOWN
     if experts is not None:
-        shared = ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj")
-        widths["width of the shared experts"] = experts.shared_size, shared
+        widths["width of the shared experts"] = experts.shared_size, _SHARED_DOWN
     return widths
 
 

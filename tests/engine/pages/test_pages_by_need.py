@@ -6,9 +6,7 @@ and copies that nobody gives back.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from itertools import count
-from unittest.mock import patch
+from collections.abc import Iterator
 
 import pytest
 from toolkit.driver import new_request
@@ -18,6 +16,7 @@ from toolkit.pages import ring_passes_take
 from specdec.attention.kinds import LayerKind
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.launches.mixing import Mixing
+from specdec.engine.launches.rows import BatchRows
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.forecast import OutputLengths, RowForecast, most_growth
@@ -113,6 +112,18 @@ def test_random_traffic_in_a_tiny_pool(kinds: list[LayerKind], caching: bool, mo
     assert resumed > 4 or not caching
 
 
+class Interrupted(BatchRows):
+    """Is interrupted the first time that it takes a row away."""
+
+    was_interrupted = False
+
+    def remove(self, state: RequestState) -> None:
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+        super().remove(state)
+
+
 def test_an_interrupt_while_a_row_steps_back() -> None:
     """Keeps out: a request that ends twice, and one that is awaited for ever, since it still counts as stepped back."""
     engine = engine_of(random.Random(0), [LayerKind()], caching=False, tokens=80)
@@ -121,28 +132,16 @@ def test_an_interrupt_while_a_row_steps_back() -> None:
     scheduler.on_end = ended.append
     requests = [new_request([1] * 9, scheduler.admission.longest_text(140) - 9) for _ in range(3)]
     engine.submit(requests)
-    with patch.object(scheduler.batch, "remove", interrupted_once(scheduler)):
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                engine.step()
+    scheduler.batch = Interrupted(ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.step()
     assert scheduler.totals.stepped_back == 1 and len(ended) == len(set(ended)) >= 2
     assert not scheduler.awaits_tokens and not engine.stepped_back
     while not engine.is_idle:
         engine.step()
     balanced(engine)
     assert sorted(map(id, ended)) == sorted(map(id, requests)) and not scheduler.admission.allocations
-
-
-def interrupted_once(scheduler: Scheduler) -> Callable[[RequestState], None]:
-    """What takes a row away, and is interrupted the first time."""
-    remove, calls = scheduler.batch.remove, count()
-
-    def removing(state: RequestState) -> None:
-        if not next(calls):
-            raise KeyboardInterrupt
-        remove(state)
-
-    return removing
 
 
 # ---- what is foreseen ----

@@ -34,7 +34,8 @@ from specdec.models.mixtures.dividing import (
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.registry import choose_target
-from specdec.models.sharding import share_of, with_sharing
+from specdec.models.schemes.rules import Rule
+from specdec.models.sharding import misfit, share_of, with_sharing
 from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
@@ -201,3 +202,26 @@ def test_auto_takes_what_ranks_can_share(tmp_path: Path) -> None:
         way(expert_parallel="experts")
     config = with_sharing(choose_target(folder).config, DIVIDED)
     assert [share_of(config, Shard(rank, 2)).experts.held for rank in range(2)] == [range(4), range(4, 8)]  # type: ignore
+
+
+# A family, its sizes, how ranks share it, which of its matrices are quantised, and what four ranks can't share.
+MISFITS: list[tuple[str, dict[str, Any], bool, str, str]] = [
+    ("mixtral", {"intermediate_size": 64}, False, r"block_sparse_moe\.experts", "intermediate_size 64 in whole groups of 32"),
+    ("mixtral", {"intermediate_size": 64}, True, r"block_sparse_moe\.experts", ""),
+    ("hy3", {"moe_intermediate_size": 64}, True, r"shared_mlp", "width of the shared experts 64 in whole groups of 32"),
+    ("qwen3-moe", {"intermediate_size": 50, "mlp_only_layers": []}, False, "none", ""),  # no layer has so many columns
+    ("qwen3-moe", {"intermediate_size": 50, "mlp_only_layers": [0]}, False, "none", "intermediate_size 50"),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "divided", "quantised", "why"), MISFITS)
+def test_what_ranks_cannot_share(
+    tmp_path: Path, name: str, sizes: dict[str, Any], divided: bool, quantised: str, why: str
+) -> None:  # fmt: skip
+    """Keeps out: ranks that are started, and then find that a family's own names have groups that they can't cut; a width that
+    no layer has, refused."""
+    folder = save_mixture(tmp_path / "m", name, **sizes)
+    config = with_sharing(choose_target(folder, quantize="int4").config, ExpertSharing(divided, ""))
+    assert config.quantization is not None
+    kept = (Rule("regex", rf"^(?!.*{quantised}).*$"),)
+    assert misfit(replace(config, quantization=replace(config.quantization, kept=kept)), 4) == why
