@@ -147,7 +147,8 @@ def test_kept_prefixes_bring_their_windows(
     assert driver.copies_kept > 0
     for cached, prompt in zip(found[5:10], prompts, strict=True):
         prompt = prompt[: -(sampling.max_tokens + 1)]
-        assert cached == (len(prompt) - 1) // page_size * page_size, "the whole prompt was found the second time"
+        whole = (len(prompt) - 1) // page_size * page_size
+        assert whole - page_size <= cached <= whole, "the whole prompt was found the second time, or all but a page"
     assert all(cached >= 12 // page_size * page_size for cached in found[10:]) and sum(found[10:]) > sum(found[5:10])
 
 

@@ -249,4 +249,5 @@ def test_the_published_config_is_understood() -> None:
     rope = config.rope
     assert isinstance(rope, YarnRope) and rope.theta == 150000 and not rope.truncate
     assert rope.amplitude == pytest.approx(0.1 * math.log(32) + 1)
-    assert share_of(config, Shard(1, 2)).intermediate_size == 1440
+    share = share_of(config, Shard(1, 2)).experts
+    assert share is not None and share.intermediate_size == 1440
