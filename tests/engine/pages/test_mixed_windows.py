@@ -134,22 +134,23 @@ def test_kept_prefixes_bring_their_windows(
     prompts = [stem + [1, 2], stem[:70] + [3], stem[:41] + [4, 5], stem[:13] + [6], stem + [1, 7]]
     found: list[int] = []
     want: list[Generation] = []
-    for turn in range(3):
-        want = want if turn == 1 else cold.generate(prompts, sampling)  # the second turn asks what the first one asked
+    for turn in range(4):
+        want = want if turn in (1, 2) else cold.generate(prompts, sampling)  # the second and third ask what the first one asked
         got = warm.generate(prompts, sampling)
         for one, other in zip(got, want, strict=True):
             assert one.token_ids == other.token_ids
             assert one.stats.accepted_per_round == other.stats.accepted_per_round
             found.append(one.stats.cached_tokens)
         driver.assert_nothing_leaked()
-        if turn == 1:  # conversations go on
+        if turn == 2:  # conversations go on
             prompts = [prompt + out.token_ids + [turn] for prompt, out in zip(prompts, got, strict=True)]
     assert driver.copies_kept > 0
-    for cached, prompt in zip(found[5:10], prompts, strict=True):
+    # Prompts that run beside each other may compute pages twice; such a row's own last pages wait until its ring has moved on.
+    for second, third, prompt in zip(found[5:10], found[10:15], prompts, strict=True):
         prompt = prompt[: -(sampling.max_tokens + 1)]
         whole = (len(prompt) - 1) // page_size * page_size
-        assert whole - page_size <= cached <= whole, "the whole prompt was found the second time, or all but a page"
-    assert all(cached >= 12 // page_size * page_size for cached in found[10:]) and sum(found[10:]) > sum(found[5:10])
+        assert whole - page_size <= second <= third == whole, "the whole prompt was found the third time"
+    assert all(cached >= 12 // page_size * page_size for cached in found[15:]) and sum(found[15:]) > sum(found[10:15])
 
 
 @pytest.mark.slow_cases
