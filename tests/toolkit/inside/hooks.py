@@ -283,6 +283,11 @@ class Hooks:
         """From now on requests enter as though every output were about to end, so that rows must step back."""
         self._scheduler.admission.lengths.rest = lambda written, most, number: 1
 
+    def end_outputs(self, lengths: list[int]) -> None:
+        """Tells the forecast of pages that outputs of these lengths have ended."""
+        for length in lengths:
+            self._scheduler.admission.lengths.add(length)
+
     def use_graphs(self, graphs: GraphSet, whole: bool) -> None:
         """Makes these run what rounds give to CUDA graphs: whole rounds, or their phases."""
         rounds = self._runner.rounds
