@@ -99,7 +99,7 @@ def pool_plan(
 
 def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[KVCacheGroup, ...]:
     """Which layers of these models share page tables."""
-    spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
+    spans, options = [kind.span for config in configs for kind in config.key_kinds], settings.options
     return page_groups(spans, settings.lookahead, settings.page_tokens, settings.pages_per_sequence, options.prefix_caching)
 
 
@@ -109,7 +109,7 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
     for model, config in enumerate(configs):
         layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
         tokens = settings.page_tokens if model else settings.page_size  # ranks shard what the target keeps, and nothing else
-        for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
+        for layer in set(config.key_sources):  # a layer that reads another one's keys and values stores none
             sizes[group_of(config.layer_kinds[layer].span, groups)] += tokens * layout.layer_bytes(layer)
     return tuple(sizes)
 
@@ -124,7 +124,7 @@ def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
 def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     """The bytes of the scratch where a pass's own tokens lie on every rank; 0 where ranks shard no sequence."""
     layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
-    return settings.scratch_room * sum(map(layout.layer_bytes, set(target.kv_source)))
+    return settings.scratch_room * sum(map(layout.layer_bytes, set(target.key_sources)))
 
 
 def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:
