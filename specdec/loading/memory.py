@@ -17,16 +17,18 @@ from specdec.engine.pages.groups import KVCacheGroup, group_of, page_groups, sha
 from specdec.engine.pages.pool import PagePool
 from specdec.loading.devices import HOST_KEPT_BATCHES, HOST_POOL_SHARE, KEPT_TOKENS, POOL_SHARE
 from specdec.loading.resolve import EngineSettings
+from specdec.loading.states import StatePlan, plan_states
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout
 
 
 class PoolPlan(NamedTuple):
-    """The KV pool, by group of layers."""
+    """The KV pool, by group of layers.  states: of a target with recurrent layers."""
 
     groups: tuple[KVCacheGroup, ...]
     num_pages: tuple[int, ...]  # of each group, its dummy page included
     page_bytes: tuple[int, ...]  # of one page of each group, over both models
+    states: StatePlan | None = None
 
     @property
     def bytes(self) -> int:
@@ -79,10 +81,11 @@ def pool_plan(
         takes_all = settings.device.type == "cuda" or options.kv_cache_memory != "auto"
         kept = most if takes_all else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
-    beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
+    states = plan_states(configs[0], settings, memory)
+    beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings) + (states.bytes if states else 0)
     memory -= beside
     num_pages = share_memory(memory, wanted, page_bytes, needed)
-    plan = PoolPlan(groups, num_pages, page_bytes)
+    plan = PoolPlan(groups, num_pages, page_bytes, states)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
         if options.kv_cache_memory != "auto":
             least = beside + 2 * page_bytes[0] + sum(map(mul, needed[1:], page_bytes[1:]))
