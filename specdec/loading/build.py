@@ -30,9 +30,8 @@ from specdec.engine.speculation import Speculation
 from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
 from specdec.loading import devices
-from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
+from specdec.loading.memory import PoolPlan, StatePlan, pool_bytes, pool_plan
 from specdec.loading.resolve import EngineSettings
-from specdec.loading.states import StatePlan
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, make_cache
 from specdec.models.linear import use_numerics
