@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
+from specdec.limits import ZEROS
 
 RoundKind = Literal["plain", "paused", "speculative"]
 STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))
@@ -133,6 +134,7 @@ class RowEntry:
     speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.
     encoder_input: None for a target without an encoder.
     written: of a request that held a row before, its output but the last token.
+    state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
     """
 
     row: int
@@ -143,6 +145,7 @@ class RowEntry:
     encoder_input: EncoderInput | None = None
     grammar: Grammar | None = None
     written: Sequence[int] = ()
+    state: int = ZEROS
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,8 @@ class PromptPart:
     token after the last one here, or -1 if nobody knows it yet, because the prompt ends here.
     encoder_input: a text that the target's encoder has to read before this part, the first of its prompt.
     resumes: whether the row runs after this part, with `next_token` as its last emitted token: the request had a row before.
+    keep: of a target with recurrent layers, (number, n): the state after the first n tokens of the part, n > 0, is kept under
+        that number too, for later prompts.  None: none is.
     """
 
     row: int
@@ -183,6 +188,7 @@ class PromptPart:
     next_token: int
     encoder_input: EncoderInput | None = None
     resumes: bool = False
+    keep: tuple[int, int] | None = None
 
     @property
     def is_last(self) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.limits import RESERVED_STATES, ZEROS
 from specdec.models.recurrent.sizes import RecurrentConfig, state_dtype
-from specdec.ops.recurrent.states import RESERVED, ZEROS, LayerStates
+from specdec.ops.recurrent.states import LayerStates
 
 
 class StatePool:
@@ -30,7 +31,7 @@ class StatePool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        assert RESERVED <= with_nodes <= numbers
+        assert RESERVED_STATES <= with_nodes <= numbers
         wide, heads, places = state_dtype(dtype), config.value_heads, {layer: at for at, layer in enumerate(layers)}
 
         def buffer(rows: int, *shape: int, dtype: torch.dtype = wide) -> Tensor:

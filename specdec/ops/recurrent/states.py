@@ -18,9 +18,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-ZEROS, TRASH = 0, 1  # the state before any text, which nobody writes; what padding writes, which nobody reads
-RESERVED = 2
-
 
 class LayerStates(NamedTuple):
     """One layer's memory.
@@ -42,7 +39,7 @@ class LayerStates(NamedTuple):
 class TreeSteps(NamedTuple):
     """A pass over a tree for each sequence, whose tokens are those of the first tree, then those of the second, ...
 
-    read_B, write_B: int64 numbers.  No two sequences write one number, except TRASH.
+    read_B, write_B: int64 numbers.  No two sequences write one number, except TRASH (specdec/limits.py).
     parents_BN: int64; a parent comes before its children, and the root is its own.  max_depth, is_chain: see DraftTree.
     path_BE, count_B: int64, int32: the accepted nodes of the tree before, and how many they are; 0: nothing is pending, and
         read_B may be any number.

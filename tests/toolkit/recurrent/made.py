@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.limits import TRASH
 from specdec.ops.recurrent.gated_delta import Gates
-from specdec.ops.recurrent.states import TRASH, LayerStates, TreeSteps
+from specdec.ops.recurrent.states import LayerStates, TreeSteps
 
 
 class Sizes(NamedTuple):
