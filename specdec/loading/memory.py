@@ -158,8 +158,11 @@ def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     return settings.scratch_room * sum(map(layout.layer_bytes, set(target.key_sources)))
 
 
-def plan_states(target: ModelConfig, settings: EngineSettings, memory: float) -> StatePlan | None:
-    """The states of a target's recurrent layers; None: it has none.  memory: bytes for them and the KV pool together."""
+def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0.0) -> StatePlan | None:
+    """The states of a target's recurrent layers; None: it has none.
+
+    memory: bytes for them and the KV pool together, of which some are for states that are kept.
+    """
     sizes, layers, spec = target.recurrent, len(target.recurrent_layers), settings.spec
     if sizes is None:
         return None
