@@ -64,14 +64,10 @@ class StateRows:
         path_BE: int64 nodes from the root on.  accepted_B: how many come after the root.
         """
         runs_B = state.active_B > 0
-        self._turn(slice(None), runs_B)
+        self.numbers_B3.copy_(turned(self.numbers_B3, runs_B))
         here_BE = self.path_BE[:, : path_BE.shape[1]]
         here_BE.copy_(path_BE.where(runs_B[:, None], here_BE))
         self.count_B.copy_((accepted_B + 1).int().where(runs_B, self.count_B))
-
-    def _turn(self, rows: Tensor | slice, runs_R: Tensor) -> None:
-        now_R3 = self.numbers_B3[rows]
-        self.numbers_B3[rows] = now_R3[:, [1, 2, 1]].where(runs_R[:, None], now_R3)
 
     # ---- prompts, over all rows ----
 
@@ -84,8 +80,8 @@ class StateRows:
 
     def ran(self, prompts: RaggedPrompts) -> None:
         """The parts have been added to the states that their rows read next."""
-        write_B = self.numbers_B3.index_select(0, prompts.rows_B)[:, 1]
-        self._turn(prompts.rows_B, write_B != TRASH)
+        numbers_R3 = self.numbers_B3.index_select(0, prompts.rows_B)
+        self.numbers_B3.index_copy_(0, prompts.rows_B, turned(numbers_R3, numbers_R3[:, 1] != TRASH))
 
     # ---- what changes rows ----
 
@@ -101,3 +97,9 @@ class StateRows:
         self.numbers_B3[sources_R] = of_targets
         for tensor in (self.path_BE, self.count_B):
             tensor[targets_R] = tensor[sources_R]
+
+
+def turned(numbers_R3: Tensor, runs_R: Tensor) -> Tensor:
+    """The numbers after a pass in which the rows of runs_R have taken part."""
+    _, written_R, next_R = numbers_R3.unbind(1)
+    return torch.stack((written_R, next_R, written_R), dim=1).where(runs_R[:, None], numbers_R3)

@@ -289,6 +289,7 @@ class DeviceRunner:
 
     def _leave(self, step: steps.LeaveRows) -> None:
         moves = len(step.moves)
+        assert not {source for source, _ in step.moves} & {target for _, target in step.moves}, step
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
         rows_R = to_device(rows, self.device)
         self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])

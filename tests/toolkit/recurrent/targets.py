@@ -6,6 +6,7 @@ matter: zero-centred norms lie off 0, gates off one half.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from toolkit.models import scaled
+from toolkit.models import MORE_TARGETS, scaled
 
 COMMON: dict[str, Any] = dict(
     vocab_size=40, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -56,6 +57,9 @@ def tiny_hybrid(folder: Path, family: str, seed: int | None = None, **changes: A
     """The folder with a random model of that family, as transformers saves it.  changes: of the text model's config."""
     hybrid_model(family, seed, **changes).save_pretrained(folder)
     return folder
+
+
+MORE_TARGETS |= {family: partial(tiny_hybrid, family=family) for family in FAMILIES}
 
 
 def hybrid_model(family: str, seed: int | None = None, **changes: Any) -> PreTrainedModel:
