@@ -178,8 +178,7 @@ class PromptPart:
     token after the last one here, or -1 if nobody knows it yet, because the prompt ends here.
     encoder_input: a text that the target's encoder has to read before this part, the first of its prompt.
     resumes: whether the row runs after this part, with `next_token` as its last emitted token: the request had a row before.
-    keep: of a target with recurrent layers, (number, n): the state after the first n tokens of the part, n > 0, is kept under
-        that number too, for later prompts.  None: none is.
+    keep: (number, n): the recurrent state after the first n > 0 tokens is kept under that number too, for later prompts.
     """
 
     row: int
@@ -308,9 +307,8 @@ class ShareRows:
 
 @dataclass(frozen=True)
 class LeaveRows:
-    """Requests have ended.  moves: (source, target) pairs; each target becomes what its source was before this step.
-
-    cleared: rows that become padding, after the moves.
+    """Requests have ended.  moves: (source, target) pairs; each target becomes what its source was before this step.  No row
+    is both.  cleared: rows that become padding, after the moves.
     """
 
     moves: tuple[tuple[int, int], ...]
@@ -342,10 +340,7 @@ class TimePhases:
 
 @dataclass(frozen=True)
 class ForceAcceptance:
-    """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was.
-
-    It must come before the first round.
-    """
+    """Level d + 1 of a tree is accepted with probability probs[d], given that level d was; before the first round."""
 
     probs: tuple[float, ...]
 
@@ -368,8 +363,7 @@ class Emitted(NamedTuple):
     tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
         prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
-    best: of a round, how many draft tokens were accepted of the path of the drafter's first choices, and how many that path
-        has.
+    best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
     """
 
     tokens: list[int]

@@ -152,7 +152,9 @@ class ModelConfig:
         if self.kv_source == tuple(range(len(self.kv_source))):  # the same holds here
             store(self, kv_source=tuple(range(self.num_layers)))
         assert len(self.kv_source) == self.num_layers, (self.kv_source, self.num_layers)
-        assert bool(self.recurrent_layers) == (self.recurrent is not None), (self.layer_kinds, self.recurrent)
+        if not self.recurrent_layers:  # nor need it have such layers
+            store(self, recurrent=None)
+        assert self.recurrent is not None or not self.recurrent_layers, self.layer_kinds
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
