@@ -131,6 +131,13 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
+        "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
+        "what the round before left, before its wait.",
+        "tree_convolution chunk_convolution",
+        {},
+    ),
+    KernelGroup(
+        "late",
         "The kernel after it reads positions before its wait as soon as one more kernel is in front.",
         "last_positions",
         {},
