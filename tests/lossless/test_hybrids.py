@@ -8,6 +8,7 @@ import pytest
 import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.texts import hold_captured_text
 
 from specdec import SamplingParams, SpecConfig
 
@@ -54,3 +55,14 @@ def test_a_seed_alone_decides_sampled_text(zoo: Zoo, target: str) -> None:
     requests = [driver.submit(prompt, each, speculate=at % 2 == 0) for at, (prompt, each) in enumerate(zip(PROMPTS, sampling))]
     driver.run_until_idle()
     assert [request.output.token_ids for request in requests] == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "shape", "page_size"),
+    [("qwen3_next wide", (4, 4, 14), 5), ("qwen3_5_text wide", (5, 1, 6), 16), ("qwen3_5_moe_text wide", (5, 8, 32), 1)],
+    ids=str,
+)
+def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int, int, int], page_size: int) -> None:
+    """Keeps out: a number of a state or a length of a path that a graph holds from its capture."""
+    hold_captured_text(zoo, target, shape, page_size)

@@ -1,6 +1,7 @@
 """A causal convolution for each channel, by path, with SiLU: y = silu(sum over w of weight_w * the input w tokens before).
 
-In a tree a node reads its nearest ancestors, and beyond the root the last inputs of the committed text.
+In a tree a node reads its nearest ancestors, and beyond the root the last inputs of the committed text.  On a GPU each pass
+over a tree or over parts is one launch of conv_triton.py.
 
 Shapes: as of states.py; Z = W + 1 taps, of which the last is the token's own.
 """
@@ -11,11 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.launch import use_kernels
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 
 
 def tree_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
     """[T, C]: each node's output.  The pending path is added to the last inputs, and the nodes leave theirs."""
+    if use_kernels(x_TC):
+        from specdec.ops.recurrent.conv_triton import launch_tree_convolution
+
+        return launch_tree_convolution(x_TC, weight_CZ, layer, steps)
     B, N = steps.parents_BN.shape
     W, x_BNC = weight_CZ.shape[1] - 1, x_TC.view(B, N, -1)
     last_BWC = _last_inputs(layer, steps)
@@ -46,11 +52,16 @@ def _last_inputs(layer: LayerStates, steps: TreeSteps) -> Tensor:
 
 def chunk_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: ChunkSteps) -> Tensor:
     """[T, C]: each token's output; that of padding is anything."""
+    if use_kernels(x_TC):
+        from specdec.ops.recurrent.conv_triton import launch_chunk_convolution
+
+        return launch_chunk_convolution(x_TC, weight_CZ, layer, steps)
     y_TC, W, cu = torch.zeros_like(x_TC), weight_CZ.shape[1] - 1, steps.cu_B1.tolist()
     for b, (read, write) in enumerate(zip(steps.read_B.tolist(), steps.write_B.tolist(), strict=True)):
         begin, end = cu[b], cu[b + 1]
         known_MC = torch.cat((layer.conv_PWC[read], x_TC[begin:end]))
-        y_TC[begin:end] = convolved(known_MC[None], weight_CZ)[0]
+        if begin < end:
+            y_TC[begin:end] = convolved(known_MC[None], weight_CZ)[0]
         layer.conv_PWC[write] = known_MC[len(known_MC) - W :]
         layer.conv_PWC[steps.keep_B[b]] = known_MC[int(steps.after_B[b]) :][:W]
     return y_TC

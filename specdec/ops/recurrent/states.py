@@ -39,6 +39,8 @@ class LayerStates(NamedTuple):
 class TreeSteps(NamedTuple):
     """A pass over a tree for each sequence, whose tokens are those of the first tree, then those of the second, ...
 
+    All tensors are contiguous.
+
     read_B, write_B: int64 numbers.  No two sequences write one number, except TRASH (specdec/limits.py).
     parents_BN: int64; a parent comes before its children, and the root is its own.  max_depth, is_chain: see DraftTree.
     path_BE, count_B: int64, int32: the accepted nodes of the tree before, and how many they are; 0: nothing is pending, and
@@ -55,7 +57,7 @@ class TreeSteps(NamedTuple):
 
 
 class ChunkSteps(NamedTuple):
-    """A pass over parts of texts, with nothing pending.
+    """A pass over parts of texts, with nothing pending.  All tensors are contiguous.
 
     read_B, write_B: as of TreeSteps.  cu_B1: int32, cumulative counts of the parts' tokens; what follows them is padding.
     keep_B, after_B: int64, int32: a number that is to hold each part's state after so many of its tokens too; TRASH: none.

@@ -79,7 +79,7 @@ def steps_of(
 ) -> TreeSteps:
     """numbers: those each sequence reads and writes.  paths: what is pending of each."""
     depth = max(len(path_to(tree, node)) for tree in trees for node in range(len(tree))) - 1
-    read_B, write_B = torch.tensor(numbers, device=device).unbind(1)
+    read_B, write_B = torch.tensor(list(zip(*numbers)), device=device)
     padded = [path + [0] * (places - len(path)) for path in paths]
     is_chain = all(tree == [max(0, node - 1) for node in range(len(tree))] for tree in trees)
     return TreeSteps(
