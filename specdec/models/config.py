@@ -86,6 +86,7 @@ class ModelConfig:
 
     value_width: of a value head where that is not head_dim; 0: it is.
     qk_norm: whether queries and keys are normed head by head.  norms_all_heads: whether all heads of a token are, together.
+    zero_centred_norms: whether norms multiply by 1 + their weight (see RMSNorm), those of heads too.
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
     sqrt_alibi: of layers with ALiBi, whether it counts the roots of distances.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
@@ -122,6 +123,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     norms_all_heads: bool = False
+    zero_centred_norms: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
     kv_source: tuple[int, ...] = ()
     features_refusal: str = ""

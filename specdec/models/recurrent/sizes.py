@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from specdec.parallel.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,21 @@ class RecurrentConfig:
     @property
     def channels(self) -> int:
         """Of the convolution: those of queries, keys and values."""
-        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+        return sum(self.kinds)
+
+    @property
+    def kinds(self) -> tuple[int, int, int]:
+        """Channels of queries, of keys and of values, in this order."""
+        keys = self.key_heads * self.key_width
+        return keys, keys, self.value_heads * self.value_width
+
+    def times(self, ranks: int) -> RecurrentConfig:
+        """The sizes of the whole model, of which so many ranks hold a share like this one each."""
+        return replace(self, key_heads=self.key_heads * ranks, value_heads=self.value_heads * ranks)
+
+    def share(self, shard: Shard) -> RecurrentConfig:
+        """One rank's share: some key heads, with the value heads that they serve."""
+        return replace(self, key_heads=shard.share(self.key_heads), value_heads=shard.share(self.value_heads))
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Of one state of one layer, with the inputs that its convolution looks back to.  dtype: the model's."""
