@@ -6,7 +6,7 @@ Shapes: as of specdec/ops/recurrent/states.py.
 from __future__ import annotations
 
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
-from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
+from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids
 
@@ -29,3 +29,4 @@ def recurrent_layers() -> None:
             tree_outputs(halves(B * N, CHANNELS), gates, layer, steps)
     chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
     chunk_convolution(halves(8192, CHANNELS), weight, layer, chunk)
+    chunk_outputs(halves(8192, CHANNELS), Gates(halves(8192, H), halves(8192, H), floats(H), floats(H)), layer, chunk)
