@@ -73,11 +73,10 @@ class PoolPlan(NamedTuple):
             PagePool(pages, settings.page_tokens, group.ring) for group, pages in zip(self.groups, self.num_pages, strict=True)
         ]
         caching = settings.options.prefix_caching
-        if len(pools) == 1:
-            return Admission(pools[0], settings.lookahead, caching, encoder_pages=encoder_pages)
-        span = self.groups[1].span
+        kept = range(self.states.with_nodes, self.states.numbers) if self.states else None
+        local, span = (pools[1], self.groups[1].span) if len(pools) == 2 else (None, 1)
         assert span is not None
-        return Admission(pools[0], settings.lookahead, caching, pools[1], span, encoder_pages)
+        return Admission(pools[0], settings.lookahead, caching, local, span, encoder_pages, kept)
 
 
 def pool_plan(
