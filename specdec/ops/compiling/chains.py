@@ -131,10 +131,23 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
+        "Layers read the numbers of states before their waits, and the next round what is pending.",
+        "state_numbers commit_states",
+        {},
+    ),
+    KernelGroup(
+        "late",
         "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
         "what the round before left, before its wait.",
         "tree_convolution chunk_convolution",
         {},
+    ),
+    KernelGroup(
+        "late",
+        "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
+        "a round ago. What comes next waits for a complete convolution, too.",
+        "",
+        {"tree_rule": "count decay_left k_left parents path read state u_left"},
     ),
     KernelGroup(
         "late",

@@ -65,6 +65,7 @@ CHOSEN: dict[str, list[str]] = {
     "chunk_convolution_kernel": [
         "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0]"
     ],
+    "tree_rule_kernel": ["tests/ops/recurrent/test_rule_triton.py::test_trees_equal_the_definition[sizes4-32-False-6-dtype4]"],
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
     "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
     "gumbel_noise_kernel": ["tests/ops/noise/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
@@ -156,6 +157,8 @@ CHOSEN: dict[str, list[str]] = {
     "fill_pairs_kernel": ["tests/draft/block/test_tables.py::test_pairs[3-6-10-1100-dtype1]"],
     "block_tables_kernel": ["tests/draft/block/test_tables.py::test_tables_of_blocks[3-6-16-4]"],
     "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
+    "state_numbers_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions"],
+    "commit_states_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions"],
     "accept_kernel": ["tests/verify/test_kernels.py::test_acceptance_equals_the_definition[2-33-32]"],
     # Hopper's own, which take longest
     "latent_hopper_kernel": ["tests/attention/latent/test_mla_gpu.py::test_latents_of_deepseek[64-True-16 bits]"],
