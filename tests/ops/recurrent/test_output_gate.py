@@ -18,4 +18,4 @@ def test_the_kernel_equals_the_definition(dtype: torch.dtype, rows: list[int] | 
     out = torch.randn(len(rows or range(tokens)), heads, dim, generator=torch.Generator().manual_seed(2)).to(dtype)
     want = gated_output(out, fused[:, heads:], rows_R)
     got = launch_gated_output(out.to(DEVICE), fused.to(DEVICE)[:, heads:], None if rows_R is None else rows_R.to(DEVICE))
-    torch.testing.assert_close(got.cpu(), want, atol=0, rtol=2e-7 if dtype == torch.float32 else 0)
+    torch.testing.assert_close(got.cpu(), want, atol=0, rtol=2e-6 if dtype == torch.float32 else 2e-3)
