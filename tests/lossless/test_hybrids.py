@@ -8,6 +8,7 @@ import pytest
 import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.texts import hold_captured_text
 
 from specdec import SamplingParams, SpecConfig
 
@@ -54,3 +55,53 @@ def test_a_seed_alone_decides_sampled_text(zoo: Zoo, target: str) -> None:
     requests = [driver.submit(prompt, each, speculate=at % 2 == 0) for at, (prompt, each) in enumerate(zip(PROMPTS, sampling))]
     driver.run_until_idle()
     assert [request.output.token_ids for request in requests] == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "shape", "page_size"),
+    [("qwen3_next wide", (4, 4, 14), 5), ("qwen3_5_text wide", (5, 1, 6), 16), ("qwen3_5_moe_text wide", (5, 8, 32), 1)],
+    ids=str,
+)
+def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int, int, int], page_size: int) -> None:
+    """Keeps out: a number of a state or a length of a path that a graph holds from its capture."""
+    hold_captured_text(zoo, target, shape, page_size)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_caches_in_8_bits_hold_attention_layers_alone(zoo: Zoo, kv: str) -> None:
+    """Keeps out: scales that are taken for those of another layer, because recurrent ones have none."""
+    decoder = zoo.decoder("qwen3_5_text", "eagle1", SpecConfig(3, 4, 12), page_size=4, kv_cache_dtype=kv, dtype="float64")
+    sampling = [SamplingParams(max_tokens=n) for n in LENGTHS]
+    outputs = [decoder.generate(PROMPTS, sampling, speculate=speculate) for speculate in (True, False)]
+    assert [out.token_ids for out in outputs[0]] == [out.token_ids for out in outputs[1]]
+
+
+def test_specdec_verify_reads_them_too(zoo: Zoo) -> None:
+    """Keeps out: a dense reference that knows no rule but softmax."""
+    decoder = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 8, 40))
+    found = decoder.verify(PROMPTS, SamplingParams(max_tokens=16))
+    assert found.passed and found.count("EXACT") == len(PROMPTS) and found.unsure == 0 and found.accepted > 0
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram")])
+def test_texts_after_kept_states(zoo: Zoo, target: str, head: str) -> None:
+    """Keeps out: a hit whose pages are there and whose state is another text's, and cached tokens that were computed after all.
+
+    A, B, A; a text and what comes after its answer; one beginning with many endings.
+    """
+    decoder = zoo.decoder(target, head, SpecConfig(3, 4, 12), page_size=4, max_batch_size=3, prefix_caching=True)
+    Driver(decoder).keep_states_from(8)
+    plain = zoo.decoder(target, None, None, page_size=4, max_batch_size=1)
+    a, b, system = ([(place * k + place) % 40 for place in range(50)] for k in (3, 7, 11))
+    first = plain.generate([a], SamplingParams(max_tokens=9))[0].token_ids
+    endings = [[*system, 3, place, 7, 1, 4, place] for place in range(6)]
+    cached = []
+    for prompts in ([a], [b], [a], [a + first + b[:9]], [endings[0]], [endings[1]], [endings[2]], endings[3:]):
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=9))
+        wanted = plain.generate(prompts, SamplingParams(max_tokens=9))
+        assert [out.token_ids for out in outputs] == [out.token_ids for out in wanted]
+        cached.append([out.stats.cached_tokens for out in outputs])
+    assert cached == [[0], [0], [48], [48], [0], [0], [48], [48, 48, 48]], cached
+    Driver(decoder).assert_nothing_leaked()
