@@ -45,6 +45,7 @@ FLOAT32, ROUTER = (
     re.compile(r"\.(sinks|e_score_correction_bias|expert_bias|A_log|dt_bias)$"),
     re.compile(r"\.mlp\.(gate|router)\.(weight|bias)$"),
 )
+NORM = re.compile(r"norm\w*\.weight$")
 GATED_NORM = ".linear_attn.norm.weight"  # of a family whose other norms are zero-centred
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
@@ -235,7 +236,7 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     float32 = config.experts is not None and config.experts.kept_float32
 
     def size(name: str) -> int:
-        is_above_one = config.zero_centred_norms and name.endswith("norm.weight") and not name.endswith(GATED_NORM)
+        is_above_one = config.zero_centred_norms and NORM.search(name) and not name.endswith(GATED_NORM)
         is_float32 = FLOAT32.search(name) or (float32 and ROUTER.search(name)) or is_above_one
         numbers = math.prod(held(name, checkpoint.shape(name)))
         copies = heads.get(name.removesuffix(".weight").rpartition(".")[2], 1)

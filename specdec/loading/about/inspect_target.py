@@ -18,7 +18,7 @@ from specdec.loading.build import unnamed_turn
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
-from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
 from specdec.models.config import ModelConfig, RopeConfig, read_json
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
@@ -216,5 +216,5 @@ def _meanings(chosen: TargetChoice, raw: dict[str, Any], mtp: str) -> dict[str, 
         found["dtype"] = "absent: bfloat16 on a GPU, float32 on a CPU"
     if config.mtp_layers:
         runs = ", which draft='mtp' runs" if mtp.startswith("yes") else ""
-        found["num_nextn_predict_layers"] = f"{config.mtp_layers}: not part of the target{runs}"
+        found[count_key(config.family)] = f"{config.mtp_layers}: not part of the target{runs}"
     return found
