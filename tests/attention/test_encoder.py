@@ -34,6 +34,7 @@ def ragged_texts(lens: list[int]) -> tuple[Tensor, int, Tensor]:
     return cu_seqlens.to(DEVICE), max(lens), torch.cat([torch.arange(n) for n in lens]).to(DEVICE)
 
 
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize("reach", [None, 0, 1, 5, 64])
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("name", BACKENDS)

@@ -60,6 +60,7 @@ def server(log: Path) -> Iterator[str]:
             assert process.wait(300) == 0, log.read_text()
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path not in (CLIENT, ON_RAY, REAL)], ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,6 +174,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_user_s_defaults_mean_nothing_here_and_stay(zoo: Zoo, case: str, request: pytest.FixtureRequest) -> None:
     """Keeps out: tables in the dtype that a user computes in, or on the device that a user computes on."""

@@ -32,6 +32,7 @@ def decode_pass(families: Families, name: str, dtype: str, device: str = "cpu") 
     )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES[:2])
 def test_a_saved_program_serves_all_shapes(families: Families, name: str, dtype: str) -> None:

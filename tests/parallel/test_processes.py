@@ -97,6 +97,7 @@ def test_ranks_warn_once(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
     assert "warning" not in capfd.readouterr().err.lower()  # what the other process would say
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "call", "reason"), [(1, 1, "rank 1 failed: RuntimeError: no more room"), (0, 3, "no more room")]

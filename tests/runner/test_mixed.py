@@ -29,6 +29,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("target", "head", "spec", "pads"),
     [

@@ -93,6 +93,7 @@ def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
     return [(out.token_ids, out.stats.accepted_per_round) for out in driver.decoder.generate(prompts, SAMPLING)]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dspark-rnn", "ngram"])
 def test_warm_ups_change_nothing(zoo: Zoo, kind: str, whole: bool) -> None:
@@ -109,6 +110,7 @@ def test_warm_ups_change_nothing(zoo: Zoo, kind: str, whole: bool) -> None:
     assert seen == trees and graphs.calls > 20 and any(sum(accepted) for _, accepted in want)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [SpecConfig(4, 3, 10), SpecConfig(3, 1, 4)], ids=str)
 def test_a_tree_is_read_again_after_a_warm_up(spec: SpecConfig) -> None:
     """Keeps out: rows with a grammar whose accepted path is committed from slots that a warm-up's commit has overwritten.  The
@@ -134,6 +136,7 @@ MIXED = [  # so that rows with different needs run beside each other, and in tur
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 def test_replays_depend_on_their_keys_and_tensors_alone(zoo: Zoo, kind: str, whole: bool) -> None:

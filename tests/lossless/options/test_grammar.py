@@ -79,6 +79,7 @@ def test_texts_obey_and_do_not_depend_on_the_draft(decoder: SpecDecoder, plain: 
     Driver(decoder).assert_nothing_leaked()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("draft", "spec"), [(None, SpecConfig(5, 1, 6)), (None, SpecConfig("auto", 4, 16)), ("ngram", SpecConfig(3, 1))]
 )
