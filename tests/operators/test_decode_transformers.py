@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
-    return Families(tmp_path_factory.mktemp("families"))
+    return Families(tmp_path_factory.mktemp("families"), is_shallow=True)
 
 
 def decode_pass(families: Families, name: str, dtype: str, device: str = "cpu") -> DecodePass:

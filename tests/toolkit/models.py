@@ -228,16 +228,16 @@ MORE_HEADS: dict[str, Any] = {}  # of other kinds, which the files that make the
 
 
 class Zoo:
-    """Folders of models by name, made once; and what transformers makes of them."""
+    """Folders of models by name, made once; and what transformers makes of them.  changes: of each target's config."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, **changes: Any) -> None:
+        self.root, self.changes = root, changes
         self._models: dict[str, PreTrainedModel] = {}
         self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def target(self, name: str) -> Path:
         folder = self.root / name
-        return folder if folder.is_dir() else save_target(folder, name)
+        return folder if folder.is_dir() else save_target(folder, name, **self.changes)
 
     def head(self, target: str, kind: str) -> Path:
         folder = self.root / f"{target}--{kind}"
