@@ -168,6 +168,13 @@ class LayerInputs(ABC):
         """What `paged` returns, from the attention over `dense`."""
         return out_TQE
 
+    def whole_rows(self, rows: int) -> Tensor | None:
+        """[T, H, E]: the layer's output where it attends to no keys, for rows of equally many tokens, from their first on.
+
+        None: it attends to those of `dense`.
+        """
+        return None
+
 
 @dataclass
 class HeadInputs(LayerInputs):

@@ -22,12 +22,14 @@ class LayerKind:
     If neither is set, the query reads all keys up to p.
     skip: the first keys of a text that no query reads, in a layer that reads all others.
     alibi: whether the layer's scoring has slopes (ALiBi), so that its plans need the queries' positions.
+    recurrent: whether the layer reads no keys, and keeps a state of the text by row in place of them.
     """
 
     window: int | None = None
     chunk: int | None = None
     alibi: bool = False
     skip: int = 0
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
         assert self.window is None or self.chunk is None, "a layer is windowed or chunked, not both"
@@ -54,12 +56,15 @@ class LayerKind:
         return positions - positions % self.chunk
 
     def __str__(self) -> str:
+        if self.recurrent:
+            return "recurrent"
         name = f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
         name = f"{name} but the first {self.skip}" if self.skip else name
         return f"{name} with alibi" if self.alibi else name
 
 
 FULL = LayerKind()
+RECURRENT = LayerKind(recurrent=True)
 
 
 @dataclass(frozen=True)

@@ -8,3 +8,8 @@ MAX_CHOICES = 1024  # the most generations of one prompt that one call may ask f
 MAX_BAD_WORDS = 256  # the most bad words of several tokens that one request may name
 MAX_BAD_WORD_TOKENS = 16  # the most tokens of one of them
 DUMMY_PAGE = 0  # the page that padded rows of a batch read and write; no request ever owns it
+
+# Numbers of recurrent states: the state before any text, which nobody writes, and what padding writes and nobody reads.  The
+# others are those of rows, and after them those that are kept for later prompts.
+ZEROS, TRASH = 0, 1
+RESERVED_STATES = 2

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
+from specdec.limits import ZEROS
 
 RoundKind = Literal["plain", "paused", "speculative"]
 STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))
@@ -133,6 +134,7 @@ class RowEntry:
     speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.
     encoder_input: None for a target without an encoder.
     written: of a request that held a row before, its output but the last token.
+    state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
     """
 
     row: int
@@ -143,6 +145,7 @@ class RowEntry:
     encoder_input: EncoderInput | None = None
     grammar: Grammar | None = None
     written: Sequence[int] = ()
+    state: int = ZEROS
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,7 @@ class PromptPart:
     token after the last one here, or -1 if nobody knows it yet, because the prompt ends here.
     encoder_input: a text that the target's encoder has to read before this part, the first of its prompt.
     resumes: whether the row runs after this part, with `next_token` as its last emitted token: the request had a row before.
+    keep: (number, n): the recurrent state after the first n > 0 tokens is kept under that number too, for later prompts.
     """
 
     row: int
@@ -183,6 +187,7 @@ class PromptPart:
     next_token: int
     encoder_input: EncoderInput | None = None
     resumes: bool = False
+    keep: tuple[int, int] | None = None
 
     @property
     def is_last(self) -> bool:
@@ -302,9 +307,8 @@ class ShareRows:
 
 @dataclass(frozen=True)
 class LeaveRows:
-    """Requests have ended.  moves: (source, target) pairs; each target becomes what its source was before this step.
-
-    cleared: rows that become padding, after the moves.
+    """Requests have ended.  moves: (source, target) pairs; each target becomes what its source was before this step.  No row
+    is both.  cleared: rows that become padding, after the moves.
     """
 
     moves: tuple[tuple[int, int], ...]
@@ -336,10 +340,7 @@ class TimePhases:
 
 @dataclass(frozen=True)
 class ForceAcceptance:
-    """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was.
-
-    It must come before the first round.
-    """
+    """Level d + 1 of a tree is accepted with probability probs[d], given that level d was; before the first round."""
 
     probs: tuple[float, ...]
 
@@ -362,8 +363,7 @@ class Emitted(NamedTuple):
     tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
         prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
-    best: of a round, how many draft tokens were accepted of the path of the drafter's first choices, and how many that path
-        has.
+    best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
     """
 
     tokens: list[int]

@@ -19,6 +19,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.layout import HeadsView
 from specdec.attention.context_parallel.tables import ContextParallel
+from specdec.attention.inputs import AttentionFn
 from specdec.batch.choose import choose_tokens
 from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs
 from specdec.batch.masks import BitMasks
@@ -29,7 +30,7 @@ from specdec.batch.tree import DraftTree
 from specdec.models.target import EncoderDecoder, Target, TargetOutput
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
-from specdec.verify.accept import accept
+from specdec.verify.accept import Accepted, accept
 from specdec.verify.synthetic import SyntheticAcceptance
 from specdec.verify.tables import TreeTables, context_parallel_tables, tree_tables
 
@@ -55,7 +56,10 @@ class TargetVerifier:
         state; None: nobody wants features.
     contexts: by group of layers, how ranks share each sequence's keys and values (context parallelism); empty: this rank keeps
         whole sequences.
+    keeps_states: whether the target has layers that keep a state by row (hybrid.py), for which the methods at the end are.
     """
+
+    keeps_states = False
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class TargetVerifier:
         if self.contexts:
             sharded = [self.contexts[group].of_prompts(each) for group, each in zip(groups, tables, strict=True)]
             tables = [each.tables for each in sharded]
-        attn = PagedAttention(self.backend, self.cache, *tables, encoder_cache=self.encoder_cache)
+        attn = self.over_prompts(PagedAttention(self.backend, self.cache, *tables, encoder_cache=self.encoder_cache), prompts)
         aux_layers = self.aux_layers if with_features else None
         if aux_layers == ():  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
@@ -104,6 +108,7 @@ class TargetVerifier:
             hidden_BH = out.hidden_TH
         for group, each in zip(groups, sharded):
             self.cache.keep(each.tables.slots_T, each.slots_T, group)
+        self.ran(prompts)
         return self.first_tokens(self.model.logits(hidden_BH), prompts, sampling, needs), self._features(out)
 
     def first_tokens(self, logits_BV: Tensor, prompts: RaggedPrompts, sampling: RowSampling, needs: Needs) -> FirstTokens:
@@ -124,7 +129,8 @@ class TargetVerifier:
         tables = {group: self._tables(state.of_group(group), tree) for group in self.cache.group_numbers}
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
-        attn = PagedAttention(self.backend, self.cache, *passes, encoder_cache=self.encoder_cache)
+        paged = PagedAttention(self.backend, self.cache, *passes, encoder_cache=self.encoder_cache)
+        attn = self.over_trees(paged, state, tree)
         aux_layers = self.aux_layers if with_features else None
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers or ())
         return TreePass(self.model.logits(out.hidden_TH), out, positions_T, tables)
@@ -135,9 +141,9 @@ class TargetVerifier:
         """One pass over every tree and parts of prompts: what `read_tree` returns, each part's last logits [B, V], and the
         target's features [T, F] of the prompts' tokens.
 
-        No row is in both.  It is for targets without an encoder, and for ranks that keep whole sequences.
+        No row is in both.  It is for targets without an encoder and states, and for ranks that keep whole sequences.
         """
-        assert self.encoder_cache is None and not self.contexts
+        assert self.encoder_cache is None and not self.contexts and not self.keeps_states
         tables = {group: self._tables(state.of_group(group), tree) for group in self.cache.group_numbers}
         positions_T, nodes = tables[self.cache.group_numbers[0]].positions_T, tree.tokens_BN.numel()
         attn = PagedAttention(self.backend, self.cache, *(each.before(prompts.tables[group]) for group, each in tables.items()))
@@ -178,7 +184,7 @@ class TargetVerifier:
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
             state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)
-        self._commit(done.tables, tree, accepted.path_BE)
+        self.commit(done.tables, state, tree, accepted)
         features_BEF = logprobs_BEY = None
         if with_features and self.aux_layers is not None:
             features_BEF = self._on_path(self._features(done.out), tree, accepted.path_BE)
@@ -189,8 +195,9 @@ class TargetVerifier:
         new = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF)
         return RoundResult(new, accepted.emitted, logprobs_BEY)
 
-    def _commit(self, tables: dict[int, TreeTables], tree: DraftTree, path_BE: Tensor) -> None:
+    def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:
         """Moves the accepted paths' keys and values to the slots after the committed ones."""
+        path_BE = accepted.path_BE
         for group, each in tables.items():
             if each.targets_BN is not None:
                 self.cache.move(each.slots_BN, path_BE, group, each.targets_BN[:, : path_BE.shape[1]])
@@ -209,6 +216,29 @@ class TargetVerifier:
         """[B, E, F]: the rows of the path's nodes."""
         x_BNF = x_TF.view(*tree.tokens_BN.shape, x_TF.shape[1])
         return x_BNF if tree.is_chain else take_rows(x_BNF, path_BE)
+
+    # ---- what states by row add to ----
+
+    def over_prompts(self, attention: AttentionFn, prompts: RaggedPrompts) -> AttentionFn:
+        """The pass's AttentionFn.  attention: of the layers that read keys."""
+        return attention
+
+    def ran(self, prompts: RaggedPrompts) -> None:
+        """The target has run these parts of prompts."""
+
+    def over_trees(self, attention: AttentionFn, state: BatchState, tree: DraftTree) -> AttentionFn:
+        """The pass's AttentionFn.  attention: of the layers that read keys."""
+        return attention
+
+    def written(self, state: BatchState, needs: Needs) -> list[Tensor]:
+        """The tensors that `accept` changes and whose values matter afterwards."""
+        return state.written(needs)
+
+    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:
+        """Rows (int64) go on with states (int64): see RowEntry.state."""
+
+    def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
+        """Each target row (int64) becomes what its source was."""
 
     def _logprobs(self, weighed_RW: Tensor, tokens_R: Tensor, needs: Needs) -> Tensor:
         """Log-probabilities of tokens.  weighed_RW: see Chosen."""

@@ -23,7 +23,7 @@ class KVCache:
     """What all layers of one model keep of each token.
 
     layout: the cache format.
-    kinds: which keys each layer reads, one entry for each layer.
+    kinds: which keys each layer reads, one entry for each layer.  The cache holds nothing for recurrent layers.
     num_slots: of each layer; with several groups, of each group's layers, by the group's number.
     groups: the group of each layer; None: all layers belong to group 0.
     kv_layers: for each layer, the layer whose keys and values it reads: itself, or an earlier layer that stores its own (KV
@@ -46,7 +46,8 @@ class KVCache:
         layers = range(len(self.kinds))
         self.groups = (0,) * len(layers) if groups is None else tuple(groups)
         kv_layers = layers if kv_layers is None else kv_layers
-        stored = sorted(set(kv_layers))  # the layers that store, in the order of the buffers
+        # The layers that store, in the order of the buffers.
+        stored = sorted({source for layer, source in enumerate(kv_layers) if not self.kinds[layer].recurrent})
         assert len(self.groups) == len(kv_layers) == len(layers) and all(kv_layers[layer] == layer for layer in stored)
         assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(kv_layers))
         assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(kv_layers))
@@ -66,7 +67,7 @@ class KVCache:
             for layer in own:
                 parts = {name: x[held[name].index(layer)] for name, x in buffers.items() if layer in held[name]}
                 views[layer] = layout.view(layer, parts)
-        self._views = [views[source] for source in kv_layers]
+        self._views = [views.get(source) for source in kv_layers]
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -81,7 +82,9 @@ class KVCache:
 
     def view(self, layer: int) -> KVView:
         """What one layer reads of the cache; the same object at every call, and for all layers that share it."""
-        return self._views[layer]
+        view = self._views[layer]
+        assert view is not None, f"layer {layer} keeps no keys"
+        return view
 
     def move(self, slots_BN: Tensor, path_BE: Tensor, group: int = 0, targets_BE: Tensor | None = None) -> None:
         """Moves tokens within each sequence, in every layer of the group: the token at slot number path_BE[b, e] goes to slot

@@ -44,6 +44,8 @@ class DenseAttention:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        if (out := inputs.whole_rows(self.batch)) is not None:
+            return out if rows_R is None else out.index_select(0, rows_R)
         heads = self._with_keys(layer, inputs, rows_R)
         if self.queries_as_read is not None:
             heads = heads._replace(q_TQD=self.queries_as_read(heads.q_TQD))

@@ -101,9 +101,9 @@ def _ernie(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
 
 def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """A layer as the target's own."""
-    if set(target.layer_kinds) != {FULL}:
+    if set(target.key_kinds) != {FULL}:
         raise ValueError(
-            f"{where}: draft='mtp' needs a target without windows, got {', '.join(sorted(map(str, set(target.layer_kinds))))} "
+            f"{where}: draft='mtp' needs a target without windows, got {', '.join(sorted(map(str, set(target.key_kinds))))} "
             "layers: which of them the MTP layers are is not known"
         )
     return target

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,10 @@ from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.limits import DUMMY_PAGE
+from specdec.limits import DUMMY_PAGE, TRASH
 from specdec.steps import PromptPart
+
+NOT_KEPT = (TRASH, 0)
 
 
 class ChunkShape(NamedTuple):
@@ -34,18 +37,19 @@ class ChunkShape(NamedTuple):
     most: int  # tokens of one part
     uniform: bool  # whether every part has exactly `most` tokens
     cached: int | None  # the most tokens that any part finds in the cache; None: the shape serves other chunks too
+    states: bool = False  # whether the target has recurrent layers, of which parts keep states
 
     @classmethod
-    def of(cls, parts: Sequence[PromptPart]) -> ChunkShape:
+    def of(cls, parts: Sequence[PromptPart], states: bool = False) -> ChunkShape:
         """The exact shape of these parts, without padding."""
         counts = [len(part.token_ids) for part in parts]
         cached = max(part.start for part in parts)
-        return cls(sum(counts), len(parts), max(counts), min(counts) == max(counts), cached)
+        return cls(sum(counts), len(parts), max(counts), min(counts) == max(counts), cached, states)
 
     @property
     def size(self) -> int:
         """The length of the flat tensor."""
-        return 4 * self.tokens + 5 * self.parts + 1
+        return 4 * self.tokens + (7 if self.states else 5) * self.parts + 1
 
 
 def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *, pinned: bool = False) -> Tensor:
@@ -55,8 +59,9 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
 
     The flat tensor holds four numbers for each token: its id, its position, its part (-1 for padding), and the id of the token
     after it (-1 after the last token of a prompt).  Then it holds four numbers for each part: its row, the index of its last
-    token among all T, the number of its prompt's tokens up to that one, and whether the prompt ends there (1 or 0).  Last come
-    the cumulative token counts of the parts, which begin with 0.  Padding comes last in each of these groups.
+    token among all T, the number of its prompt's tokens up to that one, and whether the prompt ends there (1 or 0).  Then come
+    the cumulative token counts of the parts, which begin with 0.  Padding comes last in each of these groups.  With states, two
+    numbers for each part are the last: PromptPart.keep.
     """
     T, B = shape.tokens, shape.parts
     counts = [len(part.token_ids) for part in parts]
@@ -66,7 +71,9 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
     numbers = flat.numpy()
     ids_T, positions_T, part_T, next_T = numbers[: 4 * T].reshape(4, T)
     rows_B, last_B, lens_B, final_B = numbers[4 * T : 4 * T + 4 * B].reshape(4, B)
-    cu = numbers[4 * T + 4 * B :]
+    cu = numbers[4 * T + 4 * B : 4 * T + 5 * B + 1]
+    if shape.states:
+        numbers[4 * T + 5 * B + 1 :] = [*chain.from_iterable(part.keep or NOT_KEPT for part in parts), *NOT_KEPT * (B - rows)]
     part_T[used:] = -1
     rows_B[rows:] = spare_row
     cu[1:] = used
@@ -95,6 +102,8 @@ class RaggedPrompts:
     part_T: int64, the part that each token belongs to; -1 for padding.
     next_T: int64, the id of the token after each token; -1 after the last token of a prompt.
     tables: for each group of layers, where the tokens stand; the rows of a rows_plan are the parts' last tokens.
+    cu_B1: int32, the parts' cumulative token counts.  most: the most tokens of a part.
+    keep_B2: int64, PromptPart.keep, or NOT_KEPT; None: the target has no recurrent layers.
     """
 
     ids_T: Tensor
@@ -106,6 +115,9 @@ class RaggedPrompts:
     part_T: Tensor
     next_T: Tensor
     tables: tuple[PassTables, ...]
+    cu_B1: Tensor
+    most: int
+    keep_B2: Tensor | None = None
 
     @classmethod
     def from_flat(
@@ -120,7 +132,8 @@ class RaggedPrompts:
         T, B = shape.tokens, shape.parts
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
         rows_B, last_B, lens_B, final_B = flat[4 * T : 4 * T + 4 * B].view(4, B)
-        lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B :].int()
+        lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B : 4 * T + 5 * B + 1].int()
+        keep_B2 = flat[4 * T + 5 * B + 1 :].view(B, 2) if shape.states else None
         ragged = not shape.uniform
         read = None if encoder_texts is None else encoder_texts.of_rows(rows_B)
 
@@ -135,7 +148,8 @@ class RaggedPrompts:
             return PassTables(plan, slots_T, last_plan)
 
         by_group = tuple(map(tables, prompt_pages))
-        return cls(ids_T, positions_T, rows_B, last_B, lens_B, final_B, part_T, next_T, by_group)
+        numbers = ids_T, positions_T, rows_B, last_B, lens_B, final_B, part_T, next_T
+        return cls(*numbers, by_group, cu, shape.most, keep_B2)
 
     def tables_of(self, groups: Iterable[int]) -> list[PassTables]:
         """The tables of these groups of layers."""

@@ -45,7 +45,9 @@ def byte_limit(
     nodes, chosen = batch * (spec.num_draft_tokens if spec else 1), chosen or {}
     experts = _experts(model, chosen, 1)
     target = _weights(model, nodes) + nodes * _row_bytes(model) + (experts.bytes if experts else 0)
-    target_kv = int(batch * _kv_bytes(model, model.config, kv_cache_dtype, context / sharers))
+    target_kv = int(batch * _kv_bytes(model, model.config, kv_cache_dtype, context / sharers)) + _state_bytes(
+        model, batch, nodes
+    )
     step = RoundBytes(target, target_kv, target_experts=experts)
     passes = 0 if spec is None or head is None else head.passes(spec)
     if spec is None or head is None or not passes:
@@ -142,6 +144,15 @@ def _row_bytes(module: Target | DraftModel) -> int:
 def _kv_bytes(module: nn.Module, config: ModelConfig, kv_cache_dtype: str, context: float) -> float:
     """Bytes of the keys and values of one sequence that all layers read."""
     return kv_read_bytes(config, kv_cache_dtype, next(module.parameters()).dtype, context)
+
+
+def _state_bytes(model: Target, batch: int, nodes: int) -> int:
+    """Bytes of one read and one write of all states of recurrent layers, and of what the nodes of a round leave."""
+    if (sizes := model.config.recurrent) is None:
+        return 0
+    dtype = next(model.parameters()).dtype
+    layer = 2 * batch * sizes.state_bytes(dtype) + nodes * sizes.node_bytes(dtype)
+    return len(model.config.recurrent_layers) * layer
 
 
 def _bytes(tensor: Tensor) -> int:

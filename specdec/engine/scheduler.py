@@ -146,7 +146,7 @@ class Scheduler:
             if self.batch.is_full or state.unread:
                 break
             request = state.request
-            if self._is_too_long(request.num_tokens) or request.drafted_until is not None:
+            if self.speculation.is_too_long(request.num_tokens) or request.drafted_until is not None:
                 request.drafted_until = 0
             speculates = self._speculates(request)
             # If it speculates, the pages of those that don't will lack the drafter's keys and values.
@@ -162,19 +162,10 @@ class Scheduler:
             if not request.has_entered:
                 self.totals.entered(request)
                 request.has_entered = True
-            entries.append(self._entry(state, speculates))
+            entries.append(self.pages.entry(state, len(self.states), speculates))
             self.batch.add(state)
             self._rows_changed()
         return steps.EnterRows(tuple(entries)) if entries else None
-
-    def _entry(self, state: RequestState, speculates: bool) -> steps.RowEntry:
-        """How a request takes the next free row."""
-        request = state.request
-        options, rules, _, grammar = request.choice
-        tables = tuple(map(tuple, self.admission.allocations[request].tables))  # a copy, because tables grow
-        encoder_input = self.admission.encoder_input(request)
-        written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
-        return steps.RowEntry(len(self.states), tables, options, speculates, rules, encoder_input, grammar, written)
 
     def next(self) -> Launch | None:
         """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
@@ -262,7 +253,7 @@ class Scheduler:
         states: list[RequestState | None] = []
         for (row, state), tokens in zip(entering, shares, strict=True):
             if tokens:
-                parts.append(state.next_part(row, tokens, None if state.done else self.admission.encoder_input(state.request)))
+                parts.append(self.pages.next_part(state, row, tokens))
                 states.append(state)
                 if state.runs:
                     self._rows_changed()
@@ -312,16 +303,13 @@ class Scheduler:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
         rows = []
         for row, state in enumerate(states):
-            if state is not None and self._speculates(state.request) and self._is_too_long(length := tokens_of([state])):
+            if state is None or not self._speculates(state.request):
+                continue
+            if self.speculation.is_too_long(length := tokens_of([state])):
                 state.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()
         return [steps.StopDrafting(tuple(rows))] if rows else []
-
-    def _is_too_long(self, tokens: int) -> bool:
-        """Whether nothing is drafted in a text of so many tokens."""
-        most = self.speculation.max_draft_length
-        return most is not None and tokens >= most
 
     def _end_pause(self) -> None:
         """Forgets the pause if no running row speculates: then no token is left that the drafter has not seen."""

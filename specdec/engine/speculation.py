@@ -58,6 +58,10 @@ class Speculation:
         """The most tokens that a round emits in a row."""
         return 1 + max((shape.max_steps for shape in self.shapes), default=0)
 
+    def is_too_long(self, tokens: int) -> bool:
+        """Whether nothing is drafted in a text of so many tokens."""
+        return self.max_draft_length is not None and tokens >= self.max_draft_length
+
     def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.
 

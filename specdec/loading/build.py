@@ -6,6 +6,7 @@ import gc
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +30,12 @@ from specdec.engine.speculation import Speculation
 from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
 from specdec.loading import devices
-from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
+from specdec.loading.memory import PoolPlan, StatePlan, pool_bytes, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, make_cache
 from specdec.models.linear import use_numerics
+from specdec.models.recurrent.pool import StatePool
 from specdec.models.target import Target
 from specdec.ops.compiling.rehearsal import compiles_ahead
 from specdec.ops.cuda_graph import on_device
@@ -42,6 +44,8 @@ from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
+from specdec.verify.hybrid import HybridVerifier
+from specdec.verify.states import StateRows
 from specdec.verify.verifier import TargetVerifier
 
 
@@ -87,6 +91,7 @@ def mixing(model: Target, head: DraftModel | None, settings: EngineSettings, bac
     least, config, spec = devices.MIXED_COST[settings.device.type], model.config, settings.spec
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
+    is_alone = is_alone and config.recurrent is None
     reads_heads = not config.keeps_latents and config.max_read is None
     is_chain = head is None or (spec is not None and not spec.is_auto and spec.topk == 1)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
@@ -142,13 +147,23 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     longest = settings.longest_encoder_input(model.config)
     cache = _cache(model, model.config, plan, settings, contexts)
     encoder_cache = _encoder_cache(model.config, settings) if longest else None
-    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, encoder_cache, contexts)
     rows = settings.options.max_batch_size + 1  # the last row is always padding
+    given = model, cache, backend, head.needs.features if head else None, encoder_cache, contexts
+    verifier = TargetVerifier(*given) if plan.states is None else _hybrid_verifier(given, settings, plan.states, rows)
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
     drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
     sizes = {"page_size": settings.page_tokens, "groups": len(plan.groups), "encoder_size": longest}
     return Workers(verifier, drafter, BatchState.empty(rows, settings.pages_per_sequence, **sizes, device=settings.device))
+
+
+def _hybrid_verifier(given: tuple[Any, ...], settings: EngineSettings, states: StatePlan, rows: int) -> TargetVerifier:
+    """given: what TargetVerifier is made of."""
+    config: ModelConfig = given[0].config
+    assert config.recurrent is not None
+    sizes = states.numbers, states.with_nodes, states.nodes
+    pool = StatePool(config.recurrent, config.recurrent_layers, *sizes, settings.dtype, settings.device)
+    return HybridVerifier(*given, pool=pool, rows=StateRows.empty(rows, states.nodes, settings.device))
 
 
 def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> DrafterContext:

@@ -46,6 +46,8 @@ def _problem(target: ModelConfig) -> str:
     """What of the target can't be context-parallel at all; empty if nothing is."""
     if target.encoder is not None:
         return "for a target with an encoder"
+    if target.recurrent is not None:
+        return "for recurrent layers, whose states are of whole sequences"
     if any(kind.alibi for kind in target.layer_kinds):
         return "for layers with ALiBi, whose distances need whole sequences"
     return ""

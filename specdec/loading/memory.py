@@ -1,5 +1,7 @@
 """Decides how large the KV pool is: which layers share page tables, the bytes of a page, and how many pages memory holds.
 
+Recurrent layers take their states out of the same memory first.
+
 This module knows models' configs, settings and bytes; it allocates nothing.
 """
 
@@ -15,18 +17,46 @@ import torch
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.groups import KVCacheGroup, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool
+from specdec.limits import RESERVED_STATES
 from specdec.loading.devices import HOST_KEPT_BATCHES, HOST_POOL_SHARE, KEPT_TOKENS, POOL_SHARE
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout
 
 
+class StatePlan(NamedTuple):
+    """with_nodes: the numbers of states that a tree's nodes may follow: all but the kept ones, which come last.
+
+    nodes: the most of one tree.  kept: how many states are kept for later prompts.  state_bytes, node_bytes: of all layers.
+    """
+
+    with_nodes: int
+    nodes: int
+    kept: int
+    state_bytes: int
+    node_bytes: int
+
+    @property
+    def numbers(self) -> int:
+        return self.with_nodes + self.kept
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row of the batch takes: two states, and what nodes leave beside each."""
+        return 2 * (self.state_bytes + self.nodes * self.node_bytes)
+
+    @property
+    def bytes(self) -> int:
+        return self.numbers * self.state_bytes + self.with_nodes * self.nodes * self.node_bytes
+
+
 class PoolPlan(NamedTuple):
-    """The KV pool, by group of layers."""
+    """The KV pool, by group of layers.  states: of a target with recurrent layers."""
 
     groups: tuple[KVCacheGroup, ...]
     num_pages: tuple[int, ...]  # of each group, its dummy page included
     page_bytes: tuple[int, ...]  # of one page of each group, over both models
+    states: StatePlan | None = None
 
     @property
     def bytes(self) -> int:
@@ -79,10 +109,11 @@ def pool_plan(
         takes_all = settings.device.type == "cuda" or options.kv_cache_memory != "auto"
         kept = most if takes_all else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
-    beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
+    states = plan_states(configs[0], settings, memory)
+    beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings) + (states.bytes if states else 0)
     memory -= beside
     num_pages = share_memory(memory, wanted, page_bytes, needed)
-    plan = PoolPlan(groups, num_pages, page_bytes)
+    plan = PoolPlan(groups, num_pages, page_bytes, states)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
         if options.kv_cache_memory != "auto":
             least = beside + 2 * page_bytes[0] + sum(map(mul, needed[1:], page_bytes[1:]))
@@ -99,7 +130,7 @@ def pool_plan(
 
 def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[KVCacheGroup, ...]:
     """Which layers of these models share page tables."""
-    spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
+    spans, options = [kind.span for config in configs for kind in config.key_kinds], settings.options
     return page_groups(spans, settings.lookahead, settings.page_tokens, settings.pages_per_sequence, options.prefix_caching)
 
 
@@ -109,7 +140,7 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
     for model, config in enumerate(configs):
         layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
         tokens = settings.page_tokens if model else settings.page_size  # ranks shard what the target keeps, and nothing else
-        for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
+        for layer in set(config.key_sources):  # a layer that reads another one's keys and values stores none
             sizes[group_of(config.layer_kinds[layer].span, groups)] += tokens * layout.layer_bytes(layer)
     return tuple(sizes)
 
@@ -124,7 +155,21 @@ def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
 def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     """The bytes of the scratch where a pass's own tokens lie on every rank; 0 where ranks shard no sequence."""
     layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
-    return settings.scratch_room * sum(map(layout.layer_bytes, set(target.kv_source)))
+    return settings.scratch_room * sum(map(layout.layer_bytes, set(target.key_sources)))
+
+
+def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0.0) -> StatePlan | None:
+    """The states of a target's recurrent layers; None: it has none.
+
+    memory: bytes for them and the KV pool together, of which some are for states that are kept.
+    """
+    sizes, layers, spec = target.recurrent, len(target.recurrent_layers), settings.spec
+    if sizes is None:
+        return None
+    nodes = max(shape.num_draft_tokens for shape in spec.shapes) if spec else 1
+    rows = RESERVED_STATES + 2 * settings.options.max_batch_size
+    each = layers * sizes.state_bytes(settings.dtype), layers * sizes.node_bytes(settings.dtype)
+    return StatePlan(rows, nodes, 0, *each)
 
 
 def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:

@@ -21,7 +21,7 @@ import torch
 from specdec.config import SpecConfig
 from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
-from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
+from specdec.loading.memory import kv_page_bytes, layer_groups, plan_states, source_bytes
 from specdec.loading.rank_share import share_of_tensor
 from specdec.loading.resolve import EngineSettings, check_packing, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -176,6 +176,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
         **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
         "keys and values": kv,
+        **({"states of recurrent layers": states.bytes} if (states := plan_states(target, settings)) else {}),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,

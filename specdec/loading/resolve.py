@@ -204,6 +204,8 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
             f"reads latents of up to {MAX_COLUMNS} numbers, or of an even number up to {2 * MAX_COLUMNS}, "
             f"got {target.latent_rank}"
         )
+    if target.recurrent is not None:
+        refuse("computes attention alone, and this target has recurrent layers")
     if any(kind.alibi for kind in target.layer_kinds):
         refuse("computes attention without ALiBi, which this target has")
     if settings.dtype not in (torch.bfloat16, torch.float16):
@@ -315,7 +317,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         gpu_kind(settings.device),
         head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in c.head_dims)),
         value_dims=tuple(dict.fromkeys(c.split_width for c in configs if c.split_width)),
-        kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
+        kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.key_kinds)),
         latents=(target.latent_rank, target.head_dim) if target.keeps_latents else None,
         kv_cache_dtype=options.kv_cache_dtype,
         page_size=settings.page_size,

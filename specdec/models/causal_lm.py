@@ -41,9 +41,9 @@ class PreNormLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.zero_centred_norms)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.zero_centred_norms)
         self.mlp = mlp
 
     def forward(
@@ -113,7 +113,7 @@ class CausalLM(Target):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(make_layer(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.zero_centred_norms)
         self.vocabulary = Vocabulary.of(config.vocab_size, ALONE)
         if config.tie_embeddings:
             self.lm_head = Linear.of(own_rows(self.embed_tokens.weight, config.shard))

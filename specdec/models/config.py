@@ -16,6 +16,7 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import distinct, store
 from specdec.models.checkpoints.mistaken import file_hint, folder_hint
 from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.models.recurrent.sizes import RecurrentConfig
 from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
@@ -85,6 +86,7 @@ class ModelConfig:
 
     value_width: of a value head where that is not head_dim; 0: it is.
     qk_norm: whether queries and keys are normed head by head.  norms_all_heads: whether all heads of a token are, together.
+    zero_centred_norms: whether norms multiply by 1 + their weight (see RMSNorm), those of heads too.
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
     sqrt_alibi: of layers with ALiBi, whether it counts the roots of distances.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
@@ -94,6 +96,7 @@ class ModelConfig:
     has_experts: a router chooses among experts.  experts: which, where specdec's own mixture computes them.
     latent_rank: how many numbers of a token's latent are not rotated, where all heads share one (MLA); 0: heads have keys.
     indexer: of sparse attention; None: a query reads all keys.
+    recurrent: what the layers of that kind keep of a text; None: there are none.
     differential: whether two heads make one pair, of which one softmax is taken from the other.
     quantization: how matrices are stored in 8 or 4 bits; None: none of them is.
     eos_ids: those that end a text.  ends_by_file: what each file names as ends, that which transformers' generate reads first.
@@ -120,6 +123,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     norms_all_heads: bool = False
+    zero_centred_norms: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
     kv_source: tuple[int, ...] = ()
     features_refusal: str = ""
@@ -134,6 +138,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent_rank: int = 0
     indexer: IndexerConfig | None = None
+    recurrent: RecurrentConfig | None = None
     differential: bool = False
     value_width: int = 0
     encoder: EncoderConfig | None = None
@@ -149,10 +154,28 @@ class ModelConfig:
         if self.kv_source == tuple(range(len(self.kv_source))):  # the same holds here
             store(self, kv_source=tuple(range(self.num_layers)))
         assert len(self.kv_source) == self.num_layers, (self.kv_source, self.num_layers)
+        if not self.recurrent_layers:  # nor need it have such layers
+            store(self, recurrent=None)
+        assert self.recurrent is not None or not self.recurrent_layers, self.layer_kinds
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that keep a state by row."""
+        return tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.recurrent)
+
+    @property
+    def key_sources(self) -> tuple[int, ...]:
+        """For each layer of attention, the layer whose keys and values it reads."""
+        return tuple(source for source, kind in zip(self.kv_source, self.layer_kinds, strict=True) if not kind.recurrent)
+
+    @property
+    def key_kinds(self) -> tuple[LayerKind, ...]:
+        """Which keys the layers of attention read."""
+        return tuple(kind for kind in self.layer_kinds if not kind.recurrent)
 
     @property
     def first_sharing_layer(self) -> int:
-        """The first layer of the model's end in which no layer stores keys and values; num_layers if the last one does."""
+        """The first layer of the model's end in which no layer keeps anything of a token; num_layers if the last one does."""
         return max(self.kv_source) + 1
 
     def first_of_rows(self, aux_layers: Sequence[int]) -> int:
@@ -181,7 +204,7 @@ class ModelConfig:
         """
         if (index := self.indexer) is not None:
             return 2.0 * index.heads * index.head_dim * len(set(index.sources))
-        return 4.0 * self.num_heads * self.head_dim * sum(kind.span is None for kind in self.layer_kinds)
+        return 4.0 * self.num_heads * self.head_dim * sum(kind.span is None for kind in self.key_kinds)
 
     @property
     def split_width(self) -> int:

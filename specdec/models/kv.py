@@ -65,7 +65,7 @@ def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, 
     Where an indexer chooses, its layers read all of its keys, and each layer the latents of the most tokens that a query reads.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype)
-    token = sum(map(layout.layer_bytes, config.kv_source))
+    token = sum(map(layout.layer_bytes, config.key_sources))
     if (index := config.indexer) is None:
         return context * token
     keys = len(set(index.sources)) * index.head_dim * dtype.itemsize

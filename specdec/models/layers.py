@@ -39,12 +39,16 @@ class Embedding(nn.Embedding):
 class RMSNorm(nn.Module):
     """Root-mean-square norm (arXiv 1910.07467) over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
+    zero_centred: whether a checkpoint holds w of a norm by 1 + w.  The weight is then 1 + w in float32 in a model of 16 bits,
+        which holds it exactly, and what is normed is rounded once, after the product with it, as in transformers.  Whoever
+        fills it says so anew: a model's modules are made, and then cast.
     group: the ranks that hold the layer before the norm together.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, zero_centred: bool = False) -> None:
         super().__init__()
-        self.weight = new_weight(size)
+        self.zero_centred = zero_centred
+        self.weight = norm_weight(zero_centred, size)
         self.eps = eps
         self.group: Group = ALONE
 
@@ -69,6 +73,14 @@ class RMSNorm(nn.Module):
         return embed_rms_norm(ids_T, table_VH, self.weight, self.eps, below_CH)
 
 
+def norm_weight(zero_centred: bool, *size: int) -> Tensor:
+    """The weight of such a norm, for a loader to fill."""
+    if not zero_centred:
+        return new_weight(*size)
+    now = made_now()
+    return nn.Buffer(torch.empty(size, dtype=torch.promote_types(now.dtype, torch.float32), device=now.device))
+
+
 class HeadsRMSNorm(nn.Module):
     """Weights of Qwen3's query and key norm, an RMS norm over the D values of each head.
 
@@ -79,13 +91,17 @@ class HeadsRMSNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, num_heads: int) -> None:
         super().__init__()
-        self.weight = new_weight(num_heads, config.head_dim)
+        self.zero_centred = config.zero_centred_norms
+        self.weight = norm_weight(self.zero_centred, num_heads, config.head_dim)
         self.eps = config.rms_norm_eps
 
 
-def projection(config: ModelConfig, in_features: int, num_kv_heads: int) -> Linear:
-    """The fused projection to queries, keys and values.  num_kv_heads: 0 for a layer that projects queries only."""
-    heads = {"q_proj": config.num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+def projection(config: ModelConfig, in_features: int, num_kv_heads: int, query_rows: int = 1) -> Linear:
+    """The fused projection to queries, keys and values.  num_kv_heads: 0 for a layer that projects queries only.
+
+    query_rows: rows of q_proj for each value of a query.
+    """
+    heads = {"q_proj": query_rows * config.num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     parts = {name: count * config.head_dim for name, count in heads.items() if count}
     copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
     return Linear.column(in_features, parts, config.shard, config.qkv_bias, copies)
@@ -145,14 +161,17 @@ class SelfAttention(nn.Module):
     in_features: width of the input; EAGLE-3 heads read two hidden states side by side.
     shares_kv: whether the layer reads the keys and values of an earlier layer.  It then projects queries only, and has no kv
         heads of its own (num_kv_heads is 0).
+    query_rows: of `projection`; of families whose queries come with gates.
     """
+
+    query_rows = 1
 
     def __init__(self, config: ModelConfig, in_features: int, shares_kv: bool = False) -> None:
         super().__init__()
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
         self.head_dim, self.rope = config.head_dim, config.rope
-        self.qkv_proj = projection(config, in_features, self.num_kv_heads)
+        self.qkv_proj = projection(config, in_features, self.num_kv_heads, self.query_rows)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them

@@ -25,8 +25,10 @@ from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.gguf.kept_blocks import BLOCKS, blocks_of
 from specdec.models.keys.ends import with_ends
+from specdec.models.keys.wrappers import unwrapped
 from specdec.models.llama.config import FAMILIES as LLAMA
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
+from specdec.models.qwen_hybrid.config import FAMILIES as HYBRIDS
 from specdec.models.schemes.config import SIDECAR, read_sidecar, round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
@@ -41,6 +43,7 @@ FOLDERS = {
     "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
+    "qwen_hybrid": HYBRIDS,
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 
@@ -140,8 +143,8 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
 def target_json(place: Path) -> dict[str, Any]:
     """The object of a target's config.json, or what a GGUF file's keys say in its words.
 
-    With what ModelOpt's older files say of weights beside it, in hf_quant_config.json.  ValueError if both say something and
-    contradict each other.
+    With what ModelOpt's older files say of weights beside it, in hf_quant_config.json.  Of a wrapper, the text model's.
+    ValueError if two places say something and contradict each other.
     """
     if is_gguf(place):
         return config_of(open_gguf(place))
@@ -149,7 +152,7 @@ def target_json(place: Path) -> dict[str, Any]:
     raw = read_json(path)
     if beside.is_file() and (scheme := read_sidecar(read_json(beside), raw, str(beside), str(path))) is not None:
         raw["quantization_config"] = scheme
-    return raw
+    return unwrapped(raw, str(path))
 
 
 def _read_gguf(path: Path, backend: str) -> TargetChoice:

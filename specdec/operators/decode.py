@@ -56,6 +56,11 @@ class DecodePass(nn.Module):
                 f"target must be a decoder alone, got family {target.config.family!r} with an encoder; nearest setting that "
                 "works: run it by SpecDecoder"
             )
+        if target.config.recurrent is not None:
+            raise ValueError(
+                f"target must keep nothing but keys and values, got family {target.config.family!r} with recurrent layers; "
+                "nearest setting that works: run it by SpecDecoder"
+            )
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
         self.kv_cache_dtype, weight = kv_cache_dtype, target.embed_tokens.weight
         check_cache_dtype(target.config, kv_cache_dtype, weight.device)

@@ -2,7 +2,8 @@
 
 That is the residual sum, the reading of embeddings, or EAGLE-3's pair of inputs.  What follows may want other rows below the
 normed ones, in one matrix.  On a CPU and under autograd each function runs its definition here; on a GPU it is one launch of
-norm_triton.py.  Both round a sum to its dtype before it is normed.
+norm_triton.py.  Both round a sum to its dtype before it is normed, and what was normed once: after the product with the weight.
+So a weight may be wider than x: zero-centred norms keep 1 + w in float32.
 
 Shapes: T tokens, H hidden, V vocabulary, C rows below, X width of a row, P of its parts that are normed.
 """
@@ -28,7 +29,13 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         from specdec.ops.norm_triton import launch_add_rms_norm
 
         return launch_add_rms_norm(x, None, weight_H, eps)[1]
-    return F.rms_norm(x, weight_H.shape, weight_H, eps)
+    return _normed(x, weight_H, eps)
+
+
+def _normed(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    if weight_H.dtype == x.dtype:
+        return F.rms_norm(x, weight_H.shape, weight_H, eps)
+    return F.rms_norm(x.to(weight_H.dtype), weight_H.shape, weight_H, eps).to(x.dtype)
 
 
 def add_rms_norm(
@@ -53,7 +60,7 @@ def add_rms_norm(
         total_TH, normed_TH = ADD_RMS_NORM(x_TH, delta_TH, weight_H, eps)
     else:
         total_TH = x_TH + delta_TH
-        normed_TH = F.rms_norm(total_TH, weight_H.shape, weight_H, eps)
+        normed_TH = _normed(total_TH, weight_H, eps)
     return total_TH if out_TH is None else out_TH.copy_(total_TH), _above(normed_TH, below_CH)
 
 
@@ -81,8 +88,8 @@ def pair_rms_norm(
         from specdec.ops.norm_triton import launch_pair_rms_norm
 
         return launch_pair_rms_norm(ids_T, table_VH, table_weight_H, x_TH, weight_H, eps)
-    embedded_TH = F.rms_norm(F.embedding(ids_T, table_VH), table_weight_H.shape, table_weight_H, eps)
-    return torch.cat((embedded_TH, F.rms_norm(x_TH, weight_H.shape, weight_H, eps)), dim=-1)
+    embedded_TH = _normed(F.embedding(ids_T, table_VH), table_weight_H, eps)
+    return torch.cat((embedded_TH, _normed(x_TH, weight_H, eps)), dim=-1)
 
 
 def part_squares(x_TX: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -44,7 +44,8 @@ class HeadPrep:
     """What has to be done to a layer's fresh queries and keys before attention.
 
     rotation: None if they are rotated already.
-    norm_HD: a norm weight for each query and key head (Qwen3's q/k norm over head_dim), or None.
+    norm_HD: a norm weight for each query and key head (Qwen3's q/k norm over head_dim), or None.  It may be wider than they are
+        (zero-centred norms): then what is normed is rounded after the product with it alone.
     eps: the epsilon of that norm.
     """
 
@@ -60,7 +61,7 @@ class HeadPrep:
         qk_THD = qkv_TXD[:, : X - K]
         if self.norm_HD is not None:
             read_THD = qk_THD.clone() if qk_THD.requires_grad else qk_THD  # a gradient needs what the norm read
-            qk_THD.copy_(F.rms_norm(read_THD, (D,), None, self.eps) * self.norm_HD)
+            qk_THD.copy_(F.rms_norm(read_THD.to(self.norm_HD.dtype), (D,), None, self.eps) * self.norm_HD)
         if self.rotation is not None:
             self.rotation.rotate_(qk_THD)
         return qkv_TXD[:, : X - 2 * K], qkv_TXD[:, X - 2 * K :].view(T, 2, K, D)

@@ -56,7 +56,7 @@ class PromptRunner:
 
     def run(self, chunk: RunChunk) -> FirstTokens:
         """Runs the chunk."""
-        exact = ChunkShape.of(chunk.parts)
+        exact = self.shape_of(chunk)
         bucket = bucket_of(exact)
         # A backend that reads lengths on the host needs those of each chunk, so it can't replay another chunk's graph.
         reads_lengths = not self.workers.verifier.backend.reads_no_lengths
@@ -71,12 +71,16 @@ class PromptRunner:
         self._passes[key] += 1  # counted only now, because a pass that fails may have compiled nothing
         return first
 
+    def shape_of(self, chunk: RunChunk) -> ChunkShape:
+        """Its exact shape."""
+        return ChunkShape.of(chunk.parts, self.workers.verifier.keeps_states)
+
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
         return self._pass(self.to_device(chunk, shape), ChunkKey(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
 
     def rehearse(self, chunk: RunChunk, padded: bool = False) -> None:
         """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does.  padded: or its second one."""
-        exact = ChunkShape.of(chunk.parts)
+        exact = self.shape_of(chunk)
         self._eager(chunk, bucket_of(exact) if padded else exact)
 
     def replay(self, chunk: RunChunk, key: ChunkKey) -> FirstTokens:
@@ -133,4 +137,4 @@ def bucket_of(exact: ChunkShape) -> ChunkShape:
     tokens = exact.tokens
     step = min(MAX_BUCKET_STEP, max(16, 1 << max(0, (tokens - 1).bit_length() - 3)))
     padded = -(-tokens // step) * step
-    return ChunkShape(padded, 1 << (exact.parts - 1).bit_length(), padded, uniform=False, cached=None)
+    return ChunkShape(padded, 1 << (exact.parts - 1).bit_length(), padded, False, None, exact.states)

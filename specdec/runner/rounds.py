@@ -46,7 +46,7 @@ class RoundRunner:
         is_whole = self.graph_mode == "round" and not self.clock.enabled and not step.needs.grammar
         if not is_whole or step.kind != "speculative":
             return self._phases(state, step, self.phase_graphs)
-        changed = [*state.written(step.needs), *self.workers.need_drafter().changed(state)]
+        changed = [*self.workers.verifier.written(state, step.needs), *self.workers.need_drafter().changed(state)]
         key = "round", state.shape, step.spec, step.needs
         return self._run(self.round_graphs, key, lambda: self._phases(state, step, EAGER), changed)
 
@@ -102,7 +102,7 @@ class RoundRunner:
         verifier, needs = self.workers.verifier, step.needs
         key, with_features = (VERIFY[step.kind], state.shape, step.spec, needs), step.kind != "plain"
         paused = self.workers.need_drafter() if step.kind == "paused" else None
-        changed = [*state.written(needs), *(paused.changed(state) if paused else ())]
+        changed = [*verifier.written(state, needs), *(paused.changed(state) if paused else ())]
 
         def accept(done: TreePass, masks: BitMasks | None = None) -> RoundResult:
             result = verifier.accept(state, tree, needs, done, with_features, masks)

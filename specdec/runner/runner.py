@@ -220,7 +220,8 @@ class DeviceRunner:
     def _try(self, step: steps.Try) -> steps.Pending:
         tried = step.step
         state = self._rows_of(tried)
-        changed = [*state.written(tried.needs), *(drafter.changed(state) if (drafter := self.workers.drafter) else ())]
+        verifier, drafter = self.workers.verifier, self.workers.drafter
+        changed = [*verifier.written(state, tried.needs), *(drafter.changed(state) if drafter else ())]
         saved = [tensor.clone() for tensor in changed]
         for _ in range(TRIES):  # the first of them captures
             begun = self.readback.record_event()
@@ -252,6 +253,8 @@ class DeviceRunner:
                 (state.encoder_page_B, state.encoder_lens_B), to_device(texts, device, torch.int32).unbind(1)
             ):
                 tensor.index_copy_(0, rows_R, values_R)
+        if self.workers.verifier.keeps_states:
+            self.workers.verifier.enter_rows(rows_R, to_device([entry.state for entry in entries], device))
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None
@@ -286,6 +289,7 @@ class DeviceRunner:
 
     def _leave(self, step: steps.LeaveRows) -> None:
         moves = len(step.moves)
+        assert not {source for source, _ in step.moves} & {target for _, target in step.moves}, step
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
         rows_R = to_device(rows, self.device)
         self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])

@@ -83,6 +83,7 @@ class Workers:
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
         self.state.move_rows(sources_R, targets_R)
+        self.verifier.move_rows(sources_R, targets_R)
         if self.drafter:
             self.drafter.move_rows(sources_R, targets_R)
 

@@ -10,7 +10,8 @@ import threading
 from typing import Any
 
 import pytest
-import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
+import toolkit.heads.block_zoo
+import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
 from toolkit.inside.hooks import PHASES
 from toolkit.models import Zoo
@@ -36,6 +37,8 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "one pass": ("llama", "p-eagle", {"spec": SpecConfig("auto", 2, 6), "prefix_caching": True}),
     "one pass mixed": ("llama", "dflash-mixed", {"spec": SpecConfig(3, 3, 9)}),
     "ring auto": ("mistral", "eagle1-window", {"spec": SpecConfig("auto", 2, 8)}),
+    "hybrid": ("qwen3_next", "eagle3", {"spec": SpecConfig(3, 4, 12)}),
+    "hybrid auto": ("qwen3_5_text", "eagle1", {"spec": SpecConfig("auto", 2, 8)}),
 }
 
 CROWDED = ("tree", "kept auto", "kept window", "ring auto")  # threads know less of an engine
@@ -123,7 +126,8 @@ def disturb(traffic: Traffic, events: int, speculating: float) -> list[tuple[Req
             driver.cancel(chance.choice(asked[-6:])[0])
         elif event < 0.36:
             driver.set_chunk(chance.choice([1, 2, 7, 20, 64, 10**6]))
-            if not traffic.decoder.settings.spec or not traffic.decoder.settings.spec.is_auto:
+            spec, mixes = traffic.decoder.settings.spec, traffic.decoder.model.config.recurrent is None
+            if mixes and (spec is None or not spec.is_auto):
                 driver.mix(chance.choice([None, 1, 20, 100]))
         elif event < 0.40:
             phases = [phase for phase in PHASES if driver.drafter is not None or PHASES[phase][0] != "drafter"]

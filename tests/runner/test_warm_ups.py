@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
+import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
 import torch
 from toolkit.driver import Driver, new_request
 from toolkit.heads.block_zoo import HEADS  # which the zoo then has
@@ -95,15 +96,19 @@ def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dspark-rnn", "ngram"])
-def test_warm_ups_change_nothing(zoo: Zoo, kind: str, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [("llama", "eagle3"), ("llama", "p-eagle"), ("llama", "dspark-rnn"), ("llama", "ngram"), ("qwen3_5_text", "eagle1")],
+)
+def test_warm_ups_change_nothing(zoo: Zoo, target: str, kind: str, whole: bool) -> None:
     """Keeps out: a tensor that a phase advances and that is missing among those that a capture restores: lengths, tokens that a
-    pause kept, counts of tokens, first levels.  The first round of each shape would then be wrong, on GPUs alone."""
+    pause kept, counts of tokens, first levels, numbers of states.  The first round of each shape would then be wrong, on GPUs
+    alone."""
     settings: dict[str, Any] = {"page_size": 4, "max_batch_size": 2}
     spec = SpecConfig("auto", 2, 6)
     trees: Trees = []
-    want = outputs(Driver(zoo.decoder("llama", kind, spec, **settings)), trees)
-    driver, seen = Driver(zoo.decoder("llama", kind, spec, **settings)), Trees()
+    want = outputs(Driver(zoo.decoder(target, kind, spec, **settings)), trees)
+    driver, seen = Driver(zoo.decoder(target, kind, spec, **settings)), Trees()
     graphs = WarmUps(seen)
     driver.use_graphs(graphs, whole)
     assert outputs(driver, seen) == want

@@ -225,6 +225,7 @@ HEADS = {
     "eagle1-two-layers": lambda folder, target: save_eagle1(folder, target, layers=2, bias=False, seed=3),
 }
 MORE_HEADS: dict[str, Any] = {}  # of other kinds, which the files that make them add
+MORE_TARGETS: dict[str, Callable[[Path], Path]] = {}  # of other families, likewise
 
 
 class Zoo:
@@ -237,7 +238,9 @@ class Zoo:
 
     def target(self, name: str) -> Path:
         folder = self.root / name
-        return folder if folder.is_dir() else save_target(folder, name, **self.changes)
+        if folder.is_dir():
+            return folder
+        return MORE_TARGETS[name](folder) if name in MORE_TARGETS else save_target(folder, name, **self.changes)
 
     def head(self, target: str, kind: str) -> Path:
         folder = self.root / f"{target}--{kind}"

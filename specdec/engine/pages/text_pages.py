@@ -13,7 +13,7 @@ from math import inf
 
 from specdec.engine.pages.admission import Admission
 from specdec.engine.request import RequestState
-from specdec.steps import PromptPart, RowGrowth
+from specdec.steps import PromptPart, RowEntry, RowGrowth
 
 # A row gets pages for so many more tokens than the next round can reach, where that is a small part of the free ones.  So only
 # few rounds come after a change of page tables.
@@ -55,6 +55,19 @@ class TextPages:
             return EntryDecision.NO_ROOM
         state.begin(admission.allocations[request].start)
         return EntryDecision.ENTERS
+
+    def entry(self, state: RequestState, row: int, speculates: bool) -> RowEntry:
+        """How a request that has got its pages takes the row."""
+        request = state.request
+        options, rules, _, grammar = request.choice
+        tables = tuple(map(tuple, self.admission.allocations[request].tables))  # a copy, because tables grow
+        encoder_input = self.admission.encoder_input(request)
+        written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
+        return RowEntry(row, tables, options, speculates, rules, encoder_input, grammar, written)
+
+    def next_part(self, state: RequestState, row: int, tokens: int) -> PromptPart:
+        """Plans a chunk's part of the request's text, see RequestState.next_part."""
+        return state.next_part(row, tokens, None if state.done else self.admission.encoder_input(state.request))
 
     def ran(self, state: RequestState, part: PromptPart, drafted: bool) -> None:
         """A part of the text is on its way, so other requests can share its pages.  drafted: whether the drafter reads it."""

@@ -71,7 +71,7 @@ def stored_as(config: ModelConfig) -> str:
 
 def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
     kinds = Counter(map(str, config.layer_kinds))
-    stored = len(set(config.kv_source))
+    stored = len(set(config.key_sources))
     experts = _experts(raw, config)
     return {
         "layers": config.num_layers,
@@ -87,7 +87,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         **({"encoder": f"reads up to {config.encoder.max_tokens} tokens"} if config.encoder else {}),
         "vocab_size": config.vocab_size,
         "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
-        "rope": _alibi(config) if all(kind.alibi for kind in config.layer_kinds) else _rope(config.rope),
+        "rope": _alibi(config) if all(kind.alibi for kind in config.key_kinds) else _rope(config.rope),
         "context": f"{config.max_position} ({config.max_position_why})",
         "bytes of a token's keys and values": _token_bytes(config),
     }
@@ -123,7 +123,7 @@ def _rope(rope: RopeConfig) -> dict[str, Any]:
 def _token_bytes(config: ModelConfig) -> int:
     """Of all layers that store some, in the dtype of the checkpoint, or in 16 bits where it names none."""
     layout = cache_layout(config, "auto", DTYPES.get(config.dtype or "", torch.bfloat16))
-    return sum(layout.layer_bytes(layer) for layer in set(config.kv_source))
+    return sum(layout.layer_bytes(layer) for layer in set(config.key_sources))
 
 
 def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[str, Any]:

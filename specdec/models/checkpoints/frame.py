@@ -19,6 +19,7 @@ from specdec.models.checkpoints.mistaken import refuse_head_tensors
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.checkpoints.unsaid_quantisation import refuse_unsaid_quantisation
 from specdec.models.config import ModelConfig
+from specdec.models.keys.wrappers import WRAPPERS
 from specdec.models.schemes.config import AT_LOAD
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
@@ -63,7 +64,8 @@ def load_family(
 
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
     """The folder's tensors, stored as the config says.  ValueError if it ignores quantised weights, or they are a head's."""
-    checkpoint = Checkpoint(folder, quantization=config.quantization, by_expert=config.experts is not None)
+    by_expert, wrapper = config.experts is not None, WRAPPERS.get(config.family)
+    checkpoint = Checkpoint(folder, quantization=config.quantization, by_expert=by_expert, wrapper=wrapper)
     refuse_head_tensors(checkpoint.names(), folder)
     if config.quantization is None or config.quantization.method == AT_LOAD:
         refuse_unsaid_quantisation(checkpoint)

@@ -14,7 +14,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, RMSNorm, SelfAttention
+from specdec.models.layers import MLP, HeadsRMSNorm, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored
 from specdec.models.making import making
 from specdec.models.schemes.formats import RoundToNearest
@@ -221,7 +221,17 @@ def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arr
 
 
 def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
+    if not norm.zero_centred:
+        copy_(norm.weight, checkpoint, f"{prefix}.weight")
+        return
+    norm.weight = widened(norm.weight)
     copy_(norm.weight, checkpoint, f"{prefix}.weight")
+    norm.weight += 1
+
+
+def widened(weight: Tensor) -> nn.Buffer:
+    """An empty weight of a zero-centred norm as it is kept: in float32, or in a wider model's dtype."""
+    return nn.Buffer(weight.to(torch.promote_types(weight.dtype, torch.float32)))
 
 
 def pairs_of(attention: SelfAttention) -> Arrange | None:
@@ -232,11 +242,13 @@ def pairs_of(attention: SelfAttention) -> Arrange | None:
     return partial(by_halves, head_dim=D, rotated=rope.rotated or D, interleaved=rope.interleaved)
 
 
-def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
+def fill_attention(
+    attention: SelfAttention, checkpoint: Checkpoint, prefix: str, own_order: Mapping[str, Arrange] = {}
+) -> None:
     """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any.
 
     Attention that reads another layer's keys and values has queries only.  Where a part of each head is rotated, or pairs lie
-    side by side, rows of queries and keys are brought into our order.
+    side by side, rows of queries and keys are brought into our order.  own_order: of parts whose rows a family orders itself.
     """
     D, turned = attention.head_dim, pairs_of(attention)
     if not attention.shares_kv:
@@ -244,19 +256,27 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
         own = slice(start // D, start // D + attention.num_kv_heads)
         attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, whole // D, own)
     names = {part: f"{prefix}.{part}" for part in attention.qkv_proj.parts.sizes}
-    arrange = None if turned is None else {part: turned for part in names if part != "v_proj"}
-    fill_linear(attention.qkv_proj, checkpoint, names, arrange)
+    arrange = {} if turned is None else {part: turned for part in names if part != "v_proj"}
+    fill_linear(attention.qkv_proj, checkpoint, names, arrange | dict(own_order))
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     if attention.qk_norm is not None:
-        weight, Q = attention.qk_norm.weight, attention.num_heads
-        for letter, heads in (("q", weight[:Q]), ("k", weight[Q:])):
-            if not len(heads):
-                continue
-            name = f"{prefix}.{letter}_norm.weight"
-            norm_D = checkpoint.take(name, (attention.head_dim,))
-            with torch.no_grad():
-                heads.copy_((norm_D if turned is None else turned(norm_D)).expand_as(heads))
-            checkpoint.landed(name, heads)
+        _fill_head_norms(attention, attention.qk_norm, checkpoint, prefix)
+
+
+def _fill_head_norms(attention: SelfAttention, norm: HeadsRMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
+    """A row for each head: files have one for all queries, and one for all keys."""
+    norm.weight = widened(norm.weight) if norm.zero_centred else norm.weight
+    Q, turned = attention.num_heads, pairs_of(attention)
+    for letter, heads in (("q", norm.weight[:Q]), ("k", norm.weight[Q:])):
+        if not len(heads):
+            continue
+        name = f"{prefix}.{letter}_norm.weight"
+        norm_D = checkpoint.take(name, (attention.head_dim,))
+        with torch.no_grad():
+            heads.copy_((norm_D if turned is None else turned(norm_D)).expand_as(heads))
+        checkpoint.landed(name, heads)
+    if norm.zero_centred:
+        norm.weight += 1
 
 
 def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:

@@ -52,6 +52,8 @@ class Quantization:
     method: who wrote it, or "round to nearest".  formats: rules and the format of the matrices that they fit; exact rules
     before expressions, and those before classes.  kept: matrices that are not quantised.
     optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
+    inside: what the file's names of the matrices begin with in place of "model.", if a wrapper holds them (keys/wrappers.py):
+    rules are about the file's names.
     setting: the option by which dense weights are rounded to these formats as they are loaded; empty: the checkpoint is
     quantised.
     """
@@ -62,9 +64,12 @@ class Quantization:
     optional: tuple[Rule, ...] = ()
     kept_by: str = "ignore"
     setting: str = ""
+    inside: str = "model."
 
     def format_of(self, name: str, has: Callable[[WeightFormat], bool]) -> WeightFormat | None:
         """The format of the matrix of that name; None: it is not quantised.  has: whether the tensors look like the format."""
+        if name.startswith("model."):
+            name = f"{self.inside}{name.removeprefix('model.')}"
         if any(rule.fits(name) for rule in self.kept):
             return None
         found = next((format for rule, format in self.formats if rule.fits(name)), None)

@@ -45,7 +45,7 @@ GROUPS = (
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
         "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks local_slots "
         "largest_queries float8_queries latent_path path merge_kv_blocks next_tokens finish_chain best_paths block_tables fork "
-        "best_nodes first_level expand accept path_tables",
+        "best_nodes first_level expand accept path_tables output_gate",
         {
             "add_rms_norm": "weight",
             "router": "weight",
@@ -128,6 +128,13 @@ GROUPS = (
             "corrected_logits": "w2",
             "chain_step": "own w2",
         },
+    ),
+    KernelGroup(
+        "late",
+        "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
+        "what the round before left, before its wait.",
+        "tree_convolution chunk_convolution",
+        {},
     ),
     KernelGroup(
         "late",

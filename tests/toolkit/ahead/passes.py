@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from toolkit.ahead import attention, products, rounds
+from toolkit.ahead import attention, products, recurrent, rounds
 
 PASSES: tuple[Callable[[], None], ...] = (
     products.products,
@@ -17,6 +17,7 @@ PASSES: tuple[Callable[[], None], ...] = (
     products.coded_mixtures,
     products.dense_mixtures,
     products.norms_and_rows,
+    recurrent.recurrent_layers,
     attention.heads_attention,
     attention.latent_attention,
     attention.sparse_attention,

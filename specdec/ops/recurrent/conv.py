@@ -1,0 +1,77 @@
+"""A causal convolution for each channel, by path, with SiLU: y = silu(sum over w of weight_w * the input w tokens before).
+
+In a tree a node reads its nearest ancestors, and beyond the root the last inputs of the committed text.  On a GPU each pass
+over a tree or over parts is one launch of conv_triton.py.
+
+Shapes: as of states.py; Z = W + 1 taps, of which the last is the token's own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.ops.launch import use_kernels
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+
+
+def tree_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
+    """[T, C]: each node's output.  The pending path is added to the last inputs, and the nodes leave theirs."""
+    if use_kernels(x_TC):
+        from specdec.ops.recurrent.conv_triton import launch_tree_convolution
+
+        return launch_tree_convolution(x_TC, weight_CZ, layer, steps)
+    B, N = steps.parents_BN.shape
+    W, x_BNC = weight_CZ.shape[1] - 1, x_TC.view(B, N, -1)
+    last_BWC = _last_inputs(layer, steps)
+    layer.conv_PWC.index_copy_(0, steps.write_B, last_BWC)
+    layer.x_LNC[steps.write_B, :N] = x_BNC
+    known_BMC = torch.cat((last_BWC, x_BNC), dim=1)
+    at_BN = torch.arange(W, W + N, device=x_TC.device).expand(B, N)
+    above_BN = torch.cat((at_BN[:, :1] - 1, W + steps.parents_BN[:, 1:]), dim=1)  # the root follows the last input
+    above_BM = torch.cat((at_BN.new_tensor([0, *range(W - 1)]).expand(B, W), above_BN), dim=1)
+    y_BNC = known_BMC.gather(1, at_BN[..., None].expand_as(x_BNC)).to(_wide(x_TC)) * weight_CZ[:, W]
+    for tap in range(W - 1, -1, -1):
+        at_BN = above_BM.gather(1, at_BN)
+        y_BNC = y_BNC + known_BMC.gather(1, at_BN[..., None].expand_as(x_BNC)) * weight_CZ[:, tap]
+    return F.silu(y_BNC).to(x_TC.dtype).flatten(0, 1)
+
+
+def _last_inputs(layer: LayerStates, steps: TreeSteps) -> Tensor:
+    """[B, W, C]: the last inputs of each committed text, its pending path included."""
+    conv_BWC, W = layer.conv_PWC[steps.read_B], layer.conv_PWC.shape[1]
+    E, count_B = steps.path_BE.shape[1], steps.count_B.long()
+    left_B = steps.read_B.where(count_B > 0, 0)
+    x_BEC = layer.x_LNC[left_B].gather(1, steps.path_BE[..., None].expand(-1, -1, conv_BWC.shape[2]))
+    both_BMC = torch.cat((conv_BWC, x_BEC), dim=1)
+    at_BW = count_B[:, None] + torch.arange(W, device=count_B.device)
+    assert both_BMC.shape[1] == W + E
+    return both_BMC.gather(1, at_BW[..., None].expand_as(conv_BWC))
+
+
+def chunk_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: ChunkSteps) -> Tensor:
+    """[T, C]: each token's output; that of padding is anything."""
+    if use_kernels(x_TC):
+        from specdec.ops.recurrent.conv_triton import launch_chunk_convolution
+
+        return launch_chunk_convolution(x_TC, weight_CZ, layer, steps)
+    y_TC, W, cu = torch.zeros_like(x_TC), weight_CZ.shape[1] - 1, steps.cu_B1.tolist()
+    for b, (read, write) in enumerate(zip(steps.read_B.tolist(), steps.write_B.tolist(), strict=True)):
+        begin, end = cu[b], cu[b + 1]
+        known_MC = torch.cat((layer.conv_PWC[read], x_TC[begin:end]))
+        if begin < end:
+            y_TC[begin:end] = convolved(known_MC[None], weight_CZ)[0]
+        layer.conv_PWC[write] = known_MC[len(known_MC) - W :]
+        layer.conv_PWC[steps.keep_B[b]] = known_MC[int(steps.after_B[b]) :][:W]
+    return y_TC
+
+
+def convolved(x_BMC: Tensor, weight_CZ: Tensor) -> Tensor:
+    """[B, M - W, C]: the outputs of all inputs but the first W."""
+    taps_BNCZ = x_BMC.unfold(1, weight_CZ.shape[1], 1).to(_wide(x_BMC))
+    return F.silu((taps_BNCZ * weight_CZ).sum(-1)).to(x_BMC.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

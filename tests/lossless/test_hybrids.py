@@ -1,0 +1,68 @@
+"""Targets with recurrent layers write what transformers writes, token for token, in float32, whatever the tree.
+
+Keeps out: a state that a rejected draft has touched, a pending path that is added twice, lost, or added in another row, a state
+that a chunk begins anew, and a state of an earlier request that a row goes on with.
+"""
+
+import pytest
+import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
+from toolkit.driver import Driver
+from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.texts import hold_captured_text
+
+from specdec import SamplingParams, SpecConfig
+
+LENGTHS = [20, 7, 24, 1, 13, 18]
+PROMPTS = ragged_prompts(40, len(LENGTHS), seed=7)
+# target, head, shape, page size, rows, tokens of a chunk
+CASES = [
+    ("qwen3_next", "eagle3", (4, 4, 14), 1, 3, 7),
+    ("qwen3_5_text", "eagle1", (5, 8, 32), 16, 8, 64),
+    ("qwen3_5_moe_text", "eagle3", (5, 1, 6), 5, 2, 1),
+    ("qwen3_5_text", "ngram", (3, 2, 6), 4, 1, 10),
+    ("qwen3_5_text", None, None, 4, 2, 1024),
+]
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+    ("target", "head", "shape", "page_size", "rows", "chunk"), CASES, ids=lambda v: str(v).replace(" ", "")
+)
+def test_text_is_transformers(
+    zoo: Zoo, target: str, head: str | None, shape: tuple[int, int, int] | None, page_size: int, rows: int, chunk: int
+) -> None:
+    """More prompts than rows, so that rows leave, move and enter in the middle of others' rounds."""
+    spec = None if shape is None else SpecConfig(*shape)
+    decoder = zoo.decoder(target, head, spec, page_size=page_size, max_batch_size=rows)
+    Driver(decoder).set_chunk(chunk)
+    sampling = [SamplingParams(max_tokens=n) for n in LENGTHS]
+    for speculate in (True, False) if head else (False,):
+        outputs = decoder.generate(PROMPTS, sampling, speculate=speculate)
+        for prompt, n, out in zip(PROMPTS, LENGTHS, outputs, strict=True):
+            assert out.token_ids == zoo.greedy(target, prompt, 24)[:n], (speculate, prompt)
+        assert not speculate or sum(out.stats.accepted for out in outputs) > 0
+    Driver(decoder).assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("target", ["qwen3_next", "qwen3_5_text"])
+def test_a_seed_alone_decides_sampled_text(zoo: Zoo, target: str) -> None:
+    """Keeps out: noise or a state that depends on drafts, on rows that don't speculate beside, or on the batch."""
+    decoder = zoo.decoder(target, "eagle3", SpecConfig(4, 4, 14), page_size=3, max_batch_size=4)
+    sampling = [SamplingParams(max_tokens=n, temperature=0.9, seed=n) for n in LENGTHS]
+    plain = [out.token_ids for out in decoder.generate(PROMPTS, sampling, speculate=False)]
+    assert [out.token_ids for out in decoder.generate(PROMPTS, sampling)] == plain
+    driver = Driver(decoder)
+    requests = [driver.submit(prompt, each, speculate=at % 2 == 0) for at, (prompt, each) in enumerate(zip(PROMPTS, sampling))]
+    driver.run_until_idle()
+    assert [request.output.token_ids for request in requests] == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "shape", "page_size"),
+    [("qwen3_next wide", (4, 4, 14), 5), ("qwen3_5_text wide", (5, 1, 6), 16), ("qwen3_5_moe_text wide", (5, 8, 32), 1)],
+    ids=str,
+)
+def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int, int, int], page_size: int) -> None:
+    """Keeps out: a number of a state or a length of a path that a graph holds from its capture."""
+    hold_captured_text(zoo, target, shape, page_size)

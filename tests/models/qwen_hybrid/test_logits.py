@@ -1,0 +1,53 @@
+"""Qwen's hybrids against transformers, in float32: logits of whole rows, by attention without a cache.
+
+Keeps out: rows of fused matrices in another order, a gate of the wrong head, a norm whose weight is not above one, a head that
+is turned as a whole, an absent key that means something else than in transformers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.checkpoints.load import load_target
+from toolkit.recurrent.targets import FAMILIES, hybrid_model
+
+from specdec.attention.eager.dense import DenseAttention
+from specdec.models.causal_lm import CausalLM
+from specdec.models.registry import choose_target
+
+IDS = torch.randint(40, (2, 21), generator=torch.Generator().manual_seed(5))
+# name: (family, what differs from the toolkit's tiny targets)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "next-dense-layers": ("qwen3_next", dict(decoder_sparse_step=2, norm_topk_prob=False, tie_word_embeddings=True)),
+    "next-no-experts": ("qwen3_next", dict(num_experts=0, attention_bias=True, num_key_value_heads=4)),
+    "next-unsaid-kinds": ("qwen3_next", dict(layer_types=None, linear_num_key_heads=4, linear_key_head_dim=12)),
+    "tied-biased": ("qwen3_5_text", dict(tie_word_embeddings=True, attention_bias=True, num_key_value_heads=1)),
+    "interval": ("qwen3_5_text", dict(layer_types=None, full_attention_interval=2, linear_conv_kernel_dim=2)),
+    "one-key-head": ("qwen3_5_text", dict(linear_num_key_heads=1, linear_value_head_dim=4, rope_parameters=None)),
+    "moe-tied": ("qwen3_5_moe", dict(tie_word_embeddings=True, num_experts_per_tok=3)),
+}
+
+
+def our_logits(model: CausalLM) -> torch.Tensor:
+    rows, tokens = IDS.shape
+    positions = torch.arange(tokens).repeat(rows)
+    attention = DenseAttention(model.config.layer_kinds, rows, kv_layers=model.config.kv_source)
+    return model.logits(model(IDS.flatten(), positions, attention).hidden_TH).unflatten(0, (rows, tokens))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_target(folder, choose_target(folder, "native").config, 64, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    family, changes = CASES[name]
+    hf = hybrid_model(family, seed=7, **changes)
+    hf.save_pretrained(tmp_path)
+    want = hf(IDS, use_cache=False).logits
+    got = our_logits(load(tmp_path))
+    assert float(want.std()) > 0.1
+    torch.testing.assert_close(got, want, atol=2e-5 * float(want.abs().max()), rtol=1e-5)

@@ -1,0 +1,103 @@
+"""Recurrent layers over trees, parts and whole rows against the rule, run along each path alone, in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from toolkit.recurrent.made import Sizes, Weights, by_the_rule, path_to, poisoned, random_tree, steps_of, trash_steps
+from torch import Tensor
+
+from specdec.ops.recurrent.conv import chunk_convolution, convolved, tree_convolution
+from specdec.ops.recurrent.gated_delta import chunk_outputs, row_outputs, tree_outputs
+from specdec.ops.recurrent.states import ChunkSteps
+
+SIZES = Sizes()
+
+
+class Text:
+    """Inputs of one sequence's tokens, so far."""
+
+    def __init__(self) -> None:
+        self.x_MC, self.a_MH, self.b_MH = torch.empty(0, SIZES.C), torch.empty(0, SIZES.H), torch.empty(0, SIZES.H)
+
+    def grown(self, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.cat((self.x_MC, x)), torch.cat((self.a_MH, a)), torch.cat((self.b_MH, b))
+
+    def grow(self, x: Tensor, a: Tensor, b: Tensor) -> None:
+        self.x_MC, self.a_MH, self.b_MH = self.grown(x, a, b)
+
+
+def close(got: Tensor, want: Tensor) -> bool:
+    return torch.allclose(got, want, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nodes_and_commits(seed: int) -> None:
+    """Keeps out: a node that sees a node beside its path, a path added twice or not at all, a number that another sequence
+    reads, a decay that overflows between branches, and memory that nobody has written reaching an output.
+    """
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        rng = random.Random(seed)
+        weights, layer = Weights.random(SIZES, torch.float64), poisoned(SIZES, 8, 8, 40, torch.float64)
+        texts, numbers, paths = [Text(), Text(), Text()], [[0, 2, 3], [0, 4, 5], [0, 6, 7]], [[], [], []]
+        for _ in range(5):
+            nodes, chain = rng.choice([1, 2, 6, 33]), rng.random() < 0.3
+            trees = [random_tree(nodes, rng, chain) for _ in texts]
+            steps = steps_of(trees, [(read, write) for read, write, _ in numbers], paths, places=40)
+            x, a, b = (torch.randn(3 * nodes, width) * 2 for width in (SIZES.C, SIZES.H, SIZES.H))
+            a[rng.randrange(len(a))] += 18  # a decay of e^-200 and less
+            y = tree_convolution(x, weights.conv_CZ, layer, steps)
+            out = tree_outputs(y, weights.gates(a, b), layer, steps).view(3, nodes, SIZES.H, SIZES.V)
+            for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+                own = [part.view(3, nodes, -1)[row] for part in (x, a, b)]
+                for node in range(nodes):
+                    path = path_to(tree, node)
+                    want, _ = by_the_rule(*text.grown(*(part[path] for part in own)), weights, SIZES)
+                    assert close(out[row, node], want[-1])
+                read, write, other = numbers[row]
+                if len(text.x_MC):
+                    _, states = by_the_rule(text.x_MC, text.a_MH, text.b_MH, weights, SIZES)
+                    assert close(layer.state_PHKV[write], states[-1])
+                numbers[row], paths[row] = [write, other, write], path_to(tree, rng.randrange(nodes))
+                text.grow(*(part[paths[row]] for part in own))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("cuts", [[70, 1, 9], [64, 64], [1, 1, 1, 130]])
+def test_parts_are_one_text(cuts: list[int]) -> None:
+    """Keeps out: a part that begins from another state than its text's, a block's border that shows, and a kept state that is
+    not that of its place.
+    """
+    torch.manual_seed(sum(cuts))
+    weights = Weights.random(SIZES, torch.float64)
+    layer = poisoned(SIZES, 9, 6, 4, torch.float64)
+    total, rng = sum(cuts), random.Random(len(cuts))
+    texts = [[torch.randn(total, width, dtype=torch.float64) for width in (SIZES.C, SIZES.H, SIZES.H)] for _ in range(2)]
+    wanted = [by_the_rule(*text, weights, SIZES) for text in texts]
+    for (x, a, b), (outputs, _) in zip(texts, wanted, strict=True):
+        y = convolved(torch.cat((x.new_zeros(3, SIZES.C), x))[None], weights.conv_CZ)
+        assert close(row_outputs(y, weights.gates(a, b), SIZES.G, SIZES.K, SIZES.V)[0], outputs)
+    done, numbers = 0, [[0, 2, 3], [0, 4, 5]]
+    for cut in cuts:
+        after = rng.randrange(1, cut + 1)
+        read_B, write_B = torch.tensor([row[:2] for row in numbers]).unbind(1)
+        keep_B, after_B = trash_steps(2)
+        keep_B[1], after_B[1] = 7, after
+        steps = ChunkSteps(read_B, write_B, torch.tensor([0, cut, 2 * cut], dtype=torch.int32), keep_B, after_B, cut)
+        x, a, b = (
+            torch.cat((*(text[i][done : done + cut] for text in texts), texts[0][i][:3])) for i in range(3)
+        )  # padding last
+        out = chunk_outputs(chunk_convolution(x, weights.conv_CZ, layer, steps), weights.gates(a, b), layer, steps)
+        for row, (outputs, states) in enumerate(wanted):
+            assert close(out[row * cut : (row + 1) * cut], outputs[done : done + cut])
+            assert close(layer.state_PHKV[numbers[row][1]], states[done + cut - 1])
+        assert close(layer.state_PHKV[7], wanted[1][1][done + after - 1])
+        before = torch.cat((texts[1][0].new_zeros(3, SIZES.C), texts[1][0]))
+        assert torch.equal(layer.conv_PWC[7], before[done + after : done + after + 3])
+        numbers = [[write, other, write] for _, write, other in numbers]
+        done += cut

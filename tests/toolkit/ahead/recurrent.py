@@ -1,0 +1,28 @@
+"""What a recurrent layer of Qwen3.5's widths launches: see passes.py.
+
+Shapes: as of specdec/ops/recurrent/states.py.
+"""
+
+from __future__ import annotations
+
+from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from toolkit.ahead.made import counts, floats, halves, ids
+
+G, H, WIDTH, TAPS = 16, 48, 128, 4  # key and value heads, their widths
+CHANNELS = (2 * G + H) * WIDTH
+
+
+def recurrent_layers() -> None:
+    """Plain steps, chains and trees, and parts of prompts."""
+    layer = LayerStates(
+        floats(80, H, WIDTH, WIDTH), halves(80, TAPS - 1, CHANNELS), floats(66, 60, G, WIDTH), floats(66, 60, H, WIDTH),
+        floats(66, 60, H), halves(66, 60, CHANNELS),
+    )  # fmt: skip
+    weight = halves(CHANNELS, TAPS)
+    for B in (1, 32):
+        for N, depth, E in ((1, 0, 1), (1, 0, 6), (6, 5, 6), (16, 15, 16), (32, 5, 6), (60, 7, 8)):
+            steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))
+            tree_convolution(halves(B * N, CHANNELS), weight, layer, steps)
+    chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
+    chunk_convolution(halves(8192, CHANNELS), weight, layer, chunk)

@@ -1,0 +1,1 @@
+"""Random layers and texts for tests of recurrent layers."""
