@@ -268,6 +268,7 @@ def test_generate_with_every_option(capsys):
     assert first.logprobs is not None and f"{first.logprobs[0].logprob:.4f}" in lines[0]
 
 
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 @needs_pair
 def test_generate_reads_stdin_and_stops(capsys):
@@ -317,6 +318,7 @@ def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 @needs_pair
 def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):

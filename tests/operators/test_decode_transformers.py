@@ -118,6 +118,7 @@ def test_code_that_torch_cannot_export_is_refused(families: Families) -> None:
         export_decode(decode, batch=1, num_tokens=1)
 
 
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 def test_an_exported_program_can_be_compiled(families: Families) -> None:
     """Keeps out: the way that the refusal names, if it does not work."""

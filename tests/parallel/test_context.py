@@ -142,6 +142,7 @@ def test_long_prompts_gather_latents(zoos: dict[type[Zoo], Zoo]) -> None:
     assert with_ranks(*pair, TREE, 2, texts, few, **settings, decode_context_parallel_size=2) == want
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v32", "gpt-oss"])
 def test_processes_write_what_one_writes(

@@ -59,6 +59,7 @@ def ended_soon() -> Iterator[None]:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes_until_one_dies(tmp_path: Path) -> None:
     """Each has half of the experts of a mixture.
@@ -219,6 +220,7 @@ def _own_signals() -> Iterator[None]:
         signal.signal(each, handler)
 
 
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 @pytest.mark.usefixtures("_own_signals")
 def test_processes_of_a_launcher_join(zoo: Zoo, tmp_path: Path) -> None:

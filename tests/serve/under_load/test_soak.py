@@ -17,6 +17,7 @@ from specdec.engine.pages.forecast import KEPT
 from specdec.generation import Stats
 
 
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 def test_hundreds_of_calls(tmp_path: Path) -> None:
     decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
