@@ -47,7 +47,7 @@ door/test_cli_flags door/test_door_errors door/test_options door/test_prompts do
 draft/ngram/test_lookup draft/test_ancestry draft/test_kernels draft/test_load draft/test_rows draft/test_tree
 engine/pages/test_copies engine/pages/test_mixed_windows::test_copies_are_evicted_before_anybody_waits
 engine/pages/test_prefix_cache::test_any_order_of_use_keeps_the_books
-engine/pages/test_page_groups engine/pages/test_pages engine/pages/test_shared_prefix
+engine/pages/test_kept_states engine/pages/test_page_groups engine/pages/test_pages engine/pages/test_shared_prefix
 engine/speculation/test_estimates engine/speculation/test_pause
 engine/test_chunks engine/test_detokenize engine/test_endings engine/test_engine engine/test_kept engine/test_not_finite
 engine/test_scheduler engine/test_text

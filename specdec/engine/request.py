@@ -158,12 +158,17 @@ class RequestState:
         self.text, self.next_token = text, output[-1] if output else -1
         self.done, self.runs = start, False
 
-    def next_part(self, row: int, tokens: int, encoder_input: EncoderInput | None) -> PromptPart:
-        """Plans a chunk's part of so many tokens.  If the text ends with it, the row runs from now on."""
+    def next_part(
+        self, row: int, tokens: int, encoder_input: EncoderInput | None, keep: tuple[int, int] | None = None
+    ) -> PromptPart:
+        """Plans a chunk's part of so many tokens.  If the text ends with it, the row runs from now on.
+
+        keep: see PromptPart.
+        """
         start, self.done = self.done, self.done + tokens
         ends = self.done == len(self.text)
         next_token = self.next_token if ends else self.text[self.done]
-        part = PromptPart(row, self.text[start : self.done], start, next_token, encoder_input, ends and self.resumes)
+        part = PromptPart(row, self.text[start : self.done], start, next_token, encoder_input, ends and self.resumes, keep)
         if part.is_last:
             self.runs, self.unread = True, int(part.emits)
         return part

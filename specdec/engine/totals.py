@@ -51,6 +51,8 @@ class Totals:
     pages_total: int = 0  # of the KV pool
     local_pages_used: int = 0
     local_pages_total: int = 0
+    states_used: int = 0  # states of recurrent layers that are kept for later prompts
+    states_total: int = 0  # that can be kept
     requests: Counter[str] = field(default_factory=Counter)  # ended, by how: "eos", "stop", "length", "error" or "cancelled"
     rounds: int = 0  # passes over the batch whose tokens have been read
     chunks: int = 0  # passes over prompts, likewise

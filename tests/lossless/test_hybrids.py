@@ -66,3 +66,19 @@ def test_a_seed_alone_decides_sampled_text(zoo: Zoo, target: str) -> None:
 def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int, int, int], page_size: int) -> None:
     """Keeps out: a number of a state or a length of a path that a graph holds from its capture."""
     hold_captured_text(zoo, target, shape, page_size)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_caches_in_8_bits_hold_attention_layers_alone(zoo: Zoo, kv: str) -> None:
+    """Keeps out: scales that are taken for those of another layer, because recurrent ones have none."""
+    decoder = zoo.decoder("qwen3_5_text", "eagle1", SpecConfig(3, 4, 12), page_size=4, kv_cache_dtype=kv, dtype="float64")
+    sampling = [SamplingParams(max_tokens=n) for n in LENGTHS]
+    outputs = [decoder.generate(PROMPTS, sampling, speculate=speculate) for speculate in (True, False)]
+    assert [out.token_ids for out in outputs[0]] == [out.token_ids for out in outputs[1]]
+
+
+def test_specdec_verify_reads_them_too(zoo: Zoo) -> None:
+    """Keeps out: a dense reference that knows no rule but softmax."""
+    decoder = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 8, 40))
+    found = decoder.verify(PROMPTS, SamplingParams(max_tokens=16))
+    assert found.passed and found.count("EXACT") == len(PROMPTS) and found.unsure == 0 and found.accepted > 0

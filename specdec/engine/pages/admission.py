@@ -8,60 +8,21 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
 
 from specdec.checks import PromptTooLong
+from specdec.engine.pages.allocation import PageAllocation, PrefixHit, Usage
 from specdec.engine.pages.copies import RingCopies
 from specdec.engine.pages.forecast import OutputLengths, RowForecast, most_growth
 from specdec.engine.pages.groups import RING_PREFILL
+from specdec.engine.pages.kept_states import KeptStates, TextStates
 from specdec.engine.pages.pool import PagePool
 from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages
-from specdec.engine.request import Request
+from specdec.engine.request import Request, RequestState
 from specdec.steps import CopyPages, EncoderInput
 
 # A threshold in tokens: a prompt waits for another prompt's prefill if that saves the computation of at least so many tokens.
 MIN_SHARED_TO_WAIT = 256
-
-
-@dataclass
-class PageAllocation:
-    """The pages of one request, as far as its page tables go by now.
-
-    rings: for each group of layers, all pages of its ring, which the tables repeat; None: a table has a page for each entry.
-    """
-
-    table: list[int]  # by position; where there are two groups of layers, those of the layers that read all keys
-    start: int = 0  # how many leading tokens of the prompt have their keys and values in the pages already
-    node: Node | None = None  # the last page that it shares through the prefix cache; None without a prefix cache
-    local: list[int] | None = None  # by position, for layers with a span, where there are two groups of layers
-    encoder_page: int | None = None  # the page of the encoder's cache with the text that the request's encoder reads, if any
-    rings: tuple[list[int] | None, ...] = (None,)
-    most: int = 0  # entries that the tables can ever have
-    borrowed: int = 0  # leading pages that the prefix cache has lent it
-    number: int = 0  # how many requests got pages before
-
-    @property
-    def tables(self) -> tuple[list[int], ...]:
-        """The page table of each group of layers."""
-        return (self.table,) if self.local is None else (self.table, self.local)
-
-
-class PrefixHit(NamedTuple):
-    """What the prefix cache holds of a prompt: its leading pages in order, and the number of tokens in them."""
-
-    path: list[Node]
-    tokens: int
-
-
-class Usage(NamedTuple):
-    """Pages that requests own or read, and all there are; see Totals."""
-
-    pages_used: int
-    pages_total: int
-    local_pages_used: int
-    local_pages_total: int
 
 
 class Admission:
@@ -74,6 +35,8 @@ class Admission:
         the decoder's keys and values depend on the encoder's text.
     local: the pages of the layers with a span, which have a ring; None where there is one group of layers.
     span: the most keys that one query reads in these layers.
+    kept_states: numbers of states that are kept for later prompts, of a target with recurrent layers; None: it has none.  A
+        text of such a target begins after kept pages only where a state is kept, too.
     encoder_pages: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     min_shared_to_wait: see `should_wait`.
@@ -87,6 +50,7 @@ class Admission:
         local: PagePool | None = None,
         span: int = 1,
         encoder_pages: int = 0,
+        kept_states: range | None = None,
     ) -> None:
         assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
         assert not (prefix_caching and encoder_pages), "keys and values depend on the encoder's text, so they can't be kept"
@@ -94,8 +58,10 @@ class Admission:
         assert local is None or (local.ring is not None and local.ring <= local.capacity), "one ring at least"
         self.pool, self.local, self.lookahead = pool, local, lookahead
         self.copies = RingCopies(local, span, group=1) if local is not None and prefix_caching else None
-        on_change = [] if self.copies is None else [self.copies.drop]
+        kept = KeptStates(kept_states) if kept_states is not None and prefix_caching else None
+        on_change = [each.drop for each in (self.copies, kept) if each is not None]
         self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
+        self.text_states = None if kept is None or self.cache is None else TextStates(kept, self.cache)
         self.allocations: dict[Request, PageAllocation] = {}
         self.lengths = OutputLengths()
         self._admitted = 0
@@ -121,9 +87,12 @@ class Admission:
         return self.local.num_free if self.copies is None else self.copies.num_free
 
     def usage(self) -> Usage:
-        """How many pages are used now."""
+        """How many pages and kept states are used now."""
         pages, local = self.pool.capacity, self.local.capacity if self.local else 0
-        return Usage(pages - self.free_pages, pages, local - self.free_local_pages, local)
+        kept = self.text_states.kept if self.text_states else KeptStates(range(0))
+        return Usage(
+            pages - self.free_pages, pages, local - self.free_local_pages, local, kept.total - kept.num_free, kept.total
+        )
 
     @property
     def due_copies(self) -> list[CopyPages]:
@@ -173,10 +142,20 @@ class Admission:
             return PrefixHit([], 0) if self.pool.can_admit(needed) else None
         if self.pool.pages_for(needed) - request.text_length // size > self.free_pages:
             return None
-        path = self.cache.find(request.text, drafted)
-        if self.copies is not None:
-            path = path[: self.copies.usable(path)]
-        return PrefixHit(path, len(path) * size)
+        kept = self.cache.find(request.text, drafted)
+        path = self._usable(kept)
+        return PrefixHit(path, len(path) * size, len(kept) * size if kept and kept[-1].children else 0)
+
+    def _usable(self, path: list[Node]) -> list[Node]:
+        """The most leading pages of the path after which a text can begin."""
+        length = None
+        while length != len(path):
+            length = len(path)
+            if self.copies is not None:
+                path = path[: self.copies.usable(path)]
+            if self.text_states is not None:
+                path = path[: self.text_states.kept.usable(path)]
+        return path
 
     def foresees_room(self, request: Request, found: PrefixHit) -> bool:
         """Whether the pool will probably hold the request and all that hold pages now, until each has ended.
@@ -206,17 +185,22 @@ class Admission:
         entries = self.pool.table_pages(self.tokens_to_enter(request))
         return self._forecast(request, entries, entries - len(found.path), number)
 
-    def should_wait(self, request: Request, found: PrefixHit, others: Sequence[Request]) -> bool:
+    def should_wait(self, request: Request, found: PrefixHit, others: Sequence[RequestState]) -> bool:
         """Whether the request had better enter after the texts of `others` have run.
 
-        That is so if the prefix cache would then hold at least min_shared_to_wait more tokens of its text.
+        That is so if the prefix cache would then hold at least min_shared_to_wait more tokens of its text.  With recurrent
+        layers it must hold a state there, so the others are asked to keep theirs.
         found: what the cache holds now.
         """
         if self.cache is None:
             return False
-        text, size = request.text, self.pool.page_size
-        shared = max(common_pages(text, other.text, size) for other in others) * size
-        return shared - found.tokens >= self.min_shared_to_wait
+        text, size, waits = request.text, self.pool.page_size, False
+        for other in others:
+            shared = common_pages(text, other.text, size) * size
+            if shared - found.tokens >= self.min_shared_to_wait:
+                kept = self.text_states
+                waits |= kept is None or kept.will_keep(other.request, shared, other.done, request)
+        return waits
 
     def admit(self, request: Request, found: PrefixHit) -> bool:
         """Gives the request the pages with which it enters.  Returns whether there were enough; if not, nothing has changed."""
@@ -241,6 +225,8 @@ class Admission:
         if request.encoder_ids is not None:
             held.encoder_page = self._free_encoder_pages.pop()
         self.allocations[request] = held
+        if self.text_states is not None:
+            self.text_states.begin(request, found.path, request.text_length, found.shared)
         if self._forecasts is not None:
             insort(self._forecasts, self._forecast_entry(request, found, held.number))
         if self.cache is not None and not request.has_entered:
@@ -347,6 +333,8 @@ class Admission:
         allocation, self._forecasts = self.allocations.pop(request), None
         if allocation.encoder_page is not None:
             self._free_encoder_pages.append(allocation.encoder_page)
+        if self.text_states is not None:
+            self.text_states.leave(request)
         if self.cache is not None and allocation.node is not None:
             self.cache.leave(allocation.node)
         self.pool.release(request)

@@ -40,10 +40,11 @@ class Node:
 class PrefixCache:
     """Owns pages of the pool.  A page that a sequence uses is never evicted; a page that is idle can be evicted at any time.
 
-    on_change: called with a node when it gets another page or is evicted: what somebody else keeps for it is then worthless.
+    on_change: each is called with a node when it gets another page or is evicted: what somebody else keeps for it is then
+        worthless.
     """
 
-    def __init__(self, pool: PagePool, on_change: Callable[[Node], None] = lambda node: None) -> None:
+    def __init__(self, pool: PagePool, *on_change: Callable[[Node], None]) -> None:
         self.pool, self._on_change = pool, on_change
         self.root = Node((), None, -1, drafted=True)
         # The nodes that nobody uses, in the order in which they became idle.  A node becomes idle before its parent does, so
@@ -92,7 +93,7 @@ class PrefixCache:
             elif drafted and not child.drafted:
                 if child.users:
                     break
-                self._on_change(child)
+                self._changes(child)
                 self._swap(child, page, owner)
                 child.drafted = True
             elif child.page != page and not leaves:
@@ -109,6 +110,10 @@ class PrefixCache:
         self.pool.give_back(self, [node.page])
         self.pool.pass_on(page, owner, self)
         node.page = page
+
+    def _changes(self, node: Node) -> None:
+        for told in self._on_change:
+            told(node)
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from the first page to this one, in order."""
@@ -140,7 +145,7 @@ class PrefixCache:
             node, _nothing = self._idle.popitem(last=False)
             assert not node.children and node.parent is not None, "a page became idle before a page after it"
             del node.parent.children[node.key]
-            self._on_change(node)
+            self._changes(node)
             self.pool.give_back(self, [node.page])
 
 

@@ -13,6 +13,7 @@ from math import inf
 
 from specdec.engine.pages.admission import Admission
 from specdec.engine.request import RequestState
+from specdec.limits import ZEROS
 from specdec.steps import PromptPart, RowEntry, RowGrowth
 
 # A row gets pages for so many more tokens than the next round can reach, where that is a small part of the free ones.  So only
@@ -48,8 +49,7 @@ class TextPages:
         found = admission.find(request, speculates)
         if found is None:
             return EntryDecision.NO_ROOM
-        others = [other.request for other in entering]
-        if others and admission.should_wait(request, found, others):
+        if entering and admission.should_wait(request, found, entering):
             return EntryDecision.WAITS
         if not (admission.foresees_room(request, found) and admission.admit(request, found)):
             return EntryDecision.NO_ROOM
@@ -63,17 +63,22 @@ class TextPages:
         tables = tuple(map(tuple, self.admission.allocations[request].tables))  # a copy, because tables grow
         encoder_input = self.admission.encoder_input(request)
         written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
-        return RowEntry(row, tables, options, speculates, rules, encoder_input, grammar, written)
+        number = self.admission.text_states.number(request) if self.admission.text_states else ZEROS
+        return RowEntry(row, tables, options, speculates, rules, encoder_input, grammar, written, number)
 
     def next_part(self, state: RequestState, row: int, tokens: int) -> PromptPart:
         """Plans a chunk's part of the request's text, see RequestState.next_part."""
-        return state.next_part(row, tokens, None if state.done else self.admission.encoder_input(state.request))
+        admission, request, start = self.admission, state.request, state.done
+        keep = admission.text_states.promise(request, start, start + tokens) if admission.text_states else None
+        return state.next_part(row, tokens, None if start else admission.encoder_input(request), keep)
 
     def ran(self, state: RequestState, part: PromptPart, drafted: bool) -> None:
         """A part of the text is on its way, so other requests can share its pages.  drafted: whether the drafter reads it."""
         end = part.end
         tokens = [*state.text, state.next_token] if state.resumes and part.is_last else state.text[: end + 1]
         self.admission.keep(state.request, tokens, drafted, end)
+        if self.admission.text_states is not None:
+            self.admission.text_states.ran(state.request, tokens)
 
     def leave(self, state: RequestState, drafted: bool, unseen: int) -> None:
         """Takes all pages of a row that ends or steps back.  The prefix cache keeps those that are full and final.

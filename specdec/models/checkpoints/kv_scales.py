@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.layers import SelfAttention
+from specdec.models.recurrent.layer import RecurrentLayer
 
 # Where exporters put a layer's scales, below its attention: llm-compressor (and AutoFP8), vLLM's own names, ModelOpt, Quark.
 _NAMES = (
@@ -40,8 +41,9 @@ def take_kv_scale(checkpoint: Checkpoint, prefix: str, num_kv_heads: int, own: s
 
 
 def kv_scales(model: nn.Module) -> list[Tensor | None]:
-    """Of every attention layer, in order."""
-    return [module.kv_scale_2K for module in model.modules() if isinstance(module, SelfAttention)]
+    """Of every layer, in order; a recurrent one has none."""
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention | RecurrentLayer)]
+    return [layer.kv_scale_2K if isinstance(layer, SelfAttention) else None for layer in layers]
 
 
 def _scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> Tensor:

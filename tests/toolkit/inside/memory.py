@@ -66,10 +66,12 @@ class Written:
 class Memory:
     """A runner whose slots hold texts.  It checks every read of every pass.
 
-    kinds: the kind of the layers of each group.  scheduler: asked whose a row is, and for nothing else.
+    kinds: the kind of the layers of each group.  scheduler: asked whose a row is, and for nothing else.  most: tokens of a
+        prompt in one pass.
     """
 
     scheduler: Scheduler
+    most: int = CHUNK
 
     def __init__(self, kinds: list[LayerKind], page_size: int, rng: random.Random, vocab: int) -> None:
         self.kinds, self.page_size, self.rng, self.vocab = kinds, page_size, rng, vocab
@@ -146,7 +148,7 @@ class Memory:
                 row.add(row.request.text[: part.start])
                 row.length = part.start
                 self.resumed += part.start > 0 and bool(row.request.output.token_ids)
-            assert part.start == row.length and len(part.token_ids) <= CHUNK
+            assert part.start == row.length and len(part.token_ids) <= self.most
             row.add(list(part.token_ids))
             own = self.next_token(row.text)
             emitted.append([own] if part.emits else [])

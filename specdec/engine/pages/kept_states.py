@@ -1,0 +1,169 @@
+"""Keeps states of recurrent layers for later prompts: what these layers need besides the pages that the prefix cache keeps.
+
+A page of keys is worth nothing to such a target without the state after the page's last token.  A state is large, so only few
+are kept, each under a number of its own, and each belongs to the node of the prefix cache after whose page it stands.  A text
+begins after the longest kept state whose pages are there too.  The state that was used least recently makes room for the next.
+
+A row reads its state in its first chunk, and a chunk writes a state while it runs.  So a number stays as it is from a row's
+entry until its first chunk has been launched, and what a chunk is to write is found only once the chunk has been launched.
+
+This module knows numbers, nodes and texts; where in a text a state is kept is decided in state_places.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from specdec.engine.pages.prefix_cache import Node, PrefixCache
+from specdec.engine.pages.state_places import LEAST_KEPT, STATE_EVERY, StatePlaces, distance
+from specdec.limits import RESERVED_STATES, ZEROS
+
+
+class KeptStates:
+    """Owns numbers of states, and says which of them hold the state after which node's page.
+
+    numbers: may be none; then nothing is kept.
+    """
+
+    def __init__(self, numbers: range) -> None:
+        assert not numbers or numbers[0] >= RESERVED_STATES
+        self.total = len(numbers)
+        self._free = list(numbers[::-1])
+        self._numbers: OrderedDict[Node, int] = OrderedDict()  # the least recently used first
+        self._readers = Counter[int]()  # rows that are still to read a number
+
+    @property
+    def num_free(self) -> int:
+        """How many numbers hold no state, and will hold none after the next launch."""
+        return len(self._free)
+
+    def usable(self, path: Sequence[Node]) -> int:
+        """The most leading pages of the path after which a text can begin: those before the last kept state."""
+        return next((length for length in range(len(path), 0, -1) if path[length - 1] in self._numbers), 0)
+
+    def borrow(self, node: Node) -> int:
+        """The number of the node's state.  It counts as used now, and stays as it is until it is given back."""
+        self._numbers.move_to_end(node)
+        number = self._numbers[node]
+        self._readers[number] += 1
+        return number
+
+    def give_back(self, number: int) -> None:
+        """A row has read the state, or never will."""
+        self._readers[number] -= 1
+        assert self._readers[number] >= 0
+        if not self._readers[number]:
+            del self._readers[number]
+
+    def take(self) -> int | None:
+        """A number under which a chunk may keep a state; None: rows are still to read all of them."""
+        if not self._free:
+            idle = (node for node, number in self._numbers.items() if number not in self._readers)
+            if (node := next(idle, None)) is None:
+                return None
+            self.drop(node)
+        return self._free.pop()
+
+    def enter(self, node: Node | None, number: int) -> None:
+        """The state after the node's page is under this number, or soon will be.  None: nobody can find it.
+
+        A node that has a state keeps the one that it has.
+        """
+        if node is None or node in self._numbers:
+            self._free.append(number)
+        else:
+            self._numbers[node] = number
+        if node is not None:
+            self._numbers.move_to_end(node)
+
+    def drop(self, node: Node) -> None:
+        """Gives up the node's state, if there is one.  No row is still to read it, because such a row uses the node."""
+        if (number := self._numbers.pop(node, None)) is not None:
+            assert number not in self._readers
+            self._free.append(number)
+
+
+@dataclass
+class StateUse:
+    """How one row uses kept states.
+
+    number: of the state with which its text goes on, or ZEROS.  is_read: whether the chunk that reads it has been launched.
+    places: where states of its text are kept.  promised: the number under which its next part keeps one, and after how many
+        tokens of the text; None: it keeps none.
+    """
+
+    number: int
+    places: StatePlaces
+    is_read: bool = False
+    promised: tuple[int, int] | None = None
+
+
+class TextStates:
+    """The states of rows' texts: with which kept one each goes on, and which its chunks keep.
+
+    every, least: see StatePlaces, in tokens.
+    """
+
+    def __init__(self, kept: KeptStates, cache: PrefixCache) -> None:
+        self.kept, self.cache = kept, cache
+        self.every, self.least = STATE_EVERY, LEAST_KEPT
+        self._rows: dict[Hashable, StateUse] = {}
+
+    def begin(self, owner: Hashable, path: Sequence[Node], tokens: int, shared: int) -> None:
+        """A text of so many tokens gets a row, and goes on after the path.  shared: see PrefixHit."""
+        size = self.cache.pool.page_size
+        number = self.kept.borrow(path[-1]) if path else ZEROS
+        places = StatePlaces(len(path) * size, (tokens - 1) // size * size, distance(self.every, size, tokens, self.kept.total))
+        places.shared[owner] = shared
+        self._rows[owner] = StateUse(number, places)
+
+    def number(self, owner: Hashable) -> int:
+        """The number of the state with which the text goes on."""
+        return self._rows[owner].number
+
+    def will_keep(self, owner: Hashable, place: int, done: int, who: Hashable) -> bool:
+        """Whether the text will probably keep its state after `place` tokens if somebody else asks, whose text begins alike.
+
+        done: of so many of its tokens chunks have been launched.
+        """
+        places = self._rows[owner].places
+        if not self.kept.total or place <= done or place - places.begun < self.least:
+            return False
+        places.shared[who] = place
+        return True
+
+    def promise(self, owner: Hashable, start: int, end: int) -> tuple[int, int] | None:
+        """What a part of the text keeps, from token `start` up to `end`: see PromptPart.keep."""
+        row = self._rows[owner]
+        place = row.places.choose(start, end, self.least) if self.kept.total else None
+        if place is None or (number := self.kept.take()) is None:
+            return None
+        row.promised, row.places.begun = (number, place), place
+        return number, place - start
+
+    def ran(self, owner: Hashable, tokens: Sequence[int]) -> None:
+        """A part of the text has been launched, and what can be kept of its pages is in the cache.
+
+        tokens: up to the end of the part, and the token after it if it is known.
+        """
+        row = self._rows[owner]
+        self._read(row)
+        if row.promised is not None:
+            number, place = row.promised
+            path = self.cache.find(tokens[: place + 1], drafted=False)  # the pages may be those of another text
+            self.kept.enter(path[-1] if len(path) * self.cache.pool.page_size == place else None, number)
+            row.promised = None
+
+    def leave(self, owner: Hashable) -> None:
+        """The text loses its row.  What a part was to keep that has not been launched is kept by nobody."""
+        row = self._rows.pop(owner)
+        self._read(row)
+        if row.promised is not None:
+            self.kept.enter(None, row.promised[0])
+
+    def _read(self, row: StateUse) -> None:
+        if not row.is_read and row.number != ZEROS:
+            self.kept.give_back(row.number)
+        row.is_read = True
