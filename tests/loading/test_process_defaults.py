@@ -29,7 +29,7 @@ from specdec.loading.threads import using_threads
 from specdec.models.transformers_backend.config import load_hf_config
 from specdec.models.transformers_backend.make import filled_model
 
-LOADS = 8
+LOADS = 4
 SAMPLED = {"temperature": 1.0, "seed": 5}
 EVERY_OPTION: list[dict[str, Any]] = [
     {},
