@@ -24,6 +24,8 @@ MAX_QUERIES_A_KEY = 64
 # numbers a GPU computes in a second.
 LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
+# Share of the pool's memory that is for recurrent states kept for later prompts, and the most such states.
+STATE_SHARE, MAX_KEPT_STATES = 0.1, 1024
 POOL_SHARE = 0.85  # share of the GPU memory that is free after the weights; the rest is for activations and graphs
 HOST_POOL_SHARE = 0.4  # share of the host's memory, where weights and everything else must fit too
 # Limits of a pool with prefix caching.  KEPT_TOKENS bounds its tokens, so that lists of pages stay quick and slot numbers stay

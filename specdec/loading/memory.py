@@ -18,7 +18,14 @@ from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.groups import KVCacheGroup, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool
 from specdec.limits import RESERVED_STATES
-from specdec.loading.devices import HOST_KEPT_BATCHES, HOST_POOL_SHARE, KEPT_TOKENS, POOL_SHARE
+from specdec.loading.devices import (
+    HOST_KEPT_BATCHES,
+    HOST_POOL_SHARE,
+    KEPT_TOKENS,
+    MAX_KEPT_STATES,
+    POOL_SHARE,
+    STATE_SHARE,
+)
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout
@@ -39,6 +46,11 @@ class StatePlan(NamedTuple):
     @property
     def numbers(self) -> int:
         return self.with_nodes + self.kept
+
+    @property
+    def kept_numbers(self) -> range:
+        """Of the states that are kept."""
+        return range(self.with_nodes, self.numbers)
 
     @property
     def row_bytes(self) -> int:
@@ -72,12 +84,12 @@ class PoolPlan(NamedTuple):
         pools = [
             PagePool(pages, settings.page_tokens, group.ring) for group, pages in zip(self.groups, self.num_pages, strict=True)
         ]
-        caching = settings.options.prefix_caching
+        given, kept = (pools[0], settings.lookahead, settings.options.prefix_caching), self.states and self.states.kept_numbers
         if len(pools) == 1:
-            return Admission(pools[0], settings.lookahead, caching, encoder_pages=encoder_pages)
+            return Admission(*given, encoder_pages=encoder_pages, kept_states=kept)
         span = self.groups[1].span
         assert span is not None
-        return Admission(pools[0], settings.lookahead, caching, pools[1], span, encoder_pages)
+        return Admission(*given, pools[1], span, encoder_pages, kept)
 
 
 def pool_plan(
@@ -168,8 +180,9 @@ def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0
         return None
     nodes = max(shape.num_draft_tokens for shape in spec.shapes) if spec else 1
     rows = RESERVED_STATES + 2 * settings.options.max_batch_size
-    each = layers * sizes.state_bytes(settings.dtype), layers * sizes.node_bytes(settings.dtype)
-    return StatePlan(rows, nodes, 0, *each)
+    state, node = layers * sizes.state_bytes(settings.dtype), layers * sizes.node_bytes(settings.dtype)
+    kept = min(MAX_KEPT_STATES, int(memory * STATE_SHARE / state)) if settings.options.prefix_caching else 0
+    return StatePlan(rows, nodes, kept, state, node)
 
 
 def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:

@@ -82,3 +82,26 @@ def test_specdec_verify_reads_them_too(zoo: Zoo) -> None:
     decoder = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 8, 40))
     found = decoder.verify(PROMPTS, SamplingParams(max_tokens=16))
     assert found.passed and found.count("EXACT") == len(PROMPTS) and found.unsure == 0 and found.accepted > 0
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram")])
+def test_texts_after_kept_states(zoo: Zoo, target: str, head: str) -> None:
+    """Keeps out: a hit whose pages are there and whose state is another text's, and cached tokens that were computed after all.
+
+    A, B, A; a text and what comes after its answer; one beginning with many endings.
+    """
+    decoder = zoo.decoder(target, head, SpecConfig(3, 4, 12), page_size=4, max_batch_size=3, prefix_caching=True)
+    Driver(decoder).keep_states_from(8)
+    plain = zoo.decoder(target, None, None, page_size=4, max_batch_size=1)
+    a, b, system = ([(place * k + place) % 40 for place in range(50)] for k in (3, 7, 11))
+    first = plain.generate([a], SamplingParams(max_tokens=9))[0].token_ids
+    endings = [[*system, 3, place, 7, 1, 4, place] for place in range(6)]
+    cached = []
+    for prompts in ([a], [b], [a], [a + first + b[:9]], [endings[0]], [endings[1]], [endings[2]], endings[3:]):
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=9))
+        wanted = plain.generate(prompts, SamplingParams(max_tokens=9))
+        assert [out.token_ids for out in outputs] == [out.token_ids for out in wanted]
+        cached.append([out.stats.cached_tokens for out in outputs])
+    assert cached == [[0], [0], [48], [48], [0], [0], [48], [48, 48, 48]], cached
+    Driver(decoder).assert_nothing_leaked()

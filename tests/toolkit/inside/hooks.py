@@ -242,6 +242,10 @@ class Hooks:
         """Makes a prompt wait for another one's prefill if both share at least so many tokens that are not in the cache."""
         self._scheduler.admission.min_shared_to_wait = tokens
 
+    def keep_states_from(self, tokens: int) -> None:
+        """Has recurrent states kept for later prompts that save so few tokens beyond the last one."""
+        self._scheduler.admission.text_states.least = tokens
+
     @contextmanager
     def small_pool(self, pages: int) -> Iterator[None]:
         """Inside the block, requests own pages of a pool of so many.  The decoder is idle, and keeps none before."""
