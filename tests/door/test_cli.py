@@ -269,7 +269,6 @@ def test_generate_with_every_option(capsys):
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 @needs_pair
 def test_generate_reads_stdin_and_stops(capsys):
     """Keeps out: flags that parse and don't arrive."""
@@ -319,7 +318,6 @@ def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 @needs_pair
 def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     """Keeps out: forced acceptance that some line forgets to mention, draws that no seed repeats, a profile of one kind."""

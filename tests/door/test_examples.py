@@ -103,7 +103,6 @@ def ask(url: str) -> str:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_a_real_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a newcomer's first minutes that end in an error, by a flag, a format or an endpoint that has changed."""
     smollm2()

@@ -130,7 +130,6 @@ def test_tracing_leaves_nothing_behind(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_a_saved_program_needs_the_operators_alone(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: a program that only runs in the process that exported it."""
     decode = DecodePass(load(zoo.target("llama")), PAGE)

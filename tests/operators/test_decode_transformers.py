@@ -119,7 +119,6 @@ def test_code_that_torch_cannot_export_is_refused(families: Families) -> None:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_an_exported_program_can_be_compiled(families: Families) -> None:
     """Keeps out: the way that the refusal names, if it does not work."""
     decode = decode_pass(families, "qwen3", "auto")

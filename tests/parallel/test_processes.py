@@ -60,7 +60,6 @@ def ended_soon() -> Iterator[None]:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_two_processes_write_what_one_writes_until_one_dies(tmp_path: Path) -> None:
     """Each has half of the experts of a mixture.
 
@@ -221,7 +220,6 @@ def _own_signals() -> Iterator[None]:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 @pytest.mark.usefixtures("_own_signals")
 def test_processes_of_a_launcher_join(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: a rank of torchrun that starts ranks of its own, goes on with the script, or stays."""

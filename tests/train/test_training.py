@@ -87,7 +87,6 @@ def story_file(folder: Path) -> Path:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that trains but writes what the runtime can't load; a resume that starts from nothing."""
     run = HeadRun(texts=6, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=2, draft_vocab_size=300)

@@ -58,7 +58,6 @@ def test_of_each_damage_the_cause_is_named_or_none(shared: Path) -> None:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_the_same_of_the_shipped_head() -> None:
     check_all(PAIR / "target", PAIR / "draft", 256, 60)
 

@@ -65,7 +65,6 @@ def test_ids_are_those_of_smollms_own_rules():
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_texts_are_those_of_transformers(numbers, decoder):
     """Keeps out: a real model that writes other texts than its own, with speculation or without."""
     config = LlamaConfig(

@@ -58,7 +58,6 @@ def test_numbers_of_hand_made_records(part) -> None:
 
 
 @pytest.mark.slow_cases(keep=0)
-@pytest.mark.slow
 def test_the_script_runs(tmp_path: Path) -> None:
     """Keeps out: a script that has stopped working since it was last run on a GPU, and unequal work on the two sides."""
     out = tmp_path / "load.json"

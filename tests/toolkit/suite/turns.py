@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-TURNS = 4
+TURNS = 5
 SECONDS_A_DAY = 86400
 Case = TypeVar("Case")
 
