@@ -269,7 +269,7 @@ def skip_what_is_absent(cell: MatrixCell) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-@pytest.mark.slow_cases(keep=30)
+@pytest.mark.slow_cases(keep=20)
 @pytest.mark.parametrize("cell", WALKED, ids=label)
 def test_what_is_answered_equals_dense_masked_attention(cell: MatrixCell) -> None:
     """Keeps out: a combination that runs and reads other keys than its layers, its tree and its cache say."""

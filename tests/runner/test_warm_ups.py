@@ -120,7 +120,7 @@ def test_warm_ups_change_nothing(zoo: Zoo, target: str, kind: str, whole: bool) 
 def test_a_tree_is_read_again_after_a_warm_up(spec: SpecConfig) -> None:
     """Keeps out: rows with a grammar whose accepted path is committed from slots that a warm-up's commit has overwritten.  The
     other rounds read the tree within the function that warms up."""
-    sampling = [SamplingParams(max_tokens=24, regex=r"(The|A) [a-z]{2,6}( [a-z]{2,7}){4}\."), SamplingParams(max_tokens=24)]
+    sampling = [SamplingParams(max_tokens=16, regex=r"(The|A) [a-z]{2,6}( [a-z]{2,7}){2}\."), SamplingParams(max_tokens=16)]
     found: list[list[list[int]]] = []
     for graphs in (None, WarmUps([])):
         with SpecDecoder.from_pretrained(target_folder(), draft_folder(), spec, device="cpu", max_seq_len=160) as decoder:
