@@ -18,6 +18,7 @@ from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.limits import RESERVED_STATES, TRASH, ZEROS
+from specdec.ops.index import use_index_kernels
 from specdec.ops.recurrent.states import ChunkSteps, TreeSteps
 
 
@@ -54,8 +55,13 @@ class StateRows:
 
     def tree_steps(self, state: BatchState, tree: DraftTree) -> TreeSteps:
         """What a pass over these trees reads and writes.  Rows that don't run touch no state."""
-        runs_B, (read_B, write_B, _) = state.active_B > 0, self.numbers_B3.unbind(1)
-        read_B, write_B, count_B = read_B.where(runs_B, ZEROS), write_B.where(runs_B, TRASH), self.count_B.where(runs_B, 0)
+        if use_index_kernels(self.count_B):
+            from specdec.verify.states_triton import launch_state_numbers
+
+            read_B, write_B, count_B = launch_state_numbers(state.active_B, self.numbers_B3, self.count_B)
+        else:
+            runs_B, (read_B, write_B, _) = state.active_B > 0, self.numbers_B3.unbind(1)
+            read_B, write_B, count_B = read_B.where(runs_B, ZEROS), write_B.where(runs_B, TRASH), self.count_B.where(runs_B, 0)
         return TreeSteps(read_B, write_B, tree.parents_BN, tree.max_depth, tree.is_chain, self.path_BE, count_B)
 
     def commit(self, state: BatchState, path_BE: Tensor, accepted_B: Tensor) -> None:
@@ -63,6 +69,11 @@ class StateRows:
 
         path_BE: int64 nodes from the root on.  accepted_B: how many come after the root.
         """
+        if use_index_kernels(self.count_B):
+            from specdec.verify.states_triton import launch_commit_states
+
+            launch_commit_states(state.active_B, path_BE, accepted_B, *self.tensors())
+            return
         runs_B = state.active_B > 0
         self.numbers_B3.copy_(turned(self.numbers_B3, runs_B))
         here_BE = self.path_BE[:, : path_BE.shape[1]]

@@ -134,6 +134,7 @@ def pool_plan(
                 f"{options.kv_cache_memory!r}; nearest setting that works: kv_cache_memory={least}"
             )
         also = ", max_batch_size or max_seq_len, by which an encoder's texts take memory" if configs[0].encoder else ""
+        also += f", or max_batch_size, of which each row's states take {states.row_bytes} bytes" if states else ""
         if options.page_size == "sequence":
             also += f" or max_seq_len, since a page holds {settings.page_size} tokens; nearest setting that works: page_size=16"
         raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype{also}")

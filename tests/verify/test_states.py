@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import torch
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.batch.ragged import RaggedPrompts
@@ -13,6 +14,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.limits import RESERVED_STATES, TRASH, ZEROS
 from specdec.verify.states import StateRows
+from specdec.verify.states_triton import launch_commit_states, launch_state_numbers
 
 ROWS, PLACES = 5, 4  # and a row of padding
 
@@ -74,3 +76,23 @@ def test_numbers_stay_a_row_s_own_through_everything() -> None:
             holds[gap], pending[gap] = holds.pop(last), pending.pop(last)
         own = rows.numbers_B3[:-1, 1:]
         assert sorted(own.flatten().tolist()) == list(range(RESERVED_STATES, RESERVED_STATES + 2 * ROWS))
+
+
+def test_kernels_equal_their_definitions() -> None:
+    """Keeps out: a row that does not run and loses what is pending, and places of an earlier, longer path."""
+    active = [1, 0, 1, 1, 0, 0]
+    rows, state = StateRows.empty(ROWS + 1, 9, "cpu"), state_of(active)
+    for chance in (random.Random(seed) for seed in range(3)):
+        places = chance.choice([1, PLACES, 9])
+        path_BE = torch.randint(60, (ROWS + 1, places))
+        accepted_B = torch.randint(places, (ROWS + 1,))
+        on_device = StateRows(*(tensor.to(DEVICE) for tensor in rows.tensors()))
+        active_B = state.active_B.to(DEVICE)
+        steps = rows.tree_steps(state, DraftTree.chain(torch.zeros(ROWS + 1, 1, dtype=torch.int64)))
+        found = launch_state_numbers(active_B, on_device.numbers_B3, on_device.count_B)
+        for got, want in zip(found, (steps.read_B, steps.write_B, steps.count_B), strict=True):
+            assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
+        rows.commit(state, path_BE, accepted_B)
+        launch_commit_states(active_B, path_BE.to(DEVICE), accepted_B.to(DEVICE), *on_device.tensors())
+        for got, want in zip(on_device.tensors(), rows.tensors(), strict=True):
+            assert torch.equal(got.cpu(), want)

@@ -131,6 +131,12 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
+        "Layers read the numbers of states before their waits, and the next round what is pending.",
+        "state_numbers commit_states",
+        {},
+    ),
+    KernelGroup(
+        "late",
         "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
         "what the round before left, before its wait.",
         "tree_convolution chunk_convolution",

@@ -28,6 +28,7 @@ from specdec.parallel.scan_triton import launch_scan_ranks
 from specdec.parallel.symmetric.flat_triton import launch_flat
 from specdec.parallel.symmetric.rows_triton import launch_rows
 from specdec.verify.accept_triton import launch_accept
+from specdec.verify.states_triton import launch_commit_states, launch_state_numbers
 from specdec.verify.tables_triton import launch_path_tables
 from toolkit.ahead.made import HIDDEN, PAGE, VOCABULARY, counts, floats, halves, here, ids, inbox_of
 
@@ -95,6 +96,8 @@ def verifying() -> None:
         tree = DraftTree(ids(8, N), ids(8, N), depth, is_chain=N == depth + 1)
         launch_accept(tree, ids(8, N), State())  # type: ignore[arg-type]
         launch_path_tables(PageTable(counts(8, 512), PAGE), counts(8), ids(8, N), depth + 1)
+        launch_state_numbers(counts(8), ids(8, 3), counts(8))
+        launch_commit_states(counts(8), ids(8, depth + 1), ids(8), ids(8, 3), ids(8, 60), counts(8))
 
 
 def exchanges() -> None:
