@@ -66,6 +66,7 @@ class Admission:
         self.lengths = OutputLengths()
         self._admitted = 0
         self._forecasts: list[RowForecast] | None = None  # of the requests that hold pages, sorted; None: some has changed
+        self._looked_up: tuple[tuple[Request, int, bool, int], list[Node]] | None = None  # the last text, and what was found
         self.lookup_tokens = self.hit_tokens = 0
         self.min_shared_to_wait = MIN_SHARED_TO_WAIT
 
@@ -142,9 +143,16 @@ class Admission:
             return PrefixHit([], 0) if self.pool.can_admit(needed) else None
         if self.pool.pages_for(needed) - request.text_length // size > self.free_pages:
             return None
-        kept = self.cache.find(request.text, drafted)
+        kept = self._look_up(self.cache, request, drafted)
         path = self._usable(kept)
         return PrefixHit(path, len(path) * size, len(kept) * size if kept and kept[-1].children else 0)
+
+    def _look_up(self, cache: PrefixCache, request: Request, drafted: bool) -> list[Node]:
+        """`PrefixCache.find`, which takes long for a long text; the one that waits is looked up before each launch."""
+        asked = request, request.text_length, drafted, cache.changes
+        if self._looked_up is None or self._looked_up[0] != asked:
+            self._looked_up = asked, cache.find(request.text, drafted)
+        return self._looked_up[1]
 
     def _usable(self, path: list[Node]) -> list[Node]:
         """The most leading pages of the path after which a text can begin."""
@@ -218,7 +226,7 @@ class Admission:
         pages = [node.page for node in found.path] + self.pool.admit(request, needed, have)
         held = PageAllocation(_around(pages, entries), found.tokens, node, borrowed=have, number=self._admitted)
         held.most = self.pool.table_pages(self.tokens_needed(request))
-        self._admitted += 1
+        self._admitted, self._looked_up = self._admitted + 1, None
         held.rings = (None if self.pool.ring is None else pages,)
         if local is not None:
             held.local, held.rings = _around(local, entries), (*held.rings, local)

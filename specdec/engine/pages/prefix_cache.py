@@ -50,6 +50,7 @@ class PrefixCache:
         # The nodes that nobody uses, in the order in which they became idle.  A node becomes idle before its parent does, so
         # the first node is always a leaf.
         self._idle: OrderedDict[Node, None] = OrderedDict()
+        self.changes = 0  # by which another look at a text may find other nodes
 
     @property
     def num_idle(self) -> int:
@@ -87,6 +88,7 @@ class PrefixCache:
         for key, page in zip(page_keys(tokens, self.pool.page_size), pages, strict=False):
             child = node.children.get(key)
             if child is None:
+                self.changes += 1
                 child = node.children[key] = Node(key, node, page, drafted)
                 self._idle[child] = None
                 self.pool.pass_on(page, owner, self)
@@ -96,6 +98,7 @@ class PrefixCache:
                 self._changes(child)
                 self._swap(child, page, owner)
                 child.drafted = True
+                self.changes += 1
             elif child.page != page and not leaves:
                 if child.users or child.drafted != drafted:
                     break
@@ -145,6 +148,7 @@ class PrefixCache:
             node, _nothing = self._idle.popitem(last=False)
             assert not node.children and node.parent is not None, "a page became idle before a page after it"
             del node.parent.children[node.key]
+            self.changes += 1
             self._changes(node)
             self.pool.give_back(self, [node.page])
 

@@ -144,6 +144,13 @@ GROUPS = (
     ),
     KernelGroup(
         "late",
+        "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
+        "a round ago. What comes next waits for a complete convolution, too.",
+        "",
+        {"tree_rule": "count decay_left k_left parents path read state u_left"},
+    ),
+    KernelGroup(
+        "late",
         "The kernel after it reads positions before its wait as soon as one more kernel is in front.",
         "last_positions",
         {},

@@ -122,7 +122,7 @@ def launch_tree_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates,
     assert x_TC.shape[0] == B * N and N <= left_LNC.shape[1] and left_LNC.dtype == x_TC.dtype
     assert left_LNC.stride()[1:] == (C, 1)
     padded = triton.next_power_of_2(N)
-    block = max(64, min(512, 4096 // padded, triton.next_power_of_2(C)))
+    block = max(32, min(256, 2048 // padded, triton.next_power_of_2(C)))
     if B:
         tree_convolution_kernel[(triton.cdiv(C, block), B)](
             x_TC, weight_CZ, layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE,

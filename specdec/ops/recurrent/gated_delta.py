@@ -9,7 +9,8 @@ No node of a tree needs a state of its own.  With D_i the log-decays summed alon
     out_i = exp(D_i) q_i S + sum over j above i, and i, of exp(D_i - D_j) (q_i . k_j) u_j
 
 so S is read once, whatever the tree.  A sum adds a path to it: exp(D_last) S + sum over j of exp(D_last - D_j) k_j (x) u_j.
-A part of a prompt is a chain, cut into blocks.  Everything is computed in the states' dtype.
+A part of a prompt is a chain, cut into blocks.  Everything is computed in the states' dtype.  On a GPU each pass over a tree is
+one launch of tree_triton.py.
 
 Shapes: as of states.py.
 """
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.launch import use_kernels
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 
 BLOCK = 64  # tokens of a chain that are computed together
@@ -116,6 +118,10 @@ def tree_outputs(y_TC: Tensor, gates: Gates, layer: LayerStates, steps: TreeStep
 
     The pending path is added to the state, and the nodes leave what a later pass needs to add theirs.
     """
+    if use_kernels(y_TC):
+        from specdec.ops.recurrent.tree_triton import launch_tree_rule
+
+        return launch_tree_rule(y_TC, gates, layer, steps)
     B, N = steps.parents_BN.shape
     (_, heads, width, _), key_heads = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     tokens = read_tokens(y_TC.view(B, N, -1), gates, key_heads, width, layer.state_PHKV.dtype)

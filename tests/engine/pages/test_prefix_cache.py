@@ -125,6 +125,23 @@ def test_keys_hold_the_successor() -> None:
     assert list(page_keys([1, 2, 3, 4], 2)) == [(1, 2, 3)] and not list(page_keys([1, 2], 2)) + list(page_keys([], 2))
 
 
+def test_a_text_that_waits_is_looked_up_again_only_where_pages_have_changed() -> None:
+    """Keeps out: a long text that waits and costs milliseconds before each launch, and one that enters with pages of before."""
+    admission = Admission(PagePool(41, 4), 8, True)
+    first, other = new_request([7] * 50, 4), new_request([5] * 9, 4)
+    for request in (first, other):
+        found = admission.find(request, False)
+        assert found is not None and not found.path and admission.admit(request, found)
+    admission.keep(first, first.prompt_ids, False, 50)
+    waits = new_request([7] * 50, 4)
+    looks = [admission.find(waits, False) for _ in range(2)]
+    assert looks[0] and looks[1] and looks[0].path is looks[1].path and looks[0].tokens == 48
+    admission.keep(other, other.prompt_ids, False, 9)
+    again = admission.find(waits, False)
+    assert again and again.path is not looks[0].path and again.path == looks[0].path
+    assert admission.find(waits, True) != again
+
+
 def test_a_text_is_looked_at_as_far_as_it_is_kept() -> None:
     """Keeps out: milliseconds before each launch while a text of 100,000 tokens waits, of which nothing is kept."""
 

@@ -6,6 +6,7 @@ Shapes: as of specdec/ops/recurrent/states.py.
 from __future__ import annotations
 
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
+from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids
 
@@ -24,5 +25,7 @@ def recurrent_layers() -> None:
         for N, depth, E in ((1, 0, 1), (1, 0, 6), (6, 5, 6), (16, 15, 16), (32, 5, 6), (60, 7, 8)):
             steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))
             tree_convolution(halves(B * N, CHANNELS), weight, layer, steps)
+            gates = Gates(halves(B * N, H), halves(B * N, H), floats(H), floats(H))
+            tree_outputs(halves(B * N, CHANNELS), gates, layer, steps)
     chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
     chunk_convolution(halves(8192, CHANNELS), weight, layer, chunk)

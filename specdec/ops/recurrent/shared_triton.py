@@ -1,0 +1,102 @@
+"""What the kernels of trees and of parts share: gates, products, and the rule over a block of a head's tokens.
+
+Everything is float32.  A product of float32 numbers is three of tf32 ("tf32x3"); 16-bit numbers are exact in tf32, so that two
+do where the other side is cut in two.  Both have about the error of float32 ("ieee").
+
+Shapes: N tokens, K a part of keys' width, V a block of values' width, S any number of sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specdec.ops.recurrent import gated_delta
+
+EPS = tl.constexpr(gated_delta.EPS)
+PRECISION = "tf32x3"
+
+
+@triton.jit
+def log_decays(a_N, A_log, dt_bias):
+    """Of values a of one head, whose weights the other two point at: -exp(A_log) * softplus(a + dt_bias)."""
+    x_N = a_N.to(tl.float32) + tl.load(dt_bias).to(tl.float32)
+    small_N = tl.exp(-tl.abs(x_N))
+    sum_N = 1.0 + small_N
+    # log(1 + small): the rounding of the sum is taken back, by which small numbers would be lost.
+    log_N = tl.where(sum_N == 1.0, small_N, tl.log(sum_N) * (small_N / tl.where(sum_N == 1.0, 1.0, sum_N - 1.0)))
+    return -tl.exp(tl.load(A_log).to(tl.float32)) * (tl.maximum(x_N, 0.0) + log_N)
+
+
+@triton.jit
+def strengths(b_N):
+    """Between 0 and 1, and rounded to b's dtype."""
+    return tl.sigmoid(b_N.to(tl.float32)).to(b_N.dtype).to(tl.float32)
+
+
+@triton.jit
+def multiplied(x_NK, w_KV, sums_NV, PRECISION: tl.constexpr):
+    """sums + x w.  x: in the model's dtype; w: float32."""
+    is_short: tl.constexpr = x_NK.dtype.primitive_bitwidth == 16
+    x_NK = x_NK.to(tl.float32)
+    if is_short and PRECISION == "tf32x3":
+        high_KV = (w_KV.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 has
+        sums_NV = tl.dot(x_NK, w_KV - high_KV, sums_NV, input_precision="tf32")
+        return tl.dot(x_NK, high_KV, sums_NV, input_precision="tf32")
+    return tl.dot(x_NK, w_KV, sums_NV, input_precision=PRECISION)
+
+
+@triton.jit
+def alike(x_NK, y_NK, sums_NN, PRECISION: tl.constexpr):
+    """sums + x y^T of queries or keys, in the model's dtype: 16-bit numbers have exact products."""
+    is_short: tl.constexpr = x_NK.dtype.primitive_bitwidth == 16
+    return tl.dot(x_NK, tl.trans(y_NK), sums_NN, input_precision="ieee" if is_short else PRECISION)
+
+
+@triton.jit
+def squares(x_NK):
+    """Their sum, for each row."""
+    x_NK = x_NK.to(tl.float32)
+    return tl.sum(x_NK * x_NK, 1)
+
+
+@triton.jit
+def rule(
+    qk_NN, kk_NN, q_state_NV, k_state_NV, v_NV, decay_N, beta_N, mask_NN, depth_N,
+    N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`gated_delta.on_paths` of one head: (outputs [N, V], u [N, V], summed log-decays [N]).
+
+    The first four are products of queries and keys with keys and with the state.  depth_N: each token's, DEPTH at most, by
+    which the system is solved; HALVINGS: log2(N), if it is solved by halves instead.
+    """
+    n = tl.arange(0, N)
+    summed_N = tl.sum(tl.where(mask_NN, decay_N[None, :], 0.0), 1)
+    # Of nodes on different branches the difference may be large: it never meets exp.
+    fade_NN = tl.exp(tl.where(mask_NN, summed_N[:, None] - summed_N[None, :], float("-inf")))
+    system_NN = tl.where(n[:, None] > n[None, :], kk_NN * fade_NN * beta_N[:, None], 0.0)
+    faded_N1 = tl.exp(summed_N)[:, None]
+    right_NV = beta_N[:, None] * (v_NV - faded_N1 * k_state_NV)
+    if HALVINGS:
+        u_NV = tl.dot(_inverse(system_NN, N, HALVINGS, PRECISION), right_NV, input_precision=PRECISION)
+    else:
+        u_NV = right_NV
+        for depth in range(1, DEPTH + 1):  # tokens of one depth do not depend on each other
+            deeper_NV = right_NV - tl.dot(system_NN, u_NV, input_precision=PRECISION)
+            u_NV = tl.where((depth_N == depth)[:, None], deeper_NV, u_NV)
+    return tl.dot(qk_NN * fade_NN, u_NV, faded_N1 * q_state_NV, input_precision=PRECISION), u_NV, summed_N
+
+
+@triton.jit
+def _inverse(system_NN, N: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
+    """Of 1 + a strictly lower triangular matrix.
+
+    Blocks of the diagonal are inverted, each time of twice the size: [[A, 0], [C, B]] has [[1/A, 0], [-1/B C 1/A, 1/B]].
+    """
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    inverse_NN = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system_NN, 0.0))
+    for step in range(1, HALVINGS):
+        is_between = ((i >> (step + 1)) == (j >> (step + 1))) & ((i >> step) != (j >> step))
+        between_NN = tl.dot(tl.where(is_between, system_NN, 0.0), inverse_NN, input_precision=PRECISION)
+        inverse_NN -= tl.dot(inverse_NN, between_NN, input_precision=PRECISION)
+    return inverse_NN

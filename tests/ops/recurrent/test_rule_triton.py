@@ -1,0 +1,45 @@
+"""The kernels of the gated delta rule against its definition.  Under Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE
+from toolkit.recurrent.made import Sizes
+from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, moved
+
+from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
+from specdec.ops.recurrent.tree_triton import launch_tree_rule
+
+ALIKE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=1, H=3, K=32, V=16)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+def on_device(gates: Gates) -> Gates:
+    return Gates(*(each.to(DEVICE) for each in gates))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "kind", "before", "dtype"),
+    [
+        (SHARED, 1, "chain", 1, torch.float16),
+        (ALIKE, 1, "chain", 6, torch.float32),
+        (ALIKE, 6, "chain", 6, torch.float16),
+        (SHARED, 32, "chain", 2, torch.float32),
+        (ALIKE, 32, "tree", 6, torch.float32),
+        (SHARED, 20, "deep tree", 6, torch.float32),
+        (SHARED, 60, "tree", 20, torch.float16),
+    ],
+)
+def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before: int, dtype: torch.dtype) -> None:
+    """Keeps out: a node that sees a node beside its path, a level of the system left out, a decay that overflows, a pending
+    path that is added twice, in part, or from a number that holds no nodes, a key head's keys left by another one.
+    """
+    now = in_the_middle(sizes, nodes, kind != "tree", dtype, seed=nodes, before=before)
+    if kind == "deep tree":
+        now.steps.parents_BN[:, -2:] = 3
+        now = now._replace(steps=now.steps._replace(is_chain=False))
+    y, gates = now.x_TC, now.weights.gates(now.a_TH, now.b_TH)
+    layer = copied(now.layer, DEVICE)
+    got = launch_tree_rule(y.to(DEVICE), on_device(gates), layer, moved(now.steps, DEVICE)).cpu()
+    want = tree_outputs(y, gates, now.layer, now.steps)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    equal_memory(layer, now.layer, 1e-5)
