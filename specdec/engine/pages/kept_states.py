@@ -2,7 +2,9 @@
 
 A page of keys is worth nothing to such a target without the state after the page's last token.  A state is large, so only few
 are kept, each under a number of its own, and each belongs to the node of the prefix cache after whose page it stands.  A text
-begins after the longest kept state whose pages are there too.  The state that was used least recently makes room for the next.
+begins after the longest kept state whose pages are there too.  The state that was used least recently makes room for the next,
+but one after which only a single text goes on goes first, once a later state of that text is kept: conversations then need one
+state each, where two would be needed.
 
 A row reads its state in its first chunk, and a chunk writes a state while it runs.  So a number stays as it is from a row's
 entry until its first chunk has been launched, and what a chunk is to write is found only once the chunk has been launched.
@@ -29,7 +31,7 @@ class KeptStates:
 
     def __init__(self, numbers: range) -> None:
         assert not numbers or numbers[0] >= RESERVED_STATES
-        self.total = len(numbers)
+        self.numbers, self.total = numbers, len(numbers)
         self._free = list(numbers[::-1])
         self._numbers: OrderedDict[Node, int] = OrderedDict()  # the least recently used first
         self._readers = Counter[int]()  # rows that are still to read a number
@@ -78,6 +80,11 @@ class KeptStates:
         if node is not None:
             self._numbers.move_to_end(node)
 
+    def put_first(self, node: Node) -> None:
+        """The node's state, if there is one, makes room before all others."""
+        if node in self._numbers:
+            self._numbers.move_to_end(node, last=False)
+
     def drop(self, node: Node) -> None:
         """Gives up the node's state, if there is one.  No row is still to read it, because such a row uses the node."""
         if (number := self._numbers.pop(node, None)) is not None:
@@ -90,11 +97,13 @@ class StateUse:
     """How one row uses kept states.
 
     number: of the state with which its text goes on, or ZEROS.  is_read: whether the chunk that reads it has been launched.
+    last: the node after which it has begun or has kept its last state, if no other text was known to share that.
     places: where states of its text are kept.  promised: the number under which its next part keeps one, and after how many
         tokens of the text; None: it keeps none.
     """
 
     number: int
+    last: Node | None
     places: StatePlaces
     is_read: bool = False
     promised: tuple[int, int] | None = None
@@ -117,7 +126,7 @@ class TextStates:
         number = self.kept.borrow(path[-1]) if path else ZEROS
         places = StatePlaces(len(path) * size, (tokens - 1) // size * size, distance(self.every, size, tokens, self.kept.total))
         places.shared[owner] = shared
-        self._rows[owner] = StateUse(number, places)
+        self._rows[owner] = StateUse(number, path[-1] if path else None, places)
 
     def number(self, owner: Hashable) -> int:
         """The number of the state with which the text goes on."""
@@ -153,7 +162,12 @@ class TextStates:
         if row.promised is not None:
             number, place = row.promised
             path = self.cache.find(tokens[: place + 1], drafted=False)  # the pages may be those of another text
-            self.kept.enter(path[-1] if len(path) * self.cache.pool.page_size == place else None, number)
+            node = path[-1] if len(path) * self.cache.pool.page_size == place else None
+            self.kept.enter(node, number)
+            if node is not None:
+                if row.last is not None and len(row.last.children) == 1:
+                    self.kept.put_first(row.last)
+                row.last = None if place in row.places.shared.values() else node
             row.promised = None
 
     def leave(self, owner: Hashable) -> None:

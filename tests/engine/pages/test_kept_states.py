@@ -215,6 +215,18 @@ def test_the_state_that_was_used_least_recently_goes_first() -> None:
     assert cached(engine, [a, b, a, c, a, b]) == [0, 0, 80, 0, 80, 0]
 
 
+def test_conversations_need_one_state_each() -> None:
+    """Keeps out: states of earlier turns that stay, where those of other conversations have to go."""
+    engine, system = engine_of(4, 8, WHOLE), some(7, 41)
+    chats, found = [[*system, i % 3, *some(i, 30)] for i in range(6)], list[int]()
+    for _ in range(5):
+        for i, prompt in enumerate(chats):
+            request = ask(engine, [prompt])[0]
+            found.append(len(prompt) - request.stats.cached_tokens)
+            chats[i] = [*prompt, *request.output.token_ids, *some(i, 21)]
+    assert all(computed <= 9 + 21 + 4 for computed in found[12:]), found
+
+
 def test_a_text_begins_where_state_and_window_are() -> None:
     """Keeps out: a state found after pages whose keys in windows are gone, and the other way around."""
     rng, prompt = random.Random(0), list(range(161))

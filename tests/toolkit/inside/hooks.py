@@ -252,7 +252,9 @@ class Hooks:
         whole = self._scheduler.admission
         assert self.is_idle and whole.local is None
         pool = PagePool(pages + 1, whole.pool.page_size, whole.pool.ring)
-        small = self._scheduler.pages.admission = Admission(pool, whole.lookahead, whole.cache is not None)
+        kept = None if whole.text_states is None else whole.text_states.kept.numbers
+        small = Admission(pool, whole.lookahead, whole.cache is not None, kept_states=kept)
+        self._scheduler.pages.admission = small
         small.min_shared_to_wait = whole.min_shared_to_wait
         yield
         self.settle()
