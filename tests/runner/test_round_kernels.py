@@ -33,7 +33,6 @@ def test_rounds_through_the_kernels_give_the_target_s_text(zoo: Zoo, monkeypatch
     assert set(launched) == ALWAYS | TREES_ONLY
 
 
-@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "top_p"), [(SpecConfig(3, 1, 4), 0.8), (SpecConfig(3, 2, 6), 1.0)], ids=str)
 def test_sampled_rounds_through_the_kernels(zoo: Zoo, spec: SpecConfig, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
