@@ -22,8 +22,8 @@ from specdec.loading.context import check_context
 from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.recurrent.sizes import MAX_STATE_NODES, MIN_STATE_WIDTH, RecurrentConfig
 from specdec.models.mixtures.dividing import ExpertSharing, held_by_rank
+from specdec.models.recurrent.sizes import MAX_STATE_NODES, MIN_STATE_WIDTH, RecurrentConfig
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
@@ -232,8 +232,8 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig) -> None:
     for name, width in (("key", sizes.key_width), ("value", sizes.value_width)):
         if width < MIN_STATE_WIDTH or width & (width - 1):
             raise ValueError(
-                f"recurrent layers run on a GPU where heads are a power of two wide, {MIN_STATE_WIDTH} at least, got {name} heads "
-                f"of {width}; nearest setting that works: device='cpu'"
+                f"recurrent layers run on a GPU if heads are a power of two wide, from {MIN_STATE_WIDTH} on, got {name} heads of "
+                f"{width}; nearest setting that works: device='cpu'"
             )
     if settings.dtype == torch.float64 and settings.cuda_graphs:
         raise ValueError(
@@ -243,8 +243,8 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig) -> None:
     nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
     if nodes > MAX_STATE_NODES:
         raise ValueError(
-            f"num_draft_tokens must be at most {MAX_STATE_NODES} for a target with recurrent layers on a GPU, got {nodes}; nearest "
-            f"setting that works: {MAX_STATE_NODES}"
+            f"num_draft_tokens must be at most {MAX_STATE_NODES} for a target with recurrent layers on a GPU, got {nodes}; "
+            f"nearest setting that works: {MAX_STATE_NODES}"
         )
 
 

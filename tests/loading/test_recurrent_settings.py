@@ -1,4 +1,4 @@
-"""Settings that recurrent layers can't have on a GPU are refused at the door, and not by a kernel in the middle of a request."""
+"""What recurrent layers can't have on a GPU is refused at the door, and not by a kernel in the middle of a request."""
 
 from dataclasses import replace
 
