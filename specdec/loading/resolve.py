@@ -232,8 +232,8 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig) -> None:
     for name, width in (("key", sizes.key_width), ("value", sizes.value_width)):
         if width < MIN_STATE_WIDTH or width & (width - 1):
             raise ValueError(
-                f"recurrent layers run on a GPU if heads are a power of two wide, from {MIN_STATE_WIDTH} on, got {name} heads of "
-                f"{width}; nearest setting that works: device='cpu'"
+                f"recurrent layers run on a GPU if heads are a power of two wide, from {MIN_STATE_WIDTH} on, got {name} heads "
+                f"of {width}; nearest setting that works: device='cpu'"
             )
     if settings.dtype == torch.float64 and settings.cuda_graphs:
         raise ValueError(
