@@ -15,7 +15,7 @@ from specdec.limits import TRASH
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION, log_decays, multiplied, products, rule, strengths
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, lie_whole
 from specdec.ops.recurrent.tree_triton import RuleTiles, check_rule
 
 NOWHERE = tl.constexpr(TRASH)
@@ -98,7 +98,7 @@ def launch_chunk_rule(
     """`gated_delta.chunk_outputs`: [T, H, V].  precision: of products: "tf32x3" or "ieee".  tokens: of a block."""
     (_, H, K, V), G, B = layer.state_PHKV.shape, layer.k_LNGK.shape[2], len(steps.read_B)
     check_rule(y_TC, gates, layer)
-    assert all(each.is_contiguous() for each in steps if isinstance(each, Tensor))
+    assert lie_whole(steps)
     out_THV, block_v = y_TC.new_empty(len(y_TC), H, V), min(V, tiles.block_v)
     if B:
         chunk_rule_kernel[(H * (V // block_v), B)](
